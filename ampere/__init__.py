@@ -1,0 +1,1 @@
+"""Kernels for SM80 and SM89 in TileLang."""

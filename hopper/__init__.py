@@ -1,0 +1,1 @@
+"""Kernels for SM90 in CuTe-DSL."""

@@ -1,0 +1,72 @@
+"""The public calls: argument checks, then the device's implementation. No arithmetic.
+
+Shapes: batch, q_len, num_heads (query heads), num_heads_kv, head_dim, seqlen (tokens in the cache).
+"""
+
+import torch
+
+from lowbit_attn import dispatch, layout, reference
+from lowbit_attn.cache import KVCache
+from lowbit_attn.checks import check_tensor
+
+
+class LayoutMismatchError(ValueError):
+    """The cache was packed in another order than this version reads."""
+
+
+def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = None, out: torch.Tensor | None = None,
+           lse: torch.Tensor | None = None, num_splits: int | None = None,
+           path: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of new queries over a low-bit cache that already holds their tokens.
+
+    Args:
+        q: [batch, q_len, num_heads, head_dim] in the cache's dtype (or fp32 on the CPU); row b attends to
+            row b of the cache, and query j to positions <= seqlen - q_len + j.
+        cache: KVCache with max_batch >= batch.
+        softmax_scale: default head_dim ** -0.5.
+        out: output buffer of q's shape and dtype; lse: fp32 [batch, num_heads, q_len].
+        num_splits: CTAs that share one sequence's tokens; default: the dispatcher's pick.
+        path: "reference" (any device), or a kernel path by name; default: the dispatcher's pick.
+
+    Returns:
+        (o, lse): o [batch, q_len, num_heads, head_dim] in q's dtype; lse natural log. An empty sequence
+        gives o = 0 and lse = -inf.
+
+    Raises ValueError, TypeError or NotImplementedError, before anything is written, for what is not supported.
+    """
+    if cache.layout_id != layout.LAYOUT_ID:
+        raise LayoutMismatchError(f"cache: layout id {cache.layout_id}, supported: {layout.LAYOUT_ID}; "
+                                  "pack the cache again with this version")
+    if not isinstance(q, torch.Tensor) or q.dim() != 4:
+        got = list(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
+        raise ValueError(f"q: got {got}, supported: [batch, q_len, num_heads, head_dim]")
+    batch, q_len, num_heads, _ = q.shape
+    if not 0 < batch <= cache.max_batch:
+        raise ValueError(f"q: batch {batch}, supported: 1 to the cache's max_batch = {cache.max_batch}")
+    if not 1 <= q_len <= cache.max_q_len:
+        raise ValueError(f"q: q_len {q_len}, supported: 1 to the cache's max_q_len = {cache.max_q_len}")
+    if num_heads == 0 or num_heads % cache.num_heads_kv:
+        raise ValueError(f"q: {num_heads} heads, supported: multiples of num_heads_kv = {cache.num_heads_kv}")
+    check_tensor("q", q, (batch, q_len, num_heads, cache.head_dim), (cache.dtype, torch.float32), cache.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    check_tensor("out", out, q.shape, (q.dtype,), cache.device)
+    lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32) if lse is None else lse
+    check_tensor("lse", lse, (batch, num_heads, q_len), (torch.float32,), cache.device)
+    if num_splits is not None and num_splits < 1:
+        raise ValueError(f"num_splits: got {num_splits}, supported: 1 or more")
+    dispatch.decode(q, cache, out, lse, softmax_scale, num_splits, path)
+    return out, lse
+
+
+def merge_states(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge partial attention results over disjoint sets of tokens (flash-decoding's combine).
+
+    o: [num_states, batch, q_len, num_heads, head_dim]; lse: fp32 [num_states, batch, num_heads, q_len], natural
+    log, -inf for an empty state. Returns (o in o's dtype, lse fp32) without the first axis.
+    """
+    if o.dim() != 5:
+        raise ValueError(f"o: got shape {list(o.shape)}, supported: [num_states, batch, q_len, num_heads, head_dim]")
+    num_states, batch, q_len, num_heads, _ = o.shape
+    check_tensor("lse", lse, (num_states, batch, num_heads, q_len), (torch.float32,), o.device)
+    merged, merged_lse = reference.merge_states(o, lse)
+    return merged.to(o.dtype), merged_lse

@@ -1,0 +1,133 @@
+"""What a format is: two sides (K and V), each a list of planes that it alone can write and read.
+
+A record is all that a reader needs of one page of one KV head: the K part rounded up to 128 bytes,
+then the V part, rounded too. Everything outside a side copies bytes and understands nothing.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from lowbit_attn import layout
+
+Planes = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A named run of bytes in a record; ``offset`` counts from the start of the record."""
+
+    name: str
+    nbytes: int
+    offset: int = 0
+
+
+class Side(ABC):
+    """One side (K or V) of a format: both ends of its bytes."""
+
+    bits: int
+    searches_range: bool = False  # whether range search (which changes codes, never the layout) is on by default
+
+    @abstractmethod
+    def check(self, head_dim: int) -> None:
+        """Raise ValueError, saying what is supported, if a page of this head_dim cannot be stored."""
+
+    @abstractmethod
+    def plane_sizes(self, head_dim: int) -> dict[str, int]:
+        """Bytes of each plane of one page, in order."""
+
+    @abstractmethod
+    def quantize(self, x: torch.Tensor, range_search: bool) -> Planes:
+        """fp32 values [n, 128, head_dim] -> each plane's bytes, uint8 [n, plane bytes]."""
+
+    @abstractmethod
+    def dequantize(self, planes: Planes, head_dim: int) -> torch.Tensor:
+        """Each plane's bytes -> fp32 values [n, 128, head_dim]."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The byte map of one page of one KV head."""
+
+    k_planes: tuple[Plane, ...]
+    v_planes: tuple[Plane, ...]
+    v_offset: int  # the K part starts at 0
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Format:
+    """A K side and a V side under one name.
+
+    ``window_k`` and ``window_v`` are the recent tokens that stay in 16 bit at least, multiples of 128.
+    """
+
+    name: str
+    k: Side
+    v: Side
+    window_k: int = 0
+    window_v: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    def record(self, head_dim: int) -> Record:
+        """Planes and offsets of one page of one KV head; ValueError if head_dim is not supported."""
+        try:
+            self.k.check(head_dim)
+            self.v.check(head_dim)
+        except ValueError as error:
+            raise ValueError(f"format {self.name}: {error}") from None
+        k_planes, k_bytes = _place(self.k.plane_sizes(head_dim), 0)
+        v_planes, nbytes = _place(self.v.plane_sizes(head_dim), k_bytes)
+        return Record(k_planes, v_planes, k_bytes, nbytes)
+
+    def record_bytes(self, head_dim: int) -> int:
+        return self.record(head_dim).nbytes
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """Stored bits per K or V element, metadata and rounding of the record included."""
+        return 8 * self.record_bytes(head_dim) / (2 * layout.PAGE_TOKENS * head_dim)
+
+    def quantize(self, k: torch.Tensor, v: torch.Tensor, range_search: bool | None = None) -> torch.Tensor:
+        """fp32 K and V [n, 128, head_dim] -> records uint8 [n, record bytes]."""
+        records = k.new_zeros((k.shape[0], self.record_bytes(k.shape[-1])), dtype=torch.uint8)
+        self.write_k(records, k, range_search)
+        self.write_v(records, v, range_search)
+        return records
+
+    def write_k(self, records: torch.Tensor, k: torch.Tensor, range_search: bool | None = None) -> None:
+        """Quantize fp32 K [n, 128, head_dim] into the K part of records uint8 [n, record bytes]."""
+        _write(self.k, self.record(k.shape[-1]).k_planes, records, k, range_search)
+
+    def write_v(self, records: torch.Tensor, v: torch.Tensor, range_search: bool | None = None) -> None:
+        """Quantize fp32 V [n, 128, head_dim] into the V part of records uint8 [n, record bytes]."""
+        _write(self.v, self.record(v.shape[-1]).v_planes, records, v, range_search)
+
+    def dequantize_k(self, records: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """Records uint8 [n, record bytes] -> fp32 K [n, 128, head_dim]."""
+        return self.k.dequantize(_slices(self.record(head_dim).k_planes, records), head_dim)
+
+    def dequantize_v(self, records: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """Records uint8 [n, record bytes] -> fp32 V [n, 128, head_dim]."""
+        return self.v.dequantize(_slices(self.record(head_dim).v_planes, records), head_dim)
+
+
+def _place(sizes: dict[str, int], start: int) -> tuple[tuple[Plane, ...], int]:
+    planes, offset = [], start
+    for name, nbytes in sizes.items():
+        planes.append(Plane(name, nbytes, offset))
+        offset += nbytes
+    return tuple(planes), layout.align_record(offset)
+
+
+def _slices(planes: tuple[Plane, ...], records: torch.Tensor) -> Planes:
+    return {p.name: records[:, p.offset : p.offset + p.nbytes] for p in planes}
+
+
+def _write(side: Side, planes: tuple[Plane, ...], records, x, range_search: bool | None) -> None:
+    search = side.searches_range if range_search is None else range_search
+    written = side.quantize(x.float(), search)
+    for plane in planes:
+        records[:, plane.offset : plane.offset + plane.nbytes] = written[plane.name]
