@@ -1,1 +1,10 @@
-"""Kernels for SM90 in CuTe-DSL."""
+"""Kernels for SM90 in CuTe-DSL, and what each decode path serves."""
+
+import torch
+
+from lowbit_attn.kernels import Support
+
+PATHS = {
+    "tile": Support(k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
+                    storages=(torch.float16,), max_ratio=8, max_q_len=1),
+}

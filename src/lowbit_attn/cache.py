@@ -12,6 +12,7 @@ what an earlier step left.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -47,7 +48,7 @@ class KVCache:
 
     Public state, read by kernels: ``pool`` uint8 [num_pages, num_heads_kv, record_bytes]; ``table`` int32
     [max_batch, max_pages]; ``n_sink``, ``n_qk``, ``n_qv``, ``n_tok`` int32 [max_batch]; ``sink_k``, ``sink_v``
-    [max_batch, num_heads_kv, sinks, head_dim]; ``ring_k``, ``ring_v`` [max_batch, num_heads_kv, ring, head_dim].
+    [max_batch, num_heads_kv, max(1, sinks), head_dim]; ``ring_k``, ``ring_v`` [max_batch, num_heads_kv, ring, head_dim].
     """
 
     def __init__(self, format: str | Format, num_pages: int, num_heads_kv: int, head_dim: int,
@@ -56,7 +57,7 @@ class KVCache:
                  max_seqlen: int | None = None, saturate: bool = False):
         one_of("dtype", dtype, DTYPES)
         for name, value, low, high in (
-            ("num_pages", num_pages, 0, None), ("num_heads_kv", num_heads_kv, 1, None), ("sinks", sinks, 0, None),
+            ("num_pages", num_pages, 1, None), ("num_heads_kv", num_heads_kv, 1, None), ("sinks", sinks, 0, None),
             ("max_batch", max_batch, 1, None), ("max_q_len", max_q_len, 1, MAX_Q_LEN),
         ):
             if value < low or (high is not None and value > high):
@@ -72,10 +73,13 @@ class KVCache:
         self.window_v = max(self.format.window_v, max_q_len - 1)
         reach = num_pages * layout.PAGE_TOKENS + self._open_tokens(self.window_k) + sinks
         self.max_seqlen = reach if max_seqlen is None else max_seqlen
+        one_of("device", self.device.type, list(BACKENDS))
+        BACKENDS[self.device.type].check(self)
         self._allocate()
 
     def _allocate(self) -> None:
-        max_pages = self._num_packed(self.max_seqlen, self.window_k) // layout.PAGE_TOKENS
+        # at least one table entry and one sink row, never read, so that kernels always get a valid pointer
+        max_pages = max(1, self._num_packed(self.max_seqlen, self.window_k) // layout.PAGE_TOKENS)
         ints = dict(dtype=torch.int32, device=self.device)
         tokens = dict(dtype=self.dtype, device=self.device)
         side = (self.max_batch, self.num_heads_kv)
@@ -83,7 +87,7 @@ class KVCache:
                                 device=self.device)
         self.table = torch.full((self.max_batch, max_pages), -1, **ints)
         self.n_sink, self.n_qk, self.n_qv, self.n_tok = (torch.zeros(self.max_batch, **ints) for _ in range(4))
-        self.sink_k = torch.zeros((*side, self.sinks, self.head_dim), **tokens)
+        self.sink_k = torch.zeros((*side, max(1, self.sinks), self.head_dim), **tokens)
         self.sink_v = torch.zeros_like(self.sink_k)
         self.ring_k = torch.zeros((*side, self._ring(self.window_k), self.head_dim), **tokens)
         self.ring_v = torch.zeros((*side, self._ring(self.window_v), self.head_dim), **tokens)
@@ -183,7 +187,7 @@ class KVCache:
 
     def dequantize_pages(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page ids int [n] -> K, V fp32 [n, num_heads_kv, 128, head_dim]."""
-        return READERS[self.device.type](self, pages)
+        return BACKENDS[self.device.type].read_pages(self, pages)
 
     def gather(self, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All of one sequence as the cache holds it: K, V fp32 [num_heads_kv, seqlen, head_dim]."""
@@ -212,7 +216,7 @@ class KVCache:
             tokens = torch.cat((ring[seq][:, self._slots(start, first, ring)].transpose(0, 1), new))
             blocks = tokens[: end - start].unflatten(0, (-1, layout.PAGE_TOKENS)).transpose(1, 2)
             pages = self.table[seq, start // layout.PAGE_TOKENS : end // layout.PAGE_TOKENS]
-            WRITERS[self.device.type](self, pages, blocks, side)
+            BACKENDS[self.device.type].write_blocks(self, pages, blocks, side)
             n_packed[seq] = end
         kept = max(first, end)
         ring[seq][:, self._slots(kept, stop, ring)] = new[kept - first :].transpose(0, 1)
@@ -264,6 +268,13 @@ def read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch
     return k, cache.format.dequantize_v(records, cache.head_dim).unflatten(0, (-1, cache.num_heads_kv))
 
 
-# By device type; dispatch adds the kernels' "cuda" entries, so that this file needs to know of no kernel.
-WRITERS: dict[str, Callable] = {"cpu": write_blocks}
-READERS: dict[str, Callable] = {"cpu": read_pages}
+class Backend(NamedTuple):
+    """What fills and reads pages on one type of device."""
+
+    check: Callable[[KVCache], None]  # raises NotImplementedError for a cache it cannot serve
+    write_blocks: Callable[[KVCache, torch.Tensor, torch.Tensor, str], None]
+    read_pages: Callable[[KVCache, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+# By device type; dispatch adds the kernels' "cuda" entry, so that this file needs to know of no kernel.
+BACKENDS: dict[str, Backend] = {"cpu": Backend(lambda cache: None, write_blocks, read_pages)}

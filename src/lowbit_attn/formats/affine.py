@@ -92,14 +92,21 @@ def demote(q: Quantized, bits: int) -> Quantized:
     return Quantized(codes, (q.scale.float() * ratio).to(q.scale.dtype), q.zero)
 
 
+def _store(value: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
+    """Rounded to the storage dtype, with one NaN (positive, quiet) and one zero (+0), so that bytes can be compared."""
+    stored = value.to(storage)
+    stored = torch.where(stored.isnan(), torch.full_like(stored, float("nan")), stored)
+    return torch.where(stored == 0, torch.zeros_like(stored), stored)
+
+
 def _store_scale(scale: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
-    stored = scale.to(storage)
+    stored = _store(scale, storage)
     return torch.where(stored.float() < MIN_SCALE, torch.zeros_like(stored), stored)
 
 
 def _span(x, low, high, bits: int, storage: torch.dtype) -> Quantized:
     steps = (1 << bits) - 1
-    zero, scale = low.to(storage), _store_scale((high - low) / steps, storage)
+    zero, scale = _store(low, storage), _store_scale((high - low) / steps, storage)
     inverse = torch.where(scale == 0, torch.zeros_like(low), 1.0 / scale.float())
     codes = ((x - zero.float()[..., None]) * inverse[..., None]).round().clamp(0, steps)
     return Quantized(codes.nan_to_num(nan=0.0).to(torch.uint8), scale, zero)
@@ -112,7 +119,7 @@ def _two_means(x: torch.Tensor, storage: torch.dtype) -> Quantized:
     mean_below = tree_sum(torch.where(below, x, 0.0)) / num_below
     mean_above = tree_sum(torch.where(below, 0.0, x)) / (x.shape[-1] - num_below)
     split = num_below > 0
-    zero = torch.where(split, mean_below, low).to(storage)
+    zero = _store(torch.where(split, mean_below, low), storage)
     scale = _store_scale(torch.where(split, mean_above - mean_below, high - low), storage)
     threshold = zero.float() + scale.float() * 0.5
     codes = (x >= threshold[..., None]) & (scale != 0)[..., None]

@@ -1,0 +1,80 @@
+"""Reads the SASS of built kernels without a GPU: mnemonic counts, registers, stack, static shared memory.
+
+Needs nvdisasm and cuobjdump (pip: nvidia-cuda-nvdisasm, nvidia-cuda-cuobjdump, or a CUDA toolkit).
+"""
+
+import re
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowbit_attn.toolchain import find_tool
+
+ELF_MAGIC = b"\x7fELF\x02"
+EM_CUDA = 190
+SPILLS = ("LDL", "STL")  # the cubin's LOCAL stays 0 even when ptxas spills
+_MNEMONIC = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)(?=[\s;])", re.M)
+
+
+@dataclass(frozen=True)
+class KernelSass:
+    """One kernel of a cubin: ``ops`` counts each mnemonic with and without its suffixes (LDS, LDS.128)."""
+
+    name: str
+    arch: str
+    registers: int
+    stack_bytes: int
+    static_smem_bytes: int
+    ops: Counter
+
+    def missing(self, needed: Sequence[str]) -> list[str]:
+        """Needed mnemonics that are absent; "A|B" is met by either."""
+        return [names for names in needed if not any(self.ops[name] for name in names.split("|"))]
+
+    def outside(self, expected: dict[str, int]) -> list[str]:
+        """Static counts further than a factor of two from the written prediction."""
+        return [f"{name} {self.ops[name]} (expected {count}, within 2x)" for name, count in expected.items()
+                if not count / 2 <= self.ops[name] <= count * 2]
+
+
+def inspect(path: Path) -> list[KernelSass]:
+    """Every CUDA kernel embedded anywhere in a .so, .o or .cubin."""
+    return [kernel for elf in cuda_elfs(path.read_bytes()) for kernel in _inspect_elf(elf)]
+
+
+def cuda_elfs(blob: bytes) -> Iterator[bytes]:
+    """The cubins inside a file: both DSLs keep theirs as plain data, where cuobjdump does not look."""
+    at = 0
+    while (at := blob.find(ELF_MAGIC, at)) >= 0:
+        if struct.unpack_from("<H", blob, at + 18)[0] == EM_CUDA:
+            phoff, shoff = struct.unpack_from("<QQ", blob, at + 32)
+            phentsize, phnum, shentsize, shnum = struct.unpack_from("<HHHH", blob, at + 54)
+            yield blob[at : at + max(shoff + shentsize * shnum, phoff + phentsize * phnum)]
+        at += 4
+
+
+def _inspect_elf(elf: bytes) -> Iterator[KernelSass]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(elf)
+        file.flush()
+        text = _run("nvdisasm", "-c", file.name)
+        usage = _run("cuobjdump", "-res-usage", file.name)
+    ops = Counter()
+    for name, suffix in _MNEMONIC.findall(text):
+        ops[name] += 1
+        for end in [m.end() for m in re.finditer(r"\.\w+", suffix)]:
+            ops[name + suffix[:end]] += 1
+        if ".128" in suffix:
+            ops[name + ".128"] += suffix[:4] != ".128"
+    arch = re.search(r"sm_\d+\w?", text).group(0)
+    for name, line in re.findall(r"Function (\S+?):\s*\n\s*(REG.*)", usage):
+        value = {key: int(number) for key, number in re.findall(r"(REG|STACK|SHARED):(\d+)", line)}
+        yield KernelSass(name, arch, value["REG"], value["STACK"], value["SHARED"], ops)
+
+
+def _run(tool: str, *args: str) -> str:
+    return subprocess.run([find_tool(tool), *args], capture_output=True, text=True, check=True).stdout
