@@ -7,7 +7,7 @@ import torch
 
 from lowbit_attn import dispatch, layout, reference
 from lowbit_attn.cache import KVCache
-from lowbit_attn.checks import check_tensor
+from lowbit_attn.checks import check_rank, check_tensor
 
 
 class LayoutMismatchError(ValueError):
@@ -37,10 +37,7 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
     if cache.layout_id != layout.LAYOUT_ID:
         raise LayoutMismatchError(f"cache: layout id {cache.layout_id}, supported: {layout.LAYOUT_ID}; "
                                   "pack the cache again with this version")
-    if not isinstance(q, torch.Tensor) or q.dim() != 4:
-        got = list(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
-        raise ValueError(f"q: got {got}, supported: [batch, q_len, num_heads, head_dim]")
-    batch, q_len, num_heads, _ = q.shape
+    batch, q_len, num_heads, _ = check_rank("q", q, ("batch", "q_len", "num_heads", "head_dim"))
     if not 0 < batch <= cache.max_batch:
         raise ValueError(f"q: batch {batch}, supported: 1 to the cache's max_batch = {cache.max_batch}")
     if not 1 <= q_len <= cache.max_q_len:
@@ -64,9 +61,8 @@ def merge_states(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torc
     o: [num_states, batch, q_len, num_heads, head_dim]; lse: fp32 [num_states, batch, num_heads, q_len], natural
     log, -inf for an empty state. Returns (o in o's dtype, lse fp32) without the first axis.
     """
-    if o.dim() != 5:
-        raise ValueError(f"o: got shape {list(o.shape)}, supported: [num_states, batch, q_len, num_heads, head_dim]")
-    num_states, batch, q_len, num_heads, _ = o.shape
+    axes = ("num_states", "batch", "q_len", "num_heads", "head_dim")
+    num_states, batch, q_len, num_heads, _ = check_rank("o", o, axes)
     check_tensor("lse", lse, (num_states, batch, num_heads, q_len), (torch.float32,), o.device)
     merged, merged_lse = reference.merge_states(o, lse)
     return merged.to(o.dtype), merged_lse

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.checks import check_tensor, one_of
+from lowbit_attn.checks import check_rank, check_tensor, one_of
 from lowbit_attn.formats import FORMATS, Format
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -56,9 +56,13 @@ class KVCache:
                  range_search: bool | None = None, *, max_batch: int = 1, max_q_len: int = 1,
                  max_seqlen: int | None = None, saturate: bool = False):
         one_of("dtype", dtype, DTYPES)
+        if not isinstance(format, str | Format):
+            raise TypeError(f"format: got {format!r}, supported: a Format or a name: {', '.join(FORMATS)}, or any of "
+                            f"{', '.join(FORMATS.grammars)}")
         for name, value, low, high in (
             ("num_pages", num_pages, 1, None), ("num_heads_kv", num_heads_kv, 1, None), ("sinks", sinks, 0, None),
             ("max_batch", max_batch, 1, None), ("max_q_len", max_q_len, 1, MAX_Q_LEN),
+            ("max_seqlen", 1 if max_seqlen is None else max_seqlen, 1, None),
         ):
             if value < low or (high is not None and value > high):
                 raise ValueError(f"{name}: got {value}, supported: {low} to {high or 'any'}")
@@ -124,7 +128,8 @@ class KVCache:
         appending the tokens one by one and flushing. Raises before anything is written.
         """
         seq = self._check_rows([seq])[0]
-        k, v = self._enter("k", k, (k.shape[0],)), self._enter("v", v, (k.shape[0],))
+        tokens, = check_rank("k", k, ("tokens", self.num_heads_kv, self.head_dim))[:1]
+        k, v = self._enter("k", k, (tokens,)), self._enter("v", v, (tokens,))
         old = int(self.n_tok[seq])
         self._reserve([seq], [old + k.shape[0]])
         fresh = min(k.shape[0], self.sinks - int(self.n_sink[seq]))
@@ -145,6 +150,7 @@ class KVCache:
         fp32. seqs: the batch's rows of the cache, default 0 .. batch - 1. Blocks that earlier steps filled
         are packed first. Raises before anything is written.
         """
+        check_rank("k", k, ("batch", "tokens", self.num_heads_kv, self.head_dim))
         rows = self._check_rows(range(k.shape[0]) if seqs is None else seqs)
         if not 1 <= k.shape[1] <= self.max_q_len:
             raise ValueError(f"k: {k.shape[1]} tokens a step, supported: 1 to max_q_len = {self.max_q_len}; "

@@ -10,6 +10,16 @@ def one_of(name: str, value, supported: Sequence) -> None:
         raise ValueError(f"{name}: got {value}, supported: {', '.join(map(str, supported))}")
 
 
+def check_rank(name: str, x: torch.Tensor, axes: tuple[str | int, ...]) -> torch.Size:
+    """Shape of x; TypeError or ValueError unless it is a tensor with one axis for each of ``axes`` (names or sizes)."""
+    wanted = f"[{', '.join(map(str, axes))}]"
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, supported: a torch.Tensor {wanted}")
+    if x.dim() != len(axes):
+        raise ValueError(f"{name}: got shape {list(x.shape)}, supported: {wanted}")
+    return x.shape
+
+
 def check_tensor(name: str, x: torch.Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype],
                  device: torch.device) -> None:
     """Raise TypeError or ValueError unless x has this shape, one of the dtypes, the device, and a dense last axis."""

@@ -1,7 +1,7 @@
 """Builds kernels: DSL program -> cubin -> one shared object each, without a GPU.
 
-``python -m lowbit_attn.compile --arch hopper`` builds the shipped set, prints a table, checks the SASS and writes the
-manifest that the loader reads; the loader calls ``build`` for anything else at its first use.
+``build`` compiles, checks the SASS and enters the kernel into the manifest that the loader reads. ``make`` calls it for
+the shipped set (build.py), the loader for anything else at its first use.
 """
 
 import hashlib
@@ -10,10 +10,8 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -151,8 +149,7 @@ def _build_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
         (folder / "cubin.S").write_text(
             '.section .rodata\n.global kernel_cubin\n.hidden kernel_cubin\n.balign 64\nkernel_cubin:\n'
             '.incbin "kernel.cubin"\n.section .note.GNU-stack,"",@progbits\n')
-        include = sysconfig.get_paths()["purelib"] + "/tvm_ffi/include"
-        _link(path, ["-O2", "-s", "-w", "host.c", str(PACKAGE / "device" / "launch.c"), "cubin.S", "-I.", f"-I{include}",
+        _link(path, ["-O2", "-s", "-w", "host.c", str(PACKAGE / "device" / "launch.c"), "cubin.S", "-I.", f"-I{toolchain.package_dir('tvm_ffi') / 'include'}",
                      "-ldl"], scratch)
     return program.prim_func.attrs["global_symbol"], _dynamic_smem(host, kernel_name, len(kinds), dims)
 
@@ -179,42 +176,8 @@ def _dynamic_smem(host: str, kernel_name: str, num_params: int, dims: list[int])
 
 
 def _link(path: Path, inputs: list[str], cwd: str) -> None:
-    library = Path(sysconfig.get_paths()["purelib"]) / "tvm_ffi" / "lib"
+    library = toolchain.package_dir("tvm_ffi") / "lib"
     swap = path.with_suffix(".tmp")
     subprocess.run([toolchain.find_tool("gcc"), "-shared", "-fPIC", "-o", str(swap), *inputs, f"-L{library}", "-ltvm_ffi",
-                    "-Wl,--no-undefined"], cwd=cwd, check=True)
+                    "-Wl,--no-undefined"], cwd=cwd, check=True, stdin=subprocess.DEVNULL)
     swap.replace(path)
-
-
-def build_all(keys: list[KernelKey], workers: int | None = None):
-    """Build kernels in parallel processes; yields (key, entry or exception) as each ends."""
-    with ProcessPoolExecutor(workers or os.cpu_count()) as pool:
-        futures = {pool.submit(build, key): key for key in keys}
-        for future in as_completed(futures):
-            yield futures[future], future.exception() or future.result()
-
-
-def main(arch: list[str], force: bool = False, jobs: int | None = None) -> int:
-    """Build the shipped kernels of these architectures; the number of kernels that failed."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    keys = [key for name in arch for key in kernels.shipped(name)]
-    built = manifest()
-    table = Table("kernel", "target", "regs", "spills", "smem B", "s", "SASS")
-    failures = []
-    wanted = [k for k in keys if force or not library_path(k).exists() or str(k) not in built]
-    for key, outcome in build_all(wanted, jobs):
-        console.print(f"[dim]{key}[/dim] " + ("ok" if isinstance(outcome, dict) else f"[red]{outcome}[/red]"))
-        if not isinstance(outcome, dict):
-            failures.append(key)
-    built = manifest()
-    for key in (k for k in keys if k not in failures):
-        e = built[str(key)]
-        sass_counts = " ".join(f"{name} {count}" for name, count in e["sass"].items())
-        table.add_row(key.name, key.target, *(str(e[f]) for f in ("registers", "spills", "smem_total_bytes", "seconds")),
-                      sass_counts)
-    console.print(table)
-    console.print(f"{len(keys) - len(failures)} kernels in {cache_dir()}, {len(failures)} failed")
-    return len(failures)

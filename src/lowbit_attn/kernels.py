@@ -19,6 +19,7 @@ ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
 SHIPPED_FORMATS = ("k4v4",)
 SHIPPED_HEAD_DIMS = (64, 128)
 SHIPPED_DTYPES = ("float16",)
+READ_VARIANTS = ("256x4", "256x8", "512x4", "512x8")
 QUANTIZE_DTYPES = (torch.float16, torch.bfloat16)
 QUANTIZE_HEAD_DIMS = (64, 96, 128, 256)
 
@@ -27,13 +28,13 @@ QUANTIZE_HEAD_DIMS = (64, 96, 128, 256)
 class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
-    op: str  # "decode", "quantize", "dequantize" or "combine"
+    op: str  # "decode", "quantize", "dequantize", "combine" or "read"
     arch: str  # "hopper" | "ampere"
     target: str
     dtype: str
     head_dim: int
     format: str = ""  # "" where no packed data is touched (combine)
-    variant: str = ""  # decode: the path; quantize: k, v, k-search or v-search; dequantize: k or v
+    variant: str = ""  # decode: path; quantize: k, v, k-search, v-search; dequantize: k, v; read: threads x unroll
 
     @property
     def name(self) -> str:
@@ -70,6 +71,9 @@ def trace(key: KernelKey):
     """The DSL program of a kernel: a TileKernel or a CuteKernel. Imports the DSL."""
     if key.op == "combine":
         return import_module("lowbit_attn.device.combine").combine_kernel(key.head_dim, key.dtype)
+    if key.op == "read":
+        threads, unroll = map(int, key.variant.split("x"))
+        return import_module("lowbit_attn.device.read").read_kernel(threads, unroll)
     fmt = FORMATS[key.format]
     if key.op == "decode":
         return import_module(f"lowbit_attn.{key.arch}.decode").decode_kernel(fmt, key.head_dim, key.dtype, key.target)
@@ -115,6 +119,12 @@ class Support:
         return [f"{name} {value}, supported: {_listed(supported)}" for name, value, supported in wanted
                 if value not in supported]
 
+    def __str__(self) -> str:
+        return (f"K of {_listed(self.k_bits)} bits per channel in groups of {_listed(self.k_groups)} tokens, "
+                f"V of {_listed(self.v_bits)} bits per token, {_listed(self.storages)} metadata, "
+                f"head_dim {_listed(self.head_dims)}, {_listed(self.dtypes)}, "
+                f"up to {self.max_ratio} query heads a KV head, q_len up to {self.max_q_len}")
+
 
 def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str]:
     """Reasons why no kernel can fill or read the pages of a cache; empty if one can."""
@@ -129,7 +139,7 @@ def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str
 def _listed(supported) -> str:
     if isinstance(supported, range):
         return f"{supported[0]} to {supported[-1]}" if len(supported) > 1 else str(supported[0])
-    return ", ".join(map(str, supported))
+    return ", ".join(str(value).removeprefix("torch.") for value in supported)
 
 
 def quantize_variant(fmt: Format, side_name: str, range_search: bool | None) -> str:
@@ -149,3 +159,9 @@ def shipped(arch: str) -> list[KernelKey]:
             keys += [KernelKey("dequantize", *common, name, side) for side in "kv"]
             keys += [KernelKey("decode", *common, name, path) for path in arch_package(arch).PATHS]
     return keys
+
+
+def baselines(arch: str) -> list[KernelKey]:
+    """The read-only kernels that the benchmarks compare with; they use no packed data."""
+    target = ARCH_TARGETS[arch][-1]
+    return [KernelKey("read", arch, target, "uint32", 0, variant=variant) for variant in READ_VARIANTS]

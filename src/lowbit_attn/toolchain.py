@@ -41,6 +41,14 @@ def site_file(relative: str) -> Path | None:
     return next((path for entry in sys.path if (path := Path(entry or ".") / relative).is_file()), None)
 
 
+def package_dir(name: str) -> Path:
+    """Folder of an installed package; ToolMissingError if it is not installed."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ToolMissingError(f"{name} is not installed; pip install 'lowbit-attn[kernels]'")
+    return Path(spec.origin).parent
+
+
 def dsl_version(package: str) -> str | None:
     """Installed version of a DSL distribution ("tilelang", "nvidia-cutlass-dsl"), or None."""
     try:

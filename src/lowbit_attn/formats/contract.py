@@ -69,6 +69,14 @@ class Format:
     window_k: int = 0
     window_v: int = 0
 
+    def __post_init__(self):
+        for side, window in (("window_k", self.window_k), ("window_v", self.window_v)):
+            if window < 0 or window % layout.PAGE_TOKENS:
+                raise ValueError(f"{side}: got {window}, supported: multiples of {layout.PAGE_TOKENS}")
+        if self.window_k > self.window_v:
+            raise ValueError(f"window_k: got {self.window_k}, supported: at most window_v = {self.window_v} "
+                             "(K is packed first)")
+
     def __str__(self) -> str:
         return self.name
 

@@ -1,0 +1,44 @@
+# An active virtual environment is used as it is; else .venv is made, which reuses an installed torch.
+PYTHON ?= python3
+VENV := $(or $(VIRTUAL_ENV),.venv)
+PY := $(VENV)/bin/python
+QUICK ?=
+SEED ?= 0
+CASE ?= first
+comma := ,
+
+.PHONY: demo test lint hopper ampere gpu-tests perf
+
+$(PY):
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+
+# $(call need,modules,extras,what they are): installs the extras unless the modules are there.
+define need
+	@$(PY) -c "import lowbit_attn, $(1)" 2>/dev/null || { \
+	  echo "Installing lowbit-attn[$(2)] into $(VENV): $(3); torch too if missing"; \
+	  $(PY) -m pip install -q -e '.[$(2)]'; }
+endef
+
+# A passive wait keeps a busy machine from stalling the many small CPU operations of decoding; TQDM_DISABLE silences
+# the GGUF reader's bar beside the demo's own.
+demo: | $(PY)
+	$(call need,transformers$(comma) accelerate$(comma) gguf$(comma) matplotlib,demo,transformers and friends (about 60 MB))
+	@OMP_WAIT_POLICY=PASSIVE TQDM_DISABLE=1 $(PY) -m lowbit_attn.demo $(if $(filter-out 0,$(QUICK)),--quick)
+
+test: | $(PY)
+	$(call need,pytest$(comma) xdist$(comma) hypothesis$(comma) pytest_timeout$(comma) transformers,test,pytest and transformers (about 60 MB))
+	$(PY) -m pytest -n auto
+
+lint: | $(PY)
+	$(call need,ruff,dev,ruff and build (about 15 MB))
+	$(PY) -m ruff check .
+
+hopper ampere: | $(PY)
+	$(call need,tilelang$(comma) cutlass,kernels,both tile DSLs (about 300 MB))
+	$(PY) -m lowbit_attn.build --arch $@
+
+gpu-tests: | $(PY)
+	$(PY) perf/gpu_tests.py --seed $(SEED)
+
+perf: | $(PY)
+	$(PY) perf/bench.py --preset $(CASE)

@@ -1,0 +1,190 @@
+"""How large a cache is in each format, and how fast it can be read: pure arithmetic, no device.
+
+The floor of a decode step is the time to read every byte of the cache once, layer by layer. A kernel that reads
+little reaches less bandwidth, so the floor of a layer is the time of a plain read of the same bytes.
+"""
+
+import difflib
+import re
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.layout import PAGE_TOKENS
+
+MIB = 1 << 20
+MIN_GAIN = 1.05  # a whole step faster than 16 bit by less than this counts as no gain
+MAX_QUERY_ROWS = 64  # query rows (GQA ratio x q_len) one pass over a page serves; more rows read it again
+SIXTEEN_BIT = "16 bit"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory in GB (10^9 bytes) and plain-read times: (bytes, microseconds) points, rising; beyond the last, its rate.
+
+    ``source``: where the read rate is from. A datasheet rate is one point and is not reached by small reads.
+    """
+
+    name: str
+    memory_gb: float
+    reads: tuple[tuple[float, float], ...]
+    source: str
+
+    @property
+    def peak_tb_per_s(self) -> float:
+        nbytes, us = self.reads[-1]
+        return nbytes / us * 1e-6
+
+    def read_us(self, nbytes: float) -> float:
+        """Time of one kernel that reads this many bytes, straight lines between the points."""
+        sizes = [size for size, _ in self.reads]
+        above = bisect_right(sizes, nbytes)
+        if above == len(sizes):
+            return nbytes / self.peak_tb_per_s * 1e-6
+        (x1, y1), (x0, y0) = self.reads[above], self.reads[above - 1] if above else (0.0, 0.0)
+        return y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0)
+
+
+def _measured(empty_us: float, *rates: tuple[int, float]) -> tuple[tuple[float, float], ...]:
+    """Points from (MiB, TB/s) pairs and the time of an empty kernel."""
+    return ((0.0, empty_us), *((mib * MIB, mib * MIB / rate * 1e-6) for mib, rate in rates))
+
+
+def _datasheet(name: str, memory_gb: float, tb_per_s: float) -> Gpu:
+    return Gpu(name, memory_gb, ((1e9, 1e3 / tb_per_s),), "datasheet")
+
+
+GPUS = {
+    "h200": Gpu("H200 SXM", 141, _measured(4.0, (16, 1.7), (32, 2.24), (64, 2.71), (128, 3.25), (256, 3.77),
+                                           (512, 4.16), (2048, 4.49)), "measured"),
+    "h100": _datasheet("H100 SXM", 80, 3.35),
+    "a100": _datasheet("A100 SXM 80 GB", 80, 2.039),
+    "l40s": _datasheet("L40S", 48, 0.864),
+    "rtx4090": _datasheet("GeForce RTX 4090", 24, 1.008),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of a model's attention. weights_gb: bytes read a step besides the cache, in GB; None: not known."""
+
+    layers: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    weights_gb: float | None = None
+
+    def __post_init__(self):
+        for name in ("layers", "num_heads", "num_heads_kv", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, supported: 1 or more")
+        if self.num_heads % self.num_heads_kv:
+            raise ValueError(f"heads: got {self.num_heads}, supported: multiples of kv-heads = {self.num_heads_kv}")
+        if self.weights_gb is not None and self.weights_gb < 0:
+            raise ValueError(f"weights-gb: got {self.weights_gb}, supported: 0 or more")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format's line. reason: why the format cannot be used or brings nothing, "" if it does.
+
+    bits: stored bits per element of the whole cache, 16-bit tails included; cache_gb in 10^9 bytes; max_batch: largest
+    batch of this context that fits beside the weights; floor_ms: least time a token step needs to read the cache;
+    ratio: the 16-bit floor over this one; step_ratio: the same with the time of the weights added to both (None: not
+    known).
+    """
+
+    format: str
+    bits: float = 0.0
+    cache_gb: float = 0.0
+    fits: bool = False
+    max_batch: int = 0
+    floor_ms: float = 0.0
+    ratio: float = 0.0
+    step_ratio: float | None = None
+    reason: str = ""
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of this name, any case; ValueError with the known ones otherwise."""
+    key = name.lower().replace(" ", "").replace("-", "")
+    if key in GPUS:
+        return GPUS[key]
+    close = difflib.get_close_matches(key, GPUS, n=2, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    raise ValueError(f"gpu: got {name!r}, supported: {', '.join(GPUS)}{hint}")
+
+
+def parse_tokens(text: str) -> int:
+    """ "131072", "128K" (x 1,024) or "1M" -> tokens."""
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
+    if not match or not int(match[1]):
+        raise ValueError(f"ctx: got {text!r}, supported: a positive number of tokens, such as 4096, 128K or 1M")
+    return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+
+
+def sequence_bytes(fmt: Format | None, num_heads_kv: int, head_dim: int, ctx: int, sinks: int = 0) -> int:
+    """Bytes of one layer's cache of one sequence: packed pages, sinks and the 16-bit tail. fmt None: all 16 bit."""
+    token = 2 * num_heads_kv * head_dim  # one side of one token in 16 bit
+    if fmt is None:
+        return 2 * ctx * token
+    record = fmt.record(head_dim)
+    total = 0
+    for nbytes, window in ((record.v_offset, fmt.window_k), (record.nbytes - record.v_offset, fmt.window_v)):
+        blocks = max(0, ctx - min(ctx, sinks) - window) // PAGE_TOKENS
+        total += blocks * num_heads_kv * nbytes + (ctx - blocks * PAGE_TOKENS) * token
+    return total
+
+
+def floor_us(gpu: Gpu, model: Model, layer_bytes: float) -> float:
+    """Least time of a token step that reads this much cache in every layer, one kernel a layer."""
+    passes = -(-(model.num_heads // model.num_heads_kv) // MAX_QUERY_ROWS)
+    return model.layers * gpu.read_us(layer_bytes * passes)
+
+
+def suggest(model: Model, ctx: int, batch: int, gpu: Gpu, formats: Iterable[str] | None = None,
+            sinks: int = 0) -> list[Row]:
+    """The 16-bit row, then one row for each format (default: the presets), in the given order.
+
+    Raises KeyError (with close matches) for an unknown format, ValueError for a batch below 1.
+    """
+    if batch < 1:
+        raise ValueError(f"batch: got {batch}, supported: 1 or more")
+    if sinks < 0:
+        raise ValueError(f"sinks: got {sinks}, supported: 0 or more")
+    rows = [_row(model, ctx, batch, gpu, None, sinks)]
+    rows += [_row(model, ctx, batch, gpu, FORMATS[name], sinks) for name in formats or FORMATS]
+    return rows
+
+
+def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | None, sinks: int) -> Row:
+    name = fmt.name if fmt else SIXTEEN_BIT
+    try:
+        sequence = sequence_bytes(fmt, model.num_heads_kv, model.head_dim, ctx, sinks)
+    except ValueError as error:
+        return Row(name, reason=str(error))
+    plain = sequence_bytes(None, model.num_heads_kv, model.head_dim, ctx)
+    weights = (model.weights_gb or 0.0) * 1e9
+    floor, plain_floor = (floor_us(gpu, model, batch * size) for size in (sequence, plain))
+    step_ratio = None
+    if model.weights_gb is not None:
+        weights_us = weights / gpu.peak_tb_per_s * 1e-6
+        step_ratio = (plain_floor + weights_us) / (floor + weights_us)
+    max_batch = max(0, int((gpu.memory_gb * 1e9 - weights) // (model.layers * sequence)))
+    row = Row(name, 16 * sequence / plain, batch * model.layers * sequence * 1e-9, max_batch >= batch, max_batch,
+              floor * 1e-3, plain_floor / floor, step_ratio)
+    reason = _reason(row, fmt, ctx - sinks < PAGE_TOKENS + (max(fmt.window_k, fmt.window_v) if fmt else 0))
+    return Row(**{**vars(row), "reason": reason})
+
+
+def _reason(row: Row, fmt: Format | None, is_short: bool) -> str:
+    if fmt is None:
+        return ""
+    if is_short and row.bits == 16:
+        return "no full page yet: all tokens are still in 16 bit"
+    if row.ratio < MIN_GAIN:
+        return "the cache is too small for its size to matter"
+    if row.step_ratio is not None and row.step_ratio < MIN_GAIN:
+        return "the step reads weights, hardly any cache"
+    return ""

@@ -1,0 +1,62 @@
+"""``python -m lowbit_attn.build --arch hopper``: builds and checks every shipped kernel of an architecture, without a GPU."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lowbit_attn import compile, kernels, toolchain
+from lowbit_attn.kernels import KernelKey
+
+
+def build_all(keys: list[KernelKey], jobs: int | None = None) -> Iterator[tuple[KernelKey, Exception | None]]:
+    """Build kernels in parallel processes; yields (key, what went wrong) as each ends."""
+    with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
+        futures = {pool.submit(compile.build, key): key for key in keys}
+        for future in as_completed(futures):
+            yield futures[future], future.exception()
+
+
+def main(
+    arch: Annotated[list[str], typer.Option(help="hopper or ampere; may be given twice")],
+    force: Annotated[bool, typer.Option(help="rebuild what is up to date")] = False,
+    perf: Annotated[bool, typer.Option(help="also build the read-only kernels that the benchmarks compare with")] = False,
+    jobs: Annotated[int | None, typer.Option(help="parallel compilations; default: one a core")] = None,
+) -> None:
+    """Build the shipped kernels, check their SASS and shared memory, and print what came out."""
+    console = Console()
+    keys = [key for name in arch for key in kernels.shipped(name) + (kernels.baselines(name) if perf else [])]
+    for tool in ("nvcc", "gcc", "nvdisasm", "cuobjdump"):
+        try:
+            toolchain.find_tool(tool)
+        except toolchain.ToolMissingError as error:
+            console.print(f"[red]nothing built: {error}[/red]")
+            raise typer.Exit(2) from None
+    built = compile.manifest()
+    wanted = [k for k in keys if force or not compile.library_path(k).exists() or str(k) not in built]
+    failed = {}
+    for key, error in build_all(wanted, jobs):
+        if error:
+            failed[key] = error
+            console.print(f"[red]{key}: {type(error).__name__}: {error}[/red]")
+    console.print(_table([k for k in keys if k not in failed]))
+    console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()} ({len(wanted)} built now), {len(failed)} failed")
+    raise typer.Exit(bool(failed))
+
+
+def _table(keys: list[KernelKey]) -> Table:
+    table = Table("kernel", "target", "registers", "spills", "smem B", "seconds", "SASS (static count)")
+    built = compile.manifest()
+    for key in keys:
+        entry = built[str(key)]
+        numbers = (str(entry[field]) for field in ("registers", "spills", "smem_total_bytes", "seconds"))
+        table.add_row(key.name, key.target, *numbers, " ".join(f"{op} {n}" for op, n in entry["sass"].items()))
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,109 @@
+"""The command line: ``lowbit-attn doctor`` and ``lowbit-attn suggest``. Prints; finds and computes nothing itself."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lowbit_attn import budget, environment
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Decode attention over KV caches of 1 to 8 bits.")
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Show what this machine has for building and running the kernels, and what to install where something lacks."""
+    found = environment.gather()
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=1))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in _doctor_lines(found):
+        table.add_row(f"[bold]{name}", escape(value))
+    console = _console()
+    console.print(table)
+    console.print(f"[bold]will use[/]: {escape(found.will_use)}", soft_wrap=True)
+    for name, tool in found.tools.items():
+        if tool.remedy:
+            console.print(f"[bold]{name}[/] is missing: {escape(tool.remedy)}", soft_wrap=True)
+
+
+def _doctor_lines(found: environment.Environment):
+    yield "lowbit_attn", f"{found.lowbit_attn}, Python {found.python}, {found.platform}"
+    yield "torch", f"{found.torch}, CUDA runtime {found.cuda_runtime or 'none'}"
+    yield "driver", found.driver or "not found"
+    for gpu in found.gpus:
+        yield "GPU", (f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory_bytes / 2**30:.1f} GiB: "
+                      f"{gpu.reason or f'{gpu.arch} kernels, {gpu.target}'}")
+    if not found.gpus:
+        yield "GPU", "none"
+    for name, tool in found.tools.items():
+        yield name, f"{tool.version or 'not found'}{f' ({tool.path})' if tool.path else ''}"
+    counts = ", ".join(f"{count} for {target}" for target, count in sorted(found.kernels_built.items()))
+    stale = f"; {found.kernels_stale} of other sources" if found.kernels_stale else ""
+    yield "kernels", f"{counts or 'not built'}{stale}"
+    yield "cache", found.cache_dir
+
+
+@app.command()
+def suggest(
+    layers: Annotated[int, typer.Option(help="Layers with attention.")],
+    kv_heads: Annotated[int, typer.Option(help="KV heads of a layer.")],
+    head_dim: Annotated[int, typer.Option(help="Channels of a head.")],
+    ctx: Annotated[str, typer.Option(help="Tokens of a sequence: 4096, 128K, 1M.")],
+    batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 1,
+    gpu: Annotated[str, typer.Option(help=f"One of {', '.join(budget.GPUS)}.")] = "h200",
+    heads: Annotated[int | None, typer.Option(help="Query heads of a layer; default: kv-heads.")] = None,
+    weights_gb: Annotated[float | None, typer.Option(help="Weights read each step, in GB (10^9 bytes).")] = None,
+    sinks: Annotated[int, typer.Option(help="First tokens that stay in 16 bit.")] = 0,
+    format: Annotated[list[str] | None, typer.Option(help="A format; repeatable. Default: the presets.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare formats for a model: size of the cache, what fits, and the least time a token can take."""
+    try:
+        model = budget.Model(layers, kv_heads if heads is None else heads, kv_heads, head_dim, weights_gb)
+        device, tokens = budget.gpu_named(gpu), budget.parse_tokens(ctx)
+        rows = budget.suggest(model, tokens, batch, device, format, sinks)
+    except (ValueError, KeyError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        answer = {"gpu": device.name, "memory_gb": device.memory_gb, "read_tb_per_s": round(device.peak_tb_per_s, 3),
+                  "read_source": device.source, "ctx": tokens, "batch": batch, "rows": [asdict(row) for row in rows]}
+        typer.echo(json.dumps(answer, indent=1))
+        return
+    console = _console()
+    console.print(_suggest_table(rows))
+    console.print(f"{device.name}: {device.memory_gb:g} GB, reads at most {device.peak_tb_per_s:.2f} TB/s "
+                  f"({device.source}). The floor is a plain read of the cache; attention takes longer.", soft_wrap=True)
+    if weights_gb is None:
+        console.print("With --weights-gb, the gain of a whole step and the room beside the weights are shown.")
+
+
+def _suggest_table(rows: list[budget.Row]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("format", "bits/elt", "cache GB", "fits", "max batch", "floor ms/token", "x 16 bit", "x step", "note"):
+        table.add_column(name, justify="left" if name in ("format", "note") else "right", no_wrap=name != "note")
+    for row in rows:
+        if not row.cache_gb:
+            table.add_row(row.format, *["-"] * 7, escape(row.reason))
+            continue
+        step = "-" if row.step_ratio is None else f"{row.step_ratio:.2f}"
+        table.add_row(row.format, f"{row.bits:.2f}", f"{row.cache_gb:.2f}", "yes" if row.fits else "no",
+                      str(row.max_batch), f"{row.floor_ms:.3f}", f"{row.ratio:.2f}", step, row.reason)
+    return table
+
+
+def _console() -> Console:
+    """Wide enough for the tables when the output is not a terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""`make demo`: a small real model reads real text through the package's caches, one format after another."""

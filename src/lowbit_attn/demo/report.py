@@ -1,0 +1,106 @@
+"""What the demo shows: rows as they finish, answers side by side, a plot, and the same numbers as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+COLUMNS = (("KV cache", 28, "left"), ("bits/element", 12, "right"), ("cache bytes", 12, "right"),
+           ("perplexity", 10, "right"), ("top-1 as 16 bit", 15, "right"), ("tokens/s", 8, "right"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table and one entry of the JSON file."""
+
+    label: str
+    format: str | None
+    sinks: int
+    range_search: bool | None
+    bits_per_element: float
+    cache_bytes: int
+    perplexity: float
+    agreement: float
+    tokens_per_s: float
+    served_by: str
+
+    def cells(self) -> tuple[str, ...]:
+        return (self.label, f"{self.bits_per_element:.2f}", f"{self.cache_bytes:,}", f"{self.perplexity:.2f}",
+                f"{self.agreement:.1%}", f"{self.tokens_per_s:.0f}")
+
+
+def line(cells: Sequence[str], style: str = "") -> Table:
+    """One line of fixed columns, so that rows can be printed as they come."""
+    table = Table.grid(padding=(0, 2))
+    for _, width, side in COLUMNS:
+        table.add_column(width=width, justify=side, no_wrap=True)
+    table.add_row(*cells, style=style)
+    return table
+
+
+def header() -> Table:
+    return line([name for name, _, _ in COLUMNS], "bold")
+
+
+def first_difference(tokens: Sequence[int], baseline: Sequence[int]) -> int | None:
+    """Index of the first token that differs; None if there is none in their common length."""
+    return next((i for i, (a, b) in enumerate(zip(tokens, baseline)) if a != b), None)
+
+
+def show_answers(console: Console, answers: dict[str, list[int]], decode) -> None:
+    """Answers side by side; the first one is the baseline. The first token that differs stands in >>marks<<."""
+    baseline = next(iter(answers.values()))
+
+    def shown(tokens) -> str:
+        return decode(tokens).replace("\n", "⏎")
+
+    table = Table(title="The same question, greedy", show_lines=True)
+    cells = []
+    for label, tokens in answers.items():
+        table.add_column(label, ratio=1, overflow="fold")
+        at = first_difference(tokens, baseline)
+        if at is None:
+            note = "" if tokens is baseline else "\n[the same tokens]"
+            cells.append(Text(shown(tokens)) + Text(note, "dim"))
+        else:
+            cells.append(Text(shown(tokens[:at])) + Text(f">>{shown(tokens[at : at + 1])}<<", "bold red")
+                         + Text(shown(tokens[at + 1 :])) + Text(f"\n[differs from token {at + 1} on]", "dim"))
+    table.add_row(*cells)
+    console.print(table)
+
+
+def save_json(path: Path, rows: Sequence[Row], **about) -> None:
+    """about: what else the run was (tokens, device, answers); rows: the table."""
+    path.write_text(json.dumps({**about, "rows": [vars(row) for row in rows]}, indent=2) + "\n")
+
+
+def save_plot(path: Path, rows: Sequence[Row], tokens: int) -> None:
+    """Perplexity (log scale) against the cache's bytes, one point a row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for row in rows:
+        axes.plot(row.cache_bytes / 1e6, row.perplexity, "o", label=f"{row.label}: {row.perplexity:.2f}")
+    axes.legend()
+    axes.axhline(rows[0].perplexity, linewidth=0.8, linestyle="--", color="grey")
+    axes.set(xscale="log", yscale="log", xlabel="bytes of the KV cache (MB)", ylabel="perplexity",
+             title=f"SmolLM2-135M-Instruct, {tokens:,} tokens of Python's help text")
+    ticks = [value for value in (5, 6, 8, 10, 12, 15, 20, 30, 50, 100, 200)
+             if min(r.perplexity for r in rows) * 0.9 < value < max(r.perplexity for r in rows) * 1.2]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks], minor=False)
+    axes.set_yticks([], minor=True)
+    low, high = (f(r.cache_bytes for r in rows) / 1e6 for f in (min, max))
+    axes.set_xlim(low * 0.85, high * 1.6)
+    sizes = [value for value in (1, 2, 3, 5, 7, 10, 15, 20, 30, 50) if low * 0.8 < value < high * 1.3]
+    axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
+    axes.set_xticks([], minor=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,179 @@
+"""Reading a text through a cache: perplexity, top-1 agreement, bytes and speed; and greedy answers."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pydoc_data.topics import topics
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from lowbit_attn import FORMATS, KVCache, dispatch, kernels, why_not
+from lowbit_attn.integrations.hf import LowBitCache
+
+CHUNK = 128
+TOPICS = 40  # enough of Python's help texts for 2,048 tokens
+QUESTION = "Using the text above, explain the assert statement in Python in a few sentences."
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the demo; format None is the 16-bit baseline."""
+
+    label: str
+    format: str | None = None
+    sinks: int = 0
+    range_search: bool | None = None
+
+
+CASES = (
+    Case("16 bit"),
+    Case("k4v4", "k4v4"),
+    Case("k4v2", "k4v2"),
+    Case("k2v2", "k2v2", range_search=False),
+    Case("k2v2, 32 sinks", "k2v2", sinks=32, range_search=False),
+    Case("k2v2, 32 sinks, key search", "k2v2", sinks=32),
+    Case("k2tv2 (keys per token)", "k2tv2", range_search=False),
+)
+ANSWERED = ("16 bit", "k4v4", "k2v2, 32 sinks, key search", "k2tv2 (keys per token)")
+
+
+@dataclass
+class Score:
+    """What one case gave; ``top1`` is the likeliest next token at each place."""
+
+    case: Case
+    bits_per_element: float
+    cache_bytes: int
+    perplexity: float
+    tokens_per_s: float
+    served_by: str
+    top1: torch.Tensor = field(repr=False)
+    agreement: float = 1.0
+
+
+class Rounded16Layer(DynamicLayer):
+    """transformers' own layer, K and V rounded to 16 bit on entry, whatever the model computes in."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        dtype = key_states.dtype
+        stored = torch.float16 if dtype == torch.float32 else dtype
+        k, v = super().update(key_states.to(stored), value_states.to(stored), *args, **kwargs)
+        return k.to(dtype), v.to(dtype)
+
+
+def help_text() -> str:
+    """English prose that every Python installation has."""
+    return "\n".join(topics[key] for key in sorted(topics)[:TOPICS])
+
+
+def new_cache(case: Case) -> Cache:
+    if case.format is None:
+        return Cache(layer_class_to_replicate=Rounded16Layer)
+    return LowBitCache(case.format, sinks=case.sinks, range_search=case.range_search)
+
+
+def score(model, ids: torch.Tensor, case: Case, on_tokens: Callable[[int], None] = lambda n: None) -> Score:
+    """Read ids [1, tokens] in chunks of 128 through a fresh cache; every token but the first is predicted."""
+    cache = new_cache(case)
+    model.set_attn_implementation("sdpa" if case.format is None else "lowbit")
+    nll, top1 = 0.0, []
+    start = time.perf_counter()
+    for begin in range(0, ids.shape[1], CHUNK):
+        chunk = ids[:, begin : begin + CHUNK]
+        with torch.inference_mode():
+            logits = model(chunk, past_key_values=cache).logits[0].float()
+        targets = ids[0, begin + 1 : begin + 1 + logits.shape[0]]
+        nll += negative_log_likelihood(logits[: len(targets)], targets)
+        top1.append(logits.argmax(-1))
+        on_tokens(chunk.shape[1])
+    seconds = time.perf_counter() - start
+    return Score(case, bits_per_element(case, model), cache_bytes(cache), perplexity(nll, ids.shape[1] - 1),
+                 ids.shape[1] / seconds, served_by(cache, model), torch.cat(top1))
+
+
+def negative_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    """Sum over tokens of -log p(target); logits fp32 [tokens, vocabulary], targets int64 [tokens]."""
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+
+
+def perplexity(nll: float, tokens: int) -> float:
+    return math.exp(nll / tokens)
+
+
+def agreement(top1: torch.Tensor, baseline: torch.Tensor) -> float:
+    """Share of places where both find the same token likeliest."""
+    return (top1 == baseline).double().mean().item()
+
+
+def bits_per_element(case: Case, model) -> float:
+    """Of packed pages, metadata included; sinks and the open block are counted by ``cache_bytes``."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 16.0 if case.format is None else FORMATS[case.format].bits_per_element(head_dim)
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that hold the present tokens of all layers."""
+    if isinstance(cache, LowBitCache):
+        return cache.nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def served_by(cache: Cache, model) -> str:
+    """Which implementation decodes over this cache, as the dispatcher decides."""
+    if not isinstance(cache, LowBitCache):
+        return "transformers cache and sdpa attention"
+    kv, num_heads = cache.layers[0].kv, model.config.num_attention_heads
+    if why_not(kv, num_heads):
+        return "reference in torch"
+    arch, target = dispatch.target_of(kv.device)
+    path = next(p for p in kernels.arch_package(arch).PATHS if not why_not(kv, num_heads, path=p))
+    return f"{path} path of {arch}, built for {target}"
+
+
+def pick_device(num_heads: int = 9, num_heads_kv: int = 3, head_dim: int = 64) -> tuple[str, list[str]]:
+    """("cuda", []) if there is a GPU whose kernels serve every case for the model's shape, else ("cpu", reasons)."""
+    if not torch.cuda.is_available():
+        return "cpu", ["no CUDA device is visible to torch"]
+    reasons = []
+    for name in dict.fromkeys(case.format for case in CASES if case.format):
+        kv = KVCache(name, 1, num_heads_kv, head_dim, device="cuda")
+        reasons += [f"{name}: {reason}" for reason in why_not(kv, num_heads)]
+    return ("cpu" if reasons else "cuda"), reasons
+
+
+def answer(model, prompt: torch.Tensor, case: Case, tokens: int,
+           on_tokens: Callable[[int], None] = lambda n: None) -> list[int]:
+    """The first ``tokens`` greedy tokens after prompt [1, tokens], by model.generate on a fresh cache."""
+    model.set_attn_implementation("sdpa" if case.format is None else "lowbit")
+    with torch.inference_mode():
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=new_cache(case),
+                             do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0,
+                             streamer=_Counter(on_tokens))
+    return out[0, prompt.shape[1] :].tolist()
+
+
+def question(tokenizer, context_tokens: int) -> torch.Tensor:
+    """A chat prompt [1, tokens]: the start of the help text and a question about it."""
+    start = tokenizer(help_text()).input_ids[:context_tokens]
+    message = f"{tokenizer.decode(start)}\n\n{QUESTION}"
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False,
+                                         add_generation_prompt=True)
+    return tokenizer(chat, return_tensors="pt").input_ids
+
+
+class _Counter:
+    """A transformers streamer that only counts new tokens: its first call brings the prompt."""
+
+    def __init__(self, on_tokens: Callable[[int], None]):
+        self.on_tokens, self.calls = on_tokens, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.calls:
+            self.on_tokens(1)
+        self.calls += 1
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,25 @@
+"""Skips without a CUDA device, and one seed a test, taken from its name."""
+
+import zlib
+
+import pytest
+import torch
+
+
+def pytest_configure(config):
+    torch.set_num_threads(1)  # xdist already runs one worker a core
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seed(request) -> int:
+    value = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(value)
+    return value

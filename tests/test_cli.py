@@ -1,0 +1,247 @@
+"""``lowbit-attn doctor`` and ``suggest``, the arithmetic of budget.py, and the facts of environment.py."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lowbit_attn import FORMATS, KVCache, budget, environment, toolchain
+from lowbit_attn.budget import GPUS, Model
+from lowbit_attn.cli import app
+from lowbit_attn.environment import Gpu, Tool
+
+MODEL = Model(layers=32, num_heads=32, num_heads_kv=8, head_dim=128)
+SHAPE = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
+
+
+def run(*args):
+    return CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "160"})
+
+
+# ---- budget
+
+
+@pytest.mark.parametrize("name", (*FORMATS, "k4v4-g32-vg32", "k2tv2"))
+@pytest.mark.parametrize("ctx, sinks", [(0, 0), (1, 0), (127, 0), (128, 0), (300, 0), (300, 32), (500, 300)])
+def test_size_is_that_of_a_real_cache(name, ctx, sinks):
+    cache = KVCache(name, 8, 2, 64, sinks=sinks)
+    cache.prefill(0, *torch.randn(2, ctx, 2, 64))
+    assert budget.sequence_bytes(FORMATS[name], 2, 64, ctx, sinks) == cache.nbytes
+
+
+def test_sixteen_bit_size():
+    assert budget.sequence_bytes(None, 8, 128, 1000) == 1000 * 8 * 128 * 2 * 2
+
+
+@pytest.mark.parametrize("mib, tb_per_s", [(16, 1.7), (32, 2.24), (64, 2.71), (128, 3.25), (256, 3.77), (512, 4.16),
+                                           (2048, 4.49), (8192, 4.49)])
+def test_h200_reads_as_measured(mib, tb_per_s):
+    nbytes = mib * 2**20
+    assert nbytes / GPUS["h200"].read_us(nbytes) * 1e-6 == pytest.approx(tb_per_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_reading_more_takes_longer(name):
+    times = [GPUS[name].read_us(2.0**e) for e in range(10, 40)]
+    assert times == sorted(times) and len(set(times)) == len(times)
+    assert GPUS[name].read_us(GPUS[name].peak_tb_per_s * 1e12) == pytest.approx(1e6)
+
+
+@pytest.mark.parametrize("batch, ctx, us, format", [
+    (1, 8192, 7.5, "k4v4"), (1, 32768, 15.7, "k4v4"), (1, 131072, 43.1, "k4v4"), (8, 32768, 74.8, "k4v4"),
+    (1, 131072, 27.2, "k2v2"), (8, 32768, 45.0, "k2v2"), (64, 4096, 74.8, "k4v4"),
+])
+def test_floor_is_near_the_measured_plain_reads(batch, ctx, us, format):
+    """One layer of 32/8 heads: a plain read of the packed bytes, measured in the design study."""
+    layer = batch * budget.sequence_bytes(FORMATS[format], 8, 128, ctx)
+    assert budget.floor_us(GPUS["h200"], Model(1, 32, 8, 128), layer) == pytest.approx(us, rel=0.15)
+
+
+def test_only_measured_rates_are_called_measured():
+    assert {name for name, gpu in GPUS.items() if gpu.source == "measured"} == {"h200"}
+    assert all(gpu.source == "datasheet" for name, gpu in GPUS.items() if name != "h200")
+
+
+def test_rows():
+    plain, int4 = budget.suggest(MODEL, 131072, 8, GPUS["h100"], ["k4v4"])
+    assert plain.format == "16 bit" and plain.bits == 16 and plain.ratio == 1 and plain.reason == ""
+    assert plain.cache_gb == pytest.approx(8 * 32 * 131072 * 8 * 128 * 4 / 1e9)
+    assert (int4.bits, int4.ratio) == (4.25, pytest.approx(16 / 4.25))
+    assert int4.floor_ms == pytest.approx(int4.cache_gb / 3.35, rel=1e-9)  # GB over TB/s is ms
+    assert (plain.fits, int4.fits) == (False, True)
+    assert (plain.max_batch, int4.max_batch) == (4, 17)
+    assert plain.step_ratio is None and int4.step_ratio is None
+
+
+def test_weights_leave_less_room_and_less_gain():
+    with_weights = Model(32, 32, 8, 128, weights_gb=60)
+    _, alone = budget.suggest(MODEL, 32768, 4, GPUS["h100"], ["k4v4"])
+    _, beside = budget.suggest(with_weights, 32768, 4, GPUS["h100"], ["k4v4"])
+    assert beside.max_batch < alone.max_batch and beside.ratio == alone.ratio
+    cache_ms, weights_ms = 4 * 32 * 32768 * 8 * 128 * 4 / 3.35e9, 60 / 3.35
+    assert beside.step_ratio == pytest.approx((cache_ms + weights_ms) / (cache_ms / alone.ratio + weights_ms))
+    assert 1 < beside.step_ratio < alone.ratio
+    _, none = budget.suggest(Model(32, 32, 8, 128, weights_gb=90), 32768, 1, GPUS["h100"], ["k4v4"])
+    assert none.max_batch == 0 and not none.fits
+
+
+@pytest.mark.parametrize("ctx, batch, weights, gpu, words", [
+    (100, 1, None, "h100", "no full page"), (200, 1, None, "h200", "too small"), (4096, 1, 140.0, "h200", "weights"),
+    (131072, 8, 16.0, "h200", ""),
+])
+def test_where_nothing_is_gained(ctx, batch, weights, gpu, words):
+    row = budget.suggest(Model(32, 32, 8, 128, weights), ctx, batch, GPUS[gpu], ["k4v4"])[1]
+    assert words in row.reason and bool(words) == bool(row.reason)
+
+
+def test_many_query_rows_read_a_page_again():
+    few, many = (budget.floor_us(GPUS["h100"], Model(1, heads, 1, 128), 1e9) for heads in (64, 65))
+    assert many == 2 * few
+
+
+def test_a_format_that_does_not_fit_the_head_says_so():
+    row = budget.suggest(Model(1, 8, 8, 96), 4096, 1, GPUS["h100"], ["k4v1"])[1]
+    assert "multiple of 64 rows" in row.reason and row.cache_gb == 0 and not row.fits
+
+
+@pytest.mark.parametrize("text, tokens", [("4096", 4096), ("128K", 131072), ("128k", 131072), ("1M", 1048576)])
+def test_contexts(text, tokens):
+    assert budget.parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: budget.parse_tokens("lots"), "ctx: got 'lots', supported"),
+    (lambda: budget.parse_tokens("0"), "ctx: got '0', supported"),
+    (lambda: budget.parse_tokens("-5"), "ctx: got '-5', supported"),
+    (lambda: budget.gpu_named("b300"), "gpu: got 'b300', supported: h200, h100"),
+    (lambda: budget.gpu_named("h20"), "did you mean h200"),
+    (lambda: Model(0, 8, 8, 64), "layers: got 0, supported: 1"),
+    (lambda: Model(1, 9, 8, 64), "heads: got 9, supported: multiples of kv-heads = 8"),
+    (lambda: Model(1, 8, 8, 64, -1.0), "weights-gb: got -1.0, supported: 0"),
+    (lambda: budget.suggest(MODEL, 10, 0, GPUS["h100"]), "batch: got 0, supported: 1"),
+    (lambda: budget.suggest(MODEL, 10, 1, GPUS["h100"], sinks=-1), "sinks: got -1, supported: 0"),
+])
+def test_bad_budgets(call, words):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ("H200", "h200", "RTX 4090", "rtx-4090"))
+def test_gpu_names(name):
+    assert budget.gpu_named(name) in GPUS.values()
+
+
+# ---- environment
+
+
+HOPPER = Gpu("NVIDIA H200", "9.0", 150 * 10**9, "hopper", "sm_90a", "")
+OLD = Gpu("Tesla V100", "7.0", 16 * 10**9, "", "", "device: compute capability 7.0, supported: 9.0, 8.0, 8.9")
+TOOLS = {name: Tool("1.0") for name in ("nvcc", "tilelang", "cutedsl")}
+
+
+@pytest.mark.parametrize("gpus, tools, built, words", [
+    ((), TOOLS, {}, "torch reference on the CPU"),
+    ((OLD,), TOOLS, {}, "reference' only: device: compute capability 7.0"),
+    ((HOPPER,), TOOLS, {}, "hopper kernels for sm_90a on NVIDIA H200; 0 built, others are built at first use"),
+    ((HOPPER,), TOOLS | {"nvcc": Tool(None)}, {"sm_90a": 5}, "the 5 built hopper kernels"),
+    ((HOPPER,), TOOLS | {"cutedsl": Tool(None)}, {"sm_80": 5}, "no sm_90a kernels are built, and building needs cute"),
+])
+def test_what_will_be_used(gpus, tools, built, words):
+    assert words in environment.will_use(gpus, tools, built)
+
+
+def test_missing_tools_come_with_a_remedy(monkeypatch):
+    def missing(name):
+        raise toolchain.ToolMissingError(name)
+
+    monkeypatch.setattr(toolchain, "find_tool", missing)
+    monkeypatch.setattr(toolchain, "dsl_version", lambda package: None)
+    found = environment.gather()
+    assert "nvidia-cuda-nvcc==13.0" in found.tools["nvcc"].remedy
+    for package in ("crt", "cccl", "runtime"):
+        assert f"nvidia-cuda-{package}==13.0" in found.tools["nvcc"].remedy
+    assert "lowbit-attn[kernels]" in found.tools["tilelang"].remedy and found.tools["cutedsl"].version is None
+    shown = run("doctor").output
+    assert "nvcc is missing: pip install" in shown and "pip install 'lowbit-attn[kernels]'" in shown
+
+
+@pytest.mark.parametrize("script, version", [("echo 'Cuda compilation tools, release 13.0, V13.0.88'", "13.0.88"),
+                                             ("exit 1", None)])
+def test_nvcc_is_asked_for_its_version(monkeypatch, tmp_path, script, version):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\n{script}\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(toolchain, "find_tool", lambda name: str(nvcc))
+    tool = environment.gather().tools["nvcc"]
+    assert (tool.version, tool.path) == (version, str(nvcc))
+    assert bool(tool.remedy) == (version is None)
+
+
+def test_built_kernels_are_counted_by_target(monkeypatch, tmp_path):
+    from lowbit_attn import compile
+
+    monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
+    assert environment.gather().kernels_built == {}
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/a.so").write_bytes(b"")
+    entry = {"file": "a.so", "fingerprint": compile.fingerprint("ampere"), "key": {"arch": "ampere", "target": "sm_80"}}
+    manifest = {"a": entry, "b": {**entry, "fingerprint": "old"}, "c": {**entry, "file": "gone.so"}}
+    (tmp_path / "kernels/manifest.json").write_text(json.dumps(manifest))
+    found = environment.gather()
+    assert (found.kernels_built, found.kernels_stale) == ({"sm_80": 1}, 2)
+    assert found.cache_dir == str(tmp_path / "kernels")
+    assert "1 for sm_80; 2 of other sources" in run("doctor").output
+
+
+# ---- the commands
+
+
+def test_doctor():
+    result = run("doctor")
+    assert result.exit_code == 0
+    for words in ("lowbit_attn", torch.__version__, "nvcc", "tilelang", "cutedsl", "kernels", "cache", "will use"):
+        assert words in result.output
+    shown = json.loads(run("doctor", "--json").output)
+    assert shown == json.loads(json.dumps(asdict(environment.gather())))
+
+
+def test_suggest():
+    result = run("suggest", *SHAPE, "--ctx", "128K", "--batch", 8, "--gpu", "h200", "--heads", 32, "--weights-gb", 16)
+    assert result.exit_code == 0
+    lines = {line.split("  ")[0].strip(): line for line in result.output.splitlines()}
+    assert {"16 bit", *FORMATS} <= lines.keys()
+    assert "137.44" in lines["16 bit"] and "36.51" in lines["k4v4"] and "4.25" in lines["k4v4"]
+    assert "4.49 TB/s (measured)" in result.output
+    assert "datasheet" in run("suggest", *SHAPE, "--ctx", "8K", "--gpu", "a100").output
+
+
+def test_suggest_json():
+    shown = json.loads(run("suggest", *SHAPE, "--ctx", "128K", "--batch", 8, "--gpu", "h100", "--format", "k4v4",
+                           "--format", "k2v2-g32", "--json").output)
+    assert [row["format"] for row in shown["rows"]] == ["16 bit", "k4v4", "k2v2-g32"]
+    assert (shown["ctx"], shown["batch"], shown["read_source"]) == (131072, 8, "datasheet")
+    want = budget.suggest(Model(32, 8, 8, 128), 131072, 8, GPUS["h100"], ["k4v4"])[1]
+    assert shown["rows"][1] == json.loads(json.dumps(asdict(want)))
+
+
+@pytest.mark.parametrize("args, words", [
+    (("--ctx", "128K", "--gpu", "b300"), "supported: h200, h100, a100, l40s, rtx4090"),
+    (("--ctx", "128K", "--format", "k4v5"), "did you mean k4v4"),
+    (("--ctx", "many"), "ctx: got 'many'"),
+    (("--ctx", "1K", "--heads", "9"), "heads: got 9"),
+    (("--ctx", "1K", "--batch", "0"), "batch: got 0"),
+])
+def test_suggest_refuses(args, words):
+    result = run("suggest", *SHAPE, *args)
+    assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
+
+
+def test_the_entry_point_is_installed():
+    answer = subprocess.run([Path(sys.executable).parent / "lowbit-attn", "suggest", *SHAPE, "--ctx", "8K"], capture_output=True, text=True)
+    assert answer.returncode == 0 and "k4v4" in answer.stdout

