@@ -1,0 +1,164 @@
+"""Decode attention over packed pages, tile path (BitDecoding section 4): the kernel shell.
+
+One CTA serves one (split, KV head, sequence) with four warpgroups; setmaxnreg moves registers to the MMA.
+
+    role       warps  registers  loop over the walk (hopper/walk.py: pages, then 16-bit tiles)
+    load K, V  1 + 1         40  wait packed empty -> bulk copies -> packed full (bytes)
+    dequant K      4        120  wait packed full, tile empty -> LDS.128, unpack, STSM -> packed empty, tile full
+    dequant V      4        120  the same on V^T
+    mma            4        232  wait K full -> WGMMA S -> wait S and the last O -> K empty, last V empty
+                                 -> softmax -> wait V full -> WGMMA O
+
+    ring            producer -> consumer   full                      empty
+    k/v packed      load -> dequant        1 arrival + bytes         1 a dequant warp
+    k/v tiles       dequant -> mma         1 a dequant warp, fenced  1 an MMA warp
+
+    time ->  load        p0 p1 p2 p3 | p4 ...         (packed_stages parts ahead)
+             dequant K      k0 k1 | k2 ...            (tile_stages tiles ahead)
+             dequant V      v0 v1 | v2 ...
+             mma               S0 softmax O0 S1 softmax O1 ...
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor
+
+from lowbit_attn.formats.contract import Format
+from lowbit_attn.hopper import dequant, epilogue, load, mma, walk
+from lowbit_attn.hopper.config import (
+    GROUP_WARPS,
+    SMEM_ALIGN,
+    TARGET,
+    DecodeConfig,
+    SidePlan,
+    make_config,
+)
+from lowbit_attn.hopper.ring import Ring, init
+from lowbit_attn.kernels import CuteKernel
+
+
+def tile_layout(side: SidePlan, stages: int):
+    """WGMMA B operand, K-major with 128-byte swizzle: (rows, columns, stages); tile_chunk gives its addresses."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
+    return cute.tile_to_shape(atom, (side.rows, side.cols, stages), order=(0, 1, 2))
+
+
+class DecodeSm90:
+    """The tile-path kernel of one DecodeConfig; call it with the ABI's 17 arguments and a stream."""
+
+    def __init__(self, cfg: DecodeConfig):
+        self.cfg = cfg
+        self.smem_bytes = cfg.smem_bytes
+
+    def storage(self):
+        """Shared memory in the order of ``DecodeConfig.smem_plan``."""
+        cfg = self.cfg
+        packed, tiles = cfg.packed_stages, cfg.tile_stages
+        words = packed * cfg.stage_bytes // 4
+
+        @cute.struct
+        class Smem:
+            k_tiles: cute.struct.Align[cute.struct.MemRange[Float16, tiles * cfg.k.tile_bytes // 2], SMEM_ALIGN]
+            v_tiles: cute.struct.Align[cute.struct.MemRange[Float16, tiles * cfg.v.tile_bytes // 2], SMEM_ALIGN]
+            k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, words], 128]
+            v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, words], 128]
+            k_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
+            v_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
+            k_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
+            v_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
+
+        return Smem
+
+    @cute.jit
+    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor,
+                 n_packed: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
+                 ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
+                 softmax_scale_log2: Float32, page_stride: Int32, head_stride: Int32, table_b: Int32,
+                 table_h: Int32, stream):
+        grid = (o_partial.shape[0], ring_k.shape[1], q.shape[0])
+        self.kernel(q, pool, table, n_sink, n_packed, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial, lse_partial,
+                    softmax_scale_log2, page_stride, head_stride, table_b, table_h).launch(
+            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor,
+               n_packed: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
+               ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
+               scale_log2: Float32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32):
+        cfg = self.cfg
+        split_idx, head_idx, batch_idx = cute.arch.block_idx()
+        num_splits, num_heads_kv, _ = cute.arch.grid_dim()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = warp_idx // GROUP_WARPS
+        smem = cutlass.memory.SmemAllocator().allocate(self.storage())
+        k_packed, v_packed, k_tiles, v_tiles = self.make_rings(smem, warp_idx)
+        work = walk.plan(n_sink[batch_idx], n_packed[batch_idx], n_tok[batch_idx], split_idx, num_splits)
+        table_start = batch_idx * table_b + head_idx * table_h
+        if group == 0:
+            cute.arch.setmaxregister_decrease(cfg.load_regs)
+            if warp_idx == cfg.load_k_warp:
+                load.run(cfg, cfg.k, load.Source(pool, table, sink_k, ring_k, batch_idx, head_idx, table_start,
+                                                 page_stride, head_stride), work, k_packed, smem.k_packed.data_ptr())
+            if warp_idx == cfg.load_v_warp:
+                load.run(cfg, cfg.v, load.Source(pool, table, sink_v, ring_v, batch_idx, head_idx, table_start,
+                                                 page_stride, head_stride), work, v_packed, smem.v_packed.data_ptr())
+        elif group == cfg.dequant_k_group:
+            cute.arch.setmaxregister_decrease(cfg.dequant_regs)
+            dequant.run(cfg, cfg.k, work, k_packed, smem.k_packed.data_ptr(), k_tiles, smem.k_tiles.data_ptr())
+        elif group == cfg.dequant_v_group:
+            cute.arch.setmaxregister_decrease(cfg.dequant_regs)
+            dequant.run(cfg, cfg.v, work, v_packed, smem.v_packed.data_ptr(), v_tiles, smem.v_tiles.data_ptr())
+        else:
+            cute.arch.setmaxregister_increase(cfg.mma_regs)
+            k_layout, v_layout = tile_layout(cfg.k, cfg.tile_stages), tile_layout(cfg.v, cfg.tile_stages)
+            rows = q.shape[1] // num_heads_kv
+            mma.run(cfg, work, mma.Heads(batch_idx, head_idx * rows, rows), q,
+                    smem.k_tiles.get_tensor(k_layout.outer, swizzle=k_layout.inner),
+                    smem.v_tiles.get_tensor(v_layout.outer, swizzle=v_layout.inner), k_tiles, v_tiles,
+                    epilogue.Partial(o_partial, lse_partial, split_idx), scale_log2)
+
+    @cute.jit
+    def make_rings(self, smem, warp_idx: Int32):
+        """(K packed, V packed, K tiles, V tiles); initialised for the whole CTA, behind one barrier."""
+        cfg = self.cfg
+
+        def ring(bars, stages):
+            return Ring(bars.data_ptr(), bars.data_ptr() + stages, stages)
+
+        packed = [ring(b, cfg.packed_stages) for b in (smem.k_packed_bars, smem.v_packed_bars)]
+        tiles = [ring(b, cfg.tile_stages) for b in (smem.k_tile_bars, smem.v_tile_bars)]
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                for r in packed:
+                    init(r, cfg.loads_arrive, cfg.dequants_arrive)
+                for r in tiles:
+                    init(r, cfg.dequants_arrive, cfg.mmas_arrive)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        return packed[0], packed[1], tiles[0], tiles[1]
+
+
+def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET) -> CuteKernel:
+    """The kernel and the fake arguments (all but the stream) to compile it for; ValueError if not supported."""
+    if target != TARGET:
+        raise ValueError(f"target: got {target!r}, supported: {TARGET!r}")
+    cfg = make_config(fmt, head_dim, dtype)
+
+    def tensor(element, *shape, align=16):
+        return make_fake_compact_tensor(element, shape, stride_order=tuple(reversed(range(len(shape)))),
+                                        assumed_align=align)
+
+    n = cute.sym_int
+    batch, heads, heads_kv, splits, sinks, ring = n(), n(), n(), n(), n(), n()
+    tokens = (batch, heads_kv)
+    args = (
+        tensor(Float16, batch, heads, head_dim), tensor(Uint32, n(), 32, align=128), tensor(Int32, n(), align=4),
+        *(tensor(Int32, batch, align=4) for _ in range(3)),
+        *(tensor(Float16, *tokens, sinks, head_dim) for _ in range(2)),
+        *(tensor(Float16, *tokens, ring, head_dim) for _ in range(2)),
+        tensor(Float32, splits, batch, heads, head_dim), tensor(Float32, splits, batch, heads, align=4),
+        Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1),
+    )
+    return CuteKernel(DecodeSm90(cfg), args)

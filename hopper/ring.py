@@ -1,0 +1,62 @@
+"""A ring of shared-memory stages between two roles: a full and an empty mbarrier for each stage.
+
+Both ends count fills from 0: fill n uses stage n % stages, and its parity is that of n // stages. A wait
+only tells neighbouring phases apart, so every warp that waits on a ring waits for every fill of it.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+
+class Ring(NamedTuple):
+    """Barriers of one ring; ``full`` and ``empty`` point to ``stages`` mbarriers each."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    stages: int
+
+
+def stage(ring: Ring, fill: Uint32) -> Int32:
+    return Int32(fill % ring.stages)
+
+
+def parity(ring: Ring, fill: Uint32) -> Int32:
+    return Int32((fill // ring.stages) % 2)
+
+
+def init(ring: Ring, full_arrivals: int, empty_arrivals: int) -> None:
+    """By one thread, before the CTA's first barrier."""
+    for i in range(ring.stages):
+        cute.arch.mbarrier_init(ring.full + i, full_arrivals)
+        cute.arch.mbarrier_init(ring.empty + i, empty_arrivals)
+
+
+def wait_full(ring: Ring, fill: Uint32) -> None:
+    cute.arch.mbarrier_wait(ring.full + stage(ring, fill), parity(ring, fill))
+
+
+def wait_empty(ring: Ring, fill: Uint32) -> None:
+    """Passes at once in the first round: the phase before an mbarrier's first counts as complete."""
+    cute.arch.mbarrier_wait(ring.empty + stage(ring, fill), parity(ring, fill) ^ 1)
+
+
+def expect(ring: Ring, fill: Uint32, nbytes) -> None:
+    """The producer's only arrival on the fill, with the bytes that bulk copies will bring; by one lane."""
+    cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage(ring, fill), nbytes)
+
+
+def release(ring: Ring, fill: Uint32) -> None:
+    """This warp has read the stage: one arrival a warp."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(ring.empty + stage(ring, fill))
+
+
+def publish(ring: Ring, fill: Uint32) -> None:
+    """This warp has written its share of a tile for WGMMA: every lane fences, then one arrival a warp."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(ring.full + stage(ring, fill))

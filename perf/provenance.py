@@ -1,0 +1,48 @@
+"""Where a measured number comes from: commit, date, GPU, driver."""
+
+import json
+import os
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def provenance() -> dict:
+    """commit (with "+dirty" if the tree differs from it), date, gpu, driver, torch version."""
+    return {"commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "driver": driver(),
+            "torch": torch.__version__}
+
+
+def commit() -> str:
+    """The checked-out commit, or LOWBIT_ATTN_COMMIT where the tree came without its history."""
+    if named := os.environ.get("LOWBIT_ATTN_COMMIT"):
+        return named
+    try:
+        head = _run("git", "rev-parse", "--short=12", "HEAD")
+        return head + ("+dirty" if _run("git", "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def driver() -> str:
+    try:
+        return _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def append_result(path: str, line: dict) -> None:
+    """Append one JSON line to a results file, relative to the repository."""
+    target = ROOT / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,31 @@
+"""The only inline PTX: single instructions that the DSL has no pure operation for, on 32-bit words."""
+
+import cutlass.cute as cute
+from cutlass import Uint32
+
+OR_OF_AND = 0xEA  # lop3 table of (a & b) | c
+
+
+def fma_f16x2(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
+    """a * b + c on both fp16 halves, one rounding; subnormals kept. No operand may be a constant."""
+    return cute.arch.inline_ptx("fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32],
+                                read_only_args=[a, b, c])
+
+
+def fma_f16x2_const(a: Uint32, b: int, c: int) -> Uint32:
+    """a * b + c on both fp16 halves, where b and c are the constants' bits, both halves of 32."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 b, c; mov.b32 b, {b:#x}; mov.b32 c, {c:#x}; fma.rn.f16x2 {{$w0}}, {{$r0}}, b, c; }}",
+        write_only_types=[Uint32], read_only_args=[a])
+
+
+def low_halves(a: Uint32, b: Uint32) -> Uint32:
+    """Low half of a in the low half, low half of b in the high half."""
+    return cute.arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x5410;", write_only_types=[Uint32],
+                                read_only_args=[a, b])
+
+
+def high_halves(a: Uint32, b: Uint32) -> Uint32:
+    """High half of a in the low half, high half of b in the high half."""
+    return cute.arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32],
+                                read_only_args=[a, b])

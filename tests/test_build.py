@@ -1,0 +1,102 @@
+"""What can be said of built kernels without a GPU: names, manifest, static checks, loading and argument errors."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+import lowbit_attn
+from lowbit_attn import compile, kernels, loader, sass, toolchain
+from lowbit_attn.kernels import KernelKey
+from lowbit_attn.sass import KernelSass
+
+SHIPPED = [key for arch in kernels.ARCH_TARGETS for key in kernels.shipped(arch)]
+
+
+def built(key: KernelKey) -> bool:
+    return compile.library_path(key).exists() and str(key) in compile.manifest()
+
+
+def test_names_are_unique_and_every_target_decodes():
+    assert len({str(key) for key in SHIPPED}) == len(SHIPPED)
+    for arch, targets in kernels.ARCH_TARGETS.items():
+        assert {key.target for key in SHIPPED if key.op == "decode" and key.arch == arch} == set(targets)
+
+
+def found(ops: dict[str, int], smem: int = 0) -> KernelSass:
+    return KernelSass("k", "sm_80", 100, 0, smem, Counter(ops))
+
+
+def test_sass_checks_see_what_is_missing_and_what_is_out_of_bounds():
+    kernel = found({"HMMA": 40, "LDSM": 2})
+    assert kernel.missing(("HMMA", "LDSM|LDS")) == []
+    assert kernel.missing(("HGMMA", "UBLKCP|UTMALDG")) == ["HGMMA", "UBLKCP|UTMALDG"]
+    assert kernel.outside({"HMMA": 20, "LDSM": 4}) == []
+    assert [s.split()[0] for s in kernel.outside({"HMMA": 19, "LDSM": 5})] == ["HMMA", "LDSM"]
+
+
+@pytest.mark.parametrize("ops, smem, message", [
+    ({"HMMA": 1, "LDL": 3}, 0, "LDL x3"), ({}, 0, "no HMMA"), ({"HMMA": 9}, 0, "HMMA 9"),
+    ({"HMMA": 1}, 200_000, "limit 166912"), ({"HMMA": 1}, 512, "planned 0"),
+])
+def test_a_kernel_that_breaks_a_check_is_not_kept(monkeypatch, tmp_path, ops, smem, message):
+    key = KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "tile")
+    monkeypatch.setattr(kernels, "checks", lambda key: kernels.Checks(("HMMA",), expected=(("HMMA", 2),), smem_bytes=0))
+    monkeypatch.setattr(sass, "inspect", lambda path: [found(ops, smem)])
+    path = tmp_path / "k.so"
+    path.touch()
+    with pytest.raises(compile.KernelCheckError, match=message):
+        compile.check(key, path, 0)
+    assert not path.exists()
+
+
+def test_loader_refuses_to_compile_when_told_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("LOWBIT_ATTN_NO_JIT", "1")
+    with pytest.raises(loader.KernelNotBuiltError, match="make ampere"):
+        loader.load.__wrapped__(KernelKey("combine", "ampere", "sm_80", "float16", 64))
+
+
+def test_a_stale_kernel_is_not_loaded(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("LOWBIT_ATTN_NO_JIT", "1")
+    key = KernelKey("combine", "ampere", "sm_80", "float16", 64)
+    path = compile.library_path(key)
+    path.parent.mkdir(parents=True)
+    path.touch()
+    (tmp_path / "kernels" / "manifest.json").write_text(json.dumps({str(key): {"fingerprint": "old", "function": "f"}}))
+    with pytest.raises(loader.KernelNotBuiltError):
+        loader.load.__wrapped__(key)
+
+
+def test_missing_tool_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(toolchain, "_tool_folders", lambda: iter(()))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(toolchain.ToolMissingError, match="pip install 'nvidia-cuda-nvcc==13.0"):
+        toolchain.find_tool("nvcc")
+
+
+@pytest.mark.parametrize("key", SHIPPED, ids=str)
+def test_built_kernel_has_no_spills_and_fits(key):
+    if not built(key):
+        pytest.skip(f"not built here: make {key.arch}")
+    entry = compile.manifest()[str(key)]
+    assert entry["spills"] == 0 and 0 < entry["registers"] <= 255
+    assert entry["smem_total_bytes"] <= kernels.SMEM_LIMIT_BYTES[key.target]
+
+
+@pytest.mark.parametrize("key", [k for k in SHIPPED if k.op == "combine"], ids=str)
+def test_built_kernel_checks_its_arguments_before_any_launch(key):
+    if not built(key):
+        pytest.skip(f"not built here: make {key.arch}")
+    pytest.importorskip("tvm_ffi", reason="loading a kernel needs apache-tvm-ffi")
+    kernel = loader.load(key)
+    with pytest.raises(Exception, match="dtype"):
+        kernel(torch.zeros(1, 1, key.head_dim, dtype=torch.float64), torch.zeros(1, 1), torch.zeros(1, key.head_dim),
+               torch.zeros(1))
+
+
+def test_why_not_names_what_is_supported():
+    cache = lowbit_attn.KVCache("k4v4", 2, 1, 128)
+    assert lowbit_attn.why_not(cache, 4) == ["device: cpu has no kernels, supported: a CUDA device, or path='reference'"]
