@@ -65,9 +65,11 @@ class LowBitLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, format: Format, max_seqlen: int | None = None, dtype: torch.dtype | None = None, **options):
+    def __init__(self, format: Format, max_seqlen: int | None = None, dtype: torch.dtype | None = None,
+                 path: str | None = None, **options):
         super().__init__()
         self.format, self.max_seqlen, self.kv_dtype, self.options = format, max_seqlen, dtype, options
+        self.path = path
         self.kv = None
         self.length = 0
         self.handle = None
@@ -111,7 +113,7 @@ class LowBitLayer(CacheLayerMixin):
         self._make_room(self.length + q_len)
         if q_len == 1:
             self.kv.append(k.transpose(1, 2), v.transpose(1, 2))
-            out, _ = decode(query.transpose(1, 2), self.kv, softmax_scale=scaling)
+            out, _ = decode(query.transpose(1, 2), self.kv, softmax_scale=scaling, path=self.path)
             self.kv.flush()
         else:
             out = self._attend_chunk(query, k, v, scaling)
@@ -197,14 +199,16 @@ class LowBitCache(Cache):
         sinks, range_search, saturate: as in KVCache.
         max_seqlen: longest sequence, allocated at once; None: the pools double when they are full.
         dtype: 16-bit type of sinks and open blocks; None: the model's, fp16 for an fp32 model.
+        path: decode path of one-token steps, as in lowbit_attn.decode; None: the dispatcher's pick.
 
     All sequences of a batch have the same length. Gradients do not flow into stored tokens.
     """
 
     def __init__(self, format: str | Format, *, sinks: int = 0, range_search: bool | None = None,
-                 max_seqlen: int | None = None, dtype: torch.dtype | None = None, saturate: bool = False):
+                 max_seqlen: int | None = None, dtype: torch.dtype | None = None, saturate: bool = False,
+                 path: str | None = None):
         self.format = FORMATS[format] if isinstance(format, str) else format
-        layer = partial(LowBitLayer, self.format, max_seqlen, dtype, sinks=sinks, range_search=range_search,
+        layer = partial(LowBitLayer, self.format, max_seqlen, dtype, path, sinks=sinks, range_search=range_search,
                         saturate=saturate)
         super().__init__(layer_class_to_replicate=layer)
 
