@@ -26,7 +26,6 @@ UNITS = TILE_N // UNIT_TOKENS
 CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix, the unit of the 128-byte swizzle
 ATOM_CHUNKS = 8  # chunks in a 128-byte row of the swizzle atom
 SMEM_ALIGN = 1024  # an 8-row atom of the 128-byte swizzle; shared memory is a multiple of it
-STATIC_SMEM_BYTES = 1024  # ptxas adds a section of one alignment unit in front of the dynamic shared memory
 BARRIER_BYTES = 8
 WORD = 4  # bytes
 SASS_NEED = ("UBLKCP", "STSM", "HGMMA", "LDSM", "SYNCS")
@@ -203,8 +202,8 @@ class DecodeConfig:
     def problems(self) -> list[str]:
         """Reasons why this configuration cannot run; empty if it can."""
         found = []
-        if self.smem_bytes + STATIC_SMEM_BYTES > SMEM_LIMIT:
-            found.append(f"shared memory: {self.smem_bytes} + {STATIC_SMEM_BYTES} B at {self.packed_stages} packed and "
+        if self.smem_bytes > SMEM_LIMIT:
+            found.append(f"shared memory: {self.smem_bytes} B at {self.packed_stages} packed and "
                          f"{self.tile_stages} tile stages, limit {SMEM_LIMIT} B")
         budget = (self.load_regs + 2 * self.dequant_regs + self.mma_regs) * GROUP_WARPS * WARP
         if budget > SM_REGISTERS:
@@ -260,4 +259,4 @@ def checks(fmt: Format, head_dim: int, target: str) -> Checks:
     """What the SASS of the decode kernel must show."""
     cfg = make_config(fmt, head_dim, "float16")
     return Checks(SASS_NEED, SASS_FORBID, tuple(EXPECTED[head_dim].items()),
-                  cfg.smem_bytes + STATIC_SMEM_BYTES)
+                  cfg.smem_bytes)

@@ -16,6 +16,8 @@ from lowbit_attn.toolchain import find_tool
 
 ELF_MAGIC = b"\x7fELF\x02"
 EM_CUDA = 190
+# CUDA keeps the first KiB of a block's shared memory to itself from sm_90 on, outside the limit that a block may use
+RESERVED_SMEM_BYTES = {"sm_90": 1024, "sm_90a": 1024}
 SPILLS = ("LDL", "STL")  # the cubin's LOCAL stays 0 even when ptxas spills
 _MNEMONIC = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)(?=[\s;])", re.M)
 
@@ -73,7 +75,8 @@ def _inspect_elf(elf: bytes) -> Iterator[KernelSass]:
     arch = re.search(r"sm_\d+\w?", text).group(0)
     for name, line in re.findall(r"Function (\S+?):\s*\n\s*(REG.*)", usage):
         value = {key: int(number) for key, number in re.findall(r"(REG|STACK|SHARED):(\d+)", line)}
-        yield KernelSass(name, arch, value["REG"], value["STACK"], value["SHARED"], ops)
+        static_smem_bytes = max(0, value["SHARED"] - RESERVED_SMEM_BYTES.get(arch, 0))
+        yield KernelSass(name, arch, value["REG"], value["STACK"], static_smem_bytes, ops)
 
 
 def _run(tool: str, *args: str) -> str:
