@@ -4,19 +4,25 @@ from dataclasses import dataclass
 
 from lowbit_attn import layout
 from lowbit_attn.formats import Format
+from lowbit_attn.formats.uniform import PerChannel, PerToken
 from lowbit_attn.kernels import SMEM_LIMIT_BYTES, Checks
+from lowbit_attn.registers import Options
 
 # (warps, ring slots of each), best first: the first that fits is taken. More warps hide the latency of the multiplies,
 # more slots that of memory; two slots are the least that overlaps loading with arithmetic.
-SHAPES = ((8, 3), (8, 2), (4, 3), (4, 2))
+SHAPES = ((8, 3), (8, 2), (4, 3), (4, 2), (2, 3), (2, 2))
 
 LANES = layout.LANES
 ACCESS_BYTES = 16  # one cp.async, one LDS.128, one row of an ldmatrix
 HALF_BYTES = 2
-MMA_N = 8  # query rows of one KV head: the N side of m16n8k16
+MMA_N = 8  # query rows of one m16n8k16: its N side
+ROWS = (8, 16)  # query rows of one KV head that a kernel serves at most: one or two multiplies for each A fragment
 TILE = layout.TILE
 SIDE_K, SIDE_V = 0, 1
 ROW_PAD = 4  # floats between rows of the merge buffer: eight lanes in a row and four rows apart hit 32 banks
+PATH_NAMES = ("register", "tile")
+HEAD_DIMS = (64, 128)
+DTYPES = ("float16", "bfloat16")
 
 
 def static(n: int) -> tuple[int, ...]:
@@ -26,7 +32,7 @@ def static(n: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One part (K or V) of a record: what a ring slot holds. Units of 16 bytes, relative to the part."""
+    """One part (K or V) of a record: what a ring slot holds. Accesses of 16 bytes, relative to the part."""
 
     first_unit: int  # in units of 128 bytes from the start of the record
     accesses: int
@@ -34,15 +40,27 @@ class Piece:
     rows: int  # rows of the code matrix: tokens for K, channels for V
     cols: int
     bits: int
+    groups: int  # of metadata: token groups (per channel) or channel groups (per token)
+    per_token: bool
+    meta_dtype: str
 
     @property
     def row_tiles(self) -> int:
         return self.rows // TILE
 
     @property
+    def column_tiles(self) -> int:
+        return self.cols // TILE
+
+    @property
     def column_pairs(self) -> int:
         """Pairs of 16-column tiles: one 16-byte load of metadata serves a pair."""
         return self.cols // (2 * TILE)
+
+    @property
+    def column_words(self) -> int:
+        """Words of codes that a lane holds of one column tile."""
+        return layout.words_per_lane(self.rows, TILE, self.bits)
 
 
 @dataclass(frozen=True)
@@ -51,11 +69,15 @@ class DecodeConfig:
 
     target: str
     head_dim: int
-    dtype: str
+    dtype: str  # of q and of 16-bit tokens
+    path: str
+    rows: int
     warps: int
     slots: int
     k: Piece
     v: Piece
+    third_segment: bool = False  # tokens whose K is packed and whose V is still in 16 bit
+    options: Options = Options()  # register path only
 
     @property
     def pieces(self) -> tuple[Piece, Piece]:
@@ -66,12 +88,27 @@ class DecodeConfig:
         return self.warps * LANES
 
     @property
+    def columns(self) -> int:
+        """Multiplies of 8 query rows that share an A fragment."""
+        return self.rows // MMA_N
+
+    @property
+    def row_values(self) -> int:
+        """Query rows that a lane sees in an accumulator: rows 8n + 2t and 8n + 2t + 1 of every n."""
+        return 2 * self.columns
+
+    @property
+    def o_tiles(self) -> int:
+        return self.head_dim // TILE
+
+    @property
     def slot_accesses(self) -> int:
-        return max(self.k.accesses, self.v.accesses)
+        return max(self.k.accesses, self.v.accesses, TILE * self.row_accesses)
 
     @property
     def shared_bytes(self) -> int:
-        return self.warps * self.slots * self.slot_accesses * ACCESS_BYTES
+        query = self.rows * self.head_dim * HALF_BYTES if self.path == "register" else 0
+        return self.warps * self.slots * self.slot_accesses * ACCESS_BYTES + query
 
     @property
     def row_accesses(self) -> int:
@@ -91,71 +128,88 @@ class DecodeConfig:
     @property
     def merge_floats(self) -> int:
         """Floats a warp hands to the merge: O, then its row maxima and row sums."""
-        return MMA_N * self.merge_row + 2 * MMA_N
+        return self.rows * self.merge_row + 2 * self.rows
+
+    @property
+    def may_spill(self) -> bool:
+        """16 rows of 128 channels with several groups of K metadata: 255 registers fall short."""
+        return self.columns > 1 and self.head_dim > 64 and self.k.groups > 1
 
     @property
     def warp_floats(self) -> int:
         return self.slots * self.slot_accesses * ACCESS_BYTES // 4
 
 
-def decode_config(fmt: Format, head_dim: int, dtype: str, target: str) -> DecodeConfig:
+def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str, rows: int,
+                  without: tuple[str, ...] = ()) -> DecodeConfig:
     """The configuration of one kernel, or ValueError with what was asked for and what is supported."""
-    if target not in SMEM_LIMIT_BYTES:
-        raise ValueError(f"target: got {target!r}, supported: {tuple(SMEM_LIMIT_BYTES)}")
-    if head_dim not in (64, 128):
-        raise ValueError(f"head_dim: got {head_dim}, supported: 64, 128")
-    if dtype != "float16":
-        raise ValueError(f"dtype: got {dtype!r}, supported: 'float16'")
+    for name, value, supported in (("target", target, tuple(SMEM_LIMIT_BYTES)), ("head_dim", head_dim, HEAD_DIMS),
+                                   ("dtype", dtype, DTYPES), ("path", path, PATH_NAMES), ("rows", rows, ROWS)):
+        if value not in supported:
+            raise ValueError(f"{name}: got {value!r}, supported: {', '.join(map(str, supported))}")
     k, v = _pieces(fmt, head_dim)
-    configs = [DecodeConfig(target, head_dim, dtype, warps, slots, k, v) for warps, slots in SHAPES]
+    if path == "tile":
+        _check_tile(fmt, dtype, rows, k, v)
+    third = fmt.window_k != fmt.window_v
+    configs = [DecodeConfig(target, head_dim, dtype, path, rows, warps, slots, k, v, third, Options.without(without))
+               for warps, slots in SHAPES]
     limit = SMEM_LIMIT_BYTES[target]
     for config in configs:
-        if config.shared_bytes <= limit and _own_ring_suffices(config):
+        # a warp's ring also holds, at the end, the warp's O
+        if config.shared_bytes <= limit and config.merge_floats <= config.warp_floats:
             return config
     least = configs[-1]
     raise ValueError(f"format {fmt}, head_dim {head_dim}: {least.warps} warps with {least.slots} slots need "
                      f"{least.shared_bytes} B of shared memory, {target} has {limit} B a block")
 
 
-def _own_ring_suffices(config: DecodeConfig) -> bool:
-    """A warp's ring also holds a 16-bit tile and, at the end, the warp's O."""
-    return (config.tile16_tokens * config.row_accesses <= config.slot_accesses
-            and config.merge_floats <= config.warp_floats)
+def _check_tile(fmt: Format, dtype: str, rows: int, k: Piece, v: Piece) -> None:
+    missing = [f"{piece.bits}-bit {name} (supported: 4)" for name, piece in (("K", k), ("V", v)) if piece.bits != 4]
+    missing += [f"{piece.groups} groups of {name} metadata (supported: 1)"
+                for name, piece in (("K", k), ("V", v)) if piece.groups != 1]
+    missing += [f"{name} metadata in {piece.meta_dtype} (supported: float16)"
+                for name, piece in (("K", k), ("V", v)) if piece.meta_dtype != "float16"]
+    missing += ["K per token (supported: per channel)"] * k.per_token
+    missing += [f"dtype {dtype} (supported: float16)"] * (dtype != "float16")
+    missing += [f"{rows} rows (supported: {MMA_N})"] * (rows != MMA_N)
+    missing += ["windows of K and V that differ"] * (fmt.window_k != fmt.window_v)
+    if missing:
+        raise ValueError(f"format {fmt}: no tile path for {'; '.join(missing)}")
 
 
 def _pieces(fmt: Format, head_dim: int) -> tuple[Piece, Piece]:
     record = fmt.record(head_dim)
     missing = []
-    for side, planes, name, group in ((fmt.k, record.k_planes, "K", layout.PAGE_TOKENS),
-                                      (fmt.v, record.v_planes, "V", head_dim)):
-        if side.bits != 4:
-            missing.append(f"{side.bits}-bit {name} (supported: 4)")
-        if (getattr(side, "group_size", None) or head_dim) != group:
-            missing.append(f"{name} groups of {side.group_size} (supported: {group})")
-        if "float16" not in str(getattr(side, "storage", "")) or "bfloat16" in str(side.storage):
-            missing.append(f"{name} metadata in {getattr(side, 'storage', 'another form')} (supported: float16)")
+    for planes, name in ((record.k_planes, "K"), (record.v_planes, "V")):
         if [p.name for p in planes] != ["codes", "meta"]:
             missing.append(f"{name} planes {[p.name for p in planes]} (supported: codes, meta)")
-    if getattr(fmt.k, "transposed", None) is not None:
-        missing.append("K per token (supported: per channel)")
+    if not isinstance(fmt.k, PerChannel) and not (isinstance(fmt.k, PerToken) and not fmt.k.transposed):
+        missing.append("K neither per channel nor per token")
+    if not (isinstance(fmt.v, PerToken) and fmt.v.transposed):
+        missing.append("V not per token")
     if missing:
         raise ValueError(f"format {fmt}: no kernel for {'; '.join(missing)}")
     tokens = layout.PAGE_TOKENS
-    return (_piece(record.k_planes, 0, record.v_offset, tokens, head_dim, fmt.k.bits),
-            _piece(record.v_planes, record.v_offset, record.nbytes, head_dim, tokens, fmt.v.bits))
+    return (_piece(record.k_planes, 0, record.v_offset, tokens, head_dim, fmt.k, head_dim),
+            _piece(record.v_planes, record.v_offset, record.nbytes, head_dim, tokens, fmt.v, head_dim))
 
 
-def _piece(planes, start: int, stop: int, rows: int, cols: int, bits: int) -> Piece:
+def _piece(planes, start: int, stop: int, rows: int, cols: int, side: PerChannel | PerToken, head_dim: int) -> Piece:
     codes, meta = planes
     assert codes.offset == start and start % layout.RECORD_ALIGN == 0 and meta.offset % ACCESS_BYTES == 0
+    per_token = isinstance(side, PerToken)
+    grouped = head_dim if per_token else layout.PAGE_TOKENS
     return Piece(start // layout.RECORD_ALIGN, (stop - start) // ACCESS_BYTES, (meta.offset - start) // ACCESS_BYTES,
-                 rows, cols, bits)
+                 rows, cols, side.bits, grouped // (side.group_size or grouped), per_token,
+                 str(side.storage).removeprefix("torch."))
 
 
-def checks(fmt: Format, head_dim: int, target: str) -> Checks:
+def checks(fmt: Format, head_dim: int, target: str, path: str, rows: int, dtype: str = "float16",
+           without: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the decode kernel must show."""
-    from lowbit_attn.ampere import decode, expected  # they import this module
+    from lowbit_attn.ampere import decode, expected, pages  # they import this module
 
-    config = decode_config(fmt, head_dim, "float16", target)
-    return Checks(decode.SASS_NEED, decode.SASS_FORBID, tuple(expected.expected_static(config).items()),
+    config = decode_config(fmt, head_dim, dtype, target, path, rows, without)
+    forbid = () if config.may_spill else decode.SASS_FORBID
+    return Checks(pages.STEPS[path].SASS_NEED, forbid, tuple(expected.expected_static(config).items()),
                   config.shared_bytes)

@@ -1,52 +1,86 @@
 """Instruction counts predicted from arithmetic, to hold against the disassembly (SASS) of a built kernel.
 
-EXPECTED[head_dim] counts one warp's work on one packed page. The page's code is straight-line and appears once in the
-SASS, so static counts are these plus what stands outside the page loop (``expected_static``): the copies of the first
-``slots`` parts, one tile of 16-bit tokens, and the merge. Integer instructions of addresses, masks and guards are not
-predicted: LOP3 comes out up to half as much again.
+The code of a page is straight-line and appears once in the SASS, so static counts (``expected_static``) are those of
+one packed page and warp (``per_page``) plus what stands outside the page loop: the copies of the first ``slots`` parts,
+one tile of 16-bit tokens, the pages whose V is in 16 bit, and the merge. Integer instructions of addresses, masks and
+guards are not predicted: LOP3 comes out up to half as much again.
 """
+
+from collections import Counter
 
 from lowbit_attn import layout
 from lowbit_attn.ampere import dequant
-from lowbit_attn.ampere.config import ACCESS_BYTES, LANES, TILE, DecodeConfig
+from lowbit_attn.ampere.config import LANES, TILE, DecodeConfig, Piece
 
-META_LOADS = 2  # 16-byte loads that bring scales and zero-points of 32 columns
+TOKEN_TILES = layout.PAGE_TOKENS // TILE
+REGISTERS = 4  # of an A fragment: one LOP3 each
 
 
-def per_page(head_dim: int, bits: int) -> dict[str, int]:
-    """Counts of one packed page and warp: K and V of 4 or 8 bits, one group of metadata each."""
-    tiles = 2 * (layout.PAGE_TOKENS // TILE) * (head_dim // TILE)  # 16x16 tiles of K and of V^T
-    code_loads = 2 * layout.plane_bytes(layout.PAGE_TOKENS, head_dim, bits) // (LANES * ACCESS_BYTES)
-    meta_loads = META_LOADS * (head_dim + layout.PAGE_TOKENS) // (2 * TILE)
-    codes = layout.plane_bytes(layout.PAGE_TOKENS, head_dim, bits)
-    side_bytes = (codes + 2 * layout.META_BYTES * n for n in (head_dim, layout.PAGE_TOKENS))
-    copies = (-(-layout.align_record(n) // (LANES * ACCESS_BYTES)) for n in side_bytes)
-    lowest = sum(dequant.register_source(0, 0, r, layout.PAGE_TOKENS, bits)[1].exponent == 0 for r in range(4))
+def per_page(config: DecodeConfig) -> dict[str, int]:
+    """Counts of one packed page and warp."""
+    return _tile_page(config) if config.path == "tile" else _register_page(config)
+
+
+def _copies(piece: Piece) -> int:
+    return -(-piece.accesses // LANES)
+
+
+def _register_page(config: DecodeConfig) -> dict[str, int]:
+    k, v, n = config.k, config.v, config.columns
+    tiles = k.row_tiles * k.column_tiles + v.row_tiles * v.column_tiles
+    k_run = layout.BLOCK_WORDS if k.per_token else k.row_tiles  # row tiles of a column tile multiplied in one go
+    words_k, words_v = layout.words_per_lane(TILE * k_run, TILE, k.bits), v.column_words
+    loads = k.column_tiles * (k.row_tiles // k_run) * -(-words_k // layout.BLOCK_WORDS)
+    loads += v.column_tiles * -(-words_v // layout.BLOCK_WORDS)
+    loads += k.column_tiles * (k.row_tiles // k_run)  # q'
+    loads += TOKEN_TILES * v.groups + v.groups * layout.PAGE_TOKENS // LANES  # (scale, zero) pairs; their largest scale
+    multiplies, largest = n * tiles, 1
+    if k.per_token:
+        loads += TOKEN_TILES * k.groups
+    else:
+        both = 1 if k.meta_dtype == "float16" else 2  # the zero-points' largest too
+        largest += both * k.groups
+        loads += k.column_tiles * (k.groups + 1 + (config.options.centring and k.groups > 1))
+        loads += both * k.groups * (config.head_dim // 2 // LANES)
+        multiplies += n * k.column_tiles * (1 + config.options.centring * k.groups)
+    return {"HMMA": multiplies, "LDS": loads, "LOP3": REGISTERS * tiles, "LDGSTS": _copies(k) + _copies(v),
+            "MOVM": 2 * TOKEN_TILES * v.groups * n, "REDUX": largest if config.options.exponents else 0}
+
+
+def _tile_page(config: DecodeConfig) -> dict[str, int]:
+    k, v = config.pieces
+    tiles = k.row_tiles * k.column_tiles + v.row_tiles * v.column_tiles
+    lowest = sum(dequant.register_source(0, 0, r, k.rows, k.bits)[1].exponent == 0 for r in range(REGISTERS))
+    loads = sum(piece.column_tiles * piece.column_words // layout.BLOCK_WORDS + 2 * piece.column_pairs
+                for piece in config.pieces)  # codes; scales and zero-points of 32 columns
     return {
         "HMMA": tiles,
-        "LDS": code_loads + meta_loads,
-        "LOP3": 4 * tiles,  # x & mask | magic, once a register
+        "LDS": loads,
+        "LOP3": REGISTERS * tiles,  # x & mask | magic, once a register
         "HADD2": lowest * tiles,  # registers whose codes sit in the lowest slot: 1024 + code needs only a subtraction
-        "HFMA2": (8 - lowest) * tiles,  # the other integers, and scale and zero-point of all
-        "LDGSTS": sum(copies),
-        "MOVM": 2 * layout.PAGE_TOKENS // TILE,
+        "HFMA2": (2 * REGISTERS - lowest) * tiles,  # the other integers, and scale and zero-point of all
+        "LDGSTS": _copies(k) + _copies(v),
+        "MOVM": 2 * TOKEN_TILES,
     }
-
-
-EXPECTED = {head_dim: per_page(head_dim, 4) for head_dim in (64, 128)}
 
 
 def expected_static(config: DecodeConfig) -> dict[str, int]:
     """Static counts of a kernel's SASS."""
-    page = EXPECTED[config.head_dim]
-    tiles = config.tile16_tokens // TILE
-    fragments = 2 * tiles * (config.head_dim // TILE)  # of K and V of one 16-bit tile
-    part_copies = [-(-piece.accesses // LANES) for piece in config.pieces]
+    tiles, n = config.tile16_tokens // TILE, config.columns
+    fragments = 2 * tiles * config.o_tiles  # of K and V of one 16-bit tile
+    part_copies = [_copies(piece) for piece in config.pieces]
     token_copies = 2 * 2 * config.tile16_tokens * config.row_accesses // LANES  # sinks and residual, K and V
-    return page | {
-        "HMMA": page["HMMA"] + fragments,
+    counts = Counter(per_page(config)) + Counter({
+        "HMMA": n * fragments,
         "LDSM": fragments,
-        "LDS": page["LDS"] + 3 * config.warps,  # merge: maximum, sum, one channel of each warp
-        "LDGSTS": page["LDGSTS"] + sum(part_copies[part % 2] for part in range(config.slots)) + token_copies,
-        "MOVM": page["MOVM"] + 2 * tiles,
-    }
+        "LDS": 3 * config.warps,  # merge: maximum, sum, one channel of each warp
+        "LDGSTS": sum(part_copies[part % 2] for part in range(config.slots)) + token_copies,
+        "MOVM": 2 * tiles * n,
+    })
+    if config.third_segment:
+        page = TOKEN_TILES * config.o_tiles
+        counts += Counter({"HMMA": n * page, "LDSM": page, "MOVM": 2 * TOKEN_TILES * n,
+                           "LDGSTS": layout.PAGE_TOKENS * config.row_accesses // LANES})
+    if config.path == "register" and config.k.per_token:
+        counts["HMMA"] += n * config.o_tiles  # sums of q'
+    return dict(counts)

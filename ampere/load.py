@@ -7,7 +7,7 @@ because no other warp ever touches its slots.
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.ampere.config import ACCESS_BYTES, HALF_BYTES, LANES, static
+from lowbit_attn.ampere.config import ACCESS_BYTES, HALF_BYTES, LANES
 
 UNIT_WORDS = layout.RECORD_ALIGN // layout.WORD_BYTES  # words in a unit of the pool
 ACCESS_WORDS = ACCESS_BYTES // layout.WORD_BYTES
@@ -33,22 +33,17 @@ def swizzled(row, access, row_accesses):
     return row * row_accesses + (access ^ (row % 8))
 
 
-def rounds(accesses: int) -> tuple[tuple[int, int], ...]:
-    """(round, lanes that copy in it) until all 16-byte accesses of a piece are copied."""
-    return tuple((i, min(LANES, accesses - i * LANES)) for i in range(-(-accesses // LANES)))
-
-
 @T.macro
 def issue_piece(piece, pool, record, ring, slot, lane):
-    """Start copying the K or V part of the record at unit ``record`` (int64) of the pool into a ring slot."""
+    """Start copying the K or V part of the record at unit ``record`` of the pool into a ring slot."""
     word = T.alloc_var("int64")
-    word = lane_word(record, piece.first_unit, T.cast(lane, "int64"))
-    for i, lanes in rounds(piece.accesses):
-        if lanes == LANES:
-            issue_access(pool, word + i * ROUND_WORDS, ring, slot, i * LANES + lane)
-        else:
-            if lane < lanes:
-                issue_access(pool, word + i * ROUND_WORDS, ring, slot, i * LANES + lane)
+    word = lane_word(T.cast(record, "int64"), piece.first_unit, T.cast(lane, "int64"))
+    for i in T.unroll(piece.accesses // LANES):
+        issue_access(pool, word + i * ROUND_WORDS, ring, slot, i * LANES + lane)
+    if piece.accesses % LANES:
+        if lane < piece.accesses % LANES:
+            issue_access(pool, word + piece.accesses // LANES * ROUND_WORDS, ring, slot,
+                         piece.accesses // LANES * LANES + lane)
 
 
 @T.macro
@@ -64,7 +59,7 @@ def issue_tokens(config, source, seq, head, first, live, ring_h, slot, lane):
     Rows from ``live`` on are filled with zeros and not read: their memory may hold NaN, and 0 * NaN is NaN.
     """
     per_row = config.row_accesses
-    for i in static(config.tile16_tokens * per_row // LANES):
+    for i in T.unroll(config.tile16_tokens * per_row // LANES):
         row, access = token_place(i, lane, per_row)
         T.ptx_cp_async(
             T.access_ptr(ring_h[slot, swizzled(row, access, per_row), 0], "w", ACCESS_HALVES),

@@ -1,17 +1,40 @@
-"""The two multiplies of one warp: S^T = K Q^T and O^T = V^T P^T by m16n8k16, query rows on the N side.
+"""What both paths multiply with: m16n8k16, query rows on the N side; S^T = K Q^T and O^T = V^T P^T of 16-bit tokens.
 
-K and V^T are the A operand: packed ones come from registers (dequant), 16-bit ones through ldmatrix. Q^T stays in
-registers as B operand; P^T becomes one by movmatrix.
+K and V^T are the A operand: packed ones come from registers (tile, register), 16-bit ones through ldmatrix. Q^T stays
+in registers as B operand; P^T becomes one by movmatrix. A step of B is numbered (16-row step) * columns + column.
 """
+
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from lowbit_attn.ampere import dequant
-from lowbit_attn.ampere.config import static
+from lowbit_attn import layout
+from lowbit_attn.ampere.config import DecodeConfig
 from lowbit_attn.ampere.load import swizzled
 
 MOVMATRIX = "cute::SM75_U32x1_MOVM_T::copy"  # transposes one 8x8 matrix of halves across the warp
 MOVMATRIX_FLAGS = ("-include", "cute/arch/copy_sm75.hpp")
+MMA_TYPE = {"float16": "fp16", "bfloat16": "bf16"}
+
+
+class Operands(NamedTuple):
+    """Register arrays of the multiplies of 16-bit data, all without views: see ``multiply``."""
+
+    rows: Any  # Q^T as given, dtype [head_dim / 16, columns, 4]
+    a: Any  # dtype [8]
+    acc_s: Any  # fp32 [8 tiles of 16 tokens, columns, 4]
+    p: Any  # P^T, uint32 [8 tiles, columns, 2]
+    half: Any  # uint32 [1] ...
+    half_v: Any  # ... and the same as dtype [2]
+
+
+def operands(config: DecodeConfig) -> Operands:
+    """Registers of the multiplies."""
+    tiles = layout.PAGE_TOKENS // layout.TILE
+    half = T.alloc_local((1,), "uint32")
+    return Operands(T.alloc_local((4 * config.o_tiles * config.columns,), config.dtype),
+                    T.alloc_local((8,), config.dtype), T.alloc_local((4 * tiles * config.columns,), "float32"),
+                    T.alloc_local((2 * tiles * config.columns,), "uint32"), half, T.view(half, (2,), config.dtype))
 
 
 def row_access(lane, tile, column_tile, row_accesses):
@@ -24,7 +47,7 @@ def row_access_transposed(lane, token_tile, channel_tile, row_accesses):
     return swizzled(16 * token_tile + 8 * (lane // 16) + lane % 8, 2 * channel_tile + lane // 8 % 2, row_accesses)
 
 
-def step_offset(b, step: int) -> int:
+def step_offset(b, step):
     """Where a step of B starts, in elements: the offsets of ptx_mma count what the array was allocated as.
 
     An array with views of other types is allocated as any one of them, so B must be an array without views.
@@ -33,71 +56,63 @@ def step_offset(b, step: int) -> int:
 
 
 @T.macro
-def clear(acc, tiles):
-    for i in static(4 * tiles):
+def clear(acc, count):
+    for i in T.unroll(count):
         acc[i] = T.float32(0.0)
 
 
 @T.macro
-def multiply(a, b, step, acc, tile):
-    """acc[tile] += A (4 registers) times step ``step`` of B (2 registers a step)."""
-    T.ptx_mma("float32", "m16n8k16", "row", "col", "fp16", "fp16", "fp32", a.data, 0, b.data, step_offset(b, step),
-              acc.data, 4 * tile, T.bool(False))
+def multiply(dtype, a, b, step, acc, tile):
+    """acc[tile] += A (the 4 registers of ``a``) times step ``step`` of B (2 registers a step)."""
+    T.ptx_mma("float32", "m16n8k16", "row", "col", MMA_TYPE[dtype], MMA_TYPE[dtype], "fp32", a.data, 0, b.data,
+              step_offset(b, step), acc.data, 4 * tile, T.bool(False))
 
 
 @T.macro
-def packed_qk(config, ring, slot, lane, magic, regs, q, acc_s):
-    """S^T += K Q^T over the 128 tokens of a packed K part."""
-    piece = config.k
-    for pair in static(piece.column_pairs):
-        dequant.load_channel_meta(piece, ring, slot, pair, lane % 4, config.head_dim, regs.scale, regs.zero)
-        for load, tiles in dequant.pair_loads(pair, piece.rows, piece.bits):
-            dequant.load_words(ring, slot, dequant.code_access(load, lane), regs.words)
-            for tile in tiles:
-                dequant.dequant_tile(tile, regs.words, magic, regs.scale_h, regs.zero_h, regs.a, regs.a_h)
-                multiply(regs.a, q, tile.column_tile, acc_s, tile.row_tile)
+def load_query(config, q, seq, first_head, ratio, lane, rows):
+    """Q^T as B operand: lane 4g + t holds rows 8n + g, channels 2t, 2t + 1, + 8; rows beyond the group are zero."""
+    for i in T.unroll(2 * config.o_tiles * config.columns):
+        for v in T.vectorized(2):
+            rows[2 * i + v] = T.cast(0, config.dtype)
+    for column in T.unroll(config.columns):
+        if 8 * column + lane // 4 < ratio:
+            for i in T.unroll(2 * config.o_tiles):
+                for v in T.vectorized(2):
+                    rows[4 * (i // 2 * config.columns + column) + 2 * (i % 2) + v] = q[
+                        seq, first_head + 8 * column + lane // 4, 8 * i + 2 * (lane % 4) + v]
 
 
 @T.macro
-def packed_pv(config, ring, slot, lane, magic, regs, p, acc_o):
-    """O^T += V^T P^T over the 128 tokens of a packed V part."""
-    piece = config.v
-    for pair in static(piece.column_pairs):
-        dequant.load_token_meta(piece, ring, slot, pair, lane % 4, regs.pairs, regs.scale, regs.zero)
-        for load, tiles in dequant.pair_loads(pair, piece.rows, piece.bits):
-            dequant.load_words(ring, slot, dequant.code_access(load, lane), regs.words)
-            for tile in tiles:
-                dequant.dequant_tile(tile, regs.words, magic, regs.scale_h, regs.zero_h, regs.a, regs.a_h)
-                multiply(regs.a, p, tile.column_tile, acc_o, tile.row_tile)
-
-
-@T.macro
-def tokens_qk(config, ring_h, slot, lane, regs, q, acc_s):
+def tokens_qk(config, ring_h, slot, lane, ops):
     """S^T += K Q^T over one tile of 16-bit tokens."""
-    for column_tile in static(config.head_dim // 16):
-        for tile in static(config.tile16_tokens // 16):
+    for column_tile in T.unroll(config.o_tiles):
+        for tile in T.unroll(config.tile16_tokens // 16):
             T.ptx_ldmatrix(
                 T.bool(False), 4,
                 T.access_ptr(ring_h[slot, row_access(lane, tile, column_tile, config.row_accesses), 0], "r", 8),
-                T.access_ptr(regs.a_h[0], "w", 8))
-            multiply(regs.a, q, column_tile, acc_s, tile)
+                T.access_ptr(ops.a[0], "w", 8))
+            for n in T.unroll(config.columns):
+                multiply(config.dtype, ops.a, ops.rows, column_tile * config.columns + n, ops.acc_s,
+                         tile * config.columns + n)
 
 
 @T.macro
-def tokens_pv(config, ring_h, slot, lane, regs, p, acc_o):
-    """O^T += V^T P^T over one tile of 16-bit tokens."""
-    for tile in static(config.tile16_tokens // 16):
-        for channel_tile in static(config.head_dim // 16):
+def tokens_pv(config, ring_h, slot, lane, ops, first_tile, acc_o):
+    """O^T += V^T P^T over one tile of 16-bit tokens; its P^T starts at token tile ``first_tile``."""
+    for tile in T.unroll(config.tile16_tokens // 16):
+        for channel_tile in T.unroll(config.o_tiles):
             access = row_access_transposed(lane, tile, channel_tile, config.row_accesses)
             T.ptx_ldmatrix(T.bool(True), 4, T.access_ptr(ring_h[slot, access, 0], "r", 8),
-                           T.access_ptr(regs.a_h[0], "w", 8))
-            multiply(regs.a, p, tile, acc_o, channel_tile)
+                           T.access_ptr(ops.a[0], "w", 8))
+            for n in T.unroll(config.columns):
+                multiply(config.dtype, ops.a, ops.p, (first_tile + tile) * config.columns + n, acc_o,
+                         channel_tile * config.columns + n)
 
 
 @T.macro
-def probabilities(acc_s, tiles, half, half_h, p):
-    """P^T in accumulator order (fp32) -> B operand (two registers of fp16 pairs a 16-token step)."""
-    for i in static(2 * tiles):
+def probabilities(config, ops, tiles):
+    """P^T in accumulator order (fp32) -> B operand (two registers of 16-bit pairs a step)."""
+    for i in T.unroll(2 * tiles * config.columns):
         for v in T.vectorized(2):
-            half_h[v] = T.cast(acc_s[2 * i + v], "float16")
-        T.call_extern("handle", MOVMATRIX, half[0], p[i])
+            ops.half_v[v] = T.cast(ops.acc_s[2 * i + v], config.dtype)
+        T.call_extern("handle", MOVMATRIX, ops.half[0], ops.p[i])

@@ -1,64 +1,108 @@
 """Online softmax of one warp on S^T accumulators, in base 2 and fp32.
 
-Lane 4g + t holds, of each 16-token tile, tokens g and g + 8 of query rows 2t and 2t + 1 (accumulator 2*half + j).
-Row maxima are equal in the eight lanes of a row; row sums stay per lane until the end.
+Accumulators stand in the order (tile, column, 4): lane 4g + t holds, of each 16-token tile, tokens g and g + 8 of query
+rows 8*column + 2t and + 1. A lane's row values (maxima, sums, factors) are numbered 2*column + 0 or 1. Row maxima are
+equal in the eight lanes of a row; row sums stay per lane until the end.
 """
+
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from lowbit_attn.ampere.config import static
+from lowbit_attn.ampere.config import MMA_N, DecodeConfig
 
-NO_TOKEN = -1e30  # row maximum before the first token: finite, so that -inf - maximum is never NaN
+NO_TOKEN = -3.4028234e38  # row maximum before the first token: finite, so that -inf - maximum is never NaN
 ROW_LANES = (4, 8, 16)  # lanes that share a query row differ in these bits
 
 
-@T.macro
-def start_row(row_max, row_sum):
-    for j in (0, 1):
-        row_max[j] = T.float32(NO_TOKEN)
-        row_sum[j] = T.float32(0.0)
+class State(NamedTuple):
+    """A warp's results so far, and the scratch registers of a step."""
+
+    acc_o: Any  # fp32 [head_dim / 16, columns, 4]
+    row_max: Any  # fp32 [row values]
+    row_sum: Any
+    new_max: Any
+    rescale: Any
+
+
+def state(config: DecodeConfig) -> State:
+    """Registers of the softmax."""
+    rows = (T.alloc_local((config.row_values,), "float32") for _ in range(4))
+    return State(T.alloc_local((4 * config.o_tiles * config.columns,), "float32"), *rows)
+
+
+def row_value(config, i):
+    """The row value that belongs to accumulator element ``i``."""
+    return 2 * (i // 4 % config.columns) + i % 2
 
 
 @T.macro
-def scale_scores(acc_s, tiles, softmax_scale_log2):
+def start(config, regs):
+    for i in T.unroll(4 * config.o_tiles * config.columns):
+        regs.acc_o[i] = T.float32(0.0)
+    for j in T.unroll(config.row_values):
+        regs.row_max[j] = T.float32(NO_TOKEN)
+        regs.row_sum[j] = T.float32(0.0)
+
+
+@T.macro
+def scale_scores(config, acc_s, tiles, softmax_scale_log2):
     """Scores -> base-2 logits, before the maximum is taken: a negative softmax_scale is legal."""
-    for i in static(4 * tiles):
+    for i in T.unroll(4 * tiles * config.columns):
         acc_s[i] = acc_s[i] * softmax_scale_log2
 
 
 @T.macro
-def mask_scores(acc_s, tiles, live, g):
+def mask_scores(config, acc_s, tiles, live, g):
     """-inf for tokens from ``live`` on."""
-    for i in static(4 * tiles):
-        if 16 * (i // 4) + 8 * (i % 4 // 2) + g >= live:
+    for i in T.unroll(4 * tiles * config.columns):
+        if 16 * (i // (4 * config.columns)) + 8 * (i % 4 // 2) + g >= live:
             acc_s[i] = -T.infinity("float32")
 
 
 @T.macro
-def online_softmax(acc_s, tiles, acc_o, o_tiles, row_max, row_sum, new_max, rescale):
-    """Logits -> probabilities in place; O and the sums follow the maximum when any lane's moved."""
-    for j in (0, 1):
-        new_max[j] = row_max[j]
-    for i in static(4 * tiles):
-        new_max[i % 2] = T.max(new_max[i % 2], acc_s[i])
-    for distance in ROW_LANES:
-        for j in (0, 1):
-            new_max[j] = T.max(new_max[j], T.shfl_xor(new_max[j], distance))
-    if T.any_sync(T.Or(new_max[0] > row_max[0], new_max[1] > row_max[1])) != 0:
-        for j in (0, 1):
-            rescale[j] = T.exp2(row_max[j] - new_max[j])
-            row_sum[j] = row_sum[j] * rescale[j]
-            row_max[j] = new_max[j]
-        for i in static(4 * o_tiles):
-            acc_o[i] = acc_o[i] * rescale[i % 2]
-    for i in static(4 * tiles):
-        acc_s[i] = T.exp2(acc_s[i] - row_max[i % 2])
-        row_sum[i % 2] = row_sum[i % 2] + acc_s[i]
+def online_softmax(config, acc_s, tiles, regs, o_factor, moved, sums, sum_groups):
+    """Logits -> probabilities in place; O and the sums follow the maximum when any lane's moved.
+
+    o_factor, moved: what O is multiplied with besides, and whether that is not 1; sums: further sums [sum_groups,
+    row values] that follow the maximum.
+    """
+    for j in T.unroll(config.row_values):
+        regs.new_max[j] = regs.row_max[j]
+    for i in T.unroll(4 * tiles * config.columns):
+        regs.new_max[row_value(config, i)] = T.max(regs.new_max[row_value(config, i)], acc_s[i])
+    for d in T.unroll(len(ROW_LANES)):
+        for j in T.unroll(config.row_values):
+            regs.new_max[j] = T.max(regs.new_max[j], T.shfl_xor(regs.new_max[j], T.shift_left(ROW_LANES[0], d)))
+    change = T.alloc_var("int32")
+    change = moved
+    for j in T.unroll(config.row_values):
+        change = change | T.cast(regs.new_max[j] > regs.row_max[j], "int32")
+    if T.any_sync(change != 0) != 0:
+        for j in T.unroll(config.row_values):
+            regs.rescale[j] = T.exp2(regs.row_max[j] - regs.new_max[j])
+            regs.row_sum[j] = regs.row_sum[j] * regs.rescale[j]
+            regs.row_max[j] = regs.new_max[j]
+        if sum_groups:
+            for i in T.unroll(sum_groups * config.row_values):
+                sums[i] = sums[i] * regs.rescale[i % config.row_values]
+        for j in T.unroll(config.row_values):
+            regs.rescale[j] = regs.rescale[j] * o_factor
+        for i in T.unroll(4 * config.o_tiles * config.columns):
+            regs.acc_o[i] = regs.acc_o[i] * regs.rescale[row_value(config, i)]
+    for i in T.unroll(4 * tiles * config.columns):
+        acc_s[i] = T.exp2(acc_s[i] - regs.row_max[row_value(config, i)])
+        regs.row_sum[row_value(config, i)] = regs.row_sum[row_value(config, i)] + acc_s[i]
 
 
 @T.macro
-def finish_sum(row_sum):
-    """Sums of the lanes of a row -> the row's sum in all of them."""
-    for distance in ROW_LANES:
-        for j in (0, 1):
-            row_sum[j] = row_sum[j] + T.shfl_xor(row_sum[j], distance)
+def sum_rows(values, count):
+    """Sums of the lanes of a row -> the row's sum in all of them, for ``count`` values."""
+    for d in T.unroll(len(ROW_LANES)):
+        for j in T.unroll(count):
+            values[j] = values[j] + T.shfl_xor(values[j], T.shift_left(ROW_LANES[0], d))
+
+
+def query_row(value, t):
+    """Query row of a lane's row value."""
+    return MMA_N * (value // 2) + 2 * t + value % 2

@@ -11,6 +11,7 @@ import torch
 from lowbit_attn import layout
 from lowbit_attn.formats.contract import Format
 from lowbit_attn.hopper import PATHS
+from lowbit_attn.hopper.register import config as register
 from lowbit_attn.kernels import SMEM_LIMIT_BYTES, Checks
 
 TARGET = "sm_90a"
@@ -255,8 +256,10 @@ def expected_counts(head_dim: int) -> dict[str, int]:
 EXPECTED = {head_dim: expected_counts(head_dim) for head_dim in PATHS["tile"].head_dims}
 
 
-def checks(fmt: Format, head_dim: int, target: str) -> Checks:
-    """What the SASS of the decode kernel must show."""
+def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = 8,
+           dtype: str = "float16", without: tuple[str, ...] = ()) -> Checks:
+    """What the SASS of the decode kernel of a path must show; rows and dtype: register path only."""
+    if path == "register":
+        return register.checks(fmt, head_dim, dtype, rows, without)
     cfg = make_config(fmt, head_dim, "float16")
-    return Checks(SASS_NEED, SASS_FORBID, tuple(EXPECTED[head_dim].items()),
-                  cfg.smem_bytes)
+    return Checks(SASS_NEED, SASS_FORBID, tuple(EXPECTED[head_dim].items()), cfg.smem_bytes)

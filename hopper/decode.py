@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.hopper import dequant, epilogue, load, mma, walk
+from lowbit_attn.hopper import PATHS, dequant, epilogue, load, mma, walk
 from lowbit_attn.hopper.config import (
     GROUP_WARPS,
     SMEM_ALIGN,
@@ -35,6 +35,9 @@ from lowbit_attn.hopper.config import (
     SidePlan,
     make_config,
 )
+from lowbit_attn.hopper.register.config import make_config as make_register_config
+from lowbit_attn.hopper.register.decode import RegisterSm90
+from lowbit_attn.hopper.register.numbers import ELEMENT
 from lowbit_attn.hopper.ring import Ring, init
 from lowbit_attn.kernels import CuteKernel
 
@@ -46,7 +49,7 @@ def tile_layout(side: SidePlan, stages: int):
 
 
 class DecodeSm90:
-    """The tile-path kernel of one DecodeConfig; call it with the ABI's 17 arguments and a stream."""
+    """The tile-path kernel of one DecodeConfig; call it with the ABI's 18 arguments and a stream."""
 
     def __init__(self, cfg: DecodeConfig):
         self.cfg = cfg
@@ -73,12 +76,13 @@ class DecodeSm90:
 
     @cute.jit
     def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor,
-                 n_packed: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
+                 n_qk: cute.Tensor, n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
                  ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
                  softmax_scale_log2: Float32, page_stride: Int32, head_stride: Int32, table_b: Int32,
                  table_h: Int32, stream):
+        # n_qv equals n_qk: no format that this path serves has V in 16 bit where K is packed
         grid = (o_partial.shape[0], ring_k.shape[1], q.shape[0])
-        self.kernel(q, pool, table, n_sink, n_packed, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial, lse_partial,
+        self.kernel(q, pool, table, n_sink, n_qk, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial, lse_partial,
                     softmax_scale_log2, page_stride, head_stride, table_b, table_h).launch(
             grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
@@ -140,25 +144,38 @@ class DecodeSm90:
         return packed[0], packed[1], tiles[0], tiles[1]
 
 
-def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET) -> CuteKernel:
-    """The kernel and the fake arguments (all but the stream) to compile it for; ValueError if not supported."""
+def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, path: str = "tile",
+                  rows: int = 8, without: tuple[str, ...] = ()) -> CuteKernel:
+    """The kernel of a path and the fake arguments (all but the stream) to compile it for; ValueError if not supported.
+
+    rows: query rows (query heads of a KV head) it is compiled for, register path only: 8 or 16; without: parts of
+    registers.Options that are left out.
+    """
     if target != TARGET:
         raise ValueError(f"target: got {target!r}, supported: {TARGET!r}")
-    cfg = make_config(fmt, head_dim, dtype)
+    if path not in PATHS:
+        raise ValueError(f"path: got {path!r}, supported: {', '.join(PATHS)}")
+    if path == "register":
+        entry = RegisterSm90(make_register_config(fmt, head_dim, dtype, rows, without))
+    else:
+        entry = DecodeSm90(make_config(fmt, head_dim, dtype))
+    return CuteKernel(entry, fake_arguments(head_dim, ELEMENT[dtype]))
 
-    def tensor(element, *shape, align=16):
-        return make_fake_compact_tensor(element, shape, stride_order=tuple(reversed(range(len(shape)))),
+
+def fake_arguments(head_dim: int, element) -> tuple:
+    """The ABI's 18 arguments; every size but head_dim varies at run time."""
+    def tensor(kind, *shape, align=16):
+        return make_fake_compact_tensor(kind, shape, stride_order=tuple(reversed(range(len(shape)))),
                                         assumed_align=align)
 
     n = cute.sym_int
-    batch, heads, heads_kv, splits, sinks, ring = n(), n(), n(), n(), n(), n()
+    batch, heads, heads_kv, splits, sinks, ring_k, ring_v = n(), n(), n(), n(), n(), n(), n()
     tokens = (batch, heads_kv)
-    args = (
-        tensor(Float16, batch, heads, head_dim), tensor(Uint32, n(), 32, align=128), tensor(Int32, n(), align=4),
-        *(tensor(Int32, batch, align=4) for _ in range(3)),
-        *(tensor(Float16, *tokens, sinks, head_dim) for _ in range(2)),
-        *(tensor(Float16, *tokens, ring, head_dim) for _ in range(2)),
+    return (
+        tensor(element, batch, heads, head_dim), tensor(Uint32, n(), 32, align=128), tensor(Int32, n(), align=4),
+        *(tensor(Int32, batch, align=4) for _ in range(4)),
+        *(tensor(element, *tokens, sinks, head_dim) for _ in range(2)),
+        *(tensor(element, *tokens, slots, head_dim) for slots in (ring_k, ring_v)),
         tensor(Float32, splits, batch, heads, head_dim), tensor(Float32, splits, batch, heads, align=4),
         Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1),
     )
-    return CuteKernel(DecodeSm90(cfg), args)

@@ -10,6 +10,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Annotated
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 import lowbit_attn
-from lowbit_attn import kernels, layout, loader
+from lowbit_attn import gpu_matrix, kernels, layout, loader
 from lowbit_attn.testing import permute_pages
 
 RESIDUAL_TOKENS = 64
@@ -52,6 +53,11 @@ PRESETS = {
         BenchCase("k4v4", 1, 32, 8, 128, 8192), BenchCase("k4v4", 1, 32, 8, 128, 32768),
         BenchCase("k4v4", 1, 32, 8, 128, 131072), BenchCase("k4v4", 8, 32, 8, 128, 32768),
         BenchCase("k4v4", 1, 32, 32, 128, 32768), BenchCase("k4v4", 8, 32, 8, 64, 32768),
+    ],
+    "ablation": [BenchCase(name, 8, 32, 8, 128, 32768) for name in ("k4v4", "k2v2")],
+    "register": [
+        BenchCase(name, *shape) for name in ("k4v4", "k2v2")
+        for shape in ((8, 32, 8, 128, 32768), (1, 32, 32, 128, 131072), (1, 32, 8, 128, 32768), (1, 32, 8, 128, 131072))
     ],
 }
 
@@ -88,7 +94,8 @@ def graph_us(step) -> float:
 @cache
 def read_us(nbytes: int) -> tuple[float, str]:
     """Best plain read of so many bytes over the launch shapes, and which it was."""
-    data = torch.randint(-(2**31), 2**31 - 1, (-(-nbytes // 16), 4), dtype=torch.int32, device="cuda").view(torch.uint32)
+    words = torch.randint(-(2**31), 2**31 - 1, (-(-nbytes // 16), 4), dtype=torch.int32, device="cuda")
+    data = words.view(torch.uint32)
     sink = torch.zeros(1, dtype=torch.uint32, device="cuda")
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     shapes = {}
@@ -106,7 +113,8 @@ def fp16_us(batch: int, num_heads: int, num_heads_kv: int, head_dim: int, seqlen
     q = torch.randn(batch, num_heads, 1, head_dim, device="cuda", dtype=torch.float16)
     k, v = (torch.randn(batch, num_heads_kv, seqlen, head_dim, device="cuda", dtype=torch.float16) for _ in range(2))
     times = {}
-    warnings.filterwarnings("ignore", module="bench")  # torch says at length why a backend has no kernel
+    # torch says at length why a backend has no kernel for the shape
+    warnings.filterwarnings("ignore", message=".*(kernel|attention).*")
     for backend in SDPA_BACKENDS:
         def step():
             with sdpa_kernel(backend):  # noqa: B023
@@ -131,17 +139,14 @@ def read_rate_floor(nbytes: int) -> float:
     return VOID_BELOW * points[-1][1]
 
 
-def measure(case: BenchCase, arch: str, path: str | None) -> dict:
-    os.environ["LOWBIT_ATTN_ARCH"] = arch
-    cache = make_cache(case)
+def measure(case: BenchCase, cache: lowbit_attn.KVCache, arch: str, path: str) -> dict:
     q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, device="cuda", dtype=torch.float16)
     nbytes = call_bytes(case, cache)
     us = graph_us(lambda: lowbit_attn.decode(q, cache, path=path))
     read, read_shape = read_us(nbytes)
     fp16, fp16_by = fp16_us(case.batch, case.num_heads, case.num_heads_kv, case.head_dim, case.seqlen)
-    picked = path or next(iter(kernels.arch_package(arch).PATHS))
     return {
-        "arch": arch, "path": picked, "format": case.format, "batch": case.batch, "heads": case.num_heads,
+        "arch": arch, "path": path, "format": case.format, "batch": case.batch, "heads": case.num_heads,
         "kv_heads": case.num_heads_kv, "head_dim": case.head_dim, "seqlen": case.seqlen, "q_len": 1,
         "us": round(us, 2), "bytes": nbytes, "read_us": round(read, 2), "read_shape": read_shape,
         "fp16_us": round(fp16, 2), "fp16_by": fp16_by, "void": nbytes / read / 1e6 < read_rate_floor(nbytes),
@@ -151,17 +156,24 @@ def measure(case: BenchCase, arch: str, path: str | None) -> dict:
 def main(
     preset: Annotated[str, typer.Option(help=f"one of {', '.join(PRESETS)}")] = "first",
     arch: Annotated[list[str], typer.Option(help="hopper or ampere; may be given twice")] = ["hopper", "ampere"],
-    path: Annotated[str | None, typer.Option(help="force a decode path")] = None,
-    output: Annotated[str, typer.Option(help="JSON lines file, relative to the repository")] = "perf/results/decode.jsonl",
+    ablate: Annotated[bool, typer.Option(help="also without centring, exponents, and both")] = False,
+    path: Annotated[list[str], typer.Option(help="decode paths; default: the dispatcher's pick")] = [],
+    output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/decode.jsonl",
 ) -> None:
     """Time the preset's cases on each architecture's kernels."""
     origin, console = provenance(), Console(width=150)
     table = Table("case", "arch", "path", "us", "x read", "read us", "GB/s", "fp16 us", "x fp16", "void")
-    for case in PRESETS[preset]:
-        for name in arch:
-            line = measure(case, name, path)
+    for case, name in product(PRESETS[preset], arch):
+        os.environ["LOWBIT_ATTN_ARCH"] = name
+        cache = make_cache(case)
+        served = [p for p in kernels.arch_package(name).PATHS if not lowbit_attn.why_not(cache, case.num_heads, path=p)]
+        chosen_paths = [p for p in path if p in served] if path else served[:1]
+        for chosen, without in product(chosen_paths, ((), *gpu_matrix.ABLATED) if ablate else ((),)):
+            os.environ["LOWBIT_ATTN_WITHOUT"] = ",".join(without)
+            line = measure(case, cache, name, chosen) | {"without": without}
             append_result(output, origin | line)
-            table.add_row(str(case), name, line["path"], f"{line['us']:.1f}", f"{line['us'] / line['read_us']:.2f}",
+            label = " -".join((chosen, *without))
+            table.add_row(str(case), name, label, f"{line['us']:.1f}", f"{line['us'] / line['read_us']:.2f}",
                           f"{line['read_us']:.1f}", f"{line['bytes'] / line['us'] / 1e3:.0f}",
                           f"{line['fp16_us']:.1f} {line['fp16_by']}", f"{line['fp16_us'] / line['us']:.2f}",
                           str(line["void"]))

@@ -19,7 +19,7 @@ STEP_TOKENS = 256  # read one by one, so that every layer's decode kernel is in 
 
 
 def greedy_against_reference(model, prompt, cache_options: dict, tokens: int) -> dict:
-    """Differences of the kernels' greedy tokens from the reference's on the same prefix, with margins and logit errors."""
+    """Where the kernels' greedy tokens differ from the reference's on one prefix, with margins and logit errors."""
     from lowbit_attn.integrations.hf import LowBitCache
 
     caches = [LowBitCache(**cache_options), LowBitCache(**cache_options, path="reference")]
@@ -57,7 +57,7 @@ def main(
     arch: Annotated[list[str], typer.Option(help="hopper or ampere; may be given twice")] = ["hopper", "ampere"],
     cpu_perplexity: Annotated[list[float], typer.Option(help="make demo's value of each format on a CPU")] = [],
     tokens: Annotated[int, typer.Option(help="greedy tokens")] = 64,
-    output: Annotated[str, typer.Option(help="JSON lines file, relative to the repository")] = "perf/results/model.jsonl",
+    output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/model.jsonl",
 ) -> None:
     """Score and generate with each format on each architecture's kernels."""
     from lowbit_attn.demo import model as models
@@ -71,8 +71,9 @@ def main(
         for i, fmt in enumerate(format):
             options = dict(format=fmt)
             score = scoring.score(model, ids, scoring.Case(fmt, fmt))
-            line = provenance() | {"arch": name, "format": fmt, "model": "SmolLM2-135M-Instruct", "dtype": str(model.dtype),
-                                   "served_by": score.served_by, "perplexity": round(score.perplexity, 4)}
+            line = provenance() | {"arch": name, "format": fmt, "model": "SmolLM2-135M-Instruct",
+                                   "dtype": str(model.dtype), "served_by": score.served_by,
+                                   "perplexity": round(score.perplexity, 4)}
             if i < len(cpu_perplexity):
                 line["cpu_perplexity"] = cpu_perplexity[i]
             for path in (None, "reference"):

@@ -5,6 +5,8 @@ import zlib
 import pytest
 import torch
 
+from lowbit_attn import dispatch, kernels
+
 
 def pytest_configure(config):
     torch.set_num_threads(1)  # xdist already runs one worker a core
@@ -23,3 +25,14 @@ def seed(request) -> int:
     value = zlib.crc32(request.node.nodeid.encode())
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(params=kernels.ARCH_TARGETS)
+def arch(request, monkeypatch) -> str:
+    """Runs the test with each architecture's kernels; skips what this device cannot run."""
+    monkeypatch.setenv("LOWBIT_ATTN_ARCH", request.param)
+    try:
+        dispatch.target_of(torch.device("cuda"))
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    return request.param

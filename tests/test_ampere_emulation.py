@@ -1,9 +1,11 @@
-"""The Ampere decode kernel's index arithmetic on the CPU: numpy lanes and registers, driven by the kernel's own helpers.
+"""The Ampere tile path's index arithmetic on the CPU: numpy lanes and registers, driven by the kernel's own helpers.
 
 Shared with the kernel: which 16 bytes a lane copies and loads, which bits become which register, where metadata, 16-bit
 rows and merged results sit, and the sizes of each target. Written here from the PTX definitions: m16n8k16, ldmatrix,
 movmatrix. All unused memory holds NaN.
 """
+
+import itertools
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from lowbit_attn.formats import FORMATS
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
 
 from lowbit_attn.ampere import config as sizes  # noqa: E402
-from lowbit_attn.ampere import decode, dequant, expected, load, mma, softmax  # noqa: E402
+from lowbit_attn.ampere import dequant, expected, load, merge, mma, softmax  # noqa: E402
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4
@@ -85,8 +87,8 @@ class Warp:
 
     def load_piece(self, piece, pool: np.ndarray, record: int, slot: int) -> None:
         self.ring[slot] = NAN_WORD
-        for i, lanes in load.rounds(piece.accesses):
-            lane = LANE[:lanes]
+        for i in range(-(-piece.accesses // 32)):
+            lane = LANE[: piece.accesses - 32 * i]
             word = load.lane_word(record, piece.first_unit, lane) + i * load.ROUND_WORDS
             self.ring[slot, i * 32 + lane] = pool.reshape(-1)[word[:, None] + np.arange(4)]
 
@@ -178,20 +180,20 @@ class Warp:
         stats = sizes.MMA_N * self.cfg.merge_row
         for i in range(self.cfg.head_dim // 4):
             channel = 16 * (i // 4) + 8 * (i % 4 // 2) + G
-            floats[decode.merge_at(self.cfg, 2 * T + i % 2, channel)] = self.acc_o[:, i]
+            floats[merge.merge_at(self.cfg, 2 * T + i % 2, channel)] = self.acc_o[:, i]
         for j in (0, 1):
             floats[stats + 2 * T + j] = self.row_max[:, j]
             floats[stats + sizes.MMA_N + 2 * T + j] = self.row_sum[:, j]
         return floats
 
 
-def merge(cfg, floats: np.ndarray, ratio: int):
+def merged(cfg, floats: np.ndarray, ratio: int):
     """[warps, floats] -> o [ratio, head_dim], lse [ratio]."""
     stats, row = sizes.MMA_N * cfg.merge_row, np.arange(ratio)
     top = floats[:, stats + row].max(0)
     weight = np.exp2(floats[:, stats + row] - top)
     total = (weight * floats[:, stats + sizes.MMA_N + row]).sum(0)
-    values = floats[:, decode.merge_at(cfg, row[:, None], np.arange(cfg.head_dim))]
+    values = floats[:, merge.merge_at(cfg, row[:, None], np.arange(cfg.head_dim))]
     o = (weight[..., None] * values).sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):
         seen = total != 0
@@ -224,7 +226,7 @@ def emulate(cfg, cache: KVCache, q: np.ndarray, num_splits: int):
                       for at in range(0, residual, size)]
             for n, (k, v, first, live) in enumerate(tiles):
                 warps[n % cfg.warps].tokens(k[seq, head], v[seq, head], first, live)
-        o[split, seq, rows], lse[split, seq, rows] = merge(cfg, np.stack([w.stash() for w in warps]), ratio)
+        o[split, seq, rows], lse[split, seq, rows] = merged(cfg, np.stack([w.stash() for w in warps]), ratio)
     return torch.from_numpy(o), torch.from_numpy(lse)
 
 
@@ -252,7 +254,7 @@ def poisoned_cache(head_dim: int, lengths, sinks: int, num_heads_kv: int = 1) ->
 def test_emulated_kernel_matches_reference(head_dim, ratio):
     torch.manual_seed(ratio)
     target = kernels.ARCH_TARGETS["ampere"][ratio % 3]
-    cfg = sizes.decode_config(FORMATS["k4v4"], head_dim, "float16", target)
+    cfg = sizes.decode_config(FORMATS["k4v4"], head_dim, "float16", target, "tile", 8)
     cache = poisoned_cache(head_dim, LENGTHS, sinks=(0, 1, 5, 40)[ratio % 4], num_heads_kv=2 if ratio == 2 else 1)
     q = torch.randn(len(LENGTHS), 1, ratio * cache.num_heads_kv, head_dim).half()
     o, lse = emulate(cfg, cache, q[:, 0].numpy(), num_splits=1 + ratio % 3)
@@ -268,7 +270,7 @@ def test_emulated_kernel_matches_reference(head_dim, ratio):
 
 
 def test_empty_splits_are_written():
-    cfg = sizes.decode_config(FORMATS["k4v4"], 64, "float16", "sm_89")
+    cfg = sizes.decode_config(FORMATS["k4v4"], 64, "float16", "sm_89", "tile", 8)
     cache = poisoned_cache(64, (300,), sinks=0)
     o, lse = emulate(cfg, cache, torch.randn(1, 1, 64).half().numpy(), num_splits=5)
     assert [bool(x) for x in (lse == -torch.inf).all((1, 2))] == [True, True, False, True, False]
@@ -310,22 +312,51 @@ def test_swizzle_is_a_bijection_without_bank_conflicts(row_accesses):
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("target", kernels.ARCH_TARGETS["ampere"])
 def test_config_fits_the_target(target, head_dim):
-    cfg = sizes.decode_config(FORMATS["k4v4"], head_dim, "float16", target)
+    cfg = sizes.decode_config(FORMATS["k4v4"], head_dim, "float16", target, "tile", 8)
     assert cfg.shared_bytes <= kernels.SMEM_LIMIT_BYTES[target]
     assert cfg.slots >= 2 and cfg.tile16_tokens == 32
     assert cfg.k.accesses * 16 + cfg.v.accesses * 16 == FORMATS["k4v4"].record_bytes(head_dim)
     assert expected.expected_static(cfg)["HMMA"] == head_dim // 16 * 20
 
 
+@pytest.mark.parametrize("rows", sizes.ROWS)
+@pytest.mark.parametrize("target", kernels.ARCH_TARGETS["ampere"])
+def test_every_register_format_has_a_configuration(target, rows):
+    for k_bits, per_token, v_bits in itertools.product((8, 4, 2, 1), ("", "t"), (8, 4, 2, 1)):
+        for head_dim, groups in itertools.product((64, 128), ("", "-g32-vg32", "-g64-vg64-bf16")):
+            name = f"k{k_bits}{per_token}v{v_bits}{groups}"
+            cfg = sizes.decode_config(FORMATS[name], head_dim, "bfloat16", target, "register", rows)
+            assert cfg.shared_bytes <= kernels.SMEM_LIMIT_BYTES[target] and cfg.slots >= 2
+            assert cfg.merge_floats <= cfg.warp_floats  # a warp's ring holds its O at the end
+            assert cfg.tile16_tokens * cfg.row_accesses <= cfg.slot_accesses
+            assert {cfg.k.groups, cfg.v.groups} <= {1, 2, 4}
+            assert kernels.checks(kernels.KernelKey("decode", "ampere", target, "bfloat16", head_dim, name, "register",
+                                                    rows)).smem_bytes == cfg.shared_bytes
+
+
+def test_register_counts_are_those_of_the_arithmetic():
+    """128 x 128 codes of K and V: 64 tiles each; bias and centring 8 multiplies each; the rest is 16-bit tokens."""
+    cfg = sizes.decode_config(FORMATS["k4v4"], 128, "float16", "sm_80", "register", 8)
+    assert expected.per_page(cfg)["HMMA"] == 64 + 64 + 8 + 8
+    assert expected.per_page(cfg)["LOP3"] == 2 * 128 * 128 // 32 // 2  # two codes a register
+    wide = sizes.decode_config(FORMATS["k4v4"], 128, "float16", "sm_80", "register", 16)
+    assert expected.per_page(wide)["HMMA"] == 2 * 144
+    assert expected.per_page(wide)["LDS"] == expected.per_page(cfg)["LDS"]
+
+
 @pytest.mark.parametrize("arguments, message", [
-    (("k2v4", 128, "float16", "sm_80"), "2-bit K"),
-    (("k4tv4", 128, "float16", "sm_80"), "K per token"),
-    (("k4v4-g32", 128, "float16", "sm_80"), "K groups of 32"),
-    (("k4v4-vg64", 128, "float16", "sm_80"), "V groups of 64"),
-    (("k4v4-bf16", 128, "float16", "sm_80"), "torch.bfloat16"),
-    (("k4v4", 96, "float16", "sm_80"), "head_dim: got 96"),
-    (("k4v4", 128, "bfloat16", "sm_80"), "dtype: got 'bfloat16'"),
-    (("k4v4", 128, "float16", "sm_75"), "target: got 'sm_75'"),
+    (("k2v4", 128, "float16", "sm_80", "tile", 8), "2-bit K"),
+    (("k4tv4", 128, "float16", "sm_80", "tile", 8), "K per token"),
+    (("k4v4-g32", 128, "float16", "sm_80", "tile", 8), "4 groups of K"),
+    (("k4v4-vg64", 128, "float16", "sm_80", "tile", 8), "2 groups of V"),
+    (("k4v4-bf16", 128, "float16", "sm_80", "tile", 8), "in bfloat16"),
+    (("k4v4", 128, "bfloat16", "sm_80", "tile", 8), "dtype bfloat16"),
+    (("k4v4", 128, "float16", "sm_80", "tile", 16), "16 rows"),
+    (("k4v4", 96, "float16", "sm_80", "register", 8), "head_dim: got 96"),
+    (("k4v4", 128, "float32", "sm_80", "register", 8), "dtype: got 'float32'"),
+    (("k4v4", 128, "float16", "sm_75", "register", 8), "target: got 'sm_75'"),
+    (("k4v4", 128, "float16", "sm_80", "integer", 8), "path: got 'integer'"),
+    (("k4v4", 128, "float16", "sm_80", "register", 24), "rows: got 24"),
 ])
 def test_unsupported_arguments_are_named(arguments, message):
     name, *rest = arguments

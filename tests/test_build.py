@@ -99,4 +99,5 @@ def test_built_kernel_checks_its_arguments_before_any_launch(key):
 
 def test_why_not_names_what_is_supported():
     cache = lowbit_attn.KVCache("k4v4", 2, 1, 128)
-    assert lowbit_attn.why_not(cache, 4) == ["device: cpu has no kernels, supported: a CUDA device, or path='reference'"]
+    reason, = lowbit_attn.why_not(cache, 4)
+    assert reason == "device: cpu has no kernels, supported: a CUDA device, or path='reference'"

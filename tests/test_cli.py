@@ -243,5 +243,6 @@ def test_suggest_refuses(args, words):
 
 
 def test_the_entry_point_is_installed():
-    answer = subprocess.run([Path(sys.executable).parent / "lowbit-attn", "suggest", *SHAPE, "--ctx", "8K"], capture_output=True, text=True)
+    program = Path(sys.executable).parent / "lowbit-attn"
+    answer = subprocess.run([program, "suggest", *SHAPE, "--ctx", "8K"], capture_output=True, text=True)
     assert answer.returncode == 0 and "k4v4" in answer.stdout

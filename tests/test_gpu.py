@@ -1,12 +1,13 @@
-"""The kernels on a CUDA device against the CPU: bytes, dequantized values, decode, merge. Both architectures' builds."""
+"""Both architectures' kernels on a CUDA device against the CPU: bytes, dequantized values, decode, merge."""
 
 import itertools
 
 import pytest
 import torch
+from gpu_checks import check_decode, differing_values, problem_and_expected
 
 import lowbit_attn
-from lowbit_attn import dispatch, kernels, loader, reference, testing
+from lowbit_attn import dispatch, gpu_matrix, kernels, loader, reference, testing
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
 
@@ -19,19 +20,8 @@ LENGTHS = (0, 1, 127, 128, 129, 4097)  # one ragged batch: empty, one token, aro
 RATIOS = range(1, 9)
 
 
-@pytest.fixture(params=ARCHES)
-def arch(request, monkeypatch):
-    """Runs the test with each architecture's kernels; skips what this device cannot run."""
-    monkeypatch.setenv("LOWBIT_ATTN_ARCH", request.param)
-    try:
-        dispatch.target_of(torch.device("cuda"))
-    except NotImplementedError as error:
-        pytest.skip(str(error))
-    return request.param
-
-
 def hard_blocks(head_dim: int) -> torch.Tensor:
-    """fp16 blocks [n, 2 heads, 128, head_dim] of the groups that broke other quantizers, in both grouping directions."""
+    """fp16 blocks [n, 2 heads, 128, head_dim] of groups that broke other quantizers, along both axes."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(2, 128, head_dim, generator=generator)
     two_valued = torch.where(normal > 0, 1.5, -0.25)
@@ -47,11 +37,10 @@ def hard_blocks(head_dim: int) -> torch.Tensor:
     return torch.stack(blocks).half()
 
 
-@pytest.mark.parametrize("head_dim", kernels.SHIPPED_HEAD_DIMS)
-@pytest.mark.parametrize("name", kernels.SHIPPED_FORMATS)
-def test_quantize_bytes_and_dequantized_values(arch, name, head_dim):
-    blocks = hard_blocks(head_dim)
-    caches = [lowbit_attn.KVCache(name, 40, 2, head_dim, device=device) for device in ("cpu", "cuda")]
+@pytest.mark.parametrize("name, dtype, head_dim", gpu_matrix.QUANTIZED)
+def test_quantize_bytes_and_dequantized_values(arch, name, dtype, head_dim):
+    blocks = hard_blocks(head_dim).to(getattr(torch, dtype))
+    caches = [lowbit_attn.KVCache(name, 40, 2, head_dim, blocks.dtype, device) for device in ("cpu", "cuda")]
     for cache in caches:
         tokens = blocks.transpose(1, 2).flatten(0, 1).to(cache.device)
         cache.prefill(0, tokens, tokens.flip(0))
@@ -84,32 +73,15 @@ def test_append_and_flush_equal_prefill(arch, head_dim):
 def test_decode(arch, head_dim, ratio, sinks, num_splits, record_property):
     case = testing.Case("k4v4", head_dim=head_dim, num_heads=2 * ratio, num_heads_kv=2, lengths=LENGTHS, sinks=sinks,
                         seed=ratio)
-    problem, want = problem_and_expected(case)
-    out = torch.full_like(problem.q, float("nan"))
-    lse = problem.q.new_full((case.batch, case.num_heads, 1), float("nan"), dtype=torch.float32)
-    lowbit_attn.decode(problem.q, problem.cache, num_splits=num_splits, out=out, lse=lse)
-    testing.assert_decode(out, lse, want)
-    record_property("group", f"{arch} decode d{head_dim}")
-    record_property("error", max(testing.relative_error(out[b].cpu(), want.o[b]) for b in range(case.batch)))
-
-
-def problem_and_expected(case, made={}):
-    """Cases recur over architectures and split counts; their fp64 answers are made once."""
-    if case not in made:
-        problem = testing.build(case, "cuda")
-        made[case] = problem, testing.expected(problem, path="tile")
-    return made[case]
+    check_decode(case, "tile", f"{arch} tile d{head_dim}", record_property, num_splits)
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d not in ("meta-beyond-fp16", "q-1e6-k-1e-6")])
 @pytest.mark.parametrize("head_dim", kernels.SHIPPED_HEAD_DIMS)
 def test_decode_hard_data(arch, head_dim, data, record_property):
-    case = testing.Case("k4v4", head_dim=head_dim, num_heads=8, num_heads_kv=2, lengths=(700, 1300), sinks=16, data=data)
-    problem, want = problem_and_expected(case)
-    out, lse = lowbit_attn.decode(problem.q, problem.cache)
-    testing.assert_decode(out, lse, want)
-    record_property("group", f"{arch} hard data d{head_dim}")
-    record_property("error", max(testing.relative_error(out[b].cpu(), want.o[b]) for b in range(case.batch)))
+    case = testing.Case("k4v4", head_dim=head_dim, num_heads=8, num_heads_kv=2, lengths=(700, 1300), sinks=16,
+                        data=data)
+    check_decode(case, "tile", f"{arch} tile hard data d{head_dim}", record_property)
 
 
 @pytest.mark.parametrize("head_dim", kernels.SHIPPED_HEAD_DIMS)
@@ -166,31 +138,22 @@ def test_combine(arch, num_splits):
 @pytest.mark.parametrize("head_dim", kernels.SHIPPED_HEAD_DIMS)
 def test_thousand_launches_beside_another_stream_are_bitwise_equal(arch, head_dim):
     case = testing.Case("k4v4", head_dim=head_dim, num_heads=8, num_heads_kv=2, lengths=(1500, 77, 4000), sinks=4)
-    problem, _ = problem_and_expected(case)
-    first, first_lse = (x.clone() for x in lowbit_attn.decode(problem.q, problem.cache))
-    other, load = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
-    differing = torch.zeros((), dtype=torch.int64, device="cuda")
-    for i in range(1000):
-        if i % 20 == 0:
-            with torch.cuda.stream(other):
-                load @ load
-        o, lse = lowbit_attn.decode(problem.q, problem.cache)
-        differing += (o.view(torch.int16) != first.view(torch.int16)).sum() + (lse != first_lse).sum()
-    assert differing.item() == 0
+    assert differing_values(problem_and_expected(case, "tile")[0], "tile") == 0
 
 
-def test_splits_agree(arch):
-    problem, _ = problem_and_expected(testing.Case("k4v4", num_heads=8, num_heads_kv=2, lengths=(5000, 130), sinks=0))
-    whole = lowbit_attn.decode(problem.q, problem.cache, num_splits=1)[0].float()
+@pytest.mark.parametrize("path", ("register", "tile"))
+def test_splits_agree(arch, path):
+    problem, _ = problem_and_expected(testing.Case("k4v4", num_heads=8, num_heads_kv=2, lengths=(5000, 130)), "tile")
+    whole = lowbit_attn.decode(problem.q, problem.cache, num_splits=1, path=path)[0].float()
     for num_splits in (2, 5, 39, 100):
-        split = lowbit_attn.decode(problem.q, problem.cache, num_splits=num_splits)[0].float()
+        split = lowbit_attn.decode(problem.q, problem.cache, num_splits=num_splits, path=path)[0].float()
         torch.testing.assert_close(split, whole, rtol=1e-3, atol=1e-3)
 
 
 def test_unsupported_raises_before_launch(arch):
     cache = lowbit_attn.KVCache("k4v4", 4, 1, 128, device="cuda")
-    with pytest.raises(NotImplementedError, match="query heads per KV head 9, supported: 1 to 8"):
-        lowbit_attn.decode(torch.zeros(1, 1, 9, 128, dtype=torch.float16, device="cuda"), cache)
+    with pytest.raises(NotImplementedError, match="query heads per KV head 17, supported: 1 to 16"):
+        lowbit_attn.decode(torch.zeros(1, 1, 17, 128, dtype=torch.float16, device="cuda"), cache)
     with pytest.raises(NotImplementedError, match="path"):
         lowbit_attn.decode(torch.zeros(1, 1, 4, 128, dtype=torch.float16, device="cuda"), cache, path="nonsense")
     assert set(FORMATS) >= set(kernels.SHIPPED_FORMATS)

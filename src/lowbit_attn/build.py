@@ -1,4 +1,4 @@
-"""``python -m lowbit_attn.build --arch hopper``: builds and checks every shipped kernel of an architecture, without a GPU."""
+"""``python -m lowbit_attn.build --arch hopper``: builds and checks an architecture's shipped kernels, without a GPU."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_attn import compile, kernels, toolchain
+from lowbit_attn import compile, gpu_matrix, kernels, toolchain
 from lowbit_attn.kernels import KernelKey
 
 
@@ -24,12 +24,15 @@ def build_all(keys: list[KernelKey], jobs: int | None = None) -> Iterator[tuple[
 def main(
     arch: Annotated[list[str], typer.Option(help="hopper or ampere; may be given twice")],
     force: Annotated[bool, typer.Option(help="rebuild what is up to date")] = False,
-    perf: Annotated[bool, typer.Option(help="also build the read-only kernels that the benchmarks compare with")] = False,
+    perf: Annotated[bool, typer.Option(help="also build what the benchmarks compare with")] = False,
+    matrix: Annotated[bool, typer.Option(help="also build the kernels of the GPU test matrix")] = False,
     jobs: Annotated[int | None, typer.Option(help="parallel compilations; default: one a core")] = None,
 ) -> None:
     """Build the shipped kernels, check their SASS and shared memory, and print what came out."""
-    console = Console()
-    keys = [key for name in arch for key in kernels.shipped(name) + (kernels.baselines(name) if perf else [])]
+    console = Console(width=None if Console().is_terminal else 150)
+    keys = [key for name in arch for key in kernels.shipped(name)]
+    keys += [key for name in arch for key in kernels.baselines(name) if perf]
+    keys += [key for name in arch for key in gpu_matrix.keys(name) if matrix and key not in keys]
     for tool in ("nvcc", "gcc", "nvdisasm", "cuobjdump"):
         try:
             toolchain.find_tool(tool)
@@ -44,7 +47,8 @@ def main(
             failed[key] = error
             console.print(f"[red]{key}: {type(error).__name__}: {error}[/red]")
     console.print(_table([k for k in keys if k not in failed]))
-    console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()} ({len(wanted)} built now), {len(failed)} failed")
+    console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()}, "
+                  f"{len(wanted) - len(failed)} of them built now; {len(failed)} failed")
     raise typer.Exit(bool(failed))
 
 

@@ -48,7 +48,8 @@ class KVCache:
 
     Public state, read by kernels: ``pool`` uint8 [num_pages, num_heads_kv, record_bytes]; ``table`` int32
     [max_batch, max_pages]; ``n_sink``, ``n_qk``, ``n_qv``, ``n_tok`` int32 [max_batch]; ``sink_k``, ``sink_v``
-    [max_batch, num_heads_kv, max(1, sinks), head_dim]; ``ring_k``, ``ring_v`` [max_batch, num_heads_kv, ring, head_dim].
+    [max_batch, num_heads_kv, max(1, sinks), head_dim]; ``ring_k``, ``ring_v`` [max_batch, num_heads_kv, ring,
+    head_dim].
     """
 
     def __init__(self, format: str | Format, num_pages: int, num_heads_kv: int, head_dim: int,

@@ -41,8 +41,9 @@ def cache_dir() -> Path:
 def fingerprint(arch: str) -> str:
     """Hash of every source file that a kernel of this architecture is made from."""
     folder = Path(sys.modules.get(f"lowbit_attn.{arch}", kernels.arch_package(arch)).__file__).parent
-    files = [PACKAGE / "layout.py", PACKAGE / "compile.py", *sorted((PACKAGE / "formats").glob("*.py")),
-             *sorted((PACKAGE / "device").glob("*.[pc]*")), *sorted(folder.glob("*.py"))]
+    files = [*(PACKAGE / name for name in ("layout.py", "registers.py", "compile.py")),
+             *sorted((PACKAGE / "formats").glob("*.py")), *sorted((PACKAGE / "device").glob("*.[pc]*")),
+             *sorted(folder.rglob("*.py"))]
     digest = hashlib.sha256()
     for file in (f for f in files if f.suffix in (".py", ".c")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -129,7 +130,8 @@ def _build_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
 
     target = tilelang.tvm.target.Target({"kind": "cuda", "arch": key.target})
     with tilelang.tvm.transform.PassContext(opt_level=3, config=program.pass_configs), target:
-        lowered = tilelang.lower(program.prim_func, target=target, enable_host_codegen=True, enable_device_compile=False)
+        lowered = tilelang.lower(program.prim_func, target=target, enable_host_codegen=True,
+                                 enable_device_compile=False)
         source = lowered.kernel_source
         cubin = nvcc.compile_cuda(source, "cubin", [f"-arch={key.target}"], options=[
             "-std=c++20", f"-I{tilelang.env.TILELANG_TEMPLATE_PATH}", f"-I{tilelang.env.CUTLASS_INCLUDE_DIR}",
@@ -143,20 +145,23 @@ def _build_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
         folder = Path(scratch)
         (folder / "kernel_meta.h").write_text(
             f'#define KERNEL_NAME "{kernel_name}"\n#define NUM_PARAMS {len(kinds)}\n#define NUM_DIMS {len(dims)}\n'
-            f'static const char param_kind[] = "{kinds}";\nstatic const int dim_slot[] = {{{", ".join(map(str, dims))}}};\n')
+            f'static const char param_kind[] = "{kinds}";\n'
+            f'static const int dim_slot[] = {{{", ".join(map(str, dims))}}};\n')
         (folder / "host.c").write_text(_standalone(host))
         (folder / "kernel.cubin").write_bytes(bytes(cubin))
         (folder / "cubin.S").write_text(
             '.section .rodata\n.global kernel_cubin\n.hidden kernel_cubin\n.balign 64\nkernel_cubin:\n'
             '.incbin "kernel.cubin"\n.section .note.GNU-stack,"",@progbits\n')
-        _link(path, ["-O2", "-s", "-w", "host.c", str(PACKAGE / "device" / "launch.c"), "cubin.S", "-I.", f"-I{toolchain.package_dir('tvm_ffi') / 'include'}",
-                     "-ldl"], scratch)
+        include = toolchain.package_dir("tvm_ffi") / "include"
+        _link(path, ["-O2", "-s", "-w", "host.c", str(PACKAGE / "device" / "launch.c"), "cubin.S", "-I.",
+                     f"-I{include}", "-ldl"], scratch)
     return program.prim_func.attrs["global_symbol"], _dynamic_smem(host, kernel_name, len(kinds), dims)
 
 
 def _param_kinds(source: str, kernel_name: str) -> str:
     signature = re.search(rf"__global__ void (?:__launch_bounds__\([^)]*\) )?{kernel_name}\(([^)]*)\)", source).group(1)
-    return "".join("p" if "*" in p else "l" if "int64" in p else "i" if "int" in p else "f" for p in signature.split(","))
+    kinds = (("*", "p"), ("int64", "l"), ("int", "i"), ("", "f"))
+    return "".join(next(kind for text, kind in kinds if text in p) for p in signature.split(","))
 
 
 def _standalone(host: str) -> str:
@@ -178,6 +183,6 @@ def _dynamic_smem(host: str, kernel_name: str, num_params: int, dims: list[int])
 def _link(path: Path, inputs: list[str], cwd: str) -> None:
     library = toolchain.package_dir("tvm_ffi") / "lib"
     swap = path.with_suffix(".tmp")
-    subprocess.run([toolchain.find_tool("gcc"), "-shared", "-fPIC", "-o", str(swap), *inputs, f"-L{library}", "-ltvm_ffi",
-                    "-Wl,--no-undefined"], cwd=cwd, check=True, stdin=subprocess.DEVNULL)
+    command = [toolchain.find_tool("gcc"), "-shared", "-fPIC", "-o", str(swap), *inputs, f"-L{library}", "-ltvm_ffi"]
+    subprocess.run([*command, "-Wl,--no-undefined"], cwd=cwd, check=True, stdin=subprocess.DEVNULL)
     swap.replace(path)

@@ -1,6 +1,7 @@
 """Which implementation serves a call: the only place that asks what device and architecture there is."""
 
 import os
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -57,8 +58,8 @@ def why_not_on(arch: str, cache: KVCache, num_heads: int, q_len: int = 1, path: 
     paths = kernels.arch_package(arch).PATHS
     if path is not None and path not in paths:
         return [f"path: {path!r} is not known on {arch}, supported: {', '.join(paths)}, reference"]
-    reasons = []
-    for name in paths if path is None else [path]:
+    reasons = kernels.unnamed(cache.format)
+    for name in [] if reasons else paths if path is None else [path]:
         missing = paths[name].missing(cache.format, cache.head_dim, cache.dtype, num_heads // cache.num_heads_kv, q_len)
         if not missing:
             return []
@@ -77,7 +78,12 @@ def decode(q, cache: KVCache, out, lse, softmax_scale, num_splits, path) -> None
         raise NotImplementedError("; ".join(reasons))
     arch, target = target_of(cache.device)
     pick = path or next(p for p in kernels.arch_package(arch).PATHS if not why_not(cache, q.shape[2], q.shape[1], p))
-    _run_decode(q, cache, out, lse, softmax_scale, num_splits, _key("decode", cache, pick))
+    ratio = q.shape[2] // cache.num_heads_kv
+    rows = next(n for n in kernels.ROWS if ratio <= n)
+    key = _key("decode", cache, pick, rows)
+    if ablated := os.environ.get("LOWBIT_ATTN_WITHOUT"):
+        key = replace(key, without=tuple(ablated.split(",")))
+    _run_decode(q, cache, out, lse, softmax_scale, num_splits, key)
 
 
 def _run_decode(q, cache: KVCache, out, lse, softmax_scale, num_splits, key: KernelKey) -> None:
@@ -86,10 +92,11 @@ def _run_decode(q, cache: KVCache, out, lse, softmax_scale, num_splits, key: Ker
     o_partial = q.new_empty((splits, batch, num_heads, head_dim), dtype=torch.float32)
     lse_partial = q.new_empty((splits, batch, num_heads), dtype=torch.float32)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    state = (x[:batch] for x in (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v,
+                                 cache.ring_k, cache.ring_v))
     loader.load(key)(
-        q.to(cache.dtype).reshape(batch, num_heads, head_dim), _units(cache), cache.table.view(-1), cache.n_sink[:batch],
-        cache.n_qk[:batch], cache.n_tok[:batch], cache.sink_k[:batch], cache.sink_v[:batch], cache.ring_k[:batch],
-        cache.ring_v[:batch], o_partial, lse_partial, scale * LOG2_E, *_strides(cache), cache.table.shape[1], 0,
+        q.to(cache.dtype).reshape(batch, num_heads, head_dim), _units(cache), cache.table.view(-1), *state, o_partial,
+        lse_partial, scale * LOG2_E, *_strides(cache), cache.table.shape[1], 0,
     )
     target = out if out.is_contiguous() and out.dtype == cache.dtype else torch.empty_like(
         q, dtype=cache.dtype, memory_format=torch.contiguous_format)
@@ -113,10 +120,11 @@ def default_splits(cache: KVCache, batch: int) -> int:
     return max(1, min(cache.table.shape[1], CTAS_PER_SM * sms // ctas))
 
 
-def _key(op: str, cache: KVCache, variant: str = "") -> KernelKey:
+def _key(op: str, cache: KVCache, variant: str = "", rows: int = 0) -> KernelKey:
     arch, target = target_of(cache.device)
     dtype = str(cache.dtype).removeprefix("torch.")
-    return KernelKey(op, arch, target, dtype, cache.head_dim, "" if op == "combine" else cache.format.name, variant)
+    name = "" if op == "combine" else cache.format.name
+    return KernelKey(op, arch, target, dtype, cache.head_dim, name, variant, rows)
 
 
 def _units(cache: KVCache) -> torch.Tensor:
@@ -151,7 +159,7 @@ def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torc
 def _check_cuda(cache: KVCache) -> None:
     """Raise NotImplementedError, with the reasons, for a cache that no kernel can fill or read."""
     arch, _ = target_of(cache.device)
-    if reasons := kernels.quantize_missing(cache.format, cache.head_dim, cache.dtype):
+    if reasons := kernels.unnamed(cache.format) or kernels.quantize_missing(cache.format, cache.head_dim, cache.dtype):
         raise NotImplementedError(f"{arch}: {'; '.join(reasons)}")
 
 

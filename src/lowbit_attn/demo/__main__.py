@@ -20,7 +20,7 @@ CONTEXT_TOKENS, ANSWER_TOKENS = 600, 40  # of the question that is answered by e
 def main(
     quick: Annotated[bool, typer.Option("--quick", envvar="QUICK", help="Read 512 tokens instead of 2,048.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the plot and the JSON file.")] = Path("build/demo"),
-    cache_dir: Annotated[Path | None, typer.Option(help="Folder of the model file.", show_default="user's cache")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder of the model; default: the user's cache.")] = None,
     format: Annotated[list[str] | None, typer.Option(help=f"One more row: {', '.join(FORMATS.grammars)}.")] = None,
     sinks: Annotated[int, typer.Option(help="Sinks of the --format rows.")] = 0,
 ) -> None:

@@ -9,7 +9,7 @@ LN_2 = 0.6931471805599453
 
 
 def combine_kernel(head_dim: int, dtype: str) -> TileKernel:
-    """o_partial fp32 [num_splits, rows, head_dim], lse_partial fp32 [num_splits, rows] -> out [rows, head_dim], lse [rows].
+    """fp32 o_partial [num_splits, rows, head_dim], lse_partial [num_splits, rows] -> out [rows, head_dim], lse [rows].
 
     rows = batch * num_heads * q_len. An empty split has lse -inf; a row of only such gives o = 0, lse = -inf.
     One block a row, one thread a channel.

@@ -29,3 +29,19 @@ def high_halves(a: Uint32, b: Uint32) -> Uint32:
     """High half of a in the low half, high half of b in the high half."""
     return cute.arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32],
                                 read_only_args=[a, b])
+
+
+def mul_f16x2(a: Uint32, b: Uint32) -> Uint32:
+    """a * b on both fp16 halves, one rounding; subnormals kept. No operand may be a constant."""
+    return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def max_u16x2(a: Uint32, b: Uint32) -> Uint32:
+    """Maximum of both unsigned 16-bit halves: of fp16 and of bf16 without sign bits, where a NaN is the largest."""
+    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def movmatrix(a: Uint32) -> Uint32:
+    """Transpose an 8x8 matrix of 16-bit values of which each lane holds two: by the whole warp."""
+    return cute.arch.inline_ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Uint32],
+                                read_only_args=[a])

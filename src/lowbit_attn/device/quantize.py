@@ -1,22 +1,23 @@
 """Quantize-and-pack and its inverse for sides whose groups run down the rows of the code matrix.
 
 K per channel: rows = tokens; V per token: rows = channels. Either way a group is consecutive rows of one column, so
-one kernel text serves both. One block is one page of one KV head; a warp owns one column tile (16 columns), and each
-lane holds exactly the elements whose codes land in its own words, so packing needs no exchange. The arithmetic is
-``formats.affine`` step by step, without contraction (-fmad=false), so the bytes are the reference's.
+one kernel text serves both; K per token, whose groups run along the columns, is in ``quantize_token``. One block is
+one page of one KV head; a warp owns one column tile (16 columns), and each lane holds exactly the elements whose codes
+land in its own words, so packing needs no exchange. The arithmetic is ``formats.affine`` step by step, without
+contraction (-fmad=false), so the bytes are the reference's.
 """
 
 import tilelang.language as T
 
 from lowbit_attn import layout
+from lowbit_attn.device import groups
+from lowbit_attn.device.groups import EXACT, UNIT_WORDS, pick, storage_bits, stored_span, tree_sum
+from lowbit_attn.device.quantize_token import token_dequantize_kernel, token_quantize_kernel
 from lowbit_attn.device.tilelang_kernel import TileKernel
-from lowbit_attn.formats.affine import MIN_SCALE, SEARCH_FACTORS
+from lowbit_attn.formats.affine import SEARCH_FACTORS
 from lowbit_attn.formats.uniform import PerChannel
 
-EXACT = ("-fmad=false",)
 COLUMNS = 4  # columns of a tile that one lane holds: (col8, e)
-STORED_NAN = {"float16": 0x7E00, "bfloat16": 0x7FC0}
-UNIT_WORDS = 32  # the pool is addressed in units of 128 bytes
 
 
 class CodeMatrix:
@@ -57,26 +58,23 @@ class CodeMatrix:
         return x[page, head, col, row] if self.transposed else x[page, head, row, col]
 
 
+def runs_along_columns(side) -> bool:
+    """Whether a group is consecutive columns of one row (K per token); else rows of one column."""
+    return not isinstance(side, PerChannel) and not side.transposed
+
+
 def quantize_kernel(side, part_offset: int, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
     """Blocks x [n, num_heads_kv, 128, head_dim] -> one side's codes and metadata in pages int32 [n] of the pool.
 
     pool: uint32 [units, 32] and its uint16 view [units, 64], in units of 128 bytes; page_stride and head_stride in
     the same units. part_offset: byte offset of the side's part in a record.
     """
+    if runs_along_columns(side):
+        return token_quantize_kernel(side, part_offset, head_dim, dtype, range_search)
     m = CodeMatrix(side, head_dim)
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
     factors = SEARCH_FACTORS if range_search else SEARCH_FACTORS[:1]
     two_means = m.bits == 1 and not range_search
-
-    @T.macro
-    def stored_span(low, high, scale, zero):
-        """The group's scale and zero as a reader will see them: rounded to storage, then fp32 again."""
-        zero[0] = T.cast(T.cast(low, m.storage), "float32")
-        if zero[0] == T.float32(0.0):
-            zero[0] = T.float32(0.0)
-        scale[0] = T.cast(T.cast(high, m.storage), "float32")
-        if scale[0] < T.float32(MIN_SCALE):
-            scale[0] = T.float32(0.0)
 
     @T.macro
     def span_codes(v, codes, group, c, scale, zero):
@@ -96,7 +94,7 @@ def quantize_kernel(side, part_offset: int, head_dim: int, dtype: str, range_sea
         best = T.alloc_var("float32")
         tried = T.alloc_local((m.held_per_group,), "float32")
         s, z = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
-        stored_span(low, (high - low) / T.float32(m.steps), scale, zero)
+        stored_span(low, (high - low) / T.float32(m.steps), scale, zero, m.storage)
         span_codes(v, codes, group, c, scale, zero)
         if len(factors) > 1:
             best = squared_error(m, v, codes, group, c, scale, zero)
@@ -108,7 +106,7 @@ def quantize_kernel(side, part_offset: int, head_dim: int, dtype: str, range_sea
                 bottom, top = T.alloc_var("float32"), T.alloc_var("float32")
                 bottom = middle - half * factor
                 top = middle + half * factor
-                stored_span(bottom, (top - bottom) / T.float32(m.steps), s, z)
+                stored_span(bottom, (top - bottom) / T.float32(m.steps), s, z, m.storage)
                 span_codes(v, tried, group, c, s, z)
                 error = T.alloc_var("float32")
                 error = squared_error(m, v, tried, group, c, s, z)
@@ -137,7 +135,7 @@ def quantize_kernel(side, part_offset: int, head_dim: int, dtype: str, range_sea
         mean_below, mean_above = T.alloc_var("float32"), T.alloc_var("float32")
         mean_below = T.if_then_else(count > T.float32(0.0), below / count, low)
         mean_above = T.if_then_else(count > T.float32(0.0), above / (T.float32(m.group_rows) - count), high)
-        stored_span(mean_below, mean_above - mean_below, scale, zero)
+        stored_span(mean_below, mean_above - mean_below, scale, zero, m.storage)
         for i in T.unroll(m.held_per_group):
             reaches = v[group * m.held_per_group + i, c] >= zero[0] + scale[0] * T.float32(0.5)
             codes[i] = T.if_then_else(T.And(reaches, scale[0] != T.float32(0.0)), T.float32(1.0), T.float32(0.0))
@@ -201,6 +199,8 @@ def quantize_kernel(side, part_offset: int, head_dim: int, dtype: str, range_sea
 
 def dequantize_kernel(side, part_offset: int, head_dim: int) -> TileKernel:
     """One side of pages int32 [n] of the pool -> fp32 out [n, num_heads_kv, 128, head_dim]: code * scale + zero."""
+    if runs_along_columns(side):
+        return token_dequantize_kernel(side, part_offset, head_dim)
     m = CodeMatrix(side, head_dim)
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
 
@@ -248,10 +248,7 @@ def _group(m: CodeMatrix, v, group, c) -> list:
 
 def fold(m: CodeMatrix, v, group, c, step):
     """step (T.min or T.max) over the elements of a group that a lane holds."""
-    values = _group(m, v, group, c)
-    while len(values) > 1:
-        values = [step(*values[i : i + 2]) if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
-    return values[0]
+    return groups.fold(_group(m, v, group, c), step)
 
 
 def any_nan(m: CodeMatrix, v, group, c):
@@ -262,15 +259,6 @@ def any_nan(m: CodeMatrix, v, group, c):
     return total
 
 
-def tree_sum(values: list):
-    """The lane's part of affine.tree_sum: index i takes i + half; the caller's shuffles (16, 8, 4) finish it."""
-    size = 1 << max(0, len(values) - 1).bit_length()
-    while size > 1:
-        size //= 2
-        values = [values[i] + values[i + size] if i + size < len(values) else values[i] for i in range(size)]
-    return values[0]
-
-
 def masked_sum(m: CodeMatrix, v, group, c, of):
     return tree_sum([of(x) for x in _group(m, v, group, c)])
 
@@ -278,17 +266,3 @@ def masked_sum(m: CodeMatrix, v, group, c, of):
 def squared_error(m: CodeMatrix, v, codes, group, c, scale, zero):
     misses = [x - (codes[i] * scale[0] + zero[0]) for i, x in enumerate(_group(m, v, group, c))]
     return tree_sum([miss * miss for miss in misses])
-
-
-def pick(values, index):
-    """values[index] of a static tuple for a symbolic index."""
-    chosen = T.float32(values[-1])
-    for i, value in reversed(list(enumerate(values[:-1]))):
-        chosen = T.if_then_else(index == i, T.float32(value), chosen)
-    return chosen
-
-
-def storage_bits(value, storage: str):
-    """Bits of an fp32 value that storage represents exactly; every NaN as the one positive quiet NaN."""
-    return T.if_then_else(T.isnan(value), T.uint16(STORED_NAN[storage]),
-                          T.reinterpret(T.cast(value, storage), "uint16"))

@@ -1,0 +1,104 @@
+"""Codes and metadata in registers: what the K and the V side of the register path share."""
+
+import tilelang.language as T
+
+from lowbit_attn import layout, registers
+from lowbit_attn.ampere import mma
+from lowbit_attn.ampere.config import ACCESS_BYTES, LANES, TILE, static
+
+BLOCK = layout.BLOCK_WORDS
+
+
+# By function, not T.reinterpret: the code generator keeps the value of a reinterpreted expression in a variable and
+# reuses it for the same text further on, also when a register in it has changed.
+def pow2(exponent):
+    """fp32 2^exponent, exponent int32 in -126 .. 127."""
+    return T.call_pure_extern("float32", "__int_as_float", registers.pow2_bits(exponent))
+
+
+def bits_of(value):
+    """Bits of an fp32 value as int32."""
+    return T.call_pure_extern("int32", "__float_as_int", value)
+
+
+def value_of_half(bits, dtype: str):
+    """fp32 value of the 16 bits (int32) of a metadata value."""
+    if dtype == "bfloat16":
+        return T.call_pure_extern("float32", "__int_as_float", T.shift_left(bits, 16))
+    half = T.call_pure_extern("float16", "__ushort_as_half", T.cast(bits, "uint16"))
+    return T.call_pure_extern("float32", "__half2float", half)
+
+
+def value_at(half):
+    return T.cast(half, "float32")
+
+
+def code_word(piece, column_tile, row_tile):
+    """First word of the codes of a column tile from a row tile on."""
+    tile = column_tile * piece.row_tiles + row_tile
+    return 2 * tile if piece.bits == 8 else tile // layout.tiles_per_word(piece.bits)
+
+
+@T.macro
+def multiply_codes(config, piece, ring, slot, lane, work, column_tile, first, count, b, step_of, acc, acc_first):
+    """acc[row tile - acc_first] += codes of ``count`` row tiles from ``first`` on, one column tile, times B.
+
+    step_of(row tile): the step of B (less the column) that a row tile is multiplied with.
+    """
+    words = layout.words_per_lane(TILE * count, TILE, piece.bits)
+    load = min(BLOCK, words)
+    per_word = layout.tiles_per_word(piece.bits)
+    steps = registers.unpack_steps(piece.bits)
+    for c in T.unroll(words // load):
+        word = code_word(piece, column_tile, first) + c * load
+        for v in T.vectorized(load):
+            work.words[v] = ring[slot, layout.word_offset(word, lane) // ACCESS_BYTES, word % BLOCK + v]
+        if piece.bits == 8:
+            for w in T.unroll(load // 2):
+                for s in steps:
+                    for row8 in (0, 1):
+                        work.a[s.register + row8] = (work.words[2 * w + row8] >> s.shift) & s.mask
+                for n in T.unroll(config.columns):
+                    tile = c * load // 2 + w
+                    mma.multiply("float16", work.a, b, step_of(first + tile) * config.columns + n, acc,
+                                 (first - acc_first + tile) * config.columns + n)
+        else:
+            for w in T.unroll(load):
+                for within in static(per_word):
+                    for s in steps_of_tile(steps, within):
+                        work.a[s.register] = (work.words[w] >> s.shift) & s.mask
+                    for n in T.unroll(config.columns):
+                        tile = (c * load + w) * per_word + within
+                        mma.multiply("float16", work.a, b, step_of(first + tile) * config.columns + n, acc,
+                                     (first - acc_first + tile) * config.columns + n)
+
+
+def steps_of_tile(steps, tile: int):
+    return tuple(s for s in steps if s.tile == tile)
+
+
+def code_power(piece, row_tile, element):
+    """2^-k of the codes behind an accumulator element, fp32."""
+    return pow2(-registers.row_power(TILE * row_tile + 8 * (element % 4 // 2), piece.bits))
+
+
+@T.macro
+def largest_half(ring, slot, access, words, lane, low_only, out):
+    """out[0]: the largest 15-bit pattern of the halves (low_only: of the low ones) of ``words`` words; in all lanes."""
+    out[0] = 0
+    for i in T.unroll(words // LANES):
+        word = T.alloc_var("int32")
+        word = T.cast(ring[slot, access + (lane + i * LANES) // BLOCK, lane % BLOCK], "int32")
+        out[0] = T.max(out[0], word & 0x7FFF)
+        if not low_only:
+            out[0] = T.max(out[0], T.shift_right(word, 16) & 0x7FFF)
+    out[0] = T.warp_reduce_max(out[0])
+
+
+@T.macro
+def load_tokens(piece, ring, slot, group, tile, lane, meta):
+    """The (scale, zero) pairs of tokens g and g + 8 of a token tile -> meta (uint32 [2])."""
+    index = layout.token_meta_index(TILE * tile + lane // 4)
+    row = layout.token_meta_offset(group, 0, 0) // ACCESS_BYTES
+    for v in T.vectorized(2):
+        meta[v] = ring[slot, piece.meta + row + index // BLOCK, index % BLOCK + v]

@@ -1,0 +1,284 @@
+"""Everything a register-path kernel fixes at compile time: code positions, warps, ring slots, shared memory.
+
+A side (K or V) is described once, by ``SidePlan``: where its bytes lie in a record, and which word, shift and mask
+give each operand register. The positions come from ``layout`` and ``registers``.
+"""
+
+from dataclasses import dataclass
+
+from lowbit_attn import layout, registers
+from lowbit_attn.formats.contract import Format
+from lowbit_attn.formats.uniform import PerChannel
+from lowbit_attn.kernels import SMEM_LIMIT_BYTES, Checks
+from lowbit_attn.registers import Options
+
+TARGET = "sm_90a"
+SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]
+WARP = 32
+WORD = 4  # bytes
+META_BYTES = 8  # of one access to metadata
+COLUMNS = 8  # query rows of one m16n8k16
+MAX_WARPS, MIN_SLOTS, MAX_SLOTS = 8, 3, 8
+UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time: each lane copies one row of K or of V
+CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
+PIECES = 2  # of a page: the K part, then the V part
+SASS_NEED = ("HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
+SASS_FORBID = ("LDL", "STL", "STSM", "HGMMA")
+
+
+@dataclass(frozen=True)
+class SidePlan:
+    """One side of a record as a matrix of 16x16 tiles whose columns are the multiply's reduction side."""
+
+    bits: int
+    is_transposed: bool  # V: rows = channels, columns = tokens
+    rows: int
+    cols: int
+    is_per_token: bool  # metadata: (scale, zero) per token and channel group; else per channel and token group
+    group: int  # tokens (per channel) or channels (per token)
+    storage: str  # of scale and zero
+    part_offset: int  # bytes from the start of the record
+    part_bytes: int
+    meta_offset: int  # bytes from the start of the part
+
+    @property
+    def row_tiles(self) -> int:
+        return self.rows // layout.TILE
+
+    @property
+    def col_tiles(self) -> int:
+        return self.cols // layout.TILE
+
+    @property
+    def head_dim(self) -> int:
+        return self.rows if self.is_transposed else self.cols
+
+    @property
+    def groups(self) -> int:
+        return (self.head_dim if self.is_per_token else layout.PAGE_TOKENS) // self.group
+
+    @property
+    def levels(self) -> int:
+        """N = 2^bits - 1, the largest code."""
+        return (1 << self.bits) - 1
+
+    def words_of(self, tiles: int) -> int:
+        """Words a lane that hold this many consecutive row tiles."""
+        return layout.words_per_lane(tiles * layout.TILE, layout.TILE, self.bits)
+
+    def operand(self, tile: int) -> list[tuple[int, int, int]]:
+        """(word, shift, mask) of the four A registers of a tile: register = (word >> shift) & mask."""
+        found = {}
+        for row8 in (0, 1) if self.bits == 8 else (0,):
+            word = 2 * tile + row8 if self.bits == 8 else tile // layout.tiles_per_word(self.bits)
+            for step in registers.unpack_steps(self.bits):
+                if step.tile == tile % layout.tiles_per_word(self.bits):
+                    found[step.register + row8] = (word, step.shift, step.mask)
+        return [found[i] for i in range(4)]
+
+    def code_access(self, word: int, width: int, lane):
+        """Index of the access of ``width`` words (1, 2 or 4, aligned) in which a lane finds ``word`` first."""
+        lanes_apart = layout.word_offset(0, 1) // (width * WORD)
+        return layout.word_offset(word, 0) // (width * WORD) + lane * lanes_apart
+
+    def block_accesses(self, width: int) -> int:
+        """Accesses of ``width`` words between a block of BLOCK_WORDS words a lane and the next."""
+        return layout.word_offset(layout.BLOCK_WORDS, 0) // (width * WORD)
+
+    def channel_access(self, group, is_zero: int, col_tile: int, t):
+        """Index of the 8 bytes that hold a lane's four values of a column tile: words col8 = 0 and 1."""
+        def at(*place):
+            return layout.channel_meta_offset(*place, self.head_dim) // META_BYTES
+
+        return group * at(1, 0, 0) + t * at(0, 0, 2) + at(0, is_zero, layout.TILE * col_tile)
+
+    def token_access(self, group: int, token_tile: int, g):
+        """Index of the 8 bytes that hold a lane's two (scale, zero) pairs of a token tile: tokens g and g + 8."""
+        def at(*place):
+            return layout.token_meta_offset(*place) // META_BYTES
+
+        return group * at(1, 0, 0) + at(0, 0, layout.TILE * token_tile) + g * at(0, 0, 1)
+
+    def power(self, row_tile: int, row8: int) -> int:
+        """k of rows 16 * row_tile + 8 * row8 .. + 7: their codes enter the multiply as code * 2^(k - 24)."""
+        return registers.row_power(layout.TILE * row_tile + 8 * row8, self.bits)
+
+
+@dataclass(frozen=True)
+class RegisterConfig:
+    """Compile-time constants of one register-path kernel; ``check`` raises ValueError with the reasons."""
+
+    k: SidePlan
+    v: SidePlan
+    head_dim: int
+    rows: int  # query rows: 8 or 16
+    dtype: str = "float16"
+    options: Options = Options()
+    warps: int = MAX_WARPS
+    slots: int = MIN_SLOTS
+    third_segment: bool = False  # tokens whose K is packed while V is still in 16 bit
+
+    @property
+    def col_blocks(self) -> int:
+        """Blocks of 8 query rows: the n of the multiplies."""
+        return self.rows // COLUMNS
+
+    @property
+    def chunk_tiles(self) -> int:
+        """Row tiles of K per token formed at a time with one channel group: two S of 128 x 16 would spill.
+
+        8 tiles of the group at once (whole words of codes): with 16, ptxas holds so many words that it spills, too.
+        """
+        if self.k.groups == 1 or self.col_blocks == 1:
+            return self.k.row_tiles
+        return max(CHUNK_TILES * layout.TILE // self.k.group, layout.tiles_per_word(self.k.bits))
+
+    @property
+    def loops_over_groups(self) -> bool:
+        """Whether channel groups of K per token are a loop at run time: unrolled, ptxas spills up to 8 words a page."""
+        return self.k.is_per_token and self.chunk_tiles < self.k.row_tiles
+
+    @property
+    def has_shared_query(self) -> bool:
+        """Whether q' is read from shared memory for every page instead of staying in registers."""
+        return self.col_blocks > 1
+
+    @property
+    def query_bytes(self) -> int:
+        return self.rows * self.head_dim * 2 if self.has_shared_query else 0
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    @property
+    def slot_bytes(self) -> int:
+        return max(self.k.part_bytes, self.v.part_bytes)
+
+    @property
+    def warp_bytes(self) -> int:
+        """A warp's own ring."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one 16-bit row (a token's K or V)."""
+        return 2 * self.head_dim
+
+    @property
+    def row_pitch(self) -> int:
+        """Bytes between 16-bit rows: 16 more than a row, so that ldmatrix has no bank conflict."""
+        return self.row_bytes + 16
+
+    @property
+    def unit_bytes(self) -> int:
+        """A 16-bit unit, K rows then V rows; it reuses the warp's ring."""
+        return 2 * UNIT_TOKENS * self.row_pitch
+
+    @property
+    def third_tokens(self) -> int:
+        """Tokens of a page's 16-bit V that a warp copies at a time: whole warps of rows, as many as its ring holds."""
+        return next(n for n in (128, 64, WARP) if n == WARP or n * self.row_pitch <= self.warp_bytes)
+
+    @property
+    def merge_pitch(self) -> int:
+        """Floats between query rows of O at the merge: 4 more than a row, so that the writes have no bank conflict."""
+        return self.head_dim + 4
+
+    @property
+    def merge_bytes(self) -> int:
+        """O, maximum and sum of every warp, fp32; they reuse the rings."""
+        return self.warps * self.rows * (self.merge_pitch + 2) * 4
+
+    @property
+    def smem_plan(self) -> dict[str, int]:
+        """Bytes of each piece of shared memory, in order."""
+        return {
+            "buffer": layout.align_record(max(self.warps * self.warp_bytes, self.merge_bytes)),
+            "query": layout.align_record(max(1, self.query_bytes)),
+            "barriers": layout.align_record(8 * self.warps * (self.slots + 1)),
+        }
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of the launch."""
+        return sum(self.smem_plan.values())
+
+    def problems(self) -> list[str]:
+        """Reasons why this configuration cannot run; empty if it can."""
+        found = []
+        if self.smem_bytes > SMEM_LIMIT:
+            found.append(f"shared memory: {self.smem_bytes} B at {self.warps} warps and "
+                         f"{self.slots} slots, limit {SMEM_LIMIT} B")
+        if self.warp_bytes < self.unit_bytes:
+            found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit needs {self.unit_bytes} B")
+        if self.rows not in (COLUMNS, 2 * COLUMNS):
+            found.append(f"rows: got {self.rows}, supported: {COLUMNS} and {2 * COLUMNS}")
+        return found
+
+    def check(self) -> "RegisterConfig":
+        if found := self.problems():
+            raise ValueError("; ".join(found))
+        return self
+
+
+def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = ()) -> RegisterConfig:
+    """The configuration of a format: as many warps as leave three slots each, then as many slots as fit."""
+    record = fmt.record(head_dim)
+    sides = []
+    for side, planes, start, end, is_v in ((fmt.k, record.k_planes, 0, record.v_offset, False),
+                                           (fmt.v, record.v_planes, record.v_offset, record.nbytes, True)):
+        is_per_token = not isinstance(side, PerChannel)
+        shape = (head_dim, layout.PAGE_TOKENS) if is_v else (layout.PAGE_TOKENS, head_dim)
+        sides.append(SidePlan(side.bits, is_v, *shape, is_per_token, side.group_size or head_dim,
+                              str(side.storage).removeprefix("torch."), start, end - start, planes[1].offset - start))
+    slot = max(side.part_bytes for side in sides)
+    free = SMEM_LIMIT - rows * head_dim * 2 - layout.RECORD_ALIGN * 5  # q'; barriers: at most 72 of 8 bytes
+    warps = min(MAX_WARPS, free // (MIN_SLOTS * slot))
+    slots = min(MAX_SLOTS, free // (warps * slot))
+    options, has_third = Options.without(without), fmt.window_v > fmt.window_k
+    return RegisterConfig(*sides, head_dim, rows, dtype, options, warps, slots, has_third).check()
+
+
+def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
+    """Predicted static SASS counts: one warp's share of one packed page, of one 16-bit unit and of one third page.
+
+    The page loop is not unrolled, so a CTA issues the page's share once for each page.
+    """
+    k, v = cfg.k, cfg.v
+    shown = k.groups if cfg.loops_over_groups else 1  # channel groups of K that share their instructions
+    tiles = k.row_tiles * k.col_tiles // shown + v.row_tiles * v.col_tiles
+    code_words = sum(layout.words_per_lane(side.rows, side.cols, side.bits) // n for side, n in ((k, shown), (v, 1)))
+    # sums of q' (per token); bias and centring (per channel)
+    around = 1 if k.is_per_token else 1 + cfg.options.centring * k.groups
+    multiplies = tiles + k.col_tiles // (shown if k.is_per_token else 1) * around
+    plain = k.col_tiles + v.row_tiles
+    counts = {
+        "HMMA": cfg.col_blocks * (multiplies + plain),
+        "LDSM": plain,
+        # an AND a register; dead tokens of V; addresses, exponents and parities
+        "LOP3": 4 * (tiles + v.row_tiles) + 100,
+        "MOVM": cfg.col_blocks * (2 * cfg.v.col_tiles * cfg.v.groups + 2),
+        "MUFU.EX2": 2 * cfg.col_blocks * (2 * cfg.v.col_tiles + 8),
+    }
+    if cfg.k.storage == cfg.v.storage == "float16":
+        counts["SHF"] = code_words + 40  # word >> 8; bf16 metadata are widened by shifts too
+    if not cfg.k.is_per_token:
+        exact = 2 if cfg.k.storage == "float16" else 0  # multiplies of two scales by a power of two
+        counts["HMUL2"] = 2 * cfg.k.col_tiles * cfg.k.groups * (exact + cfg.col_blocks)
+    if cfg.third_segment:
+        v_tiles = v.row_tiles * v.col_tiles
+        counts["HMMA"] += cfg.col_blocks * multiplies  # V has as many tiles in 16 bit
+        counts["LDSM"] += v_tiles
+        counts["LOP3"] += 4 * (tiles - v_tiles)
+        counts["MOVM"] += cfg.col_blocks * 2 * v.col_tiles
+        counts["MUFU.EX2"] += 2 * cfg.col_blocks * (2 * v.col_tiles + 1)
+        for name in {"SHF", "HMUL2"} & counts.keys():
+            counts[name] *= 2
+    return counts
+
+
+def checks(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = ()) -> Checks:
+    """What the SASS of the register-path kernel must show."""
+    cfg = make_config(fmt, head_dim, dtype, rows, without)
+    return Checks(SASS_NEED, SASS_FORBID, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

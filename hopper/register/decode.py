@@ -1,0 +1,124 @@
+"""Decode attention over packed pages, register path: the kernel shell.
+
+One CTA serves one (split, KV head, sequence). Its warps share nothing but the query rows: each walks over its own pages
+(walk.py) with a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
+
+    for each page:  wait K part -> S^T = K Q^T (scores) -> refill slot -> maximum, P (softmax)
+                    wait V part -> O^T += V^T P^T (values) -> refill slot
+    then:           O to true scale -> pages with V in 16 bit (third) -> 16-bit units (plain) -> merge
+
+    ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
+
+Operands of m16n8k16: K and V^T are A, straight from masked words (raw codes, fp16 subnormals); query rows are N.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from lowbit_attn.hopper.register import load, merge, plain, query, scores, softmax, third, values, walk
+from lowbit_attn.hopper.register.config import WORD, RegisterConfig
+
+
+class RegisterSm90:
+    """The register-path kernel of one RegisterConfig; call it with the ABI's 18 arguments and a stream."""
+
+    def __init__(self, cfg: RegisterConfig):
+        self.cfg = cfg
+        self.smem_bytes = cfg.smem_bytes
+
+    def storage(self):
+        """Shared memory in the order of ``RegisterConfig.smem_plan``."""
+        plan = self.cfg.smem_plan
+        buffer_words, query_words, barriers = plan["buffer"] // WORD, plan["query"] // WORD, plan["barriers"] // 8
+
+        @cute.struct
+        class Smem:
+            buffer: cute.struct.Align[cute.struct.MemRange[Uint32, buffer_words], 128]
+            query: cute.struct.Align[cute.struct.MemRange[Uint32, query_words], 128]
+            bars: cute.struct.Align[cute.struct.MemRange[Int64, barriers], 128]
+
+        return Smem
+
+    @cute.jit
+    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+                 n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
+                 ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, softmax_scale_log2: Float32,
+                 page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
+        grid = (o_partial.shape[0], ring_k.shape[1], q.shape[0])
+        # without a third segment n_qv equals n_qk
+        packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
+        self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial,
+                    lse_partial, softmax_scale_log2, page_stride, head_stride, table_b, table_h).launch(
+            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+               n_qv: cute.Tensor | None, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
+               ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
+               scale_log2: Float32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32):
+        cfg = self.cfg
+        split_idx, head_idx, batch_idx = cute.arch.block_idx()
+        num_splits, num_heads_kv, _ = cute.arch.grid_dim()
+        lane = Uint32(cute.arch.lane_idx())
+        me = load.Lane(cute.arch.make_warp_uniform(cute.arch.warp_idx()), lane, lane // 4, lane % 4)
+        smem = cutlass.memory.SmemAllocator().allocate(self.storage())
+        bars = smem.bars.data_ptr() + me.warp * (cfg.slots + 1)
+        ring = load.Ring(smem.buffer.data_ptr(), bars, bars + cfg.slots)
+        with cute.arch.elect_one():
+            load.init(cfg, ring)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+
+        packed_v = n_qk if cutlass.const_expr(n_qv is None) else n_qv
+        work = walk.plan(n_sink[batch_idx], n_qk[batch_idx], packed_v[batch_idx], n_tok[batch_idx], split_idx,
+                         num_splits, me.warp, cfg.warps)
+        first_entry = batch_idx * table_b + head_idx * table_h
+        pages = load.Pages(pool, table, first_entry + work.first_page, work.num_pages, page_stride,
+                           Int64(head_idx) * Int64(head_stride))
+        ids = load.start(cfg, pages, ring, me)
+        rows = q.shape[1] // num_heads_kv
+        heads = query.Heads(batch_idx, head_idx * rows, rows)
+        state = softmax.make_state(cfg)
+        queries = query.prepare(cfg, query.load(cfg, q, heads, me), scale_log2, me, smem.query.data_ptr())
+        packed_pages(cfg, pages, ring, me, ids, queries, state)
+        values.true_scale(cfg, state)
+
+        def rows_of(x):
+            return x.iterator.toint() + Int64((batch_idx * x.shape[1] + head_idx) * x.shape[2]) * cfg.row_bytes
+
+        source = load.Plain(*(rows_of(x) for x in (sink_k, sink_v, ring_k, ring_v)), ring_k.shape[2], ring_v.shape[2])
+        phase = Int32(0)
+        if cutlass.const_expr(cfg.third_segment):
+            pages = pages._replace(first=first_entry + work.third_page, count=work.num_third)
+            phase = third.run(cfg, pages, work.third_page, source, ring, me, queries, state)
+        plain.run(cfg, work, source, ring, me, q, heads, state, scale_log2, phase)
+        merge.run(cfg, ring, me, heads, state, merge.Partial(o_partial, lse_partial, split_idx))
+
+
+@cute.jit
+def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, ring: load.Ring, me: load.Lane, ids: Int32,
+                 queries: query.Query, state: softmax.State):
+    """The warp's pages, one after the other; slot and phase follow the pieces."""
+    slot, phase = Int32(0), Int32(0)
+    new_max = cute.make_rmem_tensor(2 * cfg.col_blocks, Float32)
+    for page in cutlass.range(pages.count, unroll=1):
+        cute.arch.mbarrier_wait(ring.full + slot, phase)
+        piece = load.Piece(ring.buffer, me.warp, slot)
+        # S = K Q^T
+        found = scores.of_page(cfg, piece, me, queries)
+        ids = load.refill(cfg, 0, pages, ring, me, page, slot, ids)
+        slot, phase = load.advance(cfg, slot, phase)
+        # P = exp2(S - maximum)
+        maxima = softmax.page_max(cfg, found, state)
+        for column in cutlass.range_constexpr(2 * cfg.col_blocks):
+            new_max[column] = maxima[column]
+        softmax.exponentiate(cfg, found, maxima)
+        # O += P V
+        cute.arch.mbarrier_wait(ring.full + slot, phase)
+        piece = load.Piece(ring.buffer, me.warp, slot)
+        exponent = values.page_exponent(cfg, piece, me, state)
+        softmax.rescale(cfg, state, new_max, exponent)
+        values.accumulate(cfg, piece, me, state, found.acc, exponent)
+        ids = load.refill(cfg, 1, pages, ring, me, page, slot, ids)
+        slot, phase = load.advance(cfg, slot, phase)

@@ -1,0 +1,225 @@
+"""A warp's private ring of record parts: bulk copies in, codes and metadata out. No other warp takes part.
+
+Pieces run K part, V part, K part, ... of the warp's pages; piece n lies in slot n % slots. A slot is refilled right
+after the warp has read it, so the next ``slots - 1`` pieces are always under way.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+from lowbit_attn import layout
+from lowbit_attn.hopper.register.config import META_BYTES, PIECES, UNIT_TOKENS, WARP, WORD, RegisterConfig, SidePlan
+from lowbit_attn.hopper.register.walk import Unit, Walk
+
+UNIT_BYTES = 128  # the pool's unit of addresses
+BLOCK_WORDS = layout.BLOCK_WORDS
+
+
+class Lane(NamedTuple):
+    """This thread: its warp, and lane = 4 * g + t."""
+
+    warp: Int32
+    lane: Uint32
+    g: Uint32
+    t: Uint32
+
+
+class Pages(NamedTuple):
+    """Where the packed pages of this warp are."""
+
+    pool: cute.Tensor  # (units, 32) uint32
+    table: cute.Tensor  # (entries) int32
+    first: Int32  # entry of the warp's first page
+    count: Int32
+    page_stride: Int32
+    head_units: Int64  # head_idx * head_stride
+
+
+class Ring(NamedTuple):
+    """Shared memory of this warp: ``slots`` record parts and their full barriers, then one barrier for 16-bit units."""
+
+    buffer: cute.Pointer  # of the CTA, uint32
+    full: cute.Pointer  # of this warp
+    unit_full: cute.Pointer
+
+
+class Piece(NamedTuple):
+    """A record part in shared memory."""
+
+    buffer: cute.Pointer
+    warp: Int32
+    slot: Int32
+
+
+def init(cfg: RegisterConfig, ring: Ring) -> None:
+    """By one lane of the warp."""
+    for slot in range(cfg.slots):
+        cute.arch.mbarrier_init(ring.full + slot, 1)
+    cute.arch.mbarrier_init(ring.unit_full, 1)
+
+
+def part_of(piece: int) -> tuple[int, int]:
+    """(page, side) of a piece: side 0 is K."""
+    return piece // PIECES, piece % PIECES
+
+
+@cute.jit
+def page_ids(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, start: Int32, lane: Uint32) -> Int32:
+    """Each lane looks up one of the 32 page ids from page ``start`` of the warp on."""
+    found = Int32(0)
+    at = start + Int32(lane)
+    if at < pages.count:
+        found = pages.table[pages.first + at * cfg.warps]
+    return found
+
+
+@cute.jit
+def issue(cfg: cutlass.Constexpr[RegisterConfig], side: cutlass.Constexpr[SidePlan], pages: Pages, ring: Ring,
+          warp: Int32, slot: Int32, page_id: Int32):
+    """Start one bulk copy: a part of a page's record into a slot."""
+    units = Int64(page_id) * Int64(pages.page_stride) + pages.head_units
+    source = cute.make_ptr(Uint32, pages.pool.iterator.toint() + units * UNIT_BYTES + side.part_offset,
+                           cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
+    words = side.part_bytes // WORD
+    slots = cute.make_tensor(ring.buffer, cute.make_layout(
+        (words, cfg.slots, cfg.warps), stride=(1, cfg.slot_bytes // WORD, cfg.warp_bytes // WORD)))
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, side.part_bytes)
+        cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32),
+                  cute.make_tensor(source, cute.make_layout(words)), slots[None, slot, warp], mbar_ptr=ring.full + slot)
+
+
+@cute.jit
+def start(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Ring, me: Lane) -> Int32:
+    """Fill all slots; returns the first 32 page ids, one a lane."""
+    ids = page_ids(cfg, pages, Int32(0), me.lane)
+    for n in cutlass.range_constexpr(cfg.slots):
+        if part_of(n)[0] < pages.count:
+            issue(cfg, cfg.v if cutlass.const_expr(part_of(n)[1]) else cfg.k, pages, ring, me.warp, Int32(n),
+                  cute.arch.shuffle_sync(ids, part_of(n)[0]))
+    return ids
+
+
+@cute.jit
+def refill(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring, me: Lane,
+           page: Int32, slot: Int32, ids: Int32) -> Int32:
+    """All lanes have read piece (page, side_idx) in ``slot``: start the piece ``slots`` further on. Returns the ids."""
+    ahead, side = part_of(side_idx + cfg.slots)
+    cute.arch.sync_warp()
+    later = page + ahead
+    if later < pages.count:
+        if cutlass.const_expr(side == 0):
+            if later % WARP == 0:
+                ids = page_ids(cfg, pages, later, me.lane)
+        issue(cfg, cfg.v if cutlass.const_expr(side) else cfg.k, pages, ring, me.warp, slot,
+              cute.arch.shuffle_sync(ids, later % WARP))
+    return ids
+
+
+def advance(cfg: RegisterConfig, slot: Int32, phase: Int32) -> tuple[Int32, Int32]:
+    """The next slot and its parity."""
+    wraps = Int32(slot == cfg.slots - 1)
+    return (slot + 1) * (1 - wraps), phase ^ wraps
+
+
+# ---- shared memory to registers
+
+
+def part_view(cfg: RegisterConfig, piece: Piece, offset: int, words: int, count: int) -> cute.Tensor:
+    """(words, count) accesses of ``words`` 32-bit words from byte ``offset`` of the part on, aligned to their size."""
+    view = cute.make_tensor(piece.buffer + offset // WORD, cute.make_layout(
+        (words, count, cfg.slots, cfg.warps), stride=(1, words, cfg.slot_bytes // WORD, cfg.warp_bytes // WORD)))
+    return view[None, None, piece.slot, piece.warp]
+
+
+def read(view: cute.Tensor, index) -> list[Uint32]:
+    """One access: its words."""
+    words = cute.make_rmem_tensor(cute.size(view, mode=[0]), Uint32)
+    cute.autovec_copy(view[None, index], words)
+    return [words[i] for i in range(cute.size(words))]
+
+
+def codes(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, first_tile: int, tiles: int,
+          skip=0) -> dict[int, Uint32]:
+    """The lane's words of a run of tiles, by word index; ``skip``, an int or Int32: whole blocks of words to skip."""
+    first, count = side.words_of(first_tile), side.words_of(tiles)
+    width = min(count, BLOCK_WORDS)
+    accesses = layout.plane_bytes(side.rows, side.cols, side.bits) // (width * WORD)
+    view = part_view(cfg, piece, 0, width, accesses)
+    found = {}
+    for word in range(first, first + count, width):
+        values = read(view, side.code_access(word, width, Int32(me.lane)) + skip * side.block_accesses(width))
+        found |= {word + i: value for i, value in enumerate(values)}
+    return found
+
+
+def operand(side: SidePlan, words: dict[int, Uint32], tile: int) -> list[Uint32]:
+    """The four A registers of a tile: raw codes as fp16 subnormals."""
+    return [(words[word] >> Uint32(shift) if shift else words[word]) & Uint32(mask)
+            for word, shift, mask in side.operand(tile)]
+
+
+def channel_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group, is_zero: int,
+                 col_tile: int) -> list[Uint32]:
+    """[col8] words of a token group's scales or zero-points: channels 2t, 2t + 1 of each 8 of a column tile."""
+    accesses = (side.part_bytes - side.meta_offset) // META_BYTES
+    view = part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, accesses)
+    return read(view, side.channel_access(Int32(group), is_zero, col_tile, Int32(me.t)))
+
+
+def token_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group: int, tile: int) -> list[Uint32]:
+    """[half] (scale, zero) words of tokens 16 * tile + 8 * half + g: scale in the low half."""
+    accesses = (side.part_bytes - side.meta_offset) // META_BYTES
+    view = part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, accesses)
+    return read(view, side.token_access(group, tile, Int32(me.g)))
+
+
+def all_token_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane) -> list[Uint32]:
+    """This lane's share of all (scale, zero) words, in no useful order: each word is read by one lane."""
+    accesses = side.groups * layout.PAGE_TOKENS // BLOCK_WORDS
+    view = part_view(cfg, piece, side.meta_offset, BLOCK_WORDS, accesses)
+    return [word for first in range(0, accesses, WARP) for word in read(view, Int32(me.lane) + first)]
+
+
+# ---- 16-bit tokens
+
+
+class Plain(NamedTuple):
+    """16-bit K and V of this sequence and KV head: sinks and ring, as addresses of row 0 and slots of the rings."""
+
+    sink_k: Int64
+    sink_v: Int64
+    ring_k: Int64
+    ring_v: Int64
+    slots_k: Int32
+    slots_v: Int32
+
+
+@cute.jit
+def load_unit(cfg: cutlass.Constexpr[RegisterConfig], plain: Plain, walk: Walk, unit: Unit, ring: Ring, me: Lane):
+    """Lanes 0..15 copy a row of K each, lanes 16..31 one of V; dead rows are not touched."""
+    words = cfg.row_bytes // WORD
+    rows = cute.make_tensor(ring.buffer, cute.make_layout(
+        (words, 2 * UNIT_TOKENS, cfg.warps), stride=(1, cfg.row_pitch // WORD, cfg.warp_bytes // WORD)))
+    token, is_k = Int32(me.lane) % UNIT_TOKENS, me.lane < UNIT_TOKENS
+    # rings hold whole blocks of 64 tokens, so 16 aligned tokens never wrap around
+    slots = plain.slots_k if is_k else plain.slots_v
+    base = plain.ring_k if is_k else plain.ring_v
+    row = (walk.n_packed + unit.start) % slots
+    if unit.is_sink == 1:
+        base = plain.sink_k if is_k else plain.sink_v
+        row = unit.start
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ring.unit_full, 2 * unit.live * cfg.row_bytes)
+    cute.arch.sync_warp()
+    if token < unit.live:
+        source = cute.make_ptr(Uint32, base + Int64(row + token) * cfg.row_bytes, cute.AddressSpace.gmem,
+                               assumed_align=16)
+        cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32),
+                  cute.make_tensor(source, cute.make_layout(words)), rows[None, Int32(me.lane), me.warp],
+                  mbar_ptr=ring.unit_full)

@@ -1,0 +1,106 @@
+"""Online softmax in base 2 of one warp, by accumulator columns: a lane has columns 2t, 2t + 1 of each 8 query rows."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from lowbit_attn import registers
+from lowbit_attn.hopper.register import numbers
+from lowbit_attn.hopper.register.config import RegisterConfig
+from lowbit_attn.hopper.register.scores import Scores
+
+NO_TOKEN = -3.4028234663852886e38  # -FLT_MAX: finite, so that max - max is 0
+
+
+class State(NamedTuple):
+    """What a warp carries from page to page, in registers."""
+
+    acc_o: cute.Tensor  # fp32 (4, channel tile * col_blocks + block)
+    row_max: cute.Tensor  # fp32 (columns), softmax_scale included
+    row_sum: cute.Tensor  # fp32 (columns), this lane's share
+    zeros: cute.Tensor  # fp32 (columns, channel groups of V): sum of p * zero-point, this lane's share
+    exponent: cute.Tensor  # int32 (1): E, the least e_v so far
+
+
+def make_state(cfg: RegisterConfig) -> State:
+    columns = 2 * cfg.col_blocks
+    state = State(cute.make_rmem_tensor((4, cfg.v.row_tiles * cfg.col_blocks), Float32),
+                  *(cute.make_rmem_tensor(columns, Float32) for _ in range(2)),
+                  cute.make_rmem_tensor((columns, cfg.v.groups), Float32), cute.make_rmem_tensor(1, Int32))
+    for tensor in (state.acc_o, state.row_sum, state.zeros):
+        tensor.fill(0.0)
+    state.row_max.fill(NO_TOKEN)
+    state.exponent.fill(registers.MAX_VALUE_EXPONENT)
+    return state
+
+
+def places(acc: cute.Tensor, column: int, col_blocks: int) -> list[tuple[int, int]]:
+    """Where the values of one column lie in an accumulator: [2 * row tile + row8]."""
+    nt, e = divmod(column, 2)
+    return [(2 * row8 + e, rt * col_blocks + nt)
+            for rt in range(cute.size(acc, mode=[1]) // col_blocks) for row8 in (0, 1)]
+
+
+def page_max(cfg: RegisterConfig, scores: Scores, state: State) -> list[Float32]:
+    """[column] the running maximum with this page. Slopes are positive, so the maximum is taken before them."""
+    found = []
+    for column in range(2 * cfg.col_blocks):
+        values = [scores.acc[at] for at in places(scores.acc, column, cfg.col_blocks)]
+        logits = []
+        for k in sorted(set(scores.powers)):
+            top = numbers.tree([v for v, power in zip(values, scores.powers) if power == k], cute.arch.fmax)
+            logits.append(logit(scores, column, top, k))
+        top = numbers.over_lanes(numbers.tree(logits, cute.arch.fmax), numbers.OVER_G, cute.arch.fmax)
+        found.append(cute.arch.fmax(state.row_max[column], top))
+    return found
+
+
+def logit(scores: Scores, column: int, value: Float32, power: int) -> Float32:
+    """The base-2 logit of an accumulator value; the same rounding everywhere, so that none exceeds its maximum."""
+    if scores.slope is None:
+        return value
+    value = value * (scores.slope[column] * Float32(2.0**-power))
+    return value if scores.offset is None else value + scores.offset[column]
+
+
+def exponentiate(cfg: RegisterConfig, scores: Scores, new_max: list) -> None:
+    """The accumulator becomes P <= 1: operands made of it cannot overflow, however large the logits."""
+    for column, top in enumerate(new_max):
+        for at, power in zip(places(scores.acc, column, cfg.col_blocks), scores.powers):
+            scores.acc[at] = cute.math.exp2(logit(scores, column, scores.acc[at], power) - top, fastmath=True)
+
+
+def add_sums(cfg: RegisterConfig, state: State, p: cute.Tensor) -> None:
+    """The sums take a page's P."""
+    for column in range(2 * cfg.col_blocks):
+        total = numbers.tree([p[at] for at in places(p, column, cfg.col_blocks)], numbers.add)
+        state.row_sum[column] = state.row_sum[column] + total
+
+
+@cute.jit
+def rescale(cfg: cutlass.Constexpr[RegisterConfig], state: State, new_max: cute.Tensor, exponent: Int32):
+    """Bring O, z and the sums to a new maximum and a new E, if either moved in any lane of the warp."""
+    moved = Int32(exponent < state.exponent[0])
+    for column in cutlass.range_constexpr(2 * cfg.col_blocks):
+        moved = moved | Int32(new_max[column] > state.row_max[column])
+    if cute.arch.vote_any_sync(moved != 0):
+        down = numbers.pow2(cutlass.max(exponent - state.exponent[0], Int32(-126)))
+        for column in cutlass.range_constexpr(2 * cfg.col_blocks):
+            apply_alpha(cfg, state, column, new_max[column], down)
+        state.exponent[0] = exponent
+
+
+def apply_alpha(cfg: RegisterConfig, state: State, column: int, new_max: Float32, down) -> None:
+    """One column; down: 2^(change of E), or None."""
+    alpha = cute.math.exp2(state.row_max[column] - new_max, fastmath=True)
+    state.row_max[column] = new_max
+    state.row_sum[column] = state.row_sum[column] * alpha
+    factor = alpha
+    if down is not None:
+        factor = alpha * down
+        for group in range(cfg.v.groups):
+            state.zeros[column, group] = state.zeros[column, group] * alpha
+    for at in places(state.acc_o, column, cfg.col_blocks):
+        state.acc_o[at] = state.acc_o[at] * factor

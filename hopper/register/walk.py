@@ -1,0 +1,66 @@
+"""What one warp of one CTA visits: its packed pages, then (last split only) pages whose V is in 16 bit, then units."""
+
+from typing import NamedTuple
+
+from cutlass import Int32
+
+from lowbit_attn import layout
+from lowbit_attn.hopper.register.config import UNIT_TOKENS
+from lowbit_attn.hopper.walk import at_most
+
+
+class Walk(NamedTuple):
+    """Run-time counts of one warp, Int32. Its pages are first_page, first_page + warps, ... of the sequence."""
+
+    first_page: Int32
+    num_pages: Int32
+    third_page: Int32  # pages with V in 16 bit: third_page, third_page + warps, ... of the sequence
+    num_third: Int32
+    first_unit: Int32  # units first_unit, first_unit + warps, ... below num_units
+    num_units: Int32  # of the CTA: units of sinks, then of the residual
+    sink_units: Int32
+    n_sink: Int32
+    n_residual: Int32
+    n_packed: Int32  # tokens of K in pages
+
+
+class Unit(NamedTuple):
+    """16-bit tokens ``start .. start + live - 1`` of their segment; is_sink is 1 or 0."""
+
+    start: Int32
+    live: Int32
+    is_sink: Int32
+
+
+def plan(n_sink, n_qk, n_qv, n_tok, split_idx, num_splits, warp_idx, warps: int) -> Walk:
+    """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
+
+    n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk.
+    """
+    pages = n_qv // layout.PAGE_TOKENS
+    first = pages * split_idx // num_splits
+    count = pages * (split_idx + 1) // num_splits - first
+    is_last = Int32(split_idx == num_splits - 1)
+    third = is_last * (n_qk // layout.PAGE_TOKENS - pages)
+    n_residual = is_last * (n_tok - n_sink - n_qk)
+    n_sink = is_last * n_sink
+    sink_units = units_of(n_sink)
+    return Walk(first + warp_idx, dealt(count, warp_idx, warps), pages + warp_idx, dealt(third, warp_idx, warps),
+                warp_idx, sink_units + units_of(n_residual), sink_units, n_sink, n_residual, n_qk)
+
+
+def dealt(count, warp_idx, warps: int):
+    """How many of ``count`` things warp ``warp_idx`` gets, dealt one by one."""
+    return (count + warps - 1 - warp_idx) // warps
+
+
+def units_of(tokens):
+    return (tokens + UNIT_TOKENS - 1) // UNIT_TOKENS
+
+
+def unit(walk: Walk, i) -> Unit:
+    """16-bit unit ``i`` of the CTA, 0 <= i < num_units; at least one token is live."""
+    is_sink = Int32(i < walk.sink_units)
+    start = (i - (1 - is_sink) * walk.sink_units) * UNIT_TOKENS
+    left = is_sink * walk.n_sink + (1 - is_sink) * walk.n_residual - start
+    return Unit(start, at_most(left, UNIT_TOKENS), is_sink)

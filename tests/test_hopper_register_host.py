@@ -1,0 +1,257 @@
+"""The Hopper register path without a GPU: what each lane reads, its private ring, its walk, its compile-time plan.
+
+Lanes are simulated with the functions that the kernel itself traces; the accumulator and operand places of m16n8k16
+are written here a second time from the PTX manual.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit_attn import layout
+from lowbit_attn.formats import FORMATS
+
+pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
+
+from lowbit_attn.hopper import PATHS, decode  # noqa: E402
+from lowbit_attn.hopper.register import config, load, query, third, walk  # noqa: E402
+
+NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16",
+         "k4tv4", "k2tv1-g32-vg64", "k8tv2-g64-vg32-bf16", "k1tv8-g32")
+HEAD_DIMS = (64, 128)
+LANES = np.arange(32)
+G, T = LANES // 4, LANES % 4
+
+
+def value(x) -> int:
+    """A Python int from one, or from a DSL integer."""
+    return int(getattr(x, "value", x))
+
+
+def halves(words: np.ndarray, storage: str) -> np.ndarray:
+    """uint32 [...] -> the two 16-bit values of each as fp32 [..., 2]."""
+    bits = torch.from_numpy(words.astype(np.uint32).view(np.int16).reshape(*words.shape, 2))
+    return bits.view(getattr(torch, storage)).float().numpy()
+
+
+def lane_words(side: config.SidePlan, part: np.ndarray, first_tile: int, tiles: int) -> dict[int, np.ndarray]:
+    """What load.codes brings each lane: word -> uint32 [32]."""
+    first, count = side.words_of(first_tile), side.words_of(tiles)
+    width = min(count, layout.BLOCK_WORDS)
+    accesses = part[: side.meta_offset].view(np.uint32).reshape(-1, width)
+    assert first % width == 0 and count % width == 0
+    return {word + i: accesses[side.code_access(word, width, LANES), i]
+            for word in range(first, first + count, width) for i in range(width)}
+
+
+def rebuilt_codes(side: config.SidePlan, part: np.ndarray, chunk: int) -> np.ndarray:
+    """The A operands of all tiles, read ``chunk`` row tiles at a time, without their powers of two."""
+    codes = np.full((side.rows, side.cols), np.nan, np.float32)
+    for ct, first in itertools.product(range(side.col_tiles), range(0, side.row_tiles, chunk)):
+        words = lane_words(side, part, ct * side.row_tiles + first, chunk)
+        for rt in range(first, first + chunk):
+            for register, (word, shift, mask) in enumerate(side.operand(ct * side.row_tiles + rt)):
+                row8, col8 = register % 2, register // 2  # a0..a3: rows g, g + 8; columns 2t.., then 2t + 8..
+                operand = halves((words[word] >> np.uint32(shift)) & np.uint32(mask), "float16")
+                for e in (0, 1):
+                    codes[16 * rt + 8 * row8 + G, 16 * ct + 8 * col8 + 2 * T + e] = (
+                        operand[:, e] * 2.0 ** (24 - side.power(rt, row8)))
+    return codes
+
+
+def channel_metadata(side: config.SidePlan, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(scale, zero) [rows, cols] from channel_access: rows are tokens."""
+    accesses = part[side.meta_offset :].view(np.uint32).reshape(-1, 2)
+    found = np.full((2, side.rows, side.cols), np.nan, np.float32)
+    for is_zero, group, ct, col8 in itertools.product((0, 1), range(side.groups), range(side.col_tiles), (0, 1)):
+        pair = halves(accesses[side.channel_access(group, is_zero, ct, T), col8], side.storage)
+        for e in (0, 1):
+            rows = slice(group * side.group, (group + 1) * side.group)
+            found[is_zero, rows, 16 * ct + 8 * col8 + 2 * T + e] = pair[:, e, None]
+    return found[0], found[1]
+
+
+def token_metadata(side: config.SidePlan, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(scale, zero) [tokens, channels] from token_access."""
+    accesses = part[side.meta_offset :].view(np.uint32).reshape(-1, 2)
+    found = np.full((2, layout.PAGE_TOKENS, side.head_dim), np.nan, np.float32)
+    for group, tile, half in itertools.product(range(side.groups), range(8), (0, 1)):
+        pair = halves(accesses[side.token_access(group, tile, G), half], side.storage)
+        for is_zero in (0, 1):
+            channels = slice(group * side.group, (group + 1) * side.group)
+            found[is_zero, 16 * tile + 8 * half + G, channels] = pair[:, is_zero, None]
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_lanes_rebuild_both_sides(name, head_dim):
+    fmt = FORMATS[name]
+    k, v = torch.randn(2, 1, 128, head_dim)
+    record = fmt.quantize(k, v)
+    cfg = config.make_config(fmt, head_dim, "float16", 16)
+    for side, want in ((cfg.k, fmt.dequantize_k(record, head_dim)), (cfg.v, fmt.dequantize_v(record, head_dim))):
+        part = record[0, side.part_offset : side.part_offset + side.part_bytes].numpy()
+        for chunk in {side.row_tiles, cfg.chunk_tiles if side is cfg.k else side.row_tiles}:
+            codes = rebuilt_codes(side, part, chunk)
+            codes = codes.T if side.is_transposed else codes  # [tokens, channels]
+            scale, zero = (token_metadata if side.is_per_token else channel_metadata)(side, part)
+            assert np.array_equal(codes * scale + zero, want[0].numpy())
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", ("k8tv8-g32", "k4tv4-g32", "k2tv2-g32", "k1tv1-g32"))
+def test_channel_groups_of_keys_lie_whole_blocks_apart(name, head_dim):
+    cfg = config.make_config(FORMATS[name], head_dim, "float16", 16)
+    side, chunk = cfg.k, cfg.chunk_tiles
+    assert cfg.loops_over_groups
+    group_tiles = side.group // layout.TILE * side.row_tiles
+    blocks, rest = divmod(side.words_of(group_tiles), layout.BLOCK_WORDS)
+    assert rest == 0
+    width = min(side.words_of(chunk), layout.BLOCK_WORDS)
+    for j, tile in itertools.product(range(side.groups), range(0, group_tiles, chunk)):
+        skipped = side.code_access(side.words_of(tile), width, LANES) + j * blocks * side.block_accesses(width)
+        want = side.code_access(side.words_of(j * group_tiles + tile), width, LANES)
+        assert np.array_equal(skipped, want)
+
+
+def test_metadata_share_of_the_maximum_reads_every_word_once():
+    for name in ("k4v4", "k4v4-vg32"):
+        side = config.make_config(FORMATS[name], 128, "float16", 8).v
+        accesses = side.groups * layout.PAGE_TOKENS // layout.BLOCK_WORDS
+        read = [first + lane for first in range(0, accesses, config.WARP) for lane in range(config.WARP)]
+        assert sorted(read) == list(range((side.part_bytes - side.meta_offset) // 16))
+
+
+@pytest.mark.parametrize("name, head_dim", [("k4v4", 128), ("k2v2", 128), ("k1v1", 64), ("k8v8", 128)])
+def test_private_ring_neither_hangs_nor_mixes_pieces(name, head_dim):
+    cfg = config.make_config(FORMATS[name], head_dim, "float16", 8)
+    for slots, count in itertools.product(range(2, 9), (0, 1, 2, 3, 31, 32, 33, 70)):
+        cfg = dataclasses.replace(cfg, slots=slots)
+        fills, content, window = [0] * slots, [None] * slots, 0
+        for n in range(slots):
+            page, side = load.part_of(n)
+            if page < count:
+                fills[n], content[n] = 1, (page, side)
+        slot, phase = 0, 0
+        for page, side in itertools.product(range(count), (0, 1)):
+            assert content[slot] == (page, side)
+            assert fills[slot] % 2 != phase, "the wait would not pass, or would pass a phase too early"
+            ahead, later_side = load.part_of(side + slots)
+            if page + ahead < count:
+                if later_side == 0 and (page + ahead) % config.WARP == 0:
+                    window = (page + ahead) // config.WARP
+                assert window == (page + ahead) // config.WARP, "page id of another window"
+                fills[slot], content[slot] = fills[slot] + 1, (page + ahead, later_side)
+            slot, phase = (value(x) for x in load.advance(cfg, slot, phase))
+
+
+@pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 0), (4, 0, 0), (3, 0, 5), (0, 128, 0), (130, 1280, 255),
+                                                    (0, 640, 128), (128, 384, 1), (32, 4096, 129)])
+@pytest.mark.parametrize("third_pages", (0, 1, 2, 9))
+@pytest.mark.parametrize("num_splits, warps", [(1, 8), (2, 7), (3, 4), (7, 8), (40, 8)])
+def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_splits, warps):
+    visited = []
+    n_qv = max(0, n_qk - third_pages * layout.PAGE_TOKENS)
+    for split, warp in itertools.product(range(num_splits), range(warps)):
+        w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, split, num_splits, warp, warps)
+        w = walk.Walk(*(value(x) for x in w))
+        visited += [("page", w.first_page + i * warps) for i in range(w.num_pages)]
+        third = [("third", w.third_page + i * warps) for i in range(w.num_third)]
+        assert not third or split == num_splits - 1
+        visited += third
+        for i in range(w.first_unit, w.num_units, warps):
+            start, live, is_sink = (value(x) for x in walk.unit(w, i))
+            assert 1 <= live <= config.UNIT_TOKENS and start % config.UNIT_TOKENS == 0
+            visited += [("sink" if is_sink else "residual", start + j) for j in range(live)]
+        assert w.n_packed == n_qk, "the residual starts where K is no longer packed"
+    packed_v = n_qv // layout.PAGE_TOKENS
+    want = [("page" if i < packed_v else "third", i) for i in range(n_qk // layout.PAGE_TOKENS)]
+    want += [("sink", i) for i in range(n_sink)] + [("residual", i) for i in range(residual)]
+    assert sorted(visited) == sorted(want)
+
+
+class UnitBarrier:
+    """ring.unit_full: a fill must meet an idle barrier, a wait a barrier that has completed the phase it names."""
+
+    def __init__(self):
+        self.fills = 0
+
+    def fill(self):
+        self.fills += 1
+
+    def wait(self, phase: int):
+        assert (self.fills - 1) % 2 == phase, "the wait would not pass, or would pass a phase too early"
+
+
+@pytest.mark.parametrize("name, head_dim, slots_v", [("k4v4", 128, 192), ("k2v2", 64, 128), ("k8v8", 128, 448),
+                                                     ("k1v1", 64, 320), ("k4tv4", 128, 384)])
+@pytest.mark.parametrize("rows", (8, 16))
+def test_values_of_a_third_page_come_once_and_from_their_slots(name, head_dim, slots_v, rows):
+    fmt = dataclasses.replace(FORMATS[name], window_v=128)
+    cfg = config.make_config(fmt, head_dim, "float16", rows)
+    assert cfg.third_segment and layout.PAGE_TOKENS % cfg.third_tokens == 0 and cfg.third_tokens % config.WARP == 0
+    assert cfg.third_tokens * cfg.row_pitch <= cfg.warp_bytes and cfg.k.part_bytes <= cfg.slot_bytes
+    barrier, phase = UnitBarrier(), 0
+    for page in (0, 1, 2, 7, 31):
+        barrier.fill()  # K
+        barrier.wait(phase)
+        phase ^= 1
+        multiplied = []
+        for first in range(0, layout.PAGE_TOKENS, cfg.third_tokens):
+            first_token = page * layout.PAGE_TOKENS + first
+            rows_of = {run + lane: value(third.value_row(first_token + run, slots_v, lane))
+                       for run in range(0, cfg.third_tokens, config.WARP) for lane in range(config.WARP)}
+            assert sorted(rows_of) == list(range(cfg.third_tokens))
+            for row, slot in rows_of.items():
+                assert slot == (first_token + row) % slots_v
+            barrier.fill()
+            barrier.wait(phase)
+            phase ^= 1
+            multiplied += [(first + token) // layout.TILE for token in range(0, cfg.third_tokens, layout.TILE)]
+        assert multiplied == list(range(layout.PAGE_TOKENS // layout.TILE))
+    assert barrier.fills % 2 == phase, "the first 16-bit unit waits for the parity that is handed on"
+
+
+def test_only_formats_with_a_longer_window_of_v_have_the_third_segment():
+    longer = dataclasses.replace(FORMATS["k4v4"], window_v=128)
+    same = dataclasses.replace(longer, window_k=128)
+    found = [config.make_config(fmt, 128, "float16", 8) for fmt in (FORMATS["k4v4"], same, longer)]
+    assert [cfg.third_segment for cfg in found] == [False, False, True]
+    assert config.expected_counts(found[2])["HMMA"] > config.expected_counts(found[0])["HMMA"]
+
+
+def test_query_columns_are_the_accumulators_columns():
+    for blocks in (1, 2):
+        rows = {(t, column): query.column_row(t, column) for t in range(4) for column in range(2 * blocks)}
+        assert sorted(rows.values()) == list(range(8 * blocks))
+        assert all(row == 8 * (column // 2) + 2 * t + column % 2 for (t, column), row in rows.items())
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("rows", (8, 16))
+@pytest.mark.parametrize("name", (*NAMES, "k8v8-g32-vg32", "k8tv8-g32-vg32"))
+def test_shared_memory_plan(name, rows, head_dim, monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    cfg = config.make_config(FORMATS[name], head_dim, "float16", rows)
+    assert cfg.warps >= 4 and cfg.slots >= config.MIN_SLOTS
+    assert cfg.smem_bytes <= config.SMEM_LIMIT
+    assert decode.RegisterSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes
+    with pytest.raises(ValueError, match="shared memory"):
+        dataclasses.replace(cfg, slots=64).check()
+    with pytest.raises(ValueError, match="16-bit unit"):
+        dataclasses.replace(cfg, slots=0).check()
+
+
+def test_unsupported_calls_say_why():
+    with pytest.raises(ValueError, match="rows: got 12"):
+        decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="register", rows=12)
+    with pytest.raises(ValueError, match="path: got 'wgmma'"):
+        decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="wgmma")
+    later = dataclasses.replace(FORMATS["k4v4"], window_v=128)
+    assert "window" in PATHS["tile"].missing(later, 128, torch.float16, 8, 1)[0]
+    assert not PATHS["register"].missing(later, 128, torch.float16, 8, 1)
+    assert not PATHS["register"].missing(FORMATS["k1tv8-g32-vg64-bf16"], 64, torch.bfloat16, 16, 1)
