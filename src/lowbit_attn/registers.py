@@ -41,8 +41,8 @@ def pow2_bits(exponent):
     return (exponent + FP32_BIAS) << FP32_MANTISSA_BITS
 
 
-# exponents that do not follow the data: wide enough for |q| < 8, scales <= 1 and |zero-points| < 128
-FIXED_QUERY_EXPONENT, FIXED_SCALE_EXPONENT, FIXED_ZERO_EXPONENT, FIXED_VALUE_EXPONENT = -3, 0, 8, 0
+# exponents that do not follow the data: wide enough for |q| < 8, scales <= 4 and |zero-points| < 128
+FIXED_QUERY_EXPONENT, FIXED_SCALE_EXPONENT, FIXED_ZERO_EXPONENT, FIXED_VALUE_EXPONENT = -3, -2, 8, -2
 
 
 @dataclass(frozen=True)
