@@ -5,9 +5,11 @@ from collections import Counter
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 import lowbit_attn
-from lowbit_attn import compile, kernels, loader, sass, toolchain
+from lowbit_attn import build, compile, kernels, loader, sass, toolchain
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.sass import KernelSass
 
@@ -15,7 +17,7 @@ SHIPPED = [key for arch in kernels.ARCH_TARGETS for key in kernels.shipped(arch)
 
 
 def built(key: KernelKey) -> bool:
-    return compile.library_path(key).exists() and str(key) in compile.manifest()
+    return compile.so_path(key).exists() and str(key) in compile.manifest()
 
 
 def test_names_are_unique_and_every_target_decodes():
@@ -62,7 +64,7 @@ def test_a_stale_kernel_is_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("LOWBIT_ATTN_NO_JIT", "1")
     key = KernelKey("combine", "ampere", "sm_80", "float16", 64)
-    path = compile.library_path(key)
+    path = compile.so_path(key)
     path.parent.mkdir(parents=True)
     path.touch()
     (tmp_path / "kernels" / "manifest.json").write_text(json.dumps({str(key): {"fingerprint": "old", "function": "f"}}))
@@ -75,6 +77,23 @@ def test_missing_tool_names_the_remedy(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(toolchain.ToolMissingError, match="pip install 'nvidia-cuda-nvcc==13.0"):
         toolchain.find_tool("nvcc")
+
+
+def test_without_nvcc_the_build_says_so_and_skips(monkeypatch, tmp_path):
+    def find_tool(name):
+        if name == "nvcc":
+            raise toolchain.ToolMissingError(f"nvcc not found; {toolchain.NVCC_REMEDY}")
+        return name
+
+    monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(toolchain, "find_tool", find_tool)
+    app = typer.Typer()
+    app.command()(build.main)
+    answer = CliRunner().invoke(app, ["--arch", "ampere"])
+    assert answer.exit_code == 0, answer.output
+    shown = " ".join(answer.output.split())
+    assert f"{len(kernels.shipped('ampere'))} TileLang kernels skipped" in shown and "pip install" in shown
+    assert not compile.manifest()
 
 
 @pytest.mark.parametrize("key", SHIPPED, ids=str)

@@ -33,14 +33,16 @@ def main(
     keys = [key for name in arch for key in kernels.shipped(name)]
     keys += [key for name in arch for key in kernels.baselines(name) if perf]
     keys += [key for name in arch for key in gpu_matrix.keys(name) if matrix and key not in keys]
-    for tool in ("nvcc", "gcc", "nvdisasm", "cuobjdump"):
-        try:
-            toolchain.find_tool(tool)
-        except toolchain.ToolMissingError as error:
-            console.print(f"[red]nothing built: {error}[/red]")
-            raise typer.Exit(2) from None
+    for tool in ("gcc", "nvdisasm", "cuobjdump"):
+        if missing := _missing(tool):
+            console.print(f"nothing built: {missing}", style="red", markup=False)
+            raise typer.Exit(2)
+    if missing := _missing("nvcc"):
+        skipped = [key for key in keys if kernels.needs_nvcc(key)]
+        keys = [key for key in keys if key not in skipped]
+        console.print(f"{len(skipped)} TileLang kernels skipped: {missing}", style="yellow", markup=False)
     built = compile.manifest()
-    wanted = [k for k in keys if force or not compile.library_path(k).exists() or str(k) not in built]
+    wanted = [k for k in keys if force or not compile.so_path(k).exists() or str(k) not in built]
     failed = {}
     for key, error in build_all(wanted, jobs):
         if error:
@@ -50,6 +52,15 @@ def main(
     console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()}, "
                   f"{len(wanted) - len(failed)} of them built now; {len(failed)} failed")
     raise typer.Exit(bool(failed))
+
+
+def _missing(tool: str) -> str:
+    """What to do about a tool that is not installed; empty if it is."""
+    try:
+        toolchain.find_tool(tool)
+    except toolchain.ToolMissingError as error:
+        return str(error)
+    return ""
 
 
 def _table(keys: list[KernelKey]) -> Table:

@@ -50,14 +50,14 @@ def fingerprint(arch: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def library_path(key: KernelKey) -> Path:
+def so_path(key: KernelKey) -> Path:
     return cache_dir() / fingerprint(key.arch) / key.target / f"{key.name}.so"
 
 
 def build(key: KernelKey) -> dict:
-    """Compile one kernel into library_path(key), check it, and enter it into the manifest; returns its entry."""
+    """Compile one kernel into so_path(key), check it, and enter it into the manifest; returns its entry."""
     started = time.time()
-    path = library_path(key)
+    path = so_path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         program = kernels.trace(key)
@@ -159,7 +159,7 @@ def _build_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
 
 
 def _param_kinds(source: str, kernel_name: str) -> str:
-    signature = re.search(rf"__global__ void (?:__launch_bounds__\([^)]*\) )?{kernel_name}\(([^)]*)\)", source).group(1)
+    signature = re.search(rf" {kernel_name}\(([^)]*)\);", source).group(1)  # the kernel's forward declaration
     kinds = (("*", "p"), ("int64", "l"), ("int", "i"), ("", "f"))
     return "".join(next(kind for text, kind in kinds if text in p) for p in signature.split(","))
 

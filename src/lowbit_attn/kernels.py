@@ -92,6 +92,11 @@ def trace(key: KernelKey):
     return quantize.dequantize_kernel(side, offset, key.head_dim)
 
 
+def needs_nvcc(key: KernelKey) -> bool:
+    """Whether a kernel is TileLang's, which compiles with nvcc; CuTe-DSL brings its own compiler."""
+    return not (key.op == "decode" and key.arch == "hopper")
+
+
 def checks(key: KernelKey) -> Checks:
     """The static checks of a kernel, declared beside its source."""
     if key.op == "decode":

@@ -16,7 +16,7 @@ class KernelNotBuiltError(RuntimeError):
 @cache
 def load(key: KernelKey) -> Callable:
     """The kernel as a function of torch tensors (outputs passed in, current stream)."""
-    path = compile.library_path(key)
+    path = compile.so_path(key)
     entry = compile.manifest().get(str(key))
     if not path.exists() or entry is None or entry["fingerprint"] != compile.fingerprint(key.arch):
         if os.environ.get("LOWBIT_ATTN_NO_JIT"):
