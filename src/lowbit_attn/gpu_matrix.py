@@ -52,6 +52,8 @@ REGISTER = tuple(MatrixKernel(*kernel) for kernel in (
     # groups
     ("k4v4-g32", F16, 128, 8), ("k2v2-g64-vg32", F16, 64, 8), ("k4v4-vg64", F16, 128, 16),
     ("k4tv4-g32-vg64", F16, 128, 8), ("k2tv2-g64", BF16, 128, 8), ("k1v8-g32-vg32", F16, 64, 8),
+    # the largest register demand: 16 rows beside several groups of K
+    ("k4v4-g32", F16, 128, 16), ("k4tv4-g32-vg64", BF16, 128, 16), ("k2tv2-g64-vg64", F16, 128, 16),
     # bf16 metadata
     ("k4v4-bf16", BF16, 128, 8), ("k2v2-g32-bf16", BF16, 64, 8), ("k4tv4-g64-vg32-bf16", BF16, 128, 8),
     ("k8v2-bf16", F16, 128, 8),
