@@ -172,6 +172,9 @@ def test_queries(cache, name):
     ("lse", torch.full((2, 4, 2), 7.0).half(), TypeError, ("float16", "float32")),
     ("num_splits", 0, ValueError, ("0", "1 or more")),
     ("num_splits", -2, ValueError, ("-2", "1 or more")),
+    ("softmax_scale", 0.0, ValueError, ("0.0", "positive")),
+    ("softmax_scale", -1.0, ValueError, ("-1.0", "positive")),
+    ("softmax_scale", float("nan"), ValueError, ("nan", "positive")),
 ], ids=str)
 def test_outputs_and_options(cache, name, value, error, words):
     buffers = dict(out=torch.full((2, 2, 4, DIM), 7.0).half(), lse=torch.full((2, 4, 2), 7.0))

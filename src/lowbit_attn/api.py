@@ -23,7 +23,7 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
         q: [batch, q_len, num_heads, head_dim] in the cache's dtype (or fp32 on the CPU); row b attends to
             row b of the cache, and query j to positions <= seqlen - q_len + j.
         cache: KVCache with max_batch >= batch.
-        softmax_scale: default head_dim ** -0.5.
+        softmax_scale: positive; default head_dim ** -0.5.
         out: output buffer of q's shape and dtype; lse: fp32 [batch, num_heads, q_len].
         num_splits: CTAs that share one sequence's tokens; default: the dispatcher's pick.
         path: "reference" (any device), or a kernel path by name; default: the dispatcher's pick.
@@ -49,6 +49,8 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
     check_tensor("out", out, q.shape, (q.dtype,), cache.device)
     lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32) if lse is None else lse
     check_tensor("lse", lse, (batch, num_heads, q_len), (torch.float32,), cache.device)
+    if softmax_scale is not None and not 0 < softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale: got {softmax_scale}, supported: positive and finite")
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits: got {num_splits}, supported: 1 or more")
     dispatch.decode(q, cache, out, lse, softmax_scale, num_splits, path)
