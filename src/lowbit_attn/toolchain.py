@@ -31,11 +31,6 @@ def find_tool(name: str) -> str:
     raise ToolMissingError(f"{name} not found; {REMEDIES.get(name, f'install {name}')}")
 
 
-def cuda_home() -> Path:
-    """Root of the CUDA toolkit (or pip's cu13 folder) whose nvcc is used."""
-    return Path(find_tool("nvcc")).resolve().parent.parent
-
-
 def site_file(relative: str) -> Path | None:
     """A file of an installed package by its path below the import folders, without importing the package."""
     return next((path for entry in sys.path if (path := Path(entry or ".") / relative).is_file()), None)
@@ -55,10 +50,6 @@ def dsl_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def has_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def _tool_folders():
