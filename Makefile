@@ -4,10 +4,11 @@ VENV := $(or $(VIRTUAL_ENV),.venv)
 PY := $(VENV)/bin/python
 QUICK ?=
 SEED ?= 0
+N ?= 0
 CASE ?= first
 comma := ,
 
-.PHONY: demo test lint hopper ampere gpu-tests perf
+.PHONY: demo test lint hopper ampere gpu-kernels gpu-tests gpu-sanitize perf
 
 $(PY):
 	$(PYTHON) -m venv --system-site-packages $(VENV)
@@ -37,8 +38,16 @@ hopper ampere: | $(PY)
 	$(call need,tilelang$(comma) cutlass,kernels,both tile DSLs (about 300 MB))
 	$(PY) -m lowbit_attn.build --arch $@
 
+# N=0: the fast subset; else N decode calls drawn by SEED. gpu-kernels needs no GPU: build there, test where one is.
+gpu-kernels: | $(PY)
+	$(call need,tilelang$(comma) cutlass,kernels,both tile DSLs (about 300 MB))
+	$(PY) -m lowbit_attn.build --arch hopper --arch ampere --tests --seed $(SEED) --cases $(N)
+
 gpu-tests: | $(PY)
-	$(PY) perf/gpu_tests.py --seed $(SEED)
+	$(PY) perf/gpu_tests.py --seed $(SEED) --cases $(N)
+
+gpu-sanitize: | $(PY)
+	$(PY) perf/sanitize.py
 
 perf: | $(PY)
 	$(PY) perf/bench.py --preset $(CASE)

@@ -1,5 +1,7 @@
 """Codes and metadata in registers: what the K and the V side of the register path share."""
 
+from math import gcd
+
 import tilelang.language as T
 
 from lowbit_attn import layout, registers
@@ -46,7 +48,7 @@ def multiply_codes(config, piece, ring, slot, lane, work, column_tile, first, co
     step_of(row tile): the step of B (less the column) that a row tile is multiplied with.
     """
     words = layout.words_per_lane(TILE * count, TILE, piece.bits)
-    load = min(BLOCK, words)
+    load = gcd(BLOCK, words)  # a run starts at a multiple of its own length
     per_word = layout.tiles_per_word(piece.bits)
     steps = registers.unpack_steps(piece.bits)
     for c in T.unroll(words // load):
@@ -86,9 +88,10 @@ def code_power(piece, row_tile, element):
 def largest_half(ring, slot, access, words, lane, low_only, out):
     """out[0]: the largest 15-bit pattern of the halves (low_only: of the low ones) of ``words`` words; in all lanes."""
     out[0] = 0
-    for i in T.unroll(words // LANES):
+    for i in T.unroll(-(-words // LANES)):
         word = T.alloc_var("int32")
-        word = T.cast(ring[slot, access + (lane + i * LANES) // BLOCK, lane % BLOCK], "int32")
+        at = T.min(lane + i * LANES, words - 1)  # the last round of some lanes: the last word again
+        word = T.cast(ring[slot, access + at // BLOCK, at % BLOCK], "int32")
         out[0] = T.max(out[0], word & 0x7FFF)
         if not low_only:
             out[0] = T.max(out[0], T.shift_right(word, 16) & 0x7FFF)

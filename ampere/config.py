@@ -5,23 +5,28 @@ from dataclasses import dataclass
 from lowbit_attn import layout
 from lowbit_attn.formats import Format
 from lowbit_attn.formats.uniform import PerChannel, PerToken
-from lowbit_attn.kernels import SMEM_LIMIT_BYTES, Checks
+from lowbit_attn.kernels import FEATURES, ROWS, SMEM_LIMIT_BYTES, Checks
 from lowbit_attn.registers import Options
 
 # (warps, ring slots of each), best first: the first that fits is taken. More warps hide the latency of the multiplies,
-# more slots that of memory; two slots are the least that overlaps loading with arithmetic.
-SHAPES = ((8, 3), (8, 2), (4, 3), (4, 2), (2, 3), (2, 2))
+# more slots that of memory; two slots are the least that overlaps loading with arithmetic. One warp is slow: it is
+# there for 8-bit codes at head_dim 256 on sm_89.
+SHAPES = ((8, 3), (8, 2), (4, 3), (4, 2), (2, 3), (2, 2), (1, 3), (1, 2))
+SHARED_SLOTS = (4, 3, 2)  # of the one ring of a block whose warps share their pages
 
 LANES = layout.LANES
 ACCESS_BYTES = 16  # one cp.async, one LDS.128, one row of an ldmatrix
 HALF_BYTES = 2
+TILE_COPIES = 16  # copies that a thread makes of a tile of 16-bit tokens: the addresses of more take too many registers
 MMA_N = 8  # query rows of one m16n8k16: its N side
-ROWS = (8, 16)  # query rows of one KV head that a kernel serves at most: one or two multiplies for each A fragment
+WARP_ROWS = 16  # query rows that a warp holds at most: one or two multiplies for each A fragment
 TILE = layout.TILE
 SIDE_K, SIDE_V = 0, 1
 ROW_PAD = 4  # floats between rows of the merge buffer: eight lanes in a row and four rows apart hit 32 banks
 PATH_NAMES = ("register", "tile")
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128, 256)
+TILE_HEAD_DIMS = (64, 128)  # of the tile path
+WIDE = 256  # from this head_dim on, O of 8 rows fills a warp's registers
 DTYPES = ("float16", "bfloat16")
 
 
@@ -71,13 +76,14 @@ class DecodeConfig:
     head_dim: int
     dtype: str  # of q and of 16-bit tokens
     path: str
-    rows: int
+    rows: int  # query rows of one KV head that a block serves at most
     warps: int
     slots: int
     k: Piece
     v: Piece
     third_segment: bool = False  # tokens whose K is packed and whose V is still in 16 bit
     options: Options = Options()  # register path only
+    features: tuple[str, ...] = ()  # those of kernels.FEATURES it has
 
     @property
     def pieces(self) -> tuple[Piece, Piece]:
@@ -88,9 +94,41 @@ class DecodeConfig:
         return self.warps * LANES
 
     @property
+    def warp_rows(self) -> int:
+        """Query rows of a warp."""
+        return warp_rows(self.head_dim, self.rows)
+
+    @property
+    def row_groups(self) -> int:
+        """Sets of query rows in a block: 1, which all warps have and merge, or one for each warp."""
+        return self.rows // self.warp_rows
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether all warps walk the same pages through one ring, each with rows of its own; else each has its own."""
+        return self.row_groups > 1
+
+    @property
+    def rings(self) -> int:
+        return 1 if self.shares_pages else self.warps
+
+    @property
+    def ring_threads(self) -> int:
+        """Threads that fill a ring."""
+        return self.threads // self.rings
+
+    @property
+    def softcap(self) -> bool:
+        return "softcap" in self.features
+
+    @property
+    def window(self) -> bool:
+        return "window" in self.features
+
+    @property
     def columns(self) -> int:
         """Multiplies of 8 query rows that share an A fragment."""
-        return self.rows // MMA_N
+        return self.warp_rows // MMA_N
 
     @property
     def row_values(self) -> int:
@@ -108,7 +146,7 @@ class DecodeConfig:
     @property
     def shared_bytes(self) -> int:
         query = self.rows * self.head_dim * HALF_BYTES if self.path == "register" else 0
-        return self.warps * self.slots * self.slot_accesses * ACCESS_BYTES + query
+        return self.rings * self.slots * self.slot_accesses * ACCESS_BYTES + query
 
     @property
     def row_accesses(self) -> int:
@@ -118,7 +156,14 @@ class DecodeConfig:
     @property
     def tile16_tokens(self) -> int:
         """Tokens of one tile of 16-bit data: its K fills one ring slot at most, its V the next."""
-        return 2 * TILE if 2 * TILE * self.row_accesses <= self.slot_accesses else TILE
+        accesses = 2 * TILE * self.row_accesses
+        fits = accesses <= self.slot_accesses and accesses <= TILE_COPIES * self.ring_threads
+        return 2 * TILE if fits else TILE
+
+    @property
+    def token_buffers(self) -> int:
+        """Tiles of 16-bit tokens in flight, a pair of slots each: a shared ring has no other warps to hide latency."""
+        return min(2, self.slots // 2) if self.shares_pages else 1
 
     @property
     def merge_row(self) -> int:
@@ -136,40 +181,61 @@ class DecodeConfig:
         return self.columns > 1 and self.head_dim > 64 and self.k.groups > 1
 
     @property
-    def warp_floats(self) -> int:
+    def ring_floats(self) -> int:
         return self.slots * self.slot_accesses * ACCESS_BYTES // 4
 
 
 def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str, rows: int,
-                  without: tuple[str, ...] = ()) -> DecodeConfig:
+                  without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> DecodeConfig:
     """The configuration of one kernel, or ValueError with what was asked for and what is supported."""
     for name, value, supported in (("target", target, tuple(SMEM_LIMIT_BYTES)), ("head_dim", head_dim, HEAD_DIMS),
-                                   ("dtype", dtype, DTYPES), ("path", path, PATH_NAMES), ("rows", rows, ROWS)):
+                                   ("dtype", dtype, DTYPES), ("path", path, PATH_NAMES),
+                                   ("rows", rows, rows_of(head_dim)), *(("features", f, FEATURES) for f in features)):
         if value not in supported:
-            raise ValueError(f"{name}: got {value!r}, supported: {', '.join(map(str, supported))}")
+            at = f" at head_dim {head_dim}" if name == "rows" else ""
+            raise ValueError(f"{name}: got {value!r}, supported{at}: {', '.join(map(str, supported))}")
     k, v = _pieces(fmt, head_dim)
     if path == "tile":
-        _check_tile(fmt, dtype, rows, k, v)
+        _check_tile(fmt, head_dim, dtype, rows, k, v)
     third = fmt.window_k != fmt.window_v
-    configs = [DecodeConfig(target, head_dim, dtype, path, rows, warps, slots, k, v, third, Options.without(without))
-               for warps, slots in SHAPES]
+    configs = [DecodeConfig(target, head_dim, dtype, path, *shape, k, v, third, Options.without(without),
+                            tuple(features)) for shape in _shapes(head_dim, rows)]
     limit = SMEM_LIMIT_BYTES[target]
     for config in configs:
-        # a warp's ring also holds, at the end, the warp's O
-        if config.shared_bytes <= limit and config.merge_floats <= config.warp_floats:
+        # a warp's own ring also holds, at the end, the warp's O
+        if config.shared_bytes <= limit and (config.shares_pages or config.merge_floats <= config.ring_floats):
             return config
     least = configs[-1]
     raise ValueError(f"format {fmt}, head_dim {head_dim}: {least.warps} warps with {least.slots} slots need "
                      f"{least.shared_bytes} B of shared memory, {target} has {limit} B a block")
 
 
-def _check_tile(fmt: Format, dtype: str, rows: int, k: Piece, v: Piece) -> None:
+def rows_of(head_dim: int) -> tuple[int, ...]:
+    """Row counts that kernels of a head_dim exist for."""
+    return tuple(rows for rows in ROWS if head_dim < WIDE or rows != WARP_ROWS)
+
+
+def warp_rows(head_dim: int, rows: int) -> int:
+    """Query rows of a warp in a kernel of ``rows``."""
+    return min(rows, WARP_ROWS if head_dim < WIDE else MMA_N)
+
+
+def _shapes(head_dim: int, rows: int) -> tuple[tuple[int, int, int], ...]:
+    """(rows, warps, ring slots) of a block, best first; a block with a shared ring may halve its rows to fit."""
+    own = warp_rows(head_dim, rows)
+    if own == rows:
+        return tuple((rows, *shape) for shape in SHAPES)
+    return tuple((n, n // own, slots) for n in (rows, rows // 2) for slots in SHARED_SLOTS)
+
+
+def _check_tile(fmt: Format, head_dim: int, dtype: str, rows: int, k: Piece, v: Piece) -> None:
     missing = [f"{piece.bits}-bit {name} (supported: 4)" for name, piece in (("K", k), ("V", v)) if piece.bits != 4]
     missing += [f"{piece.groups} groups of {name} metadata (supported: 1)"
                 for name, piece in (("K", k), ("V", v)) if piece.groups != 1]
     missing += [f"{name} metadata in {piece.meta_dtype} (supported: float16)"
                 for name, piece in (("K", k), ("V", v)) if piece.meta_dtype != "float16"]
     missing += ["K per token (supported: per channel)"] * k.per_token
+    missing += [f"head_dim {head_dim} (supported: 64, 128)"] * (head_dim not in TILE_HEAD_DIMS)
     missing += [f"dtype {dtype} (supported: float16)"] * (dtype != "float16")
     missing += [f"{rows} rows (supported: {MMA_N})"] * (rows != MMA_N)
     missing += ["windows of K and V that differ"] * (fmt.window_k != fmt.window_v)
@@ -205,11 +271,11 @@ def _piece(planes, start: int, stop: int, rows: int, cols: int, side: PerChannel
 
 
 def checks(fmt: Format, head_dim: int, target: str, path: str, rows: int, dtype: str = "float16",
-           without: tuple[str, ...] = ()) -> Checks:
+           without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the decode kernel must show."""
     from lowbit_attn.ampere import decode, expected, pages  # they import this module
 
-    config = decode_config(fmt, head_dim, dtype, target, path, rows, without)
+    config = decode_config(fmt, head_dim, dtype, target, path, rows, without, features)
     forbid = () if config.may_spill else decode.SASS_FORBID
     return Checks(pages.STEPS[path].SASS_NEED, forbid, tuple(expected.expected_static(config).items()),
                   config.shared_bytes)

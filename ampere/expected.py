@@ -3,14 +3,15 @@
 The code of a page is straight-line and appears once in the SASS, so static counts (``expected_static``) are those of
 one packed page and warp (``per_page``) plus what stands outside the page loop: the copies of the first ``slots`` parts,
 one tile of 16-bit tokens, the pages whose V is in 16 bit, and the merge. Integer instructions of addresses, masks and
-guards are not predicted: LOP3 comes out up to half as much again.
+guards are not predicted: LOP3 comes out up to half as much again. Softcap and window are not counted either.
 """
 
 from collections import Counter
+from math import gcd
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import dequant
-from lowbit_attn.ampere.config import LANES, TILE, DecodeConfig, Piece
+from lowbit_attn.ampere import dequant, load
+from lowbit_attn.ampere.config import LANES, TILE, DecodeConfig
 
 TOKEN_TILES = layout.PAGE_TOKENS // TILE
 REGISTERS = 4  # of an A fragment: one LOP3 each
@@ -21,8 +22,14 @@ def per_page(config: DecodeConfig) -> dict[str, int]:
     return _tile_page(config) if config.path == "tile" else _register_page(config)
 
 
-def _copies(piece: Piece) -> int:
-    return -(-piece.accesses // LANES)
+def _copies(config: DecodeConfig, accesses: int) -> int:
+    """Copies of 16 bytes that each thread of a ring makes."""
+    return -(-accesses // config.ring_threads)
+
+
+def _code_loads(words: int) -> int:
+    """Shared loads of a run of a lane's words: of as many as the run's start is aligned to."""
+    return words // gcd(layout.BLOCK_WORDS, words)
 
 
 def _register_page(config: DecodeConfig) -> dict[str, int]:
@@ -30,8 +37,8 @@ def _register_page(config: DecodeConfig) -> dict[str, int]:
     tiles = k.row_tiles * k.column_tiles + v.row_tiles * v.column_tiles
     k_run = layout.BLOCK_WORDS if k.per_token else k.row_tiles  # row tiles of a column tile multiplied in one go
     words_k, words_v = layout.words_per_lane(TILE * k_run, TILE, k.bits), v.column_words
-    loads = k.column_tiles * (k.row_tiles // k_run) * -(-words_k // layout.BLOCK_WORDS)
-    loads += v.column_tiles * -(-words_v // layout.BLOCK_WORDS)
+    loads = k.column_tiles * (k.row_tiles // k_run) * _code_loads(words_k)
+    loads += v.column_tiles * _code_loads(words_v)
     loads += k.column_tiles * (k.row_tiles // k_run)  # q'
     loads += TOKEN_TILES * v.groups + v.groups * layout.PAGE_TOKENS // LANES  # (scale, zero) pairs; their largest scale
     multiplies, largest = n * tiles, 1
@@ -41,9 +48,10 @@ def _register_page(config: DecodeConfig) -> dict[str, int]:
         both = 1 if k.meta_dtype == "float16" else 2  # the zero-points' largest too
         largest += both * k.groups
         loads += k.column_tiles * (k.groups + 1 + (config.options.centring and k.groups > 1))
-        loads += both * k.groups * (config.head_dim // 2 // LANES)
+        loads += both * k.groups * -(-config.head_dim // 2 // LANES)
         multiplies += n * k.column_tiles * (1 + config.options.centring * k.groups)
-    return {"HMMA": multiplies, "LDS": loads, "LOP3": REGISTERS * tiles, "LDGSTS": _copies(k) + _copies(v),
+    return {"HMMA": multiplies, "LDS": loads, "LOP3": REGISTERS * tiles,
+            "LDGSTS": _copies(config, k.accesses) + _copies(config, v.accesses),
             "MOVM": 2 * TOKEN_TILES * v.groups * n, "REDUX": largest if config.options.exponents else 0}
 
 
@@ -59,7 +67,7 @@ def _tile_page(config: DecodeConfig) -> dict[str, int]:
         "LOP3": REGISTERS * tiles,  # x & mask | magic, once a register
         "HADD2": lowest * tiles,  # registers whose codes sit in the lowest slot: 1024 + code needs only a subtraction
         "HFMA2": (2 * REGISTERS - lowest) * tiles,  # the other integers, and scale and zero-point of all
-        "LDGSTS": _copies(k) + _copies(v),
+        "LDGSTS": _copies(config, k.accesses) + _copies(config, v.accesses),
         "MOVM": 2 * TOKEN_TILES,
     }
 
@@ -68,19 +76,21 @@ def expected_static(config: DecodeConfig) -> dict[str, int]:
     """Static counts of a kernel's SASS."""
     tiles, n = config.tile16_tokens // TILE, config.columns
     fragments = 2 * tiles * config.o_tiles  # of K and V of one 16-bit tile
-    part_copies = [_copies(piece) for piece in config.pieces]
-    token_copies = 2 * 2 * config.tile16_tokens * config.row_accesses // LANES  # sinks and residual, K and V
+    part_copies = [_copies(config, piece.accesses) for piece in config.pieces]
+    tile_copies = _copies(config, config.tile16_tokens * config.row_accesses)
+    if config.third_segment and tile_copies > load.COPIES_AT_ONCE:  # a loop, and what is left over
+        tile_copies = load.COPIES_AT_ONCE + tile_copies % load.COPIES_AT_ONCE
     counts = Counter(per_page(config)) + Counter({
         "HMMA": n * fragments,
         "LDSM": fragments,
-        "LDS": 3 * config.warps,  # merge: maximum, sum, one channel of each warp
-        "LDGSTS": sum(part_copies[part % 2] for part in range(config.slots)) + token_copies,
+        "LDS": 0 if config.shares_pages else 3 * config.warps,  # merge: maximum, sum, one channel of each warp
+        "LDGSTS": sum(part_copies[part % 2] for part in range(config.slots)) + 4 * tile_copies,  # sinks, residual: K, V
         "MOVM": 2 * tiles * n,
     })
     if config.third_segment:
-        page = TOKEN_TILES * config.o_tiles
+        page = TOKEN_TILES * config.o_tiles  # V of a page: all its tiles are in the SASS
         counts += Counter({"HMMA": n * page, "LDSM": page, "MOVM": 2 * TOKEN_TILES * n,
-                           "LDGSTS": layout.PAGE_TOKENS * config.row_accesses // LANES})
+                           "LDGSTS": layout.PAGE_TOKENS // config.tile16_tokens * tile_copies})
     if config.path == "register" and config.k.per_token:
         counts["HMMA"] += n * config.o_tiles  # sums of q'
     return dict(counts)

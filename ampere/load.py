@@ -1,49 +1,61 @@
-"""cp.async copies into a warp's private ring: packed pieces of records, and tiles of 16-bit tokens.
+"""cp.async copies into a ring: packed pieces of records, and tiles of 16-bit tokens.
 
-Each lane copies 16 bytes at a time. A warp commits, waits and synchronises alone: no barrier of the block is needed,
-because no other warp ever touches its slots.
+Each thread copies 16 bytes at a time. A warp with a ring of its own commits, waits and synchronises alone: no other
+warp ever touches its slots. A ring that the block shares is filled by all its threads, which number themselves as one
+warp's lanes do (``member``) and meet at a barrier of the block (``meet``) wherever a lone warp meets itself.
 """
 
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.ampere.config import ACCESS_BYTES, HALF_BYTES, LANES
+from lowbit_attn.ampere.config import ACCESS_BYTES, HALF_BYTES
 
 UNIT_WORDS = layout.RECORD_ALIGN // layout.WORD_BYTES  # words in a unit of the pool
 ACCESS_WORDS = ACCESS_BYTES // layout.WORD_BYTES
-ROUND_WORDS = LANES * ACCESS_WORDS
 ACCESS_HALVES = ACCESS_BYTES // HALF_BYTES
+COPIES_AT_ONCE = 4  # of 16-bit tokens in kernels of formats with two windows, which have few registers for addresses
 
 
-def lane_word(record, first_unit, lane):
-    """First word of the pool that a lane copies of a part of the record at unit ``record``; round i is 128 words on."""
-    return (record + first_unit) * UNIT_WORDS + lane * ACCESS_WORDS
+def member_word(record, first_unit, member):
+    """First word of the pool that a thread copies of a part of the record at unit ``record``."""
+    return (record + first_unit) * UNIT_WORDS + member * ACCESS_WORDS
 
 
-def token_place(i, lane, row_accesses):
-    """(row of the tile, 16-byte access of the row) that a lane copies in round ``i``."""
-    return (i * LANES + lane) // row_accesses, (i * LANES + lane) % row_accesses
+def token_place(index, row_accesses):
+    """(row of the tile, 16-byte access of the row) of a copy of 16-bit tokens."""
+    return index // row_accesses, index % row_accesses
 
 
 def swizzled(row, access, row_accesses):
     """Where one 16-byte access of a row of 16-bit data sits in a slot.
 
-    Eight consecutive rows, which one phase of ldmatrix reads at the same column, fall into eight groups of banks.
+    Eight consecutive rows, which one phase of ldmatrix reads at the same column, fall into eight groups of banks. Rows
+    of 12 accesses (head_dim 96) start in two of them by turns, so four places within a group of four do.
     """
-    return row * row_accesses + (access ^ (row % 8))
+    return row * row_accesses + (access ^ (row % 8 if row_accesses % 8 == 0 else row // 2 % 4))
 
 
 @T.macro
-def issue_piece(piece, pool, record, ring, slot, lane):
+def meet(config):
+    """All threads that fill and read a ring."""
+    if config.shares_pages:
+        T.sync_threads()
+    else:
+        T.sync_warp()
+
+
+@T.macro
+def issue_piece(config, piece, pool, record, ring, slot, member):
     """Start copying the K or V part of the record at unit ``record`` of the pool into a ring slot."""
     word = T.alloc_var("int64")
-    word = lane_word(T.cast(record, "int64"), piece.first_unit, T.cast(lane, "int64"))
-    for i in T.unroll(piece.accesses // LANES):
-        issue_access(pool, word + i * ROUND_WORDS, ring, slot, i * LANES + lane)
-    if piece.accesses % LANES:
-        if lane < piece.accesses % LANES:
-            issue_access(pool, word + piece.accesses // LANES * ROUND_WORDS, ring, slot,
-                         piece.accesses // LANES * LANES + lane)
+    word = member_word(T.cast(record, "int64"), piece.first_unit, T.cast(member, "int64"))
+    threads = config.ring_threads
+    rounds = piece.accesses // threads
+    for i in T.unroll(rounds):
+        issue_access(pool, word + i * threads * ACCESS_WORDS, ring, slot, i * threads + member)
+    if piece.accesses % threads:
+        if member < piece.accesses % threads:
+            issue_access(pool, word + rounds * threads * ACCESS_WORDS, ring, slot, rounds * threads + member)
 
 
 @T.macro
@@ -53,15 +65,24 @@ def issue_access(pool, word, ring, slot, access):
 
 
 @T.macro
-def issue_tokens(config, source, seq, head, first, live, ring_h, slot, lane):
-    """Start copying one tile of 16-bit tokens, rows first .. of source [batch, heads, rows, head_dim].
+def issue_tokens(config, source, seq, head, first, live, ring_h, slot, member):
+    """Start copying one tile of 16-bit tokens, rows first .. of source [batch, heads, rows, head_dim]."""
+    threads = config.ring_threads
+    accesses = config.tile16_tokens * config.row_accesses
+    unrolled = {"pragma_unroll_factor": COPIES_AT_ONCE} if config.third_segment else None
+    for i in T.unroll(accesses // threads, annotations=unrolled):
+        issue_token_access(config, source, seq, head, first, live, ring_h, slot, i * threads + member)
+    if accesses % threads:
+        if member < accesses % threads:
+            issue_token_access(config, source, seq, head, first, live, ring_h, slot,
+                               accesses // threads * threads + member)
 
-    Rows from ``live`` on are filled with zeros and not read: their memory may hold NaN, and 0 * NaN is NaN.
-    """
-    per_row = config.row_accesses
-    for i in T.unroll(config.tile16_tokens * per_row // LANES):
-        row, access = token_place(i, lane, per_row)
-        T.ptx_cp_async(
-            T.access_ptr(ring_h[slot, swizzled(row, access, per_row), 0], "w", ACCESS_HALVES),
-            T.access_ptr(source[seq, head, first + T.min(row, live - 1), access * ACCESS_HALVES], "r", ACCESS_HALVES),
-            ACCESS_HALVES, row < live)
+
+@T.macro
+def issue_token_access(config, source, seq, head, first, live, ring_h, slot, index):
+    """16 bytes. Rows from ``live`` on are filled with zeros and not read: they may hold NaN, and 0 * NaN is NaN."""
+    row, access = token_place(index, config.row_accesses)
+    T.ptx_cp_async(
+        T.access_ptr(ring_h[slot, swizzled(row, access, config.row_accesses), 0], "w", ACCESS_HALVES),
+        T.access_ptr(source[seq, head, first + T.min(row, live - 1), access * ACCESS_HALVES], "r", ACCESS_HALVES),
+        ACCESS_HALVES, row < live)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn import layout
+from lowbit_attn.ampere import queries
 from lowbit_attn.ampere.config import DecodeConfig
 from lowbit_attn.ampere.load import swizzled
 
@@ -69,17 +70,20 @@ def multiply(dtype, a, b, step, acc, tile):
 
 
 @T.macro
-def load_query(config, q, seq, first_head, ratio, lane, rows):
-    """Q^T as B operand: lane 4g + t holds rows 8n + g, channels 2t, 2t + 1, + 8; rows beyond the group are zero."""
+def load_query(config, q, rows, lane, b):
+    """Q^T as B operand: lane 4g + t holds rows 8n + g, channels 2t, 2t + 1, + 8; rows beyond the last are zero."""
+    query, head = T.alloc_var("int32"), T.alloc_var("int32")
     for i in T.unroll(2 * config.o_tiles * config.columns):
         for v in T.vectorized(2):
-            rows[2 * i + v] = T.cast(0, config.dtype)
+            b[2 * i + v] = T.cast(0, config.dtype)
     for column in T.unroll(config.columns):
-        if 8 * column + lane // 4 < ratio:
+        if 8 * column + lane // 4 < rows.count:
+            query = queries.query(rows, 8 * column + lane // 4)
+            head = queries.head(rows, 8 * column + lane // 4)
             for i in T.unroll(2 * config.o_tiles):
                 for v in T.vectorized(2):
-                    rows[4 * (i // 2 * config.columns + column) + 2 * (i % 2) + v] = q[
-                        seq, first_head + 8 * column + lane // 4, 8 * i + 2 * (lane % 4) + v]
+                    b[4 * (i // 2 * config.columns + column) + 2 * (i % 2) + v] = q[
+                        rows.seq, query, head, 8 * i + 2 * (lane % 4) + v]
 
 
 @T.macro

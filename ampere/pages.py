@@ -1,4 +1,4 @@
-"""The packed pages of a split: a warp walks its own, each through its ring of record parts.
+"""The packed pages of a split: a warp walks its own, each through its ring of record parts, or all warps walk all.
 
 Parts are numbered 2*page + side in the order of use; part n sits in slot n % slots and is replaced there by part
 n + slots. ``ahead`` holds the pool addresses of the pages that this reaches, read an iteration early.
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import load, mma, register, softmax, tile
+from lowbit_attn.ampere import load, mma, queries, register, softmax, tile
 from lowbit_attn.ampere.config import SIDE_K, SIDE_V, static
 
 STEPS = {"register": register, "tile": tile}
@@ -26,15 +26,19 @@ class Pool(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Pages first .. last - 1 of a sequence; third, a run-time flag or None: their V is still in 16 bit, in ring_v."""
+    """Pages first .. last - 1 of a sequence; third, a run-time flag or None: their V is still in 16 bit."""
 
     first: Any
     last: Any
     third: Any
-    ring_v: Any
-    seq: Any
-    head: Any
-    ring_tokens: Any
+    state: Any  # tokens.Tokens
+
+
+class Scales(NamedTuple):
+    """What makes logits in base 2 of products."""
+
+    softmax_log2: Any
+    softcap_log2: Any
 
 
 def record_address(pages: Pool, page):
@@ -43,87 +47,109 @@ def record_address(pages: Pool, page):
 
 
 @T.macro
-def refill(config, pages, ahead, i, mine, side, ring, slot, lane):
+def refill(config, pages, ahead, i, mine, side, ring, slot, member):
     """Into a slot that was just read: the part that follows ``slots`` parts on."""
     follower = side + config.slots
     if i + follower // 2 < mine:
-        load.issue_piece(config.pieces[follower % 2], pages.pool, ahead[follower // 2], ring.words, slot, lane)
+        load.issue_piece(config, config.pieces[follower % 2], pages.pool, ahead[follower // 2], ring.words, slot,
+                         member)
     T.ptx_commit_group()
 
 
 @T.macro
-def values_16bit(config, work_range, page, ring, slot, lane, ops, acc_o):
+def values_16bit(config, state, rows, page, ring, slot, member, lane, ops, acc_o):
     """O^T += V^T P^T over the 128 tokens of a page whose V is in ring_v; the part in ``slot`` is overwritten.
 
     No tile wraps around the ring: pages start at multiples of 128, and the ring is a multiple of 64.
     """
     size = config.tile16_tokens
-    mma.probabilities(config, ops, config.k.row_tiles)
+    if queries.present(config, rows):
+        mma.probabilities(config, ops, config.k.row_tiles)
     for chunk in T.unroll(layout.PAGE_TOKENS // size):
-        T.sync_warp()
-        at = T.truncmod(page * layout.PAGE_TOKENS + chunk * size, work_range.ring_tokens)
-        load.issue_tokens(config, work_range.ring_v, work_range.seq, work_range.head, at, size, ring.halves, slot, lane)
+        load.meet(config)
+        at = T.truncmod(page * layout.PAGE_TOKENS + chunk * size, state.slots_v)
+        load.issue_tokens(config, state.ring_v, state.seq, state.head, at, size, ring.halves, slot, member)
         T.ptx_commit_group()
         T.ptx_wait_group(0)
-        T.sync_warp()
-        mma.tokens_pv(config, ring.halves, slot, lane, ops, chunk * (size // layout.TILE), acc_o)
+        load.meet(config)
+        if queries.present(config, rows):
+            mma.tokens_pv(config, ring.halves, slot, lane, ops, chunk * (size // layout.TILE), acc_o)
 
 
 @T.macro
-def walk(config, pages, work_range, ring, warp, lane, regs, ops, work, softmax_scale_log2):
-    """All pages first + warp, first + warp + warps, ... of the range."""
+def logits(config, work_range, page, rows, ring, slot, lane, ops, work, scales):
+    """Logits of a packed page in ops.acc_s, with what the kernel's features do to them."""
+    STEPS[config.path].scores(config, ring.words, slot, lane, work, ops, scales.softmax_log2)
+    if config.softcap:
+        softmax.cap_scores(config, ops.acc_s, config.k.row_tiles, scales.softcap_log2)
+    if config.window:
+        queries.mask_page(config, rows, work_range.state.num_sink + page * layout.PAGE_TOKENS, ops.acc_s, lane)
+
+
+@T.macro
+def probabilities(config, work_range, ring, slot, lane, regs, ops, work):
+    """Logits -> probabilities in ops.acc_s; E follows the V part in ``slot`` where there is one."""
+    o_factor, moved = T.alloc_local((1,), "float32"), T.alloc_local((1,), "int32")
+    o_factor[0] = T.float32(1.0)
+    moved[0] = 0
+    if work_range.third is None or work_range.third == 0:
+        STEPS[config.path].lower_exponent(config, ring.words, slot, lane, work, o_factor, moved)
+    softmax.online_softmax(config, ops.acc_s, config.k.row_tiles, regs, o_factor[0], moved[0], work.z,
+                           0 if work.z is None else config.v.groups)
+
+
+@T.macro
+def walk(config, pages, work_range, rows, ring, walker, member, lane, regs, ops, work, scales):
+    """All pages first + walker, first + walker + rings, ... of the range.
+
+    walker: the warp, or 0 for all warps of a block that shares its pages; member: the thread's number among those of
+    the ring. Trip counts are then the same in all warps, which every barrier (load.meet) needs.
+    """
     steps = STEPS[config.path]
     first, last = work_range.first, work_range.last
     reach = (config.slots + 1) // 2
     mine = T.alloc_var("int32")
-    mine = T.truncdiv(last - first - warp + (config.warps - 1), config.warps)
+    mine = T.truncdiv(last - first - walker + (config.rings - 1), config.rings)
     begin = T.alloc_var("int32")
-    begin = first + warp
+    begin = first + walker
     slot = T.alloc_var("int32")
-    slot = warp * config.slots
+    slot = walker * config.slots
     ahead = T.alloc_local((reach + 2,), "int32")
-    o_factor, moved = T.alloc_local((1,), "float32"), T.alloc_local((1,), "int32")
     if mine > 0:
         for i in static(reach + 1):
-            ahead[i] = record_address(pages, T.min(begin + i * config.warps, last - 1))
+            ahead[i] = record_address(pages, T.min(begin + i * config.rings, last - 1))
         for part in static(config.slots):
             if part // 2 < mine:
-                load.issue_piece(config.pieces[part % 2], pages.pool, ahead[part // 2], ring.words, slot + part, lane)
+                load.issue_piece(config, config.pieces[part % 2], pages.pool, ahead[part // 2], ring.words, slot + part,
+                                 member)
             T.ptx_commit_group()
     for i in T.serial(mine):
-        ahead[reach + 1] = record_address(pages, T.min(begin + (i + reach + 1) * config.warps, last - 1))
+        ahead[reach + 1] = record_address(pages, T.min(begin + (i + reach + 1) * config.rings, last - 1))
         T.ptx_wait_group(config.slots - 1)
-        T.sync_warp()
-        steps.scores(config, ring.words, slot, lane, work, ops, softmax_scale_log2)
-        T.sync_warp()
-        refill(config, pages, ahead, i, mine, SIDE_K, ring, slot, lane)
-        slot = T.if_then_else(slot == warp * config.slots + (config.slots - 1), warp * config.slots, slot + 1)
+        load.meet(config)
+        if queries.present(config, rows):
+            logits(config, work_range, begin + i * config.rings, rows, ring, slot, lane, ops, work, scales)
+        load.meet(config)
+        refill(config, pages, ahead, i, mine, SIDE_K, ring, slot, member)
+        slot = T.if_then_else(slot == walker * config.slots + (config.slots - 1), walker * config.slots, slot + 1)
         if steps.VALUES_BEFORE_SOFTMAX:
             T.ptx_wait_group(config.slots - 1)
-            T.sync_warp()
-        o_factor[0] = T.float32(1.0)
-        moved[0] = 0
-        if work_range.third is None:
-            steps.lower_exponent(config, ring.words, slot, lane, work, o_factor, moved)
-        else:
-            if work_range.third == 0:
-                steps.lower_exponent(config, ring.words, slot, lane, work, o_factor, moved)
-        softmax.online_softmax(config, ops.acc_s, config.k.row_tiles, regs, o_factor[0], moved[0], work.z,
-                               0 if work.z is None else config.v.groups)
+            load.meet(config)
+        if queries.present(config, rows):
+            probabilities(config, work_range, ring, slot, lane, regs, ops, work)
         if not steps.VALUES_BEFORE_SOFTMAX:
             T.ptx_wait_group(config.slots - 1)
-            T.sync_warp()
-        if work_range.third is None:
-            steps.values(config, ring.words, slot, lane, work, ops, regs.acc_o)
-        else:
-            if work_range.third == 0:
+            load.meet(config)
+        if work_range.third is None or work_range.third == 0:
+            if queries.present(config, rows):
                 steps.values(config, ring.words, slot, lane, work, ops, regs.acc_o)
-            else:
-                values_16bit(config, work_range, begin + i * config.warps, ring, slot, lane, ops, regs.acc_o)
-        T.sync_warp()
-        refill(config, pages, ahead, i, mine, SIDE_V, ring, slot, lane)
-        slot = T.if_then_else(slot == warp * config.slots + (config.slots - 1), warp * config.slots, slot + 1)
+        else:
+            values_16bit(config, work_range.state, rows, begin + i * config.rings, ring, slot, member, lane, ops,
+                         regs.acc_o)
+        load.meet(config)
+        refill(config, pages, ahead, i, mine, SIDE_V, ring, slot, member)
+        slot = T.if_then_else(slot == walker * config.slots + (config.slots - 1), walker * config.slots, slot + 1)
         for n in static(reach + 1):
             ahead[n] = ahead[n + 1]
     T.ptx_wait_group(0)
-    T.sync_warp()
+    load.meet(config)

@@ -41,7 +41,8 @@ LARGEST_CHANNEL_EXPONENT = 22  # of fp16 scales: with more, the constant of the 
 class Registers(NamedTuple):
     """A thread's register arrays. MMA operands (query, scaled, a, b) have no views: see mma.multiply."""
 
-    query_of: Any  # q' of all column tiles, in shared memory: fp16 [head_dim / 16, lanes, columns * 4]
+    query_of: Any  # q' of all column tiles, in shared memory: fp16 [head_dim / 16, row groups * lanes, columns * 4]
+    member: Any  # the thread's place in it
     query: Any  # q' of one column tile, fp16 [columns, 4]
     e_q: Any  # int32 [row values]
     scaled: Any  # q~ of one column tile, fp16 [token groups, columns, 4]
@@ -65,14 +66,15 @@ class Registers(NamedTuple):
     pair_h: Any
 
 
-def allocate(config: DecodeConfig) -> Registers:
+def allocate(config: DecodeConfig, thread) -> Registers:
     """Registers of the path."""
     n, groups = config.columns, config.k.groups
     of_channel = 1 if config.k.per_token else groups
     of_token = groups if config.k.per_token else 1
     meta_k, meta_v, pair, minus = (T.alloc_local((size,), "uint32") for size in (2, 2, 1, 1))
     return Registers(
-        T.alloc_shared((config.o_tiles, LANES, 4 * n), "float16"),
+        T.alloc_shared((config.o_tiles, config.row_groups * LANES, 4 * n), "float16"),
+        thread % (config.row_groups * LANES),
         T.alloc_local((4 * n,), "float16"), T.alloc_local((config.row_values,), "int32"),
         T.alloc_local((4 * of_channel * n,), "float16"), T.alloc_local((4 * n,), "float32"),
         T.alloc_local((4 * of_token * n,), "float32"), T.alloc_local((4 * BLOCK * n,), "float32"),
@@ -84,26 +86,26 @@ def allocate(config: DecodeConfig) -> Registers:
 
 
 @T.macro
-def start(config, q, seq, first_head, ratio, warp, lane, ops, work, num_splits):
-    """q' and e_q of the block's rows; sums and exponents before the first page.
+def start(config, q, rows, warp, lane, ops, work, num_splits):
+    """q' and e_q of the warp's rows; sums and exponents before the first page.
 
     q' goes to shared memory: 16 to 32 registers that the accumulators of 16 rows need, for one load a column tile.
     """
-    mma.load_query(config, q, seq, first_head, ratio, lane, ops.rows)
+    mma.load_query(config, q, rows, lane, ops.rows)
     row_exponents(config, warp, lane, ops.rows, work)
     T.sync_threads()
     for i in T.unroll(config.v.groups * config.row_values):
         work.z[i] = T.float32(0.0)
     work.value_exponent[0] = registers.MAX_VALUE_EXPONENT
     if config.k.per_token:
-        sum_query(config, lane, work)
+        sum_query(config, work)
 
 
 @T.macro
-def load_query_tile(config, column_tile, lane, work):
+def load_query_tile(config, column_tile, work):
     """q' of one column tile as B operand."""
     for v in T.vectorized(4 * config.columns):
-        work.query[v] = work.query_of[column_tile, lane, v]
+        work.query[v] = work.query_of[column_tile, work.member, v]
 
 
 @T.macro
@@ -121,10 +123,10 @@ def row_exponents(config, warp, lane, rows, work):
             exponent = T.if_then_else(largest == T.float32(0.0), 0, T.max(exponent, -126))
         else:
             exponent = registers.FIXED_QUERY_EXPONENT
-        if warp == 0:
+        if warp < config.row_groups:
             for i in T.unroll(2 * config.o_tiles):
                 for v in T.vectorized(2):
-                    work.query_of[i // 2, lane, 4 * n + 2 * (i % 2) + v] = T.cast(
+                    work.query_of[i // 2, work.member, 4 * n + 2 * (i % 2) + v] = T.cast(
                         T.cast(rows[4 * (i // 2 * config.columns + n) + 2 * (i % 2) + v], "float32") * pow2(exponent)
                         * T.float32(2.0**registers.QUERY_OWN_SHIFT), "float16")
         for j in T.unroll(2):
@@ -132,13 +134,13 @@ def row_exponents(config, warp, lane, rows, work):
 
 
 @T.macro
-def sum_query(config, lane, work):
+def sum_query(config, work):
     """Sums of q' over the channel groups, by multiplies with ones: every lane has those of its columns."""
     for i in T.unroll(4):
         work.a[i] = T.uint32(ONES)
     mma.clear(work.query_sum, 4 * config.k.groups * config.columns)
     for ct in T.unroll(config.o_tiles):
-        load_query_tile(config, ct, lane, work)
+        load_query_tile(config, ct, work)
         for n in T.unroll(config.columns):
             mma.multiply("float16", work.a, work.query, n, work.query_sum,
                          ct // (config.o_tiles // config.k.groups) * config.columns + n)
@@ -255,7 +257,7 @@ def channel_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
     mma.clear(ops.acc_s, 4 * piece.row_tiles * config.columns)
     mma.clear(work.bias, 4 * config.columns)
     for ct in T.unroll(piece.column_tiles):
-        load_query_tile(config, ct, lane, work)
+        load_query_tile(config, ct, work)
         load_bias(config, ring, slot, own, ct, lane, own_scale, own_zero, work)
         for n in T.unroll(config.columns):
             mma.multiply("float16", work.a, work.query, n, work.bias, n)
@@ -320,7 +322,7 @@ def token_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
         for j in T.unroll(piece.groups):
             mma.clear(work.part, 4 * BLOCK * columns)
             for c in T.unroll(group_tiles):
-                load_query_tile(config, j * group_tiles + c, lane, work)
+                load_query_tile(config, j * group_tiles + c, work)
                 multiply_codes(config, piece, ring, slot, lane, work, j * group_tiles + c, BLOCK * chunk, BLOCK,
                                work.query, lambda tile: 0, work.part, BLOCK * chunk)
             for tile in T.unroll(BLOCK):
@@ -395,6 +397,6 @@ def finish(config, work, acc_o):
 
 
 @T.macro
-def query_for_tokens(config, q, seq, first_head, ratio, lane, ops):
+def query_for_tokens(config, q, rows, lane, ops):
     """Q as given once more: it was not kept in registers through the packed pages."""
-    mma.load_query(config, q, seq, first_head, ratio, lane, ops.rows)
+    mma.load_query(config, q, rows, lane, ops.rows)

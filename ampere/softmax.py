@@ -12,6 +12,7 @@ import tilelang.language as T
 from lowbit_attn.ampere.config import MMA_N, DecodeConfig
 
 NO_TOKEN = -3.4028234e38  # row maximum before the first token: finite, so that -inf - maximum is never NaN
+LOG2_E = 1.4426950408889634
 ROW_LANES = (4, 8, 16)  # lanes that share a query row differ in these bits
 
 
@@ -53,10 +54,32 @@ def scale_scores(config, acc_s, tiles, softmax_scale_log2):
 
 
 @T.macro
-def mask_scores(config, acc_s, tiles, live, g):
-    """-inf for tokens from ``live`` on."""
+def cap_scores(config, acc_s, tiles, softcap_log2):
+    """x -> cap tanh(x / cap) of base-2 logits, as cap - 2 cap / (e^(2x / cap) + 1): right at both infinities."""
+    steepness = T.alloc_var("float32")
+    steepness = T.float32(2 * LOG2_E) / softcap_log2
     for i in T.unroll(4 * tiles * config.columns):
-        if 16 * (i // (4 * config.columns)) + 8 * (i % 4 // 2) + g >= live:
+        acc_s[i] = softcap_log2 - T.float32(2.0) * softcap_log2 / (T.exp2(acc_s[i] * steepness) + T.float32(1.0))
+
+
+def token(config, i, g):
+    """Token, from the first of the accumulators on, of element ``i``."""
+    return 16 * (i // (4 * config.columns)) + 8 * (i % 4 // 2) + g
+
+
+@T.macro
+def mask_from(config, acc_s, tiles, stop, g):
+    """-inf for tokens from ``stop`` [row values] on."""
+    for i in T.unroll(4 * tiles * config.columns):
+        if token(config, i, g) >= stop[row_value(config, i)]:
+            acc_s[i] = -T.infinity("float32")
+
+
+@T.macro
+def mask_before(config, acc_s, tiles, begin, g):
+    """-inf for tokens before ``begin`` [row values]."""
+    for i in T.unroll(4 * tiles * config.columns):
+        if token(config, i, g) < begin[row_value(config, i)]:
             acc_s[i] = -T.infinity("float32")
 
 

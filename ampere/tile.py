@@ -26,7 +26,7 @@ class Registers(NamedTuple):
     z: Any  # none: O needs nothing added
 
 
-def allocate(config: DecodeConfig) -> Registers:
+def allocate(config: DecodeConfig, thread) -> Registers:
     """Registers of the path."""
     words, pairs = T.alloc_local((4,), "uint32"), T.alloc_local((8,), "uint32")
     scale, zero, a = (T.alloc_local((4,), "uint32") for _ in range(3))
@@ -36,10 +36,10 @@ def allocate(config: DecodeConfig) -> Registers:
 
 
 @T.macro
-def start(config, q, seq, first_head, ratio, warp, lane, ops, work, num_splits):
+def start(config, q, rows, warp, lane, ops, work, num_splits):
     # x & mask | magic is one LOP3 only if one of the constants is in a register: hide its value
     work.magic[0] = T.uint32(dequant.MAGIC) + T.cast(T.shift_right(num_splits, 31), "uint32")
-    mma.load_query(config, q, seq, first_head, ratio, lane, ops.rows)
+    mma.load_query(config, q, rows, lane, ops.rows)
 
 
 @T.macro
@@ -85,6 +85,6 @@ def finish(config, work, acc_o):
 
 
 @T.macro
-def query_for_tokens(config, q, seq, first_head, ratio, lane, ops):
+def query_for_tokens(config, q, rows, lane, ops):
     """Q is still in registers."""
     T.sync_warp()

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from lowbit_attn.ampere import load, mma, softmax
+from lowbit_attn.ampere import load, mma, queries, softmax
 
 
 class Tokens(NamedTuple):
@@ -18,52 +18,80 @@ class Tokens(NamedTuple):
     head: Any
     num_sink: Any
     num_packed: Any  # tokens of K in pages
+    num_packed_v: Any
     num_tok: Any
     slots_k: Any
     slots_v: Any
 
 
 @T.macro
-def walk(config, tokens, ring, warp, lane, regs, ops, softmax_scale_log2):
-    """Tiles of 16-bit tokens dealt out to the warps; K of a tile in the warp's slot 0, V in slot 1.
+def walk(config, tokens, rows, ring, walker, member, lane, regs, ops, scales):
+    """Tiles of 16-bit tokens dealt out to the rings, ``config.token_buffers`` in flight, two slots each: K, then V.
 
     No residual tile wraps around a ring: packed tokens come in 128s, and the rings are multiples of 64.
     """
-    size, tiles = config.tile16_tokens, config.tile16_tokens // 16
-    seq, head = tokens.seq, tokens.head
-    slot = T.alloc_var("int32")
-    slot = warp * config.slots
-    sink_tiles = T.alloc_var("int32")
+    size, buffers = config.tile16_tokens, config.token_buffers
+    sink_tiles, residual, count, at = (T.alloc_var("int32") for _ in range(4))
     sink_tiles = T.truncdiv(tokens.num_sink + (size - 1), size)
-    residual = T.alloc_var("int32")
     residual = tokens.num_tok - tokens.num_sink - tokens.num_packed
-    live = T.alloc_var("int32")
-    at = T.alloc_var("int32")
-    count = T.alloc_var("int32")
-    count = T.truncdiv(sink_tiles + T.truncdiv(residual + (size - 1), size) - warp + (config.warps - 1), config.warps)
-    for i in T.serial(count):
-        tile = warp + i * config.warps
-        if tile < sink_tiles:
-            at = tile * size
-            live = tokens.num_sink - at
-            load.issue_tokens(config, tokens.sink_k, seq, head, at, live, ring.halves, slot, lane)
-            load.issue_tokens(config, tokens.sink_v, seq, head, at, live, ring.halves, slot + 1, lane)
-        else:
-            at = (tile - sink_tiles) * size
-            live = residual - at
-            at = tokens.num_packed + at
-            load.issue_tokens(config, tokens.ring_k, seq, head, T.truncmod(at, tokens.slots_k), live, ring.halves,
-                              slot, lane)
-            load.issue_tokens(config, tokens.ring_v, seq, head, T.truncmod(at, tokens.slots_v), live, ring.halves,
-                              slot + 1, lane)
+    count = T.truncdiv(sink_tiles + T.truncdiv(residual + (size - 1), size) - walker + (config.rings - 1), config.rings)
+    ends = T.alloc_local((config.row_values,), "int32")
+    queries.ends(config, rows, lane, ends)
+    for step in T.serial(count + (buffers - 1)):
+        if buffers == 1 or step < count:
+            issue(config, tokens, walker + step * config.rings, sink_tiles, residual, ring,
+                  walker * config.slots + 2 * (step % buffers), member)
         T.ptx_commit_group()
-        T.ptx_wait_group(0)
-        T.sync_warp()
-        mma.clear(ops.acc_s, 4 * tiles * config.columns)
-        mma.tokens_qk(config, ring.halves, slot, lane, ops)
-        softmax.scale_scores(config, ops.acc_s, tiles, softmax_scale_log2)
-        softmax.mask_scores(config, ops.acc_s, tiles, live, lane // 4)
-        softmax.online_softmax(config, ops.acc_s, tiles, regs, T.float32(1.0), 0, None, 0)
-        mma.probabilities(config, ops, tiles)
-        mma.tokens_pv(config, ring.halves, slot + 1, lane, ops, 0, regs.acc_o)
-        T.sync_warp()
+        if buffers == 1 or step > 0:
+            tile = walker + (step - (buffers - 1)) * config.rings
+            T.ptx_wait_group(buffers - 1)
+            load.meet(config)
+            at = tile * size - T.if_then_else(tile < sink_tiles, 0, sink_tiles * size)
+            if queries.present(config, rows):
+                attend(config, ends, at + T.if_then_else(tile < sink_tiles, 0, tokens.num_sink + tokens.num_packed),
+                       T.if_then_else(tile < sink_tiles, tokens.num_sink, residual) - at,
+                       T.if_then_else(tile < sink_tiles, rows.sink_window, rows.window), ring,
+                       walker * config.slots + 2 * ((step - (buffers - 1)) % buffers), lane, regs, ops, scales)
+            load.meet(config)
+
+
+@T.macro
+def issue(config, tokens, tile, sink_tiles, residual, ring, slot, member):
+    """Start copying a tile: K into ``slot``, V into the next; the sinks' tiles come first."""
+    seq, head, size = tokens.seq, tokens.head, config.tile16_tokens
+    at, live = T.alloc_var("int32"), T.alloc_var("int32")
+    if tile < sink_tiles:
+        at = tile * size
+        live = tokens.num_sink - at
+        load.issue_tokens(config, tokens.sink_k, seq, head, at, live, ring.halves, slot, member)
+        load.issue_tokens(config, tokens.sink_v, seq, head, at, live, ring.halves, slot + 1, member)
+    else:
+        at = (tile - sink_tiles) * size
+        live = residual - at
+        at = tokens.num_packed + at
+        load.issue_tokens(config, tokens.ring_k, seq, head, T.truncmod(at, tokens.slots_k), live, ring.halves, slot,
+                          member)
+        load.issue_tokens(config, tokens.ring_v, seq, head, T.truncmod(at, tokens.slots_v), live, ring.halves, slot + 1,
+                          member)
+
+
+@T.macro
+def attend(config, ends, start, live, reach, ring, slot, lane, regs, ops, scales):
+    """A tile in slots ``slot`` and ``slot`` + 1: positions from ``start`` on, ``live`` of them; reach: the window."""
+    tiles = config.tile16_tokens // 16
+    bound = T.alloc_local((config.row_values,), "int32")
+    mma.clear(ops.acc_s, 4 * tiles * config.columns)
+    mma.tokens_qk(config, ring.halves, slot, lane, ops)
+    softmax.scale_scores(config, ops.acc_s, tiles, scales.softmax_log2)
+    if config.softcap:
+        softmax.cap_scores(config, ops.acc_s, tiles, scales.softcap_log2)
+    for v in T.unroll(config.row_values):
+        bound[v] = T.min(ends[v] - start, live)
+    softmax.mask_from(config, ops.acc_s, tiles, bound, lane // 4)
+    if config.window:
+        for v in T.unroll(config.row_values):
+            bound[v] = ends[v] - reach - start
+        softmax.mask_before(config, ops.acc_s, tiles, bound, lane // 4)
+    softmax.online_softmax(config, ops.acc_s, tiles, regs, T.float32(1.0), 0, None, 0)
+    mma.probabilities(config, ops, tiles)
+    mma.tokens_pv(config, ring.halves, slot + 1, lane, ops, 0, regs.acc_o)

@@ -1,13 +1,33 @@
 """Kernels for SM90 in CuTe-DSL, and what each decode path serves."""
 
+from dataclasses import dataclass
+
 import torch
 
-from lowbit_attn.kernels import Support
+from lowbit_attn.formats.contract import Format
+from lowbit_attn.kernels import WIDE_HEAD_DIM, Support
+
+FLOATS = (torch.float16, torch.bfloat16)
+MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
+
+
+@dataclass(frozen=True)
+class TileSupport(Support):
+    """Above WIDE_HEAD_DIM one whole record must fit beside the 16-bit tiles."""
+
+    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
+        found = super().missing(fmt, head_dim, dtype, features)
+        if not found and head_dim > WIDE_HEAD_DIM and fmt.record_bytes(head_dim) > MAX_WIDE_RECORD:
+            found = [f"record of {fmt.record_bytes(head_dim)} B at head_dim {head_dim}, "
+                     f"supported: up to {MAX_WIDE_RECORD} B (K and V of 8 bits: in larger groups)"]
+        return found
+
 
 PATHS = {
-    "register": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 128),
-                        dtypes=(torch.float16, torch.bfloat16), storages=(torch.float16, torch.bfloat16), max_ratio=16,
-                        max_q_len=1, channel_groups=(32, 64, 128), k_per_token=True, windows=True),
-    "tile": Support(k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
-                    storages=(torch.float16,), max_ratio=8, max_q_len=1),
+    "register": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
+                        dtypes=FLOATS, storages=FLOATS, rows=(8, 16), wide_rows=(8,), channel_groups=(32, 64, 128),
+                        k_per_token=True, windows=True),
+    "tile": TileSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
+                        dtypes=FLOATS, storages=FLOATS, rows=(8, 64), wide_rows=(8, 64),
+                        channel_groups=(32, 64, 128), k_per_token=True, windows=True),
 }

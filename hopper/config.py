@@ -4,28 +4,34 @@ A side (K or V) is described once, by ``SidePlan``: where its bytes lie in a rec
 and bit position give each register of a tile. The positions come from ``layout``.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
 from lowbit_attn import layout
 from lowbit_attn.formats.contract import Format
+from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.hopper import PATHS
 from lowbit_attn.hopper.register import config as register
-from lowbit_attn.kernels import SMEM_LIMIT_BYTES, Checks
+from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, Checks
 
 TARGET = "sm_90a"
 SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]
 SM_REGISTERS = 65_536
 WARP = 32
 GROUP_WARPS = 4  # warps of a warpgroup
-TILE_M = 64  # rows of one WGMMA; 1 to MAX_ROWS of them are query heads, the rest zero
+TILE_M = 64  # rows of one WGMMA; 1 to ``DecodeConfig.rows`` of them are query rows, the rest zero
 TILE_N = layout.PAGE_TOKENS  # tokens of a tile, packed or 16 bit
-MAX_ROWS = 8  # query heads of a KV head: one row of the accumulator a thread
+MAX_N = 128  # ptxas refuses m64n256k16: its accumulators alone are the 128 registers of a kernel of 512 threads
+FEW_ROWS = 8  # up to here a thread's softmax has one row of the accumulator, and only warp 0's are real
+MAX_STAGES = 8
+IN_FLIGHT_BYTES = 68 * 1024  # packed bytes in flight an SM that keep its memory busy
 UNIT_TOKENS = 32  # tokens of a 16-bit tile in one packed stage; each lane of the load warp copies one row
 UNITS = TILE_N // UNIT_TOKENS
-CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix, the unit of the 128-byte swizzle
-ATOM_CHUNKS = 8  # chunks in a 128-byte row of the swizzle atom
+MAX_RUN_TILES = 16  # 16x16 tiles that a dequant warp unpacks in one piece of straight code, else registers spill
+MAX_WIDE_RUN_TILES = 8  # the same where the arithmetic is fp32
+CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix, the unit of the swizzles
 SMEM_ALIGN = 1024  # an 8-row atom of the 128-byte swizzle; shared memory is a multiple of it
 BARRIER_BYTES = 8
 WORD = 4  # bytes
@@ -33,22 +39,32 @@ SASS_NEED = ("UBLKCP", "STSM", "HGMMA", "LDSM", "SYNCS")
 SASS_FORBID = ("LDL", "STL")
 
 
-def tile_chunk(row, chunk_col, rows):
-    """Index of 16 bytes in a 16-bit tile that WGMMA reads: K-major, 128-byte swizzle, ``rows`` rows.
+def tile_chunk(row, chunk_col, rows, atom_chunks=8):
+    """Index of 16 bytes in a 16-bit tile that WGMMA reads: K-major, swizzled, ``rows`` rows.
 
-    row: 0 .. rows - 1; chunk_col: column // 8. Serves Python ints, numpy and the DSL's integers.
+    row: 0 .. rows - 1; chunk_col: column // 8; atom_chunks: 16-byte chunks in a row of the swizzle atom, 8 (128-byte
+    swizzle) or 4 (64-byte swizzle, where two rows share 128 bytes). Serves Python ints, numpy and the DSL's integers.
     """
-    atom, within = chunk_col // ATOM_CHUNKS, chunk_col % ATOM_CHUNKS
-    return (atom * rows + row) * ATOM_CHUNKS + (within ^ (row % ATOM_CHUNKS))
+    atom, within = chunk_col // atom_chunks, chunk_col % atom_chunks
+    line = row // (8 // atom_chunks)  # of 128 bytes
+    return (atom * rows + row) * atom_chunks + (within ^ (line % atom_chunks))
 
 
 @dataclass(frozen=True)
 class SidePlan:
-    """One side of a record, and the share of its 16x16 tiles that each of four dequant warps unpacks."""
+    """One side of a record, and the share of its 16x16 tiles that each of four dequant warps unpacks.
+
+    A warp unpacks runs of contiguous words: ``run_cols`` column tiles, or one of ``row_parts`` parts of a column tile's
+    rows. Its runs are warp, warp + 4, ... of ``runs``.
+    """
 
     bits: int
     transposed: bool  # V: rows = channels, columns = tokens
     head_dim: int
+    is_per_token: bool
+    group: int  # per token: channels, else tokens
+    storage: str  # of scale and zero-point
+    is_half: bool  # metadata and result are fp16: code * scale + zero in fp16, else in fp32
     part_offset: int  # bytes from the start of the record
     part_bytes: int
     meta_offset: int  # bytes from the start of the part
@@ -66,58 +82,118 @@ class SidePlan:
         return self.rows // layout.TILE
 
     @property
-    def warp_cols(self) -> int:
-        """Column tiles that one warp unpacks: a contiguous run of words."""
-        return self.cols // layout.TILE // GROUP_WARPS
+    def col_tiles(self) -> int:
+        return self.cols // layout.TILE
 
     @property
-    def warp_words(self) -> int:
-        return layout.words_per_lane(self.rows, self.cols, self.bits) // GROUP_WARPS
+    def atom_chunks(self) -> int:
+        """Chunks in a row of the tile's swizzle atom: 64-byte swizzle where 128 bytes do not divide a row."""
+        return 8 if self.cols % (8 * CHUNK) == 0 else 4
+
+    @property
+    def max_tiles(self) -> int:
+        return MAX_RUN_TILES if self.is_half else MAX_WIDE_RUN_TILES
+
+    @property
+    def run_cols(self) -> int:
+        return 2 if 2 * self.row_tiles <= self.max_tiles and self.col_tiles % (2 * GROUP_WARPS) == 0 else 1
+
+    @property
+    def row_parts(self) -> int:
+        return max(1, self.row_tiles // self.max_tiles)
+
+    @property
+    def run_rows(self) -> int:
+        return self.rows // self.row_parts
+
+    @property
+    def runs(self) -> int:
+        return self.col_tiles // self.run_cols * self.row_parts
+
+    @property
+    def lane_words(self) -> int:
+        return layout.words_per_lane(self.rows, self.cols, self.bits)
+
+    @property
+    def run_words(self) -> int:
+        return self.lane_words // self.runs
+
+    @property
+    def width(self) -> int:
+        """Words of one access: a run starts at a multiple of it, whole or within a block of BLOCK_WORDS."""
+        return math.gcd(layout.BLOCK_WORDS, self.run_words)
 
     @property
     def tile_bytes(self) -> int:
         """Bytes of the dequantized 16-bit tile."""
         return self.rows * self.cols * 2
 
-    def registers(self):
-        """For each 16x16 tile of warp 0: (column tile, row tile, [(col8, word, shift, bit position)] * 4).
+    @property
+    def meta_rows(self) -> int:
+        """Rows of a run that one read of metadata serves: a group, or, K per token, the tokens of a 16-byte access."""
+        return 4 * 8 if self.is_per_token and not self.transposed else min(self.group, self.run_rows)
 
-        The four entries are the 8x8 matrices of one stmatrix.x4 in the order of ``matrix_place``. Warp w
-        has the same positions, ``w * warp_words`` words and ``w * warp_cols`` column tiles further on.
+    @property
+    def meta_blocks(self) -> int:
+        return self.run_rows // self.meta_rows
+
+    def run_place(self, run):
+        """(first row, first column tile) of a run."""
+        if self.row_parts == 1:
+            return 0, run * self.run_cols
+        return run % self.row_parts * self.run_rows, run // self.row_parts * self.run_cols
+
+    def registers(self, block: int):
+        """For each 16x16 tile of run 0 in rows ``block * meta_rows`` and on: (column tile, row tile, parts).
+
+        parts: [(row8, col8, word, shift, bit position)] * 4, the 8x8 matrices of one stmatrix.x4 in the order of
+        ``matrix_place``. Run r has the same positions, ``r * run_words`` words on and at ``run_place(r)``.
         """
+        count = self.meta_rows // layout.TILE
         tiles = []
-        for col_tile in range(self.warp_cols):
-            for row_tile in range(self.row_tiles):
+        for col_tile in range(self.run_cols):
+            for row_tile in range(block * count, (block + 1) * count):
                 parts = []
                 for matrix in range(4):
                     row8, col8 = matrix_place(matrix)
                     row, col = layout.TILE * row_tile + 8 * row8, layout.TILE * col_tile + 8 * col8
                     word, _, byte, slot = layout.code_slot(row, col, self.rows, self.bits)
-                    parts.append((col8, word, 8 * byte, self.bits * slot))
+                    parts.append((row8, col8, word, 8 * byte, self.bits * slot))
                 tiles.append((col_tile, row_tile, parts))
         return tiles
 
+    def meta_offsets(self, run, block: int, g, t):
+        """Byte offsets, in the metadata plane, of a lane's loads of ``meta_bytes`` for a block of rows of a run.
 
-    def meta_offsets(self, warp, t):
-        """Byte offsets, in the metadata plane, of the two loads of ``meta_bytes`` of a lane of this t.
-
-        K: scales, then zero-points of the channels; V: (scale, zero) pairs of tokens 2t, then of tokens 2t + 1.
+        K per channel: scales, then zero-points of channels 2t, 2t + 1; V: (scale, zero) pairs of tokens 2t, then of
+        tokens 2t + 1; K per token: pairs of tokens g, g + 8, g + 16, g + 24 of the block.
         """
-        first = layout.TILE * self.warp_cols * warp + 2 * t
+        row, col_tile = self.run_place(run)
+        first = layout.TILE * col_tile
         if self.transposed:
-            return [layout.token_meta_offset(0, 0, first + e) for e in (0, 1)]
-        return [layout.channel_meta_offset(0, is_zero, first, self.head_dim) for is_zero in (0, 1)]
+            return [layout.token_meta_offset(row // self.group + block, 0, first + 2 * t + e) for e in (0, 1)]
+        if self.is_per_token:
+            return [layout.token_meta_offset(first // self.group, 0, self.meta_rows * block + g)]
+        return [layout.channel_meta_offset(block, is_zero, first + 2 * t, self.head_dim) for is_zero in (0, 1)]
 
+    @property
     def meta_words(self) -> list[int]:
-        """Word, within what such a load brings, of each 8-column group of a warp's column tiles."""
-        groups = range(2 * self.warp_cols)
+        """Word, within what such a load brings, of each 8 columns of a run (K per token: 8 rows of a block)."""
         if self.transposed:
-            return [layout.token_meta_offset(0, 0, 8 * j) // WORD for j in groups]
-        return [layout.channel_meta_offset(0, 0, 8 * j, self.head_dim) // WORD for j in groups]
+            return [layout.token_meta_offset(0, 0, 8 * j) // WORD for j in range(2 * self.run_cols)]
+        if self.is_per_token:
+            return [layout.token_meta_offset(0, 0, 8 * j) // WORD for j in range(self.meta_rows // 8)]
+        return [layout.channel_meta_offset(0, 0, 8 * j, self.head_dim) // WORD for j in range(2 * self.run_cols)]
+
+    def meta_index(self, col_tile: int, row_tile: int, row8: int, col8: int) -> int:
+        """Which of ``meta_words`` a register of a tile takes."""
+        if self.is_per_token and not self.transposed:
+            return (2 * row_tile + row8) % (self.meta_rows // 8)
+        return 2 * col_tile + col8
 
     @property
     def meta_bytes(self) -> int:
-        return 2 * self.warp_cols * WORD
+        return len(self.meta_words) * WORD
 
 
 def matrix_place(matrix):
@@ -139,6 +215,8 @@ class DecodeConfig:
     v: SidePlan
     head_dim: int
     dtype: str = "float16"
+    rows: int = FEW_ROWS  # query rows of a CTA
+    features: tuple[str, ...] = ()
     packed_stages: int = 4
     tile_stages: int = 2
     load_regs: int = 40
@@ -170,6 +248,20 @@ class DecodeConfig:
         return GROUP_WARPS
 
     @property
+    def halves(self) -> tuple[int, ...]:
+        """Rows g + 8 * half of a warp's 16 accumulator rows that may be query rows."""
+        return (0,) if self.rows == FEW_ROWS else (0, 1)
+
+    @property
+    def is_wide(self) -> bool:
+        """O takes so many registers that Q stays in shared memory, and S of a tile waits for O of the one before."""
+        return self.head_dim > 128
+
+    @property
+    def query_bytes(self) -> int:
+        return TILE_M * self.head_dim * 2 if self.is_wide else 0
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one 16-bit row (a token's K or V)."""
         return 2 * self.head_dim
@@ -179,19 +271,19 @@ class DecodeConfig:
         """Bytes between 16-bit rows in a stage: 16 more than a row, so that ldmatrix has no bank conflict."""
         return self.row_bytes + 16
 
-    @property
-    def stage_bytes(self) -> int:
+    def stage_bytes(self, side: SidePlan) -> int:
         """Bytes of a packed stage: one part of a record, or UNIT_TOKENS rows of 16 bit."""
-        return layout.align_record(max(self.k.part_bytes, self.v.part_bytes, UNIT_TOKENS * self.row_pitch))
+        return layout.align_record(max(side.part_bytes, UNIT_TOKENS * self.row_pitch))
 
     @property
     def smem_plan(self) -> dict[str, int]:
         """Bytes of each piece of shared memory, in order."""
         return {
+            "query": self.query_bytes,
             "k_tiles": self.tile_stages * self.k.tile_bytes,
             "v_tiles": self.tile_stages * self.v.tile_bytes,
-            "k_packed": self.packed_stages * self.stage_bytes,
-            "v_packed": self.packed_stages * self.stage_bytes,
+            "k_packed": self.packed_stages * self.stage_bytes(self.k),
+            "v_packed": self.packed_stages * self.stage_bytes(self.v),
             "barriers": 4 * BARRIER_BYTES * (self.packed_stages + self.tile_stages),
         }
 
@@ -203,6 +295,10 @@ class DecodeConfig:
     def problems(self) -> list[str]:
         """Reasons why this configuration cannot run; empty if it can."""
         found = []
+        if self.rows not in PATHS["tile"].rows:
+            found.append(f"rows: got {self.rows}, supported: {PATHS['tile'].rows}")
+        if unknown := set(self.features) - set(FEATURES):
+            found.append(f"features: got {sorted(unknown)}, supported: {FEATURES}")
         if self.smem_bytes > SMEM_LIMIT:
             found.append(f"shared memory: {self.smem_bytes} B at {self.packed_stages} packed and "
                          f"{self.tile_stages} tile stages, limit {SMEM_LIMIT} B")
@@ -220,46 +316,63 @@ class DecodeConfig:
         return self
 
 
-def make_config(fmt: Format, head_dim: int, dtype: str) -> DecodeConfig:
-    """The configuration of a format; ValueError with the reasons if there is none."""
-    if found := PATHS["tile"].missing(fmt, head_dim, getattr(torch, dtype), 1, 1):
-        raise ValueError("; ".join(found))
+def plan_sides(fmt: Format, head_dim: int, dtype: str) -> list[SidePlan]:
+    """K's and V's plans."""
     record = fmt.record(head_dim)
-    (k_codes, k_meta), (v_codes, v_meta) = record.k_planes, record.v_planes
-    k = SidePlan(fmt.k.bits, False, head_dim, k_codes.offset, record.v_offset, k_meta.offset - k_codes.offset)
-    v = SidePlan(fmt.v.bits, True, head_dim, v_codes.offset, record.nbytes - record.v_offset,
-                 v_meta.offset - v_codes.offset)
-    stages = 4 if head_dim == 128 else 8  # about 70 KB of packed bytes in flight an SM
-    return DecodeConfig(k, v, head_dim, dtype, packed_stages=stages).check()
+    plans = []
+    for side, planes, start, end, is_v in ((fmt.k, record.k_planes, 0, record.v_offset, False),
+                                           (fmt.v, record.v_planes, record.v_offset, record.nbytes, True)):
+        storage = str(side.storage).removeprefix("torch.")
+        plans.append(SidePlan(side.bits, is_v, head_dim, isinstance(side, PerToken), side.group_size or head_dim,
+                              storage, storage == dtype == "float16", start, end - start, planes[1].offset - start))
+    return plans
 
 
-def expected_counts(head_dim: int) -> dict[str, int]:
+def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = FEW_ROWS,
+                features: tuple[str, ...] = ()) -> DecodeConfig:
+    """The configuration of a format; ValueError with the reasons if there is none.
+
+    As many packed stages as keep memory busy, if they fit.
+    """
+    if found := PATHS["tile"].missing(fmt, head_dim, getattr(torch, dtype)):
+        raise ValueError("; ".join(found))
+    k, v = plan_sides(fmt, head_dim, dtype)
+    one = DecodeConfig(k, v, head_dim, dtype, rows, features, packed_stages=1)
+    if one.is_wide:
+        one = replace(one, tile_stages=1, load_regs=32, mma_regs=240)
+    stage = one.stage_bytes(k) + one.stage_bytes(v) + 4 * BARRIER_BYTES
+    fitting = 1 + (SMEM_LIMIT - sum(one.smem_plan.values())) // stage
+    wanted = -(-IN_FLIGHT_BYTES // (k.part_bytes + v.part_bytes))
+    return replace(one, packed_stages=max(1, min(fitting, wanted, MAX_STAGES))).check()
+
+
+def expected_counts(cfg: DecodeConfig) -> dict[str, int]:
     """Predicted static SASS counts: what one warp of each role issues for one packed page, plus the 16-bit path.
 
-    Loops over pages and over units are not unrolled and K and V have code of their own, so a static count is
-    the sum over both. A CTA issues 4 times the page's share a page, as every role has 4 warps.
+    Loops over pages, over units and over a warp's runs are not unrolled and K and V have code of their own, so a
+    static count is the sum over both. A CTA issues 4 times the page's share a page, as every role has 4 warps.
     """
-    tiles = TILE_N * head_dim // layout.TILE**2 // GROUP_WARPS  # 16x16 tiles a warp, side and page
-    words = tiles  # at 4 bits a lane's word is one tile
-    plain = 2 * head_dim // (layout.TILE * GROUP_WARPS)  # 16x16 tiles a warp, side and unit
-    return {
-        "HGMMA": head_dim // layout.TILE + TILE_N // layout.TILE,  # k16 blocks of S and of O
-        "STSM": 2 * tiles + 2 * plain,
+    sides = (cfg.k, cfg.v)
+    tiles = [side.run_cols * side.run_rows // layout.TILE for side in sides]  # 16x16 tiles of a run
+    plain = 2 * cfg.head_dim // (layout.TILE * GROUP_WARPS)  # 16x16 tiles a warp, side and unit
+    registers = 4 * sum(tiles)
+    counts = {
+        # k16 blocks of S and of O, whose columns are multiplied MAX_N at a time
+        "HGMMA": cfg.head_dim // layout.TILE + TILE_N // layout.TILE * -(-cfg.head_dim // MAX_N),
+        "STSM": sum(tiles) + 2 * plain,
         "LDSM": 2 * plain,
-        "LDS.128": 2 * words // layout.BLOCK_WORDS + (4 if head_dim == 128 else 2),  # K's metadata at 64: LDS.64
         # (word & mask) | magic, one a register; dead tokens of V, 4 a tile; 64 for parities, swizzles and lane fields
-        "LOP3": 2 * 4 * words + 4 * plain + 64,
-        "HFMA2": 2 * 8 * words,  # to the exact code, then scale and zero
+        "LOP3": registers + 4 * plain + 64,
     }
+    if cfg.k.is_half and cfg.v.is_half:
+        counts["HFMA2"] = 2 * registers  # to the exact code, then scale and zero
+    return counts
 
 
-EXPECTED = {head_dim: expected_counts(head_dim) for head_dim in PATHS["tile"].head_dims}
-
-
-def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = 8,
-           dtype: str = "float16", without: tuple[str, ...] = ()) -> Checks:
-    """What the SASS of the decode kernel of a path must show; rows and dtype: register path only."""
+def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = FEW_ROWS,
+           dtype: str = "float16", without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> Checks:
+    """What the SASS of the decode kernel of a path must show; without: register path only."""
     if path == "register":
-        return register.checks(fmt, head_dim, dtype, rows, without)
-    cfg = make_config(fmt, head_dim, "float16")
-    return Checks(SASS_NEED, SASS_FORBID, tuple(EXPECTED[head_dim].items()), cfg.smem_bytes)
+        return register.checks(fmt, head_dim, dtype, rows, without, features)
+    cfg = make_config(fmt, head_dim, dtype, rows, features)
+    return Checks(SASS_NEED, SASS_FORBID, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

@@ -1,6 +1,7 @@
 """Decode attention over packed pages, tile path (BitDecoding section 4): the kernel shell.
 
-One CTA serves one (split, KV head, sequence) with four warpgroups; setmaxnreg moves registers to the MMA.
+One CTA serves one (split, block of query rows, KV head, sequence) with four warpgroups; setmaxnreg moves registers to
+the MMA. At head_dim 256 the tiles have one stage, Q stays in shared memory and S waits for the last O (cfg.is_wide).
 
     role       warps  registers  loop over the walk (hopper/walk.py: pages, then 16-bit tiles)
     load K, V  1 + 1         40  wait packed empty -> bulk copies -> packed full (bytes)
@@ -31,8 +32,8 @@ from lowbit_attn.hopper.config import (
     GROUP_WARPS,
     SMEM_ALIGN,
     TARGET,
+    TILE_M,
     DecodeConfig,
-    SidePlan,
     make_config,
 )
 from lowbit_attn.hopper.register.config import make_config as make_register_config
@@ -42,14 +43,15 @@ from lowbit_attn.hopper.ring import Ring, init
 from lowbit_attn.kernels import CuteKernel
 
 
-def tile_layout(side: SidePlan, stages: int):
-    """WGMMA B operand, K-major with 128-byte swizzle: (rows, columns, stages); tile_chunk gives its addresses."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
-    return cute.tile_to_shape(atom, (side.rows, side.cols, stages), order=(0, 1, 2))
+def tile_layout(rows: int, cols: int, stages: int, element=Float16):
+    """WGMMA operand, K-major and swizzled: (rows, columns, stages); tile_chunk gives its addresses."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if cols % 64 == 0 else kinds.K_SW64, element)
+    return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
 
 class DecodeSm90:
-    """The tile-path kernel of one DecodeConfig; call it with the ABI's 18 arguments and a stream."""
+    """The tile-path kernel of one DecodeConfig; call it with the ABI's 21 arguments and a stream."""
 
     def __init__(self, cfg: DecodeConfig):
         self.cfg = cfg
@@ -57,16 +59,18 @@ class DecodeSm90:
 
     def storage(self):
         """Shared memory in the order of ``DecodeConfig.smem_plan``."""
-        cfg = self.cfg
+        cfg, element = self.cfg, ELEMENT[self.cfg.dtype]
         packed, tiles = cfg.packed_stages, cfg.tile_stages
-        words = packed * cfg.stage_bytes // 4
+        k_words, v_words = (packed * cfg.stage_bytes(side) // 4 for side in (cfg.k, cfg.v))
 
         @cute.struct
         class Smem:
-            k_tiles: cute.struct.Align[cute.struct.MemRange[Float16, tiles * cfg.k.tile_bytes // 2], SMEM_ALIGN]
-            v_tiles: cute.struct.Align[cute.struct.MemRange[Float16, tiles * cfg.v.tile_bytes // 2], SMEM_ALIGN]
-            k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, words], 128]
-            v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, words], 128]
+            if cfg.is_wide:
+                query: cute.struct.Align[cute.struct.MemRange[element, cfg.query_bytes // 2], SMEM_ALIGN]
+            k_tiles: cute.struct.Align[cute.struct.MemRange[element, tiles * cfg.k.tile_bytes // 2], SMEM_ALIGN]
+            v_tiles: cute.struct.Align[cute.struct.MemRange[element, tiles * cfg.v.tile_bytes // 2], SMEM_ALIGN]
+            k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, k_words], 128]
+            v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, v_words], 128]
             k_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
             v_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
             k_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
@@ -78,50 +82,77 @@ class DecodeSm90:
     def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor,
                  n_qk: cute.Tensor, n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
                  ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
-                 softmax_scale_log2: Float32, page_stride: Int32, head_stride: Int32, table_b: Int32,
-                 table_h: Int32, stream):
-        # n_qv equals n_qk: no format that this path serves has V in 16 bit where K is packed
-        grid = (o_partial.shape[0], ring_k.shape[1], q.shape[0])
-        self.kernel(q, pool, table, n_sink, n_qk, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial, lse_partial,
-                    softmax_scale_log2, page_stride, head_stride, table_b, table_h).launch(
-            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+                 softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32, sink_window: Int32,
+                 page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
+        batch, q_len, heads, _ = q.shape
+        heads_kv = ring_k.shape[1]
+        blocks = (heads // heads_kv * q_len + self.cfg.rows - 1) // self.cfg.rows
+        self.kernel(q, pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial, lse_partial,
+                    softmax_scale_log2, softcap_log2, window, sink_window, page_stride, head_stride, table_b,
+                    table_h).launch(grid=(o_partial.shape[0] * blocks, heads_kv, batch),
+                                    block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
-    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor,
-               n_packed: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
-               ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
-               scale_log2: Float32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32):
+    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+               n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
+               ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, scale_log2: Float32,
+               softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
+               table_b: Int32, table_h: Int32):
         cfg = self.cfg
-        split_idx, head_idx, batch_idx = cute.arch.block_idx()
-        num_splits, num_heads_kv, _ = cute.arch.grid_dim()
+        _, head_idx, batch_idx = cute.arch.block_idx()
+        split_idx, rows = self.share(q, o_partial)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_idx // GROUP_WARPS
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         k_packed, v_packed, k_tiles, v_tiles = self.make_rings(smem, warp_idx)
-        work = walk.plan(n_sink[batch_idx], n_packed[batch_idx], n_tok[batch_idx], split_idx, num_splits)
+        hidden = Int32(0)
+        if cutlass.const_expr("window" in cfg.features):
+            hidden = walk.hidden_pages(n_sink[batch_idx], n_tok[batch_idx], rows.q_len, window)
+        k_walk, v_walk = walk.plan(n_sink[batch_idx], n_qk[batch_idx], n_qv[batch_idx], n_tok[batch_idx], hidden,
+                                   split_idx, o_partial.shape[0])
         table_start = batch_idx * table_b + head_idx * table_h
+        place = (batch_idx, head_idx, table_start, page_stride, head_stride)
         if group == 0:
             cute.arch.setmaxregister_decrease(cfg.load_regs)
             if warp_idx == cfg.load_k_warp:
-                load.run(cfg, cfg.k, load.Source(pool, table, sink_k, ring_k, batch_idx, head_idx, table_start,
-                                                 page_stride, head_stride), work, k_packed, smem.k_packed.data_ptr())
+                load.run(cfg, cfg.k, load.Source(pool, table, sink_k, ring_k, *place), k_walk, k_packed,
+                         smem.k_packed.data_ptr())
             if warp_idx == cfg.load_v_warp:
-                load.run(cfg, cfg.v, load.Source(pool, table, sink_v, ring_v, batch_idx, head_idx, table_start,
-                                                 page_stride, head_stride), work, v_packed, smem.v_packed.data_ptr())
+                load.run(cfg, cfg.v, load.Source(pool, table, sink_v, ring_v, *place), v_walk, v_packed,
+                         smem.v_packed.data_ptr())
         elif group == cfg.dequant_k_group:
             cute.arch.setmaxregister_decrease(cfg.dequant_regs)
-            dequant.run(cfg, cfg.k, work, k_packed, smem.k_packed.data_ptr(), k_tiles, smem.k_tiles.data_ptr())
+            dequant.run(cfg, cfg.k, k_walk, k_packed, smem.k_packed.data_ptr(), k_tiles, smem.k_tiles.data_ptr())
         elif group == cfg.dequant_v_group:
             cute.arch.setmaxregister_decrease(cfg.dequant_regs)
-            dequant.run(cfg, cfg.v, work, v_packed, smem.v_packed.data_ptr(), v_tiles, smem.v_tiles.data_ptr())
+            dequant.run(cfg, cfg.v, v_walk, v_packed, smem.v_packed.data_ptr(), v_tiles, smem.v_tiles.data_ptr())
         else:
             cute.arch.setmaxregister_increase(cfg.mma_regs)
-            k_layout, v_layout = tile_layout(cfg.k, cfg.tile_stages), tile_layout(cfg.v, cfg.tile_stages)
-            rows = q.shape[1] // num_heads_kv
-            mma.run(cfg, work, mma.Heads(batch_idx, head_idx * rows, rows), q,
-                    smem.k_tiles.get_tensor(k_layout.outer, swizzle=k_layout.inner),
-                    smem.v_tiles.get_tensor(v_layout.outer, swizzle=v_layout.inner), k_tiles, v_tiles,
-                    epilogue.Partial(o_partial, lse_partial, split_idx), scale_log2)
+            mma.run(cfg, k_walk, rows, mma.Sight(n_tok[batch_idx] - rows.q_len, window, sink_window),
+                    mma.Scores(scale_log2, softcap_log2), q, self.tiles(smem), k_tiles, v_tiles,
+                    epilogue.Partial(o_partial, lse_partial, split_idx))
+
+    @cute.jit
+    def share(self, q: cute.Tensor, o_partial: cute.Tensor):
+        """(split, query rows) of this CTA."""
+        x, head_idx, batch_idx = cute.arch.block_idx()
+        grid_x, heads_kv, _ = cute.arch.grid_dim()
+        ratio, q_len = q.shape[2] // heads_kv, q.shape[1]
+        split_idx, first, count = walk.row_block(x, grid_x, o_partial.shape[0], ratio * q_len, self.cfg.rows)
+        return split_idx, mma.Rows(batch_idx, head_idx * ratio, ratio, first, count, q_len)
+
+    def tiles(self, smem) -> mma.Tiles:
+        """WGMMA's operands in shared memory."""
+        cfg, element = self.cfg, ELEMENT[self.cfg.dtype]
+
+        def view(piece, rows, cols, stages):
+            layout = tile_layout(rows, cols, stages, element)
+            return piece.get_tensor(layout.outer, swizzle=layout.inner)
+
+        return mma.Tiles(view(smem.k_tiles, cfg.k.rows, cfg.k.cols, cfg.tile_stages),
+                         view(smem.v_tiles, cfg.v.rows, cfg.v.cols, cfg.tile_stages),
+                         smem.query.data_ptr() if cfg.is_wide else None,
+                         view(smem.query, TILE_M, cfg.head_dim, 1) if cfg.is_wide else None)
 
     @cute.jit
     def make_rings(self, smem, warp_idx: Int32):
@@ -145,37 +176,37 @@ class DecodeSm90:
 
 
 def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, path: str = "tile",
-                  rows: int = 8, without: tuple[str, ...] = ()) -> CuteKernel:
+                  rows: int = 8, without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> CuteKernel:
     """The kernel of a path and the fake arguments (all but the stream) to compile it for; ValueError if not supported.
 
-    rows: query rows (query heads of a KV head) it is compiled for, register path only: 8 or 16; without: parts of
-    registers.Options that are left out.
+    rows: query rows (heads of a KV head times q_len) that a CTA serves: kernels.ROWS; without: parts of
+    registers.Options that are left out; features: what kernels.FEATURES names.
     """
     if target != TARGET:
         raise ValueError(f"target: got {target!r}, supported: {TARGET!r}")
     if path not in PATHS:
         raise ValueError(f"path: got {path!r}, supported: {', '.join(PATHS)}")
     if path == "register":
-        entry = RegisterSm90(make_register_config(fmt, head_dim, dtype, rows, without))
+        entry = RegisterSm90(make_register_config(fmt, head_dim, dtype, rows, without, features))
     else:
-        entry = DecodeSm90(make_config(fmt, head_dim, dtype))
+        entry = DecodeSm90(make_config(fmt, head_dim, dtype, rows, features))
     return CuteKernel(entry, fake_arguments(head_dim, ELEMENT[dtype]))
 
 
 def fake_arguments(head_dim: int, element) -> tuple:
-    """The ABI's 18 arguments; every size but head_dim varies at run time."""
+    """The ABI's 21 arguments; every size but head_dim varies at run time."""
     def tensor(kind, *shape, align=16):
         return make_fake_compact_tensor(kind, shape, stride_order=tuple(reversed(range(len(shape)))),
                                         assumed_align=align)
 
     n = cute.sym_int
-    batch, heads, heads_kv, splits, sinks, ring_k, ring_v = n(), n(), n(), n(), n(), n(), n()
-    tokens = (batch, heads_kv)
+    batch, q_len, heads, heads_kv, splits, sinks, ring_k, ring_v = (n() for _ in range(8))
+    rows, tokens = (batch, q_len, heads), (batch, heads_kv)
     return (
-        tensor(element, batch, heads, head_dim), tensor(Uint32, n(), 32, align=128), tensor(Int32, n(), align=4),
+        tensor(element, *rows, head_dim), tensor(Uint32, n(), 32, align=128), tensor(Int32, n(), align=4),
         *(tensor(Int32, batch, align=4) for _ in range(4)),
         *(tensor(element, *tokens, sinks, head_dim) for _ in range(2)),
         *(tensor(element, *tokens, slots, head_dim) for slots in (ring_k, ring_v)),
-        tensor(Float32, splits, batch, heads, head_dim), tensor(Float32, splits, batch, heads, align=4),
-        Float32(1.0), Int32(1), Int32(1), Int32(1), Int32(1),
+        tensor(Float32, splits, *rows, head_dim), tensor(Float32, splits, *rows, align=4),
+        Float32(1.0), Float32(1.0), *(Int32(1) for _ in range(6)),
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Int32, Uint32
+from cutlass import Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp
 
 from lowbit_attn import layout
@@ -28,10 +28,12 @@ from lowbit_attn.hopper.config import (
     matrix_place,
     tile_chunk,
 )
+from lowbit_attn.hopper.register import numbers
 from lowbit_attn.hopper.ring import Ring
 from lowbit_attn.hopper.walk import Walk, plain_tile
 
 BOTH = 0x0001_0001  # a 16-bit pattern in both halves of a word
+FP16_MAX = 65504.0
 FP16_MAGIC = 0x6400  # bits of 1024: ORing a code at bit k of the mantissa gives 1024 + code * 2**k
 
 
@@ -42,6 +44,15 @@ class Lane(NamedTuple):
     lane: Uint32
     row: Uint32  # row within a 16x16 tile whose 16 bytes this lane addresses in a x4 access
     col8: Uint32
+
+
+class Part(NamedTuple):
+    """A record's part in a packed stage."""
+
+    smem: cute.Pointer  # of the ring, uint32
+    stage: Int32
+    stages: int
+    pitch: int  # words between stages
 
 
 def fp16_bits(x: float) -> int:
@@ -60,12 +71,12 @@ def unpack_f16(word: Uint32, shift: int, position: int, bits: int) -> Uint32:
 @cute.jit
 def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], walk: Walk, packed: Ring,
         packed_smem: cute.Pointer, tiles: Ring, tile_smem: cute.Pointer):
-    """Consume the packed ring and fill the tile ring in the walk's order."""
+    """Consume the packed ring and fill the tile ring in the walk's order; tiles are bits of 16, fp16 or bf16."""
     lane = Uint32(cute.arch.lane_idx())
     me = Lane(Uint32(cute.arch.make_warp_uniform(cute.arch.warp_idx())) % GROUP_WARPS, lane, *lane_place(lane))
     tile_chunks = side.tile_bytes // (2 * CHUNK)
-    out = cute.make_tensor(tile_smem, cute.make_layout((CHUNK, tile_chunks, cfg.tile_stages),
-                                                       stride=(1, CHUNK, tile_chunks * CHUNK)))
+    out = cute.make_tensor(cute.recast_ptr(tile_smem, dtype=Float16), cute.make_layout(
+        (CHUNK, tile_chunks, cfg.tile_stages), stride=(1, CHUNK, tile_chunks * CHUNK)))
     fill = Uint32(0)
     for i in cutlass.range(walk.num_pages, unroll=1):
         rings.wait_full(packed, fill)
@@ -90,43 +101,92 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan],
 @cute.jit
 def dequant_page(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], me: Lane,
                  packed_smem: cute.Pointer, stage: Int32, out: cute.Tensor):
-    """One part of a record -> one tile: code * scale + zero, fp16, one rounding."""
-    block_words = layout.BLOCK_WORDS
-    blocks = side.warp_words // block_words
-    packed = cute.make_tensor(packed_smem, cute.make_layout(
-        (block_words, WARP, blocks * GROUP_WARPS, cfg.packed_stages),
-        stride=(1, block_words, block_words * WARP, cfg.stage_bytes // WORD)))
-    words = cute.make_rmem_tensor((block_words, blocks), Uint32)
-    for block in cutlass.range_constexpr(blocks):
-        cute.autovec_copy(packed[None, me.lane, me.warp * blocks + block, stage], words[None, block])
-    scale, zero = load_meta(cfg, side, me, packed_smem, stage)
-    chunks = [tile_chunk(me.row, (me.warp * side.warp_cols + c) * 2 + me.col8, side.rows)
-              for c in range(side.warp_cols)]
+    """One part of a record -> one tile: this warp's runs of column tiles."""
+    part = Part(packed_smem, stage, cfg.packed_stages, cfg.stage_bytes(side) // WORD)
+    if cutlass.const_expr(side.runs == GROUP_WARPS):
+        dequant_run(cfg, side, me, part, me.warp, out)
+    else:
+        for run in cutlass.range(Int32(me.warp), side.runs, GROUP_WARPS, unroll=1):
+            dequant_run(cfg, side, me, part, Uint32(run), out)
+
+
+def dequant_run(cfg: DecodeConfig, side: SidePlan, me: Lane, part: Part, run: Uint32, out: cute.Tensor) -> None:
+    """One run of column tiles: code * scale + zero, rounded once to the tile's type."""
+    words = load_words(side, me, part, run)
+    first_row, first_col = side.run_place(run)
+    chunks = [tile_chunk(me.row + first_row, (first_col + c) * 2 + me.col8, side.rows, side.atom_chunks)
+              for c in range(side.run_cols)]
     store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), Float16)
-    for col_tile, row_tile, parts in side.registers():
-        frag = cute.make_rmem_tensor(8, Float16)
-        frag_words = cute.recast_tensor(frag, Uint32)
-        for matrix, (c8, word, shift, position) in enumerate(parts):
-            codes = unpack_f16(words[word], shift, position, side.bits)
-            frag_words[matrix] = ptx.fma_f16x2(codes, scale[2 * col_tile + c8], zero[2 * col_tile + c8])
-        # 16 rows further on keep row % 8, hence the swizzle
-        cute.copy(store, frag, out[None, chunks[col_tile] + row_tile * tile_chunk(layout.TILE, 0, side.rows)])
+    for block in range(side.meta_blocks):
+        scale, zero = load_meta(side, me, part, run, block)
+        for col_tile, row_tile, parts in side.registers(block):
+            frag = cute.make_rmem_tensor(8, Float16)
+            frag_words = cute.recast_tensor(frag, Uint32)
+            for matrix, (row8, col8, word, shift, position) in enumerate(parts):
+                codes = unpack_f16(words[word], shift, position, side.bits)
+                at = side.meta_index(col_tile, row_tile, row8, col8)
+                frag_words[matrix] = affine(cfg, side, codes, scale[at], zero[at])
+            # 16 rows further on keep the swizzle
+            cute.copy(store, frag, out[None, chunks[col_tile] + row_tile * layout.TILE * side.atom_chunks])
 
 
-def load_meta(cfg: DecodeConfig, side: SidePlan, me: Lane, packed_smem: cute.Pointer, stage: Int32):
-    """(scales, zeros): f16x2 words for columns 2t, 2t + 1 of each 8-column group of this warp's column tiles."""
+def load_words(side: SidePlan, me: Lane, part: Part, run: Uint32) -> list[Uint32]:
+    """This lane's words of a run."""
+    width, split = side.width, layout.BLOCK_WORDS // side.width
+    packed = cute.make_tensor(part.smem, cute.make_layout(
+        (width, split, WARP, side.lane_words // layout.BLOCK_WORDS, part.stages),
+        stride=(1, width, layout.BLOCK_WORDS, layout.BLOCK_WORDS * WARP, part.pitch)))
+    words = cute.make_rmem_tensor((width, side.run_words // width), Uint32)
+    for i in range(side.run_words // width):
+        access = run * (side.run_words // width) + i
+        within = access % split if split > 1 else 0
+        cute.autovec_copy(packed[None, within, me.lane, access // split, part.stage], words[None, i])
+    return [words[i] for i in range(side.run_words)]
+
+
+def load_meta(side: SidePlan, me: Lane, part: Part, run: Uint32, block: int):
+    """(scales, zeros) of a block of rows of a run, by ``SidePlan.meta_index``, as ``affine`` takes them."""
     count = side.meta_bytes // WORD
-    meta = cute.make_tensor(packed_smem + side.meta_offset // WORD, cute.make_layout(
-        (count, (side.part_bytes - side.meta_offset) // side.meta_bytes, cfg.packed_stages),
-        stride=(1, count, cfg.stage_bytes // WORD)))
-    first, second = (cute.make_rmem_tensor(count, Uint32) for _ in range(2))
-    for offset, words in zip(side.meta_offsets(me.warp, me.lane % 4), (first, second)):
-        cute.autovec_copy(meta[None, Int32(offset // side.meta_bytes), stage], words)
-    if not side.transposed:
-        return [first[j] for j in side.meta_words()], [second[j] for j in side.meta_words()]
-    # a token is a column here: each load brings whole (scale, zero) words, of the low and of the high halves
-    return ([ptx.low_halves(first[j], second[j]) for j in side.meta_words()],
-            [ptx.high_halves(first[j], second[j]) for j in side.meta_words()])
+    meta = cute.make_tensor(part.smem + side.meta_offset // WORD, cute.make_layout(
+        (count, (side.part_bytes - side.meta_offset) // side.meta_bytes, part.stages),
+        stride=(1, count, part.pitch)))
+    loads = []
+    for offset in side.meta_offsets(run, block, me.lane // 4, me.lane % 4):
+        words = cute.make_rmem_tensor(count, Uint32)
+        cute.autovec_copy(meta[None, Int32(offset // side.meta_bytes), part.stage], words)
+        loads.append([words[j] for j in side.meta_words])
+    if side.is_half:
+        return half_meta(side, loads)
+    wide = [[numbers.widen(word, side.storage) for word in load] for load in loads]
+    if len(wide) == 1:  # (scale, zero) words of a row, the same for both columns
+        return [(s, s) for s, _ in wide[0]], [(m, m) for _, m in wide[0]]
+    if side.transposed:  # (scale, zero) words of the low and of the high column
+        return tuple([(low[i], high[i]) for low, high in zip(*wide)] for i in (0, 1))
+    return wide
+
+
+def half_meta(side: SidePlan, loads: list[list[Uint32]]):
+    """The same as fp16 pairs of the low and the high column."""
+    if not side.transposed and len(loads) == 2:
+        return loads
+    low, high = loads[0], loads[-1]
+    return ([ptx.low_halves(a, b) for a, b in zip(low, high)], [ptx.high_halves(a, b) for a, b in zip(low, high)])
+
+
+def affine(cfg: DecodeConfig, side: SidePlan, codes: Uint32, scale, zero) -> Uint32:
+    """code * scale + zero of two fp16 codes, in the tile's type, one rounding but for fp32's own."""
+    if side.is_half:
+        return ptx.fma_f16x2(codes, scale, zero)
+    values = [code * s + m for code, s, m in zip(numbers.widen(codes, "float16"), scale, zero)]
+    if cfg.dtype == "float16":
+        values = [finite_f16(x) for x in values]
+    return numbers.pack(*values, numbers.ELEMENT[cfg.dtype])
+
+
+def finite_f16(x: Float32) -> Float32:
+    """x within fp16's range: bf16 metadata reach beyond it, and an Inf times P = 0 is a NaN. A NaN stays."""
+    x = cutlass.select_(x > Float32(FP16_MAX), Float32(FP16_MAX), x)
+    return cutlass.select_(x < Float32(-FP16_MAX), Float32(-FP16_MAX), x)
 
 
 @cute.jit
@@ -136,24 +196,37 @@ def copy_unit(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Side
     row_chunks = cfg.row_pitch // (2 * CHUNK)
     rows = cute.make_tensor(cute.recast_ptr(packed_smem, dtype=Float16), cute.make_layout(
         (CHUNK, row_chunks, UNIT_TOKENS, cfg.packed_stages),
-        stride=(1, CHUNK, cfg.row_pitch // 2, cfg.stage_bytes // 2)))
+        stride=(1, CHUNK, cfg.row_pitch // 2, cfg.stage_bytes(side) // 2)))
     load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(side.transposed, 4), Float16)
     store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), Float16)
     row8, i8 = me.row // 8, me.lane % 8
-    for token_tile in cutlass.range_constexpr(UNIT_TOKENS // layout.TILE):
-        for j in cutlass.range_constexpr(side.head_dim // layout.TILE // GROUP_WARPS):
-            channel_tile = me.warp + GROUP_WARPS * j
-            token8 = unit * (UNIT_TOKENS // 8) + 2 * token_tile  # the tile's first token, in eights
-            frag = cute.make_rmem_tensor(8, Float16)
-            if cutlass.const_expr(side.transposed):
-                token = token_tile * layout.TILE + me.col8 * 8 + i8
-                cute.copy(load, rows[None, 2 * channel_tile + row8, token, stage], frag)
-                zero_dead(frag, token8 * 8 + 2 * (me.lane % 4), live)
-                chunk = tile_chunk(channel_tile * layout.TILE + me.row, token8 + me.col8, side.rows)
-            else:
-                cute.copy(load, rows[None, 2 * channel_tile + me.col8, token_tile * layout.TILE + me.row, stage], frag)
-                chunk = tile_chunk(token8 * 8 + me.row, 2 * channel_tile + me.col8, side.rows)
-            cute.copy(store, frag, out[None, chunk])
+    for j in cutlass.range_constexpr(unit_tiles(side) // GROUP_WARPS):
+        token_tile, channel_tile = unit_tile(side, me.warp, j)
+        token8 = unit * (UNIT_TOKENS // 8) + 2 * token_tile  # the tile's first token, in eights
+        frag = cute.make_rmem_tensor(8, Float16)
+        if cutlass.const_expr(side.transposed):
+            token = token_tile * layout.TILE + me.col8 * 8 + i8
+            cute.copy(load, rows[None, 2 * channel_tile + row8, token, stage], frag)
+            zero_dead(frag, token8 * 8 + 2 * (me.lane % 4), live)
+            chunk = tile_chunk(channel_tile * layout.TILE + me.row, token8 + me.col8, side.rows, side.atom_chunks)
+        else:
+            cute.copy(load, rows[None, 2 * channel_tile + me.col8, token_tile * layout.TILE + me.row, stage], frag)
+            chunk = tile_chunk(token8 * 8 + me.row, 2 * channel_tile + me.col8, side.rows, side.atom_chunks)
+        cute.copy(store, frag, out[None, chunk])
+
+
+def unit_tiles(side: SidePlan) -> int:
+    """16x16 tiles of a unit of 16-bit rows."""
+    return UNIT_TOKENS * side.head_dim // layout.TILE**2
+
+
+def unit_tile(side: SidePlan, warp, j: int):
+    """(token tile, channel tile) of the ``j``-th tile of a unit that a warp copies; channel tiles run fastest."""
+    channel_tiles = side.head_dim // layout.TILE
+    if channel_tiles % GROUP_WARPS == 0:
+        return GROUP_WARPS * j // channel_tiles, GROUP_WARPS * j % channel_tiles + warp
+    tile = GROUP_WARPS * j + warp
+    return tile // channel_tiles, tile % channel_tiles
 
 
 def zero_dead(frag: cute.Tensor, token: Uint32, live: Uint32) -> None:

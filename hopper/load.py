@@ -36,7 +36,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan],
     lane = cute.arch.lane_idx()
     fill = load_pages(cfg, side, src, walk, packed, packed_smem, lane)
     for i in cutlass.range(walk.plain_tiles, unroll=1):
-        load_plain_tile(cfg, src, walk, packed, packed_smem, lane, i, fill + Uint32(i * UNITS))
+        load_plain_tile(cfg, side, src, walk, packed, packed_smem, lane, i, fill + Uint32(i * UNITS))
 
 
 @cute.jit
@@ -45,7 +45,7 @@ def load_pages(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Sid
     """One bulk copy a page; a lane looks up the page id of every 32nd page, 32 pages ahead at a time."""
     words = side.part_bytes // WORD
     stages = cute.make_tensor(packed_smem, cute.make_layout((words, cfg.packed_stages),
-                                                            stride=(1, cfg.stage_bytes // WORD)))
+                                                            stride=(1, cfg.stage_bytes(side) // WORD)))
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32)
     head = src.pool.iterator.toint() + Int64(src.head_idx) * Int64(src.head_stride) * (UNIT_WORDS * WORD)
     fill = Uint32(0)
@@ -68,13 +68,13 @@ def load_pages(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Sid
 
 
 @cute.jit
-def load_plain_tile(cfg: cutlass.Constexpr[DecodeConfig], src: Source, walk: Walk, packed: Ring,
-                    packed_smem: cute.Pointer, lane: Int32, i: Int32, fill: Uint32):
+def load_plain_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], src: Source, walk: Walk,
+                    packed: Ring, packed_smem: cute.Pointer, lane: Int32, i: Int32, fill: Uint32):
     """A 16-bit tile as UNITS pieces of 32 rows, a bulk copy for each live row; dead rows are not touched."""
     tile = plain_tile(walk, i)
     words = cfg.row_bytes // WORD
     stages = cute.make_tensor(packed_smem, cute.make_layout(
-        (words, UNIT_TOKENS, cfg.packed_stages), stride=(1, cfg.row_pitch // WORD, cfg.stage_bytes // WORD)))
+        (words, UNIT_TOKENS, cfg.packed_stages), stride=(1, cfg.row_pitch // WORD, cfg.stage_bytes(side) // WORD)))
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32)
     sink_row = (src.batch_idx * src.sink.shape[1] + src.head_idx) * src.sink.shape[2]
     ring_row = (src.batch_idx * src.ring.shape[1] + src.head_idx) * src.ring.shape[2]

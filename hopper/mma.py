@@ -1,55 +1,103 @@
-"""MMA role: one warpgroup. S = Q K^T and O += P V with Q and P in registers, K and V^T tiles in shared memory."""
+"""MMA role: one warpgroup. S = Q K^T and O += P V, K and V^T tiles in shared memory.
+
+P is in registers, and so is Q where O leaves room for it.
+"""
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from lowbit_attn.hopper import epilogue, softmax
 from lowbit_attn.hopper import ring as rings
-from lowbit_attn.hopper.config import GROUP_WARPS, TILE_M, TILE_N, WARP, DecodeConfig
+from lowbit_attn.hopper.config import CHUNK, GROUP_WARPS, MAX_N, TILE_M, TILE_N, WARP, DecodeConfig, tile_chunk
+from lowbit_attn.hopper.register.numbers import ELEMENT
 from lowbit_attn.hopper.ring import Ring
-from lowbit_attn.hopper.walk import Walk, plain_tile
+from lowbit_attn.hopper.walk import Walk, plain_tile, row_place
+
+QUERY_BARRIER = 1  # named barrier of the MMA warpgroup; 0 is the CTA's
 
 
-class Heads(NamedTuple):
-    """The query heads of this CTA: heads ``first .. first + count - 1`` of sequence ``batch_idx``."""
+class Rows(NamedTuple):
+    """The query rows of this CTA: rows ``first .. first + count - 1`` of the KV head; row r = query * ratio + head."""
 
     batch_idx: Int32
+    first_head: Int32  # of the KV head
+    ratio: Int32
     first: Int32
     count: Int32
+    q_len: Int32
 
 
-def make_mma(tile_n: int) -> cute.TiledMma:
-    """m64nNk16, fp16 with fp32 accumulators, A from registers, B K-major from shared memory."""
+class Sight(NamedTuple):
+    """What the queries see: query j sees positions up to first_last + j, ``window`` of them (sinks: sink_window)."""
+
+    first_last: Int32
+    window: Int32
+    sink_window: Int32
+
+
+class Scores(NamedTuple):
+    """How raw scores become logits of base 2."""
+
+    scale_log2: Float32
+    softcap_log2: Float32
+
+
+class Tiles(NamedTuple):
+    """Operands in shared memory: rings of tiles, and Q where it is not in registers."""
+
+    k: cute.Tensor  # (128, head_dim, stages)
+    v: cute.Tensor  # (head_dim, 128, stages)
+    q_smem: cute.Pointer | None
+    q: cute.Tensor | None  # (64, head_dim, 1)
+
+
+class Lane(NamedTuple):
+    """Place of this thread: row g of its warp's 16 rows of the tile (row g + 8 for half 1), lane 4 * g + t."""
+
+    thread: Int32  # within the warpgroup
+    row: Int32
+    t: Int32
+
+
+def make_mma(tile_n: int, element, is_a_shared: bool = False) -> cute.TiledMma:
+    """m64nNk16, fp32 accumulators, A from registers or K-major from shared memory, B K-major from shared memory."""
+    source = warpgroup.OperandSource.SMEM if is_a_shared else warpgroup.OperandSource.RMEM
     return hopper_helpers.make_trivial_tiled_mma(
-        Float16, Float16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (TILE_M, tile_n),
-        a_source=warpgroup.OperandSource.RMEM)
+        element, element, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (TILE_M, tile_n), a_source=source)
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, heads: Heads, q: cute.Tensor, sK: cute.Tensor,
-        sVt: cute.Tensor, k_tiles: Ring, v_tiles: Ring, out: epilogue.Partial, scale_log2: Float32):
+def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, rows: Rows, sight: Sight, scores: Scores, q: cute.Tensor,
+        tiles: Tiles, k_tiles: Ring, v_tiles: Ring, out: epilogue.Partial):
     """Attend to every tile of the walk, then write this split's partial result.
 
-    S of a tile is issued while O of the tile before still runs, so one wait serves both.
+    S of a tile is issued while O of the tile before still runs, so one wait serves both; not where cfg.is_wide.
     """
+    element = ELEMENT[cfg.dtype]
     thread = cute.arch.thread_idx()[0] - cfg.mma_group * GROUP_WARPS * WARP
-    t = thread % 4
-    mma_qk, mma_pv = make_mma(TILE_N), make_mma(cfg.head_dim)
-    rQ = load_q(cfg, mma_qk, q, heads, thread)
-    rP = cute.make_rmem_tensor(mma_pv.partition_shape_A((TILE_M, TILE_N)), Float16)
+    me = Lane(thread, thread // WARP * 16 + thread % WARP // 4, thread % 4)
+    mma_qk, mma_pv = make_mma(TILE_N, element, cfg.is_wide), make_mma(min(cfg.head_dim, MAX_N), element)
+    if cutlass.const_expr(cfg.is_wide):
+        stage_q(cfg, q, rows, thread, tiles.q_smem)
+        rQ = mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(tiles.q))[None, None, None, 0]
+    else:
+        rQ = load_q(cfg, mma_qk, q, rows, me)
+    rP = cute.make_rmem_tensor(mma_pv.partition_shape_A((TILE_M, TILE_N)), element)
     rP.fill(0.0)
-    rK = mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(sK))
-    rV = mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(sVt))
+    rK = mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(tiles.k))
+    rV = mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(tiles.v))
     acc_s = cute.make_rmem_tensor(mma_qk.partition_shape_C((TILE_M, TILE_N)), Float32)
     acc_o = cute.make_rmem_tensor(mma_pv.partition_shape_C((TILE_M, cfg.head_dim)), Float32)
     acc_o.fill(0.0)
     mma_pv.set(warpgroup.Field.ACCUMULATE, True)
-    row_max, row_sum = Float32(softmax.NEG_INF), Float32(0.0)
+    row_max, row_sum = (cute.make_rmem_tensor(len(cfg.halves), Float32) for _ in range(2))
+    row_max.fill(softmax.LOWEST)
+    row_sum.fill(0.0)
     for i in cutlass.range(walk.num_pages + walk.plain_tiles, unroll=1):
         fill = Uint32(i)
         # S = Q K^T
@@ -57,18 +105,23 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, heads: Heads, q: cute.
         issue(mma_qk, acc_s, rQ, rK[None, None, None, rings.stage(k_tiles, fill)], True)
         warpgroup.wait_group(0)
         rings.release(k_tiles, fill)
-        if i > 0:
-            rings.release(v_tiles, fill - Uint32(1))
+        if cutlass.const_expr(not cfg.is_wide):
+            if i > 0:
+                rings.release(v_tiles, fill - Uint32(1))
         # P = softmax(S), O scaled to the new maximum
-        if i >= walk.num_pages:
-            softmax.mask_columns(acc_s, plain_tile(walk, i - walk.num_pages).live, t)
-        row_max, row_sum, correction = softmax.online_step(acc_s, rP, row_max, row_sum, scale_log2)
-        softmax.rescale(acc_o, correction)
+        scale_log2 = to_logits(cfg, acc_s, walk, rows, sight, scores, me, i)
+        for half in cutlass.range_constexpr(len(cfg.halves)):
+            correction = softmax.online_step(half, acc_s, rP, row_max, row_sum, scale_log2, element)
+            softmax.rescale(half, acc_o, correction)
         # O += P V
         rings.wait_full(v_tiles, fill)
         issue(mma_pv, acc_o, rP, rV[None, None, None, rings.stage(v_tiles, fill)], False)
+        if cutlass.const_expr(cfg.is_wide):
+            warpgroup.wait_group(0)
+            rings.release(v_tiles, fill)
     warpgroup.wait_group(0)
-    epilogue.write(out, heads, acc_o, row_max, softmax.quad_sum(row_sum), thread)
+    for half in cutlass.range_constexpr(len(cfg.halves)):
+        write_row(half, out, rows, me, acc_o, row_max[half], softmax.quad_sum(row_sum[half]))
 
 
 @cute.jit
@@ -83,16 +136,95 @@ def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Te
     warpgroup.commit_group()
 
 
+def query_and_head(rows: Rows, row: Int32) -> tuple[Int32, Int32]:
+    """Where a row of the tile is in q and o."""
+    query, head = row_place(rows.first + row, rows.ratio)
+    return query, rows.first_head + head
+
+
+def end_of(rows: Rows, sight: Sight, me: Lane, half: int, start: Int32) -> Int32:
+    """First column, of a tile at position ``start``, that comes after the query of this thread's row of a half."""
+    query, _ = query_and_head(rows, me.row + 8 * half)
+    return sight.first_last + query + 1 - start
+
+
 @cute.jit
-def load_q(cfg: cutlass.Constexpr[DecodeConfig], mma_qk: cute.TiledMma, q: cute.Tensor, heads: Heads,
-           thread: Int32):
-    """Q as the A operand: row g of warp 0 is query head g, all other rows are zero."""
-    rQ = cute.make_rmem_tensor(mma_qk.partition_shape_A((TILE_M, cfg.head_dim)), Float16)
+def to_logits(cfg: cutlass.Constexpr[DecodeConfig], acc_s: cute.Tensor, walk: Walk, rows: Rows, sight: Sight,
+              scores: Scores, me: Lane, i: Int32) -> Float32:
+    """Tile i: caps the scores and masks what a row does not see; returns what still scales them to logits."""
+    scale_log2 = scores.scale_log2
+    if cutlass.const_expr("softcap" in cfg.features):
+        for half in cutlass.range_constexpr(len(cfg.halves)):
+            softmax.cap_scores(half, acc_s, scores.scale_log2, scores.softcap_log2)
+        scale_log2 = Float32(1.0)
+    if i >= walk.num_pages:
+        mask_plain_tile(cfg, acc_s, walk, rows, sight, me, i)
+    elif cutlass.const_expr("window" in cfg.features):
+        mask_page(cfg, acc_s, rows, sight, me, walk.packed_start + (walk.first_page + i) * TILE_N)
+    return scale_log2
+
+
+@cute.jit
+def mask_page(cfg: cutlass.Constexpr[DecodeConfig], acc_s: cute.Tensor, rows: Rows, sight: Sight, me: Lane,
+              start: Int32):
+    """The page at position ``start``: masks what lies left of a row's window, if the last query does not see it all."""
+    if start < sight.first_last + rows.q_len - sight.window:
+        for half in cutlass.range_constexpr(len(cfg.halves)):
+            softmax.mask_left(half, acc_s, end_of(rows, sight, me, half, start) - sight.window, me.t)
+
+
+@cute.jit
+def mask_plain_tile(cfg: cutlass.Constexpr[DecodeConfig], acc_s: cute.Tensor, walk: Walk, rows: Rows, sight: Sight,
+                    me: Lane, i: Int32):
+    """Masks tokens that do not exist, that come after a row's query, or lie left of its window."""
+    tile = plain_tile(walk, i - walk.num_pages)
+    start = tile.start + (1 - tile.is_sink) * (walk.packed_start + walk.n_packed)
+    window = tile.is_sink * sight.sink_window + (1 - tile.is_sink) * sight.window
+    for half in cutlass.range_constexpr(len(cfg.halves)):
+        end = end_of(rows, sight, me, half, start)
+        softmax.mask_right(half, acc_s, cutlass.min(tile.live, end), me.t)
+        if cutlass.const_expr("window" in cfg.features):
+            softmax.mask_left(half, acc_s, end - window, me.t)
+
+
+@cute.jit
+def load_q(cfg: cutlass.Constexpr[DecodeConfig], mma_qk: cute.TiledMma, q: cute.Tensor, rows: Rows,
+           me: Lane):
+    """Q as the A operand: tile row r is query row ``rows.first + r``, rows from ``rows.count`` on are zero."""
+    rQ = cute.make_rmem_tensor(mma_qk.partition_shape_A((TILE_M, cfg.head_dim)), ELEMENT[cfg.dtype])
     rQ.fill(0.0)
-    words = cute.recast_tensor(rQ, Uint32)
-    row, t = thread // 4, thread % 4
-    if row < heads.count:  # 8 rows at most, so threads of warp 0
-        q_words = cute.recast_tensor(q, Uint32)
-        for k in cutlass.range_constexpr(cfg.head_dim // 8):  # words of row g + 8 lie between those of row g
-            words[2 * k] = q_words[heads.batch_idx, heads.first + row, 4 * k + t]
+    words, q_words = cute.recast_tensor(rQ, Uint32), cute.recast_tensor(q, Uint32)
+    for half in cutlass.range_constexpr(len(cfg.halves)):
+        if me.row + 8 * half < rows.count:
+            query, head = query_and_head(rows, me.row + 8 * half)
+            for k in cutlass.range_constexpr(cfg.head_dim // 8):  # words of row g + 8 lie between those of row g
+                words[2 * k + half] = q_words[rows.batch_idx, query, head, 4 * k + me.t]
     return rQ
+
+
+@cute.jit
+def stage_q(cfg: cutlass.Constexpr[DecodeConfig], q: cute.Tensor, rows: Rows, thread: Int32, q_smem: cute.Pointer):
+    """Q as a K-major tile in shared memory, by the whole warpgroup: the same rows as ``load_q``."""
+    chunks, q_words = cfg.head_dim // CHUNK, cute.recast_tensor(q, Uint32)
+    q_smem = cute.recast_ptr(q_smem, dtype=Uint32)
+    tile = cute.make_tensor(q_smem, cute.make_layout((4, TILE_M * chunks), stride=(1, 4)))
+    for first in cutlass.range(0, TILE_M * chunks, GROUP_WARPS * WARP, unroll=1):
+        row, chunk = (first + thread) // chunks, (first + thread) % chunks
+        words = cute.make_rmem_tensor(4, Uint32)
+        words.fill(0)
+        if row < rows.count:
+            query, head = query_and_head(rows, row)
+            for e in cutlass.range_constexpr(4):
+                words[e] = q_words[rows.batch_idx, query, head, 4 * chunk + e]
+        cute.autovec_copy(words, tile[None, tile_chunk(row, chunk, TILE_M)])
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=QUERY_BARRIER, number_of_threads=GROUP_WARPS * WARP)
+
+
+@cute.jit
+def write_row(half: cutlass.Constexpr[int], out: epilogue.Partial, rows: Rows, me: Lane, acc_o: cute.Tensor,
+              row_max: Float32, row_sum: Float32):
+    """This thread's row of a half, if it is a query row."""
+    if me.row + 8 * half < rows.count:
+        query, head = query_and_head(rows, me.row + 8 * half)
+        epilogue.write(half, out, rows.batch_idx, query, head, acc_o, row_max, row_sum, me.t)

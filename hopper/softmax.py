@@ -1,22 +1,24 @@
-"""Online softmax in base 2 on WGMMA accumulators: of the 64 rows, a thread's first row holds a query head.
+"""Online softmax in base 2 on WGMMA accumulators: of the 64 rows, the first ones hold query rows.
 
 Accumulator value i of a thread belongs to row ``g + 8 * (i // 2 % 2)`` of its warp's 16 rows and to column
-``8 * (i // 4) + 2 * t + i % 2``, with lane = 4 * g + t. With at most 8 query heads only the values of row g
-of warp 0 are real, so the steps touch row g alone.
+``8 * (i // 4) + 2 * t + i % 2``, with lane = 4 * g + t. A step touches one half, rows g or rows g + 8: with at most 8
+query rows only the values of row g of warp 0 are real, so half 0 is the only one.
 """
 
 import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 NEG_INF = float("-inf")
+LOWEST = -3.4028234663852886e38  # -FLT_MAX, the maximum before any token: exp2(-inf - LOWEST) is 0, not NaN
+LOG2_E = 1.4426950408889634
 
 
-def row_values(count: int) -> list[int]:
-    """Of ``count`` accumulator values of a thread, those of row g."""
-    return [i for i in range(count) if i // 2 % 2 == 0]
+def row_values(count: int, half: int) -> list[int]:
+    """Of ``count`` accumulator values of a thread, those of row g + 8 * half."""
+    return [i for i in range(count) if i // 2 % 2 == half]
 
 
 def column(i: int, t: Int32) -> Int32:
@@ -46,34 +48,52 @@ def quad_sum(x: Float32) -> Float32:
 
 
 @cute.jit
-def mask_columns(acc_s: cute.Tensor, live: Int32, t: Int32):
-    """Scores of tokens from ``live`` on become -inf, whatever they were."""
+def mask_right(half: cutlass.Constexpr[int], acc_s: cute.Tensor, live: Int32, t: Int32):
+    """Scores of columns from ``live`` on become -inf, whatever they were."""
     for i in cutlass.range_constexpr(cute.size(acc_s)):
-        if cutlass.const_expr(i // 2 % 2 == 0):
+        if cutlass.const_expr(i // 2 % 2 == half):
             acc_s[i] = acc_s[i] if column(i, t) < live else Float32(NEG_INF)
 
 
-def online_step(acc_s: cute.Tensor, p: cute.Tensor, row_max: Float32, row_sum: Float32, scale_log2: Float32):
-    """One tile: writes P (fp16, WGMMA's A operand) and returns (row_max, row_sum, correction of O).
+@cute.jit
+def mask_left(half: cutlass.Constexpr[int], acc_s: cute.Tensor, first: Int32, t: Int32):
+    """Scores of columns before ``first`` become -inf, whatever they were."""
+    for i in cutlass.range_constexpr(cute.size(acc_s)):
+        if cutlass.const_expr(i // 2 % 2 == half):
+            acc_s[i] = acc_s[i] if column(i, t) >= first else Float32(NEG_INF)
+
+
+def cap_scores(half: int, acc_s: cute.Tensor, scale_log2: Float32, cap_log2: Float32) -> None:
+    """Scores become cap_log2 * tanh(score * scale_log2 / cap_log2), with tanh y = 1 - 2 / (e^2y + 1)."""
+    slope = scale_log2 * (Float32(2.0 * LOG2_E) / cap_log2)
+    for i in row_values(cute.size(acc_s), half):
+        grown = cute.math.exp2(acc_s[i] * slope, fastmath=True)
+        acc_s[i] = cap_log2 - (cap_log2 + cap_log2) * cute.arch.rcp_approx(grown + Float32(1.0))
+
+
+def online_step(half: int, acc_s: cute.Tensor, p: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor,
+                scale_log2: Float32, element) -> Float32:
+    """One tile and half: writes P (``element``, WGMMA's A operand), row_max and row_sum; returns O's correction.
 
     row_max is in base-2 units, softmax_scale included (which must be positive); row_sum is this lane's share.
     """
-    at = row_values(cute.size(acc_s))
+    at = row_values(cute.size(acc_s), half)
     tile_max = tree([acc_s[i] for i in at], cute.arch.fmax)
-    new_max = cute.arch.fmax(row_max, quad_max(tile_max) * scale_log2)
-    correction = cute.math.exp2(row_max - new_max, fastmath=True)
+    new_max = cute.arch.fmax(row_max[half], quad_max(tile_max) * scale_log2)
+    correction = cute.math.exp2(row_max[half] - new_max, fastmath=True)
     exps = cute.make_rmem_tensor(len(at), Float32)
     for j, i in enumerate(at):
         exps[j] = cute.math.exp2(acc_s[i] * scale_log2 - new_max, fastmath=True)
-    total = row_sum * correction + tree([exps[j] for j in range(len(at))], operator.add)
-    halves = cute.make_rmem_tensor(len(at), Float16)
-    halves.store(exps.load().to(Float16))
+    row_sum[half] = row_sum[half] * correction + tree([exps[j] for j in range(len(at))], operator.add)
+    row_max[half] = new_max
+    halves = cute.make_rmem_tensor(len(at), element)
+    halves.store(exps.load().to(element))
     pairs, p_words = cute.recast_tensor(halves, Uint32), cute.recast_tensor(p, Uint32)
     for j in range(len(at) // 2):
-        p_words[2 * j] = pairs[j]  # words 2j + 1 are row g + 8 and stay zero
-    return new_max, total, correction
+        p_words[2 * j + half] = pairs[j]  # with one half the words of the other stay zero
+    return correction
 
 
-def rescale(acc_o: cute.Tensor, correction: Float32) -> None:
-    for i in row_values(cute.size(acc_o)):
+def rescale(half: int, acc_o: cute.Tensor, correction: Float32) -> None:
+    for i in row_values(cute.size(acc_o), half):
         acc_o[i] = acc_o[i] * correction

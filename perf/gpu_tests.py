@@ -1,5 +1,6 @@
 """Runs the GPU tests and appends one line to perf/results/gpu_tests.jsonl: what passed, where, and the worst errors."""
 
+import time
 from collections import defaultdict
 
 import pytest
@@ -21,13 +22,22 @@ class Summary:
             self.errors[recorded["group"]] = max(self.errors[recorded["group"]], recorded["error"])
 
 
-def main(selection: str = "", seed: int = 0, output: str = "perf/results/gpu_tests.jsonl") -> None:
-    """Run tests marked gpu (those matching SELECTION) and record the outcome; exits with pytest's status."""
-    summary = Summary()
-    options = ["-m", "gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", "tests"]
-    status = pytest.main(options + (["-k", selection] if selection else []), plugins=[summary])
+def main(seed: int = 0, cases: int = 0, selection: str = "", workers: int = 8,
+         output: str = "perf/results/gpu_tests.jsonl") -> None:
+    """Run the GPU tests and record the outcome; exits with pytest's status.
+
+    cases 0: the fast subset; else a sample of so many decode calls, drawn by SEED, on both architectures.
+    selection: only the tests that match it (pytest -k). workers: processes that share the GPU.
+    """
+    summary, started = Summary(), time.time()
+    files = ["tests/test_gpu_matrix.py"] if cases else ["tests/test_gpu.py", "tests/test_gpu_register.py"]
+    options = ["-m", "gpu", "-q", "--maxfail=40", "-p", "no:cacheprovider", f"--seed={seed}", f"--cases={cases}"]
+    options += ["-n", str(workers)] if workers > 1 else ["-n", "0"]
+    options += ["-k", selection] if selection else []
+    status = pytest.main([*options, *files], plugins=[summary])
     append_result(output, provenance() | {
-        "arch": "hopper+ampere", "selection": selection, "seed": seed,
+        "arch": "hopper+ampere", "selection": selection, "seed": seed, "cases": cases,
+        "seconds": round(time.time() - started),
         **{name: summary.counts[name] for name in ("passed", "failed", "skipped", "error")},
         "worst_error": {group: round(error, 7) for group, error in sorted(summary.errors.items())},
     })

@@ -8,6 +8,11 @@ import torch
 from lowbit_attn import dispatch, kernels
 
 
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=0, help="of the GPU tests' sample (gpu_matrix.sample)")
+    parser.addoption("--cases", type=int, default=0, help="decode calls in that sample, each on both architectures")
+
+
 def pytest_configure(config):
     torch.set_num_threads(1)  # xdist already runs one worker a core
 

@@ -6,36 +6,46 @@ import torch
 
 import lowbit_attn
 from lowbit_attn import testing
+from lowbit_attn.reference import PLAIN, Attention
 
 
 @cache
-def problem_and_expected(case: testing.Case, path: str) -> tuple[testing.Problem, testing.Expected]:
+def problem_and_expected(case: testing.Case, path: str,
+                         options: Attention = PLAIN) -> tuple[testing.Problem, testing.Expected]:
     """Cases recur over architectures and split counts; their fp64 answers are made once."""
     problem = testing.build(case, "cuda")
-    return problem, testing.expected(problem, path=path)
+    return problem, testing.expected(problem, options, path)
 
 
-def check_decode(case: testing.Case, path: str, group: str, record_property, num_splits: int | None = None):
+def check_decode(case: testing.Case, path: str, group: str, record_property, num_splits: int | None = None,
+                 options: Attention = PLAIN):
     """Decode into NaN-filled outputs, compare with fp64, record the worst error under ``group``; returns o."""
-    problem, want = problem_and_expected(case, path)
+    return check_problem(*problem_and_expected(case, path, options), path, group, record_property, num_splits, options)
+
+
+def check_problem(problem: testing.Problem, want: testing.Expected, path: str, group: str, record_property,
+                  num_splits: int | None = None, options: Attention = PLAIN):
+    """The same for a problem at hand."""
+    case = problem.case
     out = torch.full_like(problem.q, float("nan"))
     lse = problem.q.new_full((case.batch, case.num_heads, case.q_len), float("nan"), dtype=torch.float32)
-    lowbit_attn.decode(problem.q, problem.cache, num_splits=num_splits, out=out, lse=lse, path=path)
+    lowbit_attn.decode(problem.q, problem.cache, num_splits=num_splits, out=out, lse=lse, path=path, **vars(options))
     record_property("group", group)
     record_property("error", max(testing.relative_error(out[b].cpu(), want.o[b]) for b in range(case.batch)))
     testing.assert_decode(out, lse, want)
     return out
 
 
-def differing_values(problem: testing.Problem, path: str, launches: int = 1000) -> int:
+def differing_values(problem: testing.Problem, path: str, launches: int = 1000, options: Attention = PLAIN) -> int:
     """Values of o and lse that differ from the first launch's over many launches beside a busy second stream."""
-    first, first_lse = (x.clone() for x in lowbit_attn.decode(problem.q, problem.cache, path=path))
+    asked = vars(options)
+    first, first_lse = (x.clone() for x in lowbit_attn.decode(problem.q, problem.cache, path=path, **asked))
     other, load = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
     differing = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(launches):
         if i % 20 == 0:
             with torch.cuda.stream(other):
                 load @ load
-        o, lse = lowbit_attn.decode(problem.q, problem.cache, path=path)
+        o, lse = lowbit_attn.decode(problem.q, problem.cache, path=path, **asked)
         differing += (o.view(torch.int16) != first.view(torch.int16)).sum() + (lse != first_lse).sum()
     return int(differing)

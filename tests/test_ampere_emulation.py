@@ -1,11 +1,9 @@
 """The Ampere tile path's index arithmetic on the CPU: numpy lanes and registers, driven by the kernel's own helpers.
 
-Shared with the kernel: which 16 bytes a lane copies and loads, which bits become which register, where metadata, 16-bit
-rows and merged results sit, and the sizes of each target. Written here from the PTX definitions: m16n8k16, ldmatrix,
-movmatrix. All unused memory holds NaN.
+Shared with the kernel: which 16 bytes a thread copies and loads, which bits become which register, where metadata,
+16-bit rows and merged results sit, which rows a block has and which positions they see (test_ampere_sizes has more).
+Written here from the PTX definitions: m16n8k16, ldmatrix, movmatrix. All unused memory holds NaN.
 """
-
-import itertools
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from lowbit_attn.formats import FORMATS
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
 
 from lowbit_attn.ampere import config as sizes  # noqa: E402
-from lowbit_attn.ampere import dequant, expected, load, merge, mma, softmax  # noqa: E402
+from lowbit_attn.ampere import dequant, load, merge, mma, queries, softmax  # noqa: E402
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4
@@ -72,10 +70,13 @@ def movmatrix(half: np.ndarray) -> np.ndarray:
 
 
 class Warp:
-    """One warp: its ring, its registers, and the steps of the kernel in the kernel's order."""
+    """One warp: its ring (or a copy of the block's), its registers, and the steps of the kernel in its order."""
 
-    def __init__(self, cfg, q_rows: np.ndarray, scale_log2: float):
-        self.cfg, self.scale = cfg, np.float32(scale_log2)
+    def __init__(self, cfg, q_rows: np.ndarray, rows: queries.Rows, scale_log2: float, softcap_log2: float):
+        self.cfg, self.scale, self.softcap = cfg, np.float32(scale_log2), np.float32(softcap_log2)
+        self.rows = rows
+        query = [int(queries.query(rows, row)) for row in range(8)]
+        self.ends = rows.end + np.array(query)[2 * T[:, None] + np.arange(2)]  # [lane, row value]
         self.ring = np.full((cfg.slots, cfg.slot_accesses, 4), NAN_WORD, np.uint32)
         rows = np.zeros((8, cfg.head_dim), np.float16)
         rows[: len(q_rows)] = q_rows
@@ -87,16 +88,20 @@ class Warp:
 
     def load_piece(self, piece, pool: np.ndarray, record: int, slot: int) -> None:
         self.ring[slot] = NAN_WORD
-        for i in range(-(-piece.accesses // 32)):
-            lane = LANE[: piece.accesses - 32 * i]
-            word = load.lane_word(record, piece.first_unit, lane) + i * load.ROUND_WORDS
-            self.ring[slot, i * 32 + lane] = pool.reshape(-1)[word[:, None] + np.arange(4)]
+        for start, member in self.rounds(piece.accesses):
+            word = load.member_word(record, piece.first_unit, member) + start * load.ACCESS_WORDS
+            self.ring[slot, start + member] = pool.reshape(-1)[word[:, None] + np.arange(4)]
+
+    def rounds(self, accesses: int):
+        """(first access of a round, threads of the ring that copy in it)."""
+        threads = self.cfg.ring_threads
+        return [(at, np.arange(min(threads, accesses - at))) for at in range(0, accesses, threads)]
 
     def load_tokens(self, source: np.ndarray, first: int, live: int, slot: int) -> None:
         """source fp16 [rows, head_dim]."""
         self.ring[slot] = NAN_WORD
-        for i in range(self.cfg.tile16_tokens * self.cfg.row_accesses // 32):
-            row, access = load.token_place(i, LANE, self.cfg.row_accesses)
+        for start, member in self.rounds(self.cfg.tile16_tokens * self.cfg.row_accesses):
+            row, access = load.token_place(start + member, self.cfg.row_accesses)
             taken = source[first + np.minimum(row, live - 1)[:, None], 8 * access[:, None] + np.arange(8)]
             taken = np.where((row < live)[:, None], taken, np.float16(0))
             place = load.swizzled(row, access, self.cfg.row_accesses)
@@ -146,15 +151,30 @@ class Warp:
         half = p.astype(np.float16).reshape(32, -1, 2)
         return np.stack([movmatrix(half[:, i]) for i in range(half.shape[1])], 1).reshape(32, -1, 2, 2)
 
-    def page(self, pool: np.ndarray, record: int, slots: tuple[int, int]) -> None:
+    def logits(self, acc_s: np.ndarray) -> np.ndarray:
+        logits = acc_s * self.scale
+        return self.softcap * np.tanh(logits / self.softcap) if self.cfg.softcap else logits
+
+    def masked(self, logits: np.ndarray, begin: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """-inf for the tokens before ``begin`` and from ``stop`` on, both [lane, row value]."""
+        i = np.arange(logits.shape[1])
+        token, row = softmax.token(self.cfg, i, G[:, None]), softmax.row_value(self.cfg, i)
+        return np.where((token >= begin[:, row]) & (token < stop[:, row]), logits, np.float32(-np.inf))
+
+    def page(self, pool: np.ndarray, record: int, slots: tuple[int, int], start: int) -> None:
+        """A page whose first token has position ``start``."""
         for side, slot in zip((sizes.SIDE_K, sizes.SIDE_V), slots):
             self.load_piece(self.cfg.pieces[side], pool, record, slot)
         acc_s = np.zeros((32, 4 * self.cfg.k.row_tiles), np.float32)
         self.packed(sizes.SIDE_K, slots[0], self.q, acc_s)
-        self.packed(sizes.SIDE_V, slots[1], self.attend(acc_s * self.scale), self.acc_o)
+        logits = self.logits(acc_s)
+        if self.cfg.window and start < self.rows.last_end - self.rows.window:
+            begin = self.ends - self.rows.window - start
+            logits = self.masked(logits, begin, np.full_like(begin, layout.PAGE_TOKENS))
+        self.packed(sizes.SIDE_V, slots[1], self.attend(logits), self.acc_o)
 
-    def tokens(self, k: np.ndarray, v: np.ndarray, first: int, live: int) -> None:
-        """One tile of 16-bit tokens: rows first .. first + live - 1 of k and v."""
+    def tokens(self, k: np.ndarray, v: np.ndarray, first: int, live: int, start: int, reach: int) -> None:
+        """One tile of 16-bit tokens: rows first .. first + live - 1 of k and v, positions ``start`` on."""
         tiles, accesses = self.cfg.tile16_tokens // 16, self.cfg.row_accesses
         self.load_tokens(k, first, live, 0)
         self.load_tokens(v, first, live, 1)
@@ -163,20 +183,34 @@ class Warp:
             for tile in range(tiles):
                 a = ldmatrix(self.ring[0], mma.row_access(LANE, tile, column_tile, accesses), False)
                 multiply(a, self.q[:, column_tile], acc_s, tile)
-        acc_s *= self.scale
-        i = np.arange(4 * tiles)
-        acc_s[16 * (i // 4) + 8 * (i % 4 // 2) + G[:, None] >= live] = -np.inf
-        p = self.attend(acc_s)
+        begin = self.ends - reach - start if self.cfg.window else np.zeros_like(self.ends)
+        p = self.attend(self.masked(self.logits(acc_s), begin, np.minimum(self.ends - start, live)))
         for tile in range(tiles):
             for channel_tile in range(self.cfg.head_dim // 16):
                 a = ldmatrix(self.ring[1], mma.row_access_transposed(LANE, tile, channel_tile, accesses), True)
                 multiply(a, p[:, tile], self.acc_o, channel_tile)
 
-    def stash(self) -> np.ndarray:
-        """The floats that this warp hands to the merge."""
+    def sum_rows(self) -> None:
         for distance in softmax.ROW_LANES:
             self.row_sum = self.row_sum + self.row_sum[LANE ^ distance]
-        floats = np.full(self.cfg.warp_floats, np.nan, np.float32)
+
+    def written(self, rows: int):
+        """o [rows, head_dim] and lse [rows] of a warp that writes its own rows (merge.write)."""
+        self.sum_rows()
+        o, lse = np.full((8, self.cfg.head_dim), np.nan), np.full(8, np.nan)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            for v, i in np.ndindex(2, self.cfg.head_dim // 8):
+                total = self.row_sum[:, v]
+                value = np.where(total == 0, 0, self.acc_o[:, 4 * (i // 2) + 2 * (i % 2) + v] / total)
+                o[softmax.query_row(v, T), 8 * i + G] = value
+                lse[softmax.query_row(v, T)] = np.where(total == 0, -np.inf,
+                                                        (self.row_max[:, v] + np.log2(total)) / LOG2_E)
+        return o[:rows], lse[:rows]
+
+    def stash(self) -> np.ndarray:
+        """The floats that this warp hands to the merge."""
+        self.sum_rows()
+        floats = np.full(self.cfg.ring_floats, np.nan, np.float32)
         stats = sizes.MMA_N * self.cfg.merge_row
         for i in range(self.cfg.head_dim // 4):
             channel = 16 * (i // 4) + 8 * (i % 4 // 2) + G
@@ -187,9 +221,9 @@ class Warp:
         return floats
 
 
-def merged(cfg, floats: np.ndarray, ratio: int):
-    """[warps, floats] -> o [ratio, head_dim], lse [ratio]."""
-    stats, row = sizes.MMA_N * cfg.merge_row, np.arange(ratio)
+def merged(cfg, floats: np.ndarray, rows: int):
+    """[warps, floats] -> o [rows, head_dim], lse [rows]."""
+    stats, row = sizes.MMA_N * cfg.merge_row, np.arange(rows)
     top = floats[:, stats + row].max(0)
     weight = np.exp2(floats[:, stats + row] - top)
     total = (weight * floats[:, stats + sizes.MMA_N + row]).sum(0)
@@ -200,34 +234,56 @@ def merged(cfg, floats: np.ndarray, ratio: int):
         return np.where(seen[:, None], o / total[:, None], 0), np.where(seen, (top + np.log2(total)) / LOG2_E, -np.inf)
 
 
-def emulate(cfg, cache: KVCache, q: np.ndarray, num_splits: int):
-    """o_partial [splits, batch, heads, d] and lse_partial [splits, batch, heads] of q fp16 [batch, heads, d]."""
-    batch, heads, head_dim = q.shape
+def emulate(cfg, cache: KVCache, q: np.ndarray, num_splits: int, softcap: float = 1.0, window: int = 1 << 30,
+            sink_window: int = 1 << 30):
+    """o_partial [splits, batch, q_len, heads, d] and lse_partial of q fp16 [batch, q_len, heads, d]."""
+    batch, q_len, heads, head_dim = q.shape
     ratio = heads // cache.num_heads_kv
-    units = cache.record.nbytes // layout.RECORD_ALIGN
-    pool = np.ascontiguousarray(cache.pool.numpy()).view(np.uint32)
-    table, n_sink, n_packed, n_tok = (x.numpy() for x in (cache.table, cache.n_sink, cache.n_qk, cache.n_tok))
-    sink_k, sink_v, ring_k, ring_v = (x.numpy() for x in (cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v))
-    o = np.full((num_splits, batch, heads, head_dim), np.nan)
-    lse = np.full((num_splits, batch, heads), np.nan)
-    for split, seq, head in np.ndindex(num_splits, batch, cache.num_heads_kv):
-        rows = slice(head * ratio, (head + 1) * ratio)
-        warps = [Warp(cfg, q[seq, rows], head_dim**-0.5 * LOG2_E) for _ in range(cfg.warps)]
-        pages = n_packed[seq] // layout.PAGE_TOKENS
-        for n, page in enumerate(range(pages * split // num_splits, pages * (split + 1) // num_splits)):
-            record = (int(table[seq, page]) * cache.num_heads_kv + head) * units
-            part = 2 * (n // cfg.warps)
-            warps[n % cfg.warps].page(pool, record, (part % cfg.slots, (part + 1) % cfg.slots))
-        if split == num_splits - 1:
-            size = cfg.tile16_tokens
-            residual = n_tok[seq] - n_sink[seq] - n_packed[seq]
-            tiles = [(sink_k, sink_v, at, n_sink[seq] - at) for at in range(0, n_sink[seq], size)]
-            tiles += [(ring_k, ring_v, (n_packed[seq] + at) % ring_k.shape[2], residual - at)
-                      for at in range(0, residual, size)]
-            for n, (k, v, first, live) in enumerate(tiles):
-                warps[n % cfg.warps].tokens(k[seq, head], v[seq, head], first, live)
-        o[split, seq, rows], lse[split, seq, rows] = merged(cfg, np.stack([w.stash() for w in warps]), ratio)
+    n_tok = cache.n_tok.numpy()
+    o = np.full((num_splits, *q.shape), np.nan)
+    lse = np.full((num_splits, *q.shape[:3]), np.nan)
+    blocks = -(-ratio * q_len // cfg.rows)
+    places = np.ndindex(num_splits * blocks, cfg.row_groups, batch, cache.num_heads_kv)
+    for place, group, seq, head in places:
+        split, first = place // blocks, place % blocks * cfg.rows + group * cfg.warp_rows
+        rows = queries.Rows(seq, head * ratio, ratio, first, min(cfg.warp_rows, ratio * q_len - first),
+                            int(n_tok[seq]) - q_len + 1, int(n_tok[seq]), window, sink_window)
+        if rows.count <= 0:
+            continue
+        where = [(int(queries.query(rows, r)), int(queries.head(rows, r))) for r in range(rows.count)]
+        q_rows = np.stack([q[seq, j, h] for j, h in where])
+        warps = [Warp(cfg, q_rows, rows, head_dim**-0.5 * LOG2_E, softcap * LOG2_E) for _ in range(cfg.rings)]
+        run_split(cfg, cache, warps, rows, head, split, num_splits)
+        part, part_lse = (warps[0].written(rows.count) if cfg.shares_pages
+                          else merged(cfg, np.stack([w.stash() for w in warps]), rows.count))
+        for r, (j, h) in enumerate(where):
+            assert np.isnan(lse[split, seq, j, h])  # written once
+            o[split, seq, j, h], lse[split, seq, j, h] = part[r], part_lse[r]
     return torch.from_numpy(o), torch.from_numpy(lse)
+
+
+def run_split(cfg, cache: KVCache, warps: list, rows: queries.Rows, head: int, split: int, num_splits: int) -> None:
+    """The pages and 16-bit tokens of a split, dealt out to the rings."""
+    seq, units = rows.seq, cache.record.nbytes // layout.RECORD_ALIGN
+    pool = np.ascontiguousarray(cache.pool.numpy()).view(np.uint32)
+    n_sink, n_packed, n_tok = (int(x[seq]) for x in (cache.n_sink, cache.n_qk, cache.n_tok))
+    pages = n_packed // layout.PAGE_TOKENS
+    begin = min(int(queries.first_page(rows, n_sink)), pages) if cfg.window else 0
+    stretch = [begin + (pages - begin) * (split + i) // num_splits for i in (0, 1)]
+    for n, page in enumerate(range(*stretch)):
+        record = (int(cache.table[seq, page]) * cache.num_heads_kv + head) * units
+        part = 2 * (n // cfg.rings)
+        warps[n % cfg.rings].page(pool, record, (part % cfg.slots, (part + 1) % cfg.slots),
+                                  n_sink + page * layout.PAGE_TOKENS)
+    if split == num_splits - 1:
+        size, residual = cfg.tile16_tokens, n_tok - n_sink - n_packed
+        sink_k, sink_v, ring_k, ring_v = (x[seq, head].numpy() for x in (cache.sink_k, cache.sink_v, cache.ring_k,
+                                                                        cache.ring_v))
+        tiles = [(sink_k, sink_v, at, n_sink - at, at, rows.sink_window) for at in range(0, n_sink, size)]
+        tiles += [(ring_k, ring_v, (n_packed + at) % len(ring_k), residual - at, n_sink + n_packed + at, rows.window)
+                  for at in range(0, residual, size)]
+        for n, tile in enumerate(tiles):
+            warps[n % cfg.rings].tokens(*tile)
 
 
 def poisoned_cache(head_dim: int, lengths, sinks: int, num_heads_kv: int = 1) -> KVCache:
@@ -249,6 +305,21 @@ def poisoned_cache(head_dim: int, lengths, sinks: int, num_heads_kv: int = 1) ->
     return cache
 
 
+def check(q: torch.Tensor, cache: KVCache, o, lse, options: reference.Attention = reference.PLAIN) -> None:
+    """Partial results against the reference."""
+    assert not o.isnan().any() and not lse.isnan().any()
+    o, lse = reference.merge_states(o, lse.transpose(2, 3))
+    want_o, want_lse = reference.decode(q, cache, options)
+    assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
+    for seq in range(len(q)):
+        seen = want_lse[seq].isfinite()
+        assert not o[seq][~seen.T].any()
+        if seen.any():
+            error = (o[seq] - want_o[seq]).norm() / want_o[seq].norm()
+            assert error <= 2e-3, f"sequence {seq}: {error}"
+            assert (lse[seq] - want_lse[seq])[seen].abs().max() <= 1e-3
+
+
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("ratio", range(1, 9))
 def test_emulated_kernel_matches_reference(head_dim, ratio):
@@ -257,108 +328,41 @@ def test_emulated_kernel_matches_reference(head_dim, ratio):
     cfg = sizes.decode_config(FORMATS["k4v4"], head_dim, "float16", target, "tile", 8)
     cache = poisoned_cache(head_dim, LENGTHS, sinks=(0, 1, 5, 40)[ratio % 4], num_heads_kv=2 if ratio == 2 else 1)
     q = torch.randn(len(LENGTHS), 1, ratio * cache.num_heads_kv, head_dim).half()
-    o, lse = emulate(cfg, cache, q[:, 0].numpy(), num_splits=1 + ratio % 3)
-    assert not o.isnan().any() and not lse.isnan().any()
-    o, lse = reference.merge_states(o[:, :, None], lse[..., None])
-    want_o, want_lse = reference.decode(q, cache)
-    assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
-    assert not o[0].any() and bool((lse[0] == -torch.inf).all())  # the empty sequence
-    for seq in range(1, len(LENGTHS)):
-        error = (o[seq] - want_o[seq]).norm() / want_o[seq].norm()
-        assert error <= 2e-3, f"length {LENGTHS[seq]}: {error}"
-        assert (lse[seq] - want_lse[seq]).abs().max() <= 1e-3
+    check(q, cache, *emulate(cfg, cache, q.numpy(), num_splits=1 + ratio % 3))
+
+
+@pytest.mark.parametrize("ratio, q_len", ((1, 4), (2, 3), (3, 4), (8, 2), (5, 4)))
+@pytest.mark.parametrize("features", ((), ("window",), ("softcap", "window")))
+def test_several_queries_blocks_of_rows_and_masks(ratio, q_len, features):
+    """Rows of several queries in blocks of 8; windows that end in a page, at its edge, in the residual, past all."""
+    cfg = sizes.decode_config(FORMATS["k4v4"], 64, "float16", "sm_89", "tile", 8, features=features)
+    for n, window in enumerate((1, 40, 129, 256, 1000) if features else (None,)):
+        torch.manual_seed(n)
+        sinks = (0, 5, 40)[n % 3]
+        cache = poisoned_cache(64, (0, 2, 127, 300, 520), sinks, num_heads_kv=1 + n % 2)
+        q = torch.randn(5, q_len, ratio * cache.num_heads_kv, 64).half()
+        options = reference.Attention(softcap=1.5 if "softcap" in features else None, window=window,
+                                      keep_sinks=n % 2 == 0 and window is not None)
+        limits = {} if window is None else dict(window=window, sink_window=1 << 30 if options.keep_sinks else window)
+        o, lse = emulate(cfg, cache, q.numpy(), 2, softcap=options.softcap or 1.0, **limits)
+        check(q, cache, o, lse, options)
+
+
+@pytest.mark.parametrize("head_dim, rows, ratio, q_len", ((96, 8, 3, 2), (256, 8, 5, 1), (256, 64, 5, 4),
+                                                          (256, 64, 8, 9)))
+def test_other_head_dims_and_row_groups(head_dim, rows, ratio, q_len):
+    """The register path's sizes and copies with the tile path's arithmetic; 64 rows: a warp for each 8, one ring."""
+    torch.manual_seed(rows)
+    cfg = sizes.decode_config(FORMATS["k4v4"], head_dim, "float16", "sm_89", "register", rows, features=("window",))
+    cache = poisoned_cache(head_dim, (0, 2, 300, 420), sinks=5)
+    q = torch.randn(4, q_len, ratio, head_dim).half()
+    o, lse = emulate(cfg, cache, q.numpy(), 2, window=150, sink_window=1 << 30)
+    check(q, cache, o, lse, reference.Attention(window=150, keep_sinks=True))
 
 
 def test_empty_splits_are_written():
     cfg = sizes.decode_config(FORMATS["k4v4"], 64, "float16", "sm_89", "tile", 8)
     cache = poisoned_cache(64, (300,), sinks=0)
-    o, lse = emulate(cfg, cache, torch.randn(1, 1, 64).half().numpy(), num_splits=5)
-    assert [bool(x) for x in (lse == -torch.inf).all((1, 2))] == [True, True, False, True, False]
+    o, lse = emulate(cfg, cache, torch.randn(1, 1, 1, 64).half().numpy(), num_splits=5)
+    assert [bool(x) for x in (lse == -torch.inf).all((1, 2, 3))] == [True, True, False, True, False]
     assert not o[0].any() and not o[3].any()
-
-
-@pytest.mark.parametrize("bits", (8, 4, 2, 1))
-@pytest.mark.parametrize("rows", (64, 128))
-def test_every_code_reaches_its_place_once(rows, bits):
-    """pair_loads, with the definition of the A registers, inverts layout.code_slot for every width."""
-    cols, seen = 64, set()
-    if layout.words_per_lane(rows, 32, bits) < layout.BLOCK_WORDS:
-        pytest.skip("a pair of column tiles does not fill a 16-byte load")
-    for pair in range(cols // 32):
-        for block, tiles in dequant.pair_loads(pair, rows, bits):
-            for tile in tiles:
-                for r, source in enumerate(tile.registers):
-                    for e in (0, 1):
-                        row, col = 16 * tile.row_tile + 8 * (r % 2), 16 * tile.column_tile + 8 * (r // 2) + e
-                        word, lane, byte, slot = layout.code_slot(row + 5, col + 6, rows, bits)  # lane 4 * 5 + 3
-                        assert (word, lane) == (4 * block + source.word, 23)
-                        assert 8 * byte + bits * slot == source.shift + source.exponent + 16 * e
-                        assert source.mask >> source.exponent & 0xFFFF == (1 << bits) - 1
-                        assert source.exponent + bits <= 10  # 1024 + code * 2**exponent is exact in fp16
-                        seen.add((row, col))
-    assert len(seen) == (rows // 8) * (cols // 4)
-
-
-@pytest.mark.parametrize("row_accesses", (8, 16))
-def test_swizzle_is_a_bijection_without_bank_conflicts(row_accesses):
-    row, access = np.divmod(np.arange(32 * row_accesses), row_accesses)
-    place = load.swizzled(row, access, row_accesses)
-    assert sorted(place) == list(range(32 * row_accesses))
-    for lanes in np.split(LANE, 4):
-        for where in (mma.row_access(LANE, 1, 2, row_accesses), mma.row_access_transposed(LANE, 1, 2, row_accesses)):
-            assert len(set(where[lanes] % 8)) == 8
-
-
-@pytest.mark.parametrize("head_dim", (64, 128))
-@pytest.mark.parametrize("target", kernels.ARCH_TARGETS["ampere"])
-def test_config_fits_the_target(target, head_dim):
-    cfg = sizes.decode_config(FORMATS["k4v4"], head_dim, "float16", target, "tile", 8)
-    assert cfg.shared_bytes <= kernels.SMEM_LIMIT_BYTES[target]
-    assert cfg.slots >= 2 and cfg.tile16_tokens == 32
-    assert cfg.k.accesses * 16 + cfg.v.accesses * 16 == FORMATS["k4v4"].record_bytes(head_dim)
-    assert expected.expected_static(cfg)["HMMA"] == head_dim // 16 * 20
-
-
-@pytest.mark.parametrize("rows", sizes.ROWS)
-@pytest.mark.parametrize("target", kernels.ARCH_TARGETS["ampere"])
-def test_every_register_format_has_a_configuration(target, rows):
-    for k_bits, per_token, v_bits in itertools.product((8, 4, 2, 1), ("", "t"), (8, 4, 2, 1)):
-        for head_dim, groups in itertools.product((64, 128), ("", "-g32-vg32", "-g64-vg64-bf16")):
-            name = f"k{k_bits}{per_token}v{v_bits}{groups}"
-            cfg = sizes.decode_config(FORMATS[name], head_dim, "bfloat16", target, "register", rows)
-            assert cfg.shared_bytes <= kernels.SMEM_LIMIT_BYTES[target] and cfg.slots >= 2
-            assert cfg.merge_floats <= cfg.warp_floats  # a warp's ring holds its O at the end
-            assert cfg.tile16_tokens * cfg.row_accesses <= cfg.slot_accesses
-            assert {cfg.k.groups, cfg.v.groups} <= {1, 2, 4}
-            assert kernels.checks(kernels.KernelKey("decode", "ampere", target, "bfloat16", head_dim, name, "register",
-                                                    rows)).smem_bytes == cfg.shared_bytes
-
-
-def test_register_counts_are_those_of_the_arithmetic():
-    """128 x 128 codes of K and V: 64 tiles each; bias and centring 8 multiplies each; the rest is 16-bit tokens."""
-    cfg = sizes.decode_config(FORMATS["k4v4"], 128, "float16", "sm_80", "register", 8)
-    assert expected.per_page(cfg)["HMMA"] == 64 + 64 + 8 + 8
-    assert expected.per_page(cfg)["LOP3"] == 2 * 128 * 128 // 32 // 2  # two codes a register
-    wide = sizes.decode_config(FORMATS["k4v4"], 128, "float16", "sm_80", "register", 16)
-    assert expected.per_page(wide)["HMMA"] == 2 * 144
-    assert expected.per_page(wide)["LDS"] == expected.per_page(cfg)["LDS"]
-
-
-@pytest.mark.parametrize("arguments, message", [
-    (("k2v4", 128, "float16", "sm_80", "tile", 8), "2-bit K"),
-    (("k4tv4", 128, "float16", "sm_80", "tile", 8), "K per token"),
-    (("k4v4-g32", 128, "float16", "sm_80", "tile", 8), "4 groups of K"),
-    (("k4v4-vg64", 128, "float16", "sm_80", "tile", 8), "2 groups of V"),
-    (("k4v4-bf16", 128, "float16", "sm_80", "tile", 8), "in bfloat16"),
-    (("k4v4", 128, "bfloat16", "sm_80", "tile", 8), "dtype bfloat16"),
-    (("k4v4", 128, "float16", "sm_80", "tile", 16), "16 rows"),
-    (("k4v4", 96, "float16", "sm_80", "register", 8), "head_dim: got 96"),
-    (("k4v4", 128, "float32", "sm_80", "register", 8), "dtype: got 'float32'"),
-    (("k4v4", 128, "float16", "sm_75", "register", 8), "target: got 'sm_75'"),
-    (("k4v4", 128, "float16", "sm_80", "integer", 8), "path: got 'integer'"),
-    (("k4v4", 128, "float16", "sm_80", "register", 24), "rows: got 24"),
-])
-def test_unsupported_arguments_are_named(arguments, message):
-    name, *rest = arguments
-    with pytest.raises(ValueError, match=message):
-        sizes.decode_config(FORMATS[name], *rest)

@@ -190,7 +190,8 @@ def test_built_kernels_are_counted_by_target(monkeypatch, tmp_path):
     assert environment.gather().kernels_built == {}
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/a.so").write_bytes(b"")
-    entry = {"file": "a.so", "fingerprint": compile.fingerprint("ampere"), "key": {"arch": "ampere", "target": "sm_80"}}
+    entry = {"file": "a.so", "fingerprint": compile.fingerprint("ampere", "decode"),
+             "key": {"op": "decode", "arch": "ampere", "target": "sm_80"}}
     manifest = {"a": entry, "b": {**entry, "fingerprint": "old"}, "c": {**entry, "file": "gone.so"}}
     (tmp_path / "kernels/manifest.json").write_text(json.dumps(manifest))
     found = environment.gather()

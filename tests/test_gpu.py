@@ -1,5 +1,6 @@
 """Both architectures' kernels on a CUDA device against the CPU: bytes, dequantized values, decode, merge."""
 
+import copy
 import itertools
 
 import pytest
@@ -9,7 +10,6 @@ from gpu_checks import check_decode, differing_values, problem_and_expected
 import lowbit_attn
 from lowbit_attn import dispatch, gpu_matrix, kernels, loader, reference, testing
 from lowbit_attn.formats import FORMATS
-from lowbit_attn.kernels import KernelKey
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +53,7 @@ def test_quantize_bytes_and_dequantized_values(arch, name, dtype, head_dim):
         testing.assert_same_bytes(side, ours.cpu().nan_to_num(nan=0.0), theirs.nan_to_num(nan=0.0))
 
 
-@pytest.mark.parametrize("head_dim", kernels.SHIPPED_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)
 def test_append_and_flush_equal_prefill(arch, head_dim):
     generator = torch.Generator().manual_seed(1)
     k, v = (torch.randn(2, 300, 2, head_dim, generator=generator).half().cuda() for _ in range(2))
@@ -69,7 +69,7 @@ def test_append_and_flush_equal_prefill(arch, head_dim):
 @pytest.mark.parametrize("num_splits", (None, 1, 3, 40))
 @pytest.mark.parametrize("sinks", (0, 33))
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("head_dim", kernels.SHIPPED_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)
 def test_decode(arch, head_dim, ratio, sinks, num_splits, record_property):
     case = testing.Case("k4v4", head_dim=head_dim, num_heads=2 * ratio, num_heads_kv=2, lengths=LENGTHS, sinks=sinks,
                         seed=ratio)
@@ -77,14 +77,14 @@ def test_decode(arch, head_dim, ratio, sinks, num_splits, record_property):
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d not in ("meta-beyond-fp16", "q-1e6-k-1e-6")])
-@pytest.mark.parametrize("head_dim", kernels.SHIPPED_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)
 def test_decode_hard_data(arch, head_dim, data, record_property):
     case = testing.Case("k4v4", head_dim=head_dim, num_heads=8, num_heads_kv=2, lengths=(700, 1300), sinks=16,
                         data=data)
     check_decode(case, "tile", f"{arch} tile hard data d{head_dim}", record_property)
 
 
-@pytest.mark.parametrize("head_dim", kernels.SHIPPED_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)
 def test_one_hot_probabilities_return_rows_of_v(arch, head_dim):
     """A query that only one token answers returns that token's dequantized V, rounded to fp16 once."""
     generator = torch.Generator().manual_seed(3)
@@ -127,15 +127,44 @@ def test_combine(arch, num_splits):
     lse[:, 1, 2] = -torch.inf
     o[lse.transpose(2, 3)[..., None].expand_as(o) == -torch.inf] = float("nan")  # an empty state's o is ignored
     want, want_lse = reference.merge_states(o, lse)
-    got, got_lse = torch.empty(24, 128, dtype=torch.float16, device="cuda"), torch.empty(24, device="cuda")
-    target = dispatch.target_of(torch.device("cuda"))
-    loader.load(KernelKey("combine", *target, "float16", 128))(
-        o.cuda().view(num_splits, 24, 128), lse.cuda().view(num_splits, 24), got, got_lse)
-    torch.testing.assert_close(got.cpu().view(3, 1, 8, 128).float(), want, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(got_lse.cpu().view(3, 8, 1), want_lse, rtol=1e-6, atol=1e-5)
+    got, got_lse = combined(o, lse, torch.full((1,), -torch.inf))
+    torch.testing.assert_close(got.cpu().float(), want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(got_lse.cpu(), want_lse, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("head_dim", kernels.SHIPPED_HEAD_DIMS)
+def combined(o, lse, sink_logits):
+    """The combine kernel on o [splits, batch, q_len, heads, 128] and lse [splits, batch, heads, q_len]."""
+    splits, batch, q_len, heads, head_dim = o.shape
+    got = torch.empty(batch * q_len * heads, head_dim, dtype=torch.float16, device="cuda")
+    got_lse = torch.empty(batch * q_len * heads, device="cuda")
+    key = kernels.combine_key(dispatch.target_of(torch.device("cuda"))[1], "float16", head_dim)
+    lse_partial = lse.transpose(2, 3).contiguous().cuda().view(splits, -1)
+    loader.load(key)(o.cuda().view(splits, -1, head_dim), lse_partial, got, got_lse, sink_logits.cuda(), heads, q_len)
+    return got.view(o.shape[1:]), got_lse.view(lse.shape[1:])
+
+
+def test_combine_with_sink_logits_and_several_queries(arch):
+    generator = torch.Generator().manual_seed(6)
+    o, lse = torch.randn(5, 3, 4, 8, 128, generator=generator), torch.randn(5, 3, 8, 4, generator=generator)
+    lse[:, 0, 1] = -torch.inf
+    sink_logits = torch.randn(8, generator=generator)
+    want, plain_lse = reference.merge_states(o, lse)
+    want_lse = torch.logaddexp(plain_lse, sink_logits[:, None])
+    want = want * (plain_lse - want_lse).exp().transpose(1, 2)[..., None]
+    got, got_lse = combined(o, lse, sink_logits)
+    torch.testing.assert_close(got.cpu().float(), want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(got_lse.cpu(), want_lse, rtol=1e-6, atol=1e-5)
+
+
+def test_a_nan_among_the_partial_results_stays_visible(arch):
+    o, lse = torch.ones(3, 1, 1, 2, 128), torch.zeros(3, 1, 2, 1)
+    lse[1, 0, 0] = float("nan")
+    got, got_lse = combined(o, lse, torch.full((1,), -torch.inf))
+    assert got[0, 0, 0].isnan().all() and got_lse[0, 0].isnan().all()
+    assert (got[0, 0, 1] == 1).all() and got_lse[0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)
 def test_thousand_launches_beside_another_stream_are_bitwise_equal(arch, head_dim):
     case = testing.Case("k4v4", head_dim=head_dim, num_heads=8, num_heads_kv=2, lengths=(1500, 77, 4000), sinks=4)
     assert differing_values(problem_and_expected(case, "tile")[0], "tile") == 0
@@ -152,8 +181,10 @@ def test_splits_agree(arch, path):
 
 def test_unsupported_raises_before_launch(arch):
     cache = lowbit_attn.KVCache("k4v4", 4, 1, 128, device="cuda")
-    with pytest.raises(NotImplementedError, match="query heads per KV head 17, supported: 1 to 16"):
-        lowbit_attn.decode(torch.zeros(1, 1, 17, 128, dtype=torch.float16, device="cuda"), cache)
+    wide = copy.copy(cache)
+    wide.head_dim = 160
+    with pytest.raises(NotImplementedError, match="head_dim 160, supported: 64"):
+        lowbit_attn.decode(torch.zeros(1, 1, 4, 160, dtype=torch.float16, device="cuda"), wide)
     with pytest.raises(NotImplementedError, match="path"):
         lowbit_attn.decode(torch.zeros(1, 1, 4, 128, dtype=torch.float16, device="cuda"), cache, path="nonsense")
     assert set(FORMATS) >= set(kernels.SHIPPED_FORMATS)

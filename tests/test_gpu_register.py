@@ -7,7 +7,9 @@ import torch
 from gpu_checks import check_decode, differing_values, problem_and_expected
 
 import lowbit_attn
-from lowbit_attn import gpu_matrix, testing
+from lowbit_attn import gpu_matrix, kernels, testing
+from lowbit_attn.formats import FORMATS
+from lowbit_attn.reference import Attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,9 +25,10 @@ def case_of(kernel, **changes) -> testing.Case:
     return testing.Case(kernel.format, kernel.torch_dtype, kernel.head_dim, 2 * ratio, 2, **changes)
 
 
-def skip_unless_served(kernel, arch: str) -> None:
-    if reasons := gpu_matrix.served(kernel, arch):
-        pytest.skip("; ".join(reasons))
+def options_of(kernel, window: int = 200) -> Attention:
+    """What asks for the kernel's features."""
+    return Attention(softcap=20.0 if "softcap" in kernel.features else None,
+                     window=window if "window" in kernel.features else None)
 
 
 @pytest.mark.parametrize("sinks, num_splits", ((0, None), (33, 3)))
@@ -33,31 +36,92 @@ def skip_unless_served(kernel, arch: str) -> None:
 @MATRIX
 def test_decode(arch, kernel, part, sinks, num_splits, record_property):
     """part 1: all rows of the kernel are heads; 0: fewer (1, 3, 5, 7 or 9 .. 15 by the kernel)."""
-    skip_unless_served(kernel, arch)
     few = (1, 3, 5, 7)[len(str(kernel)) % 4] + (8 if kernel.rows == 16 else 0)
     case = case_of(kernel, ratio=kernel.rows if part else few, lengths=LENGTHS, sinks=sinks, seed=sinks)
-    check_decode(case, "register", f"{arch} register {kernel.format}", record_property, num_splits)
+    check_decode(case, "register", f"{arch} register {kernel.format}", record_property, num_splits, options_of(kernel))
+
+
+@pytest.mark.parametrize("kernel", gpu_matrix.REGISTER + gpu_matrix.WIDE, ids=str)
+def test_one_small_case(arch, kernel, record_property):
+    """Every variant once, over all segments: what compute-sanitizer is run on (perf/sanitize.py)."""
+    is_wide = kernel in gpu_matrix.WIDE
+    path = kernel.shape(arch)[0] if is_wide else "register"
+    ratio, q_len = (6, 4) if is_wide else (kernel.rows // 2, 2)
+    case = case_of(kernel, ratio=ratio, q_len=q_len, lengths=(3, 700), sinks=5)
+    check_decode(case, path, f"{arch} small {path}", record_property, 2, options_of(kernel))
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])
 @MATRIX
 def test_hard_data(arch, kernel, data, record_property):
-    skip_unless_served(kernel, arch)
     needed = NEEDS_BF16.get(data)
     if needed is not None and (kernel.dtype != "bfloat16" or needed not in kernel.format):
         pytest.skip(f"{data} overflows fp16")
     case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=4 if kernel.rows == 8 else 12)
-    check_decode(case, "register", f"{arch} register hard data {data}", record_property)
+    check_decode(case, "register", f"{arch} register hard data {data}", record_property, options=options_of(kernel))
 
 
 @pytest.mark.parametrize("kernel", [k for k in gpu_matrix.REGISTER if "+w" in k.format], ids=str)
 def test_packed_keys_beside_values_in_16_bit(arch, kernel, record_property):
     """The third segment: V is packed a window later than K."""
-    skip_unless_served(kernel, arch)
     case = case_of(kernel, lengths=(100, 200, 300, 1000), sinks=5)
     problem, _ = problem_and_expected(case, "register")
     assert (problem.cache.n_qk > problem.cache.n_qv).any()
-    check_decode(case, "register", f"{arch} register {kernel.format}", record_property)
+    check_decode(case, "register", f"{arch} register {kernel.format}", record_property, options=options_of(kernel))
+
+
+@pytest.mark.parametrize("num_splits, keep_sinks", ((None, True), (1, False), (7, True)))
+@pytest.mark.parametrize("window", (1, 128, 500))
+@pytest.mark.parametrize("kernel", [k for k in gpu_matrix.REGISTER if "window" in k.features], ids=str)
+def test_windows(arch, kernel, window, num_splits, keep_sinks, record_property):
+    case = case_of(kernel, lengths=(3, 130, 300, 1000), sinks=40, q_len=4, ratio=kernel.rows // 4)
+    options = replace(options_of(kernel, window), keep_sinks=keep_sinks)
+    check_decode(case, "register", f"{arch} register window", record_property, num_splits, options)
+
+
+@pytest.mark.parametrize("q_len, ratio", ((1, 2), (2, 3), (3, 1), (5, 1), (8, 1), (2, 8), (16, 1), (7, 2)))
+@pytest.mark.parametrize("kernel", [k for k in gpu_matrix.REGISTER if k.format in ("k4v4", "k2v2", "k4v4+w128")
+                                    and not k.features], ids=str)
+def test_several_queries(arch, kernel, q_len, ratio, record_property):
+    """The causal mask within a step's own tokens; more rows than the kernel holds go in blocks."""
+    case = case_of(kernel, lengths=(2, 17, 130, 300, 1000), sinks=6, q_len=q_len, ratio=ratio)
+    support = kernels.arch_package(arch).PATHS["register"]
+    if support.rows_for(q_len * ratio, kernel.head_dim) != kernel.shape(arch, "register")[1]:
+        pytest.skip("another kernel")
+    check_decode(case, "register", f"{arch} register q_len", record_property)
+
+
+@pytest.mark.parametrize("num_splits", (None, 3))
+@pytest.mark.parametrize("ratio, q_len, sinks", ((4, 8, 0), (8, 8, 33), (1, 16, 5), (20, 1, 0), (32, 4, 7), (5, 5, 2)))
+@pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
+def test_many_query_rows(arch, kernel, ratio, q_len, sinks, num_splits, record_property):
+    """17 rows and more: the tile path on Hopper, warps that share pages on Ampere; above 64 in blocks."""
+    path, rows = kernels.pick(arch, FORMATS[kernel.format], kernel.head_dim, kernel.torch_dtype, ratio * q_len,
+                              features=kernel.features)[0]
+    if rows < 64:
+        pytest.skip("fewer rows: another kernel")
+    case = case_of(kernel, lengths=LENGTHS, sinks=sinks, q_len=q_len, ratio=ratio)
+    check_decode(case, path, f"{arch} wide {path} {kernel.format}", record_property, num_splits, options_of(kernel))
+
+
+@pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])
+@pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
+def test_many_query_rows_of_hard_data(arch, kernel, data, record_property):
+    needed = NEEDS_BF16.get(data)
+    if needed is not None and (kernel.dtype != "bfloat16" or needed not in kernel.format):
+        pytest.skip(f"{data} overflows fp16")
+    path, _ = kernel.shape(arch)
+    case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=8, q_len=4)
+    check_decode(case, path, f"{arch} wide {path} hard data {data}", record_property, options=options_of(kernel))
+
+
+@pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
+def test_many_launches_of_wide_kernels_are_bitwise_equal(arch, kernel):
+    path, _ = kernel.shape(arch)
+    options = options_of(kernel)
+    case = case_of(kernel, lengths=(1500, 77, 4000), sinks=4, ratio=8, q_len=4)
+    problem, _ = problem_and_expected(case, path, options)
+    assert differing_values(problem, path, options=options) == 0
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d not in NEEDS_BF16])
@@ -82,11 +146,11 @@ def test_ablated_kernels_serve_ordinary_data(arch, monkeypatch, name, without, r
     check_decode(case, "register", group, record_property)
 
 
-@pytest.mark.parametrize("kernel", [k for k in gpu_matrix.REGISTER if k.format in ("k4v4", "k2v2")], ids=str)
+@MATRIX
 def test_many_launches_beside_another_stream_are_bitwise_equal(arch, kernel):
-    skip_unless_served(kernel, arch)
-    problem, _ = problem_and_expected(case_of(kernel, lengths=(1500, 77, 4000), sinks=4), "register")
-    assert differing_values(problem, "register") == 0
+    options = options_of(kernel)
+    problem, _ = problem_and_expected(case_of(kernel, lengths=(1500, 77, 4000), sinks=4), "register", options)
+    assert differing_values(problem, "register", options=options) == 0
 
 
 def test_one_page_read_in_any_order(arch):

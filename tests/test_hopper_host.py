@@ -17,23 +17,31 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import config, decode, ring, walk  # noqa: E402
+from lowbit_attn.hopper import PATHS, config, decode, dequant, mma, ring, walk  # noqa: E402
 from lowbit_attn.hopper.config import GROUP_WARPS, TILE_N, UNIT_TOKENS, UNITS  # noqa: E402
 
 FORMAT = FORMATS["k4v4"]
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128, 256)
 CONFIGS = {d: config.make_config(FORMAT, d, "float16") for d in HEAD_DIMS}
 LANES = np.arange(32)
+CASES = [("k4v4", d, "float16") for d in HEAD_DIMS] + [
+    ("k2v2", 64, "float16"), ("k2v2", 96, "bfloat16"), ("k8v8", 96, "float16"), ("k8v8", 256, "float16"),
+    ("k8v8", 256, "bfloat16"), ("k1v1", 64, "float16"), ("k1v1", 64, "bfloat16"), ("k1v1", 256, "bfloat16"),
+    ("k1v1-g32", 128, "float16"), ("k2v2-g32-vg32", 128, "float16"), ("k2v4-g64-vg64-bf16", 256, "float16"),
+    ("k4tv4", 64, "float16"), ("k4tv2", 96, "float16"), ("k8tv4-g32", 96, "float16"), ("k4tv4", 256, "bfloat16"),
+    ("k4tv4-g32-vg64-bf16", 128, "float16"), ("k1tv1-g64-vg128", 256, "float16"), ("k2v2-vg32", 256, "bfloat16"),
+    ("k4tv8-g64-vg32", 256, "float16")]
 
 
 def read_wgmma_tile(tile: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """K-major B operand with the 128-byte swizzle: address bits 4-6 are XORed with bits 7-9."""
+    """K-major operand, 128-byte swizzle (address bits 4-6 XOR 7-9) or 64-byte swizzle (bits 4-5 XOR 7-8)."""
     row, col = np.meshgrid(np.arange(rows), np.arange(cols), indexing="ij")
-    return tile[swizzle_128b((col // 64) * rows * 128 + row * 128 + (col % 64) * 2) // 2]
+    span = 64 if cols % 64 == 0 else 32
+    return tile[swizzle((col // span) * rows * 2 * span + row * 2 * span + (col % span) * 2, span) // 2]
 
 
-def swizzle_128b(address):
-    return address ^ ((address >> 3) & 0x70)
+def swizzle(address, span):
+    return address ^ ((address >> 3) & (0x70 if span == 64 else 0x30))
 
 
 def stmatrix_x4(tile: np.ndarray, chunks: np.ndarray, registers: list[np.ndarray]) -> None:
@@ -52,44 +60,63 @@ def ldmatrix_x4(rows: np.ndarray, is_transposed: bool) -> list[np.ndarray]:
     return [m.reshape(32, 2) for m in matrices]
 
 
+def values(bits: np.ndarray, storage: str) -> np.ndarray:
+    """16-bit metadata as float."""
+    if storage == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(float)
+    return bits.view(np.float16).astype(float)
+
+
+def lane_meta(side: config.SidePlan, meta: np.ndarray, run: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """What ``dequant.load_meta`` gives: (scales, zeros) [meta_index, lane, low or high column]."""
+    offsets = side.meta_offsets(run, block, LANES // 4, LANES % 4)
+    assert all((o % side.meta_bytes == 0).all() for o in offsets)
+    halves = [np.stack([meta[o // 2 + 2 * j + i] for j in side.meta_words for i in (0, 1)]).reshape(-1, 2, 32)
+              for o in offsets]
+    halves = [values(h, side.storage) for h in halves]
+    if side.is_per_token:  # (scale, zero) words
+        scale, zero = (np.stack((halves[0][:, i], halves[-1][:, i]), -1) for i in (0, 1))
+        return scale, zero
+    return tuple(h.transpose(0, 2, 1) for h in halves)
+
+
 def dequant_part(side: config.SidePlan, part: np.ndarray) -> np.ndarray:
-    """What four dequant warps write for one part of a record: the tile as fp16 in memory order."""
-    tile = np.full(side.rows * side.cols, np.nan, np.float16)
-    codes = part[: side.meta_offset].view(np.uint32)
-    meta = part[side.meta_offset :].view(np.float16)
-    t = LANES % 4
-    for w in range(GROUP_WARPS):
-        offsets = side.meta_offsets(w, t)
-        assert all((o % side.meta_bytes == 0).all() for o in offsets)
-        row, col8 = config.lane_place(LANES)
-        for col_tile, row_tile, parts in side.registers():
-            registers = []
-            for c8, word, shift, position in parts:
-                words = codes[layout.word_offset(w * side.warp_words + word, LANES) // 4] >> np.uint32(shift)
-                halves = np.stack(((words >> position) & 15, (words >> (16 + position)) & 15), -1)
-                at = 2 * side.meta_words()[2 * col_tile + c8]
-                low, high = (np.stack([meta[o // 2 + at + i] for i in (0, 1)], -1).astype(float) for o in offsets)
-                scale, zero = (low, high) if not side.transposed else np.stack((low, high), -1).transpose(1, 0, 2)
-                registers.append((halves * scale + zero).astype(np.float16))
-            chunks = config.tile_chunk(row, (w * side.warp_cols + col_tile) * 2 + col8, side.rows)
-            stmatrix_x4(tile, chunks + row_tile * config.tile_chunk(16, 0, side.rows), registers)
+    """What four dequant warps write for one part of a record: the tile as float in memory order."""
+    tile = np.full(side.rows * side.cols, np.nan)
+    codes, meta = part[: side.meta_offset].view(np.uint32), part[side.meta_offset :].view(np.uint16)
+    row, col8 = config.lane_place(LANES)
+    mask = (1 << side.bits) - 1
+    for run in (r for w in range(GROUP_WARPS) for r in range(w, side.runs, GROUP_WARPS)):
+        assert run * side.run_words % side.width == 0
+        first_row, first_col = side.run_place(run)
+        for block in range(side.meta_blocks):
+            scale, zero = lane_meta(side, meta, run, block)
+            for col_tile, row_tile, parts in side.registers(block):
+                registers = []
+                for row8, c8, word, shift, position in parts:
+                    words = codes[layout.word_offset(run * side.run_words + word, LANES) // 4] >> np.uint32(shift)
+                    halves = np.stack(((words >> position) & mask, (words >> (16 + position)) & mask), -1)
+                    at = side.meta_index(col_tile, row_tile, row8, c8)
+                    registers.append(halves * scale[at] + zero[at])
+                chunks = config.tile_chunk(first_row + row, (first_col + col_tile) * 2 + col8, side.rows,
+                                           side.atom_chunks)
+                stmatrix_x4(tile, chunks + row_tile * 16 * side.atom_chunks, registers)
     return tile
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("format_name, head_dim, dtype", CASES)
 @pytest.mark.parametrize("name", ("k", "v"))
-def test_dequant_lanes_rebuild_the_matrix(head_dim, name):
+def test_dequant_lanes_rebuild_the_matrix(format_name, head_dim, dtype, name):
     torch.manual_seed(head_dim)
+    fmt = FORMATS[format_name]
     k, v = torch.randn(2, 1, 128, head_dim)
-    record = FORMAT.quantize(k, v)
-    side = getattr(CONFIGS[head_dim], name)
+    record = fmt.quantize(k, v)
+    side = getattr(config.make_config(fmt, head_dim, dtype), name)
     part = record[0, side.part_offset : side.part_offset + side.part_bytes].numpy()
     got = read_wgmma_tile(dequant_part(side, part), side.rows, side.cols)
-    want = (FORMAT.dequantize_k if name == "k" else FORMAT.dequantize_v)(record, head_dim)[0].numpy()
+    want = (fmt.dequantize_k if name == "k" else fmt.dequantize_v)(record, head_dim)[0].numpy()
     want = want.T if side.transposed else want
-    # code * scale is exact in fp32, so the reference's fp32 sum rounds as the fused fp16 step up to one ulp of fp32
-    assert np.abs(got.astype(np.float32) - want).max() <= np.abs(want).max() * 2.0**-11
-    assert np.mean(got == want.astype(np.float16)) > 0.999
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -102,19 +129,19 @@ def test_plain_units_rebuild_the_matrix(head_dim, name):
     tile = np.full(side.rows * side.cols, np.inf, np.float16)
     row, col8 = config.lane_place(LANES)
     row8 = row // 8
-    for u, w, token_tile, j in itertools.product(range(UNITS), range(GROUP_WARPS), range(UNIT_TOKENS // 16),
-                                                 range(head_dim // 64)):
-        channel_tile, token8 = w + GROUP_WARPS * j, u * 4 + 2 * token_tile
+    for u, w, j in itertools.product(range(UNITS), range(GROUP_WARPS), range(dequant.unit_tiles(side) // GROUP_WARPS)):
+        token_tile, channel_tile = dequant.unit_tile(side, w, j)
+        token8 = u * 4 + 2 * token_tile
         staged = source[u * UNIT_TOKENS : (u + 1) * UNIT_TOKENS].reshape(UNIT_TOKENS, -1, 8)
         if side.transposed:
             registers = ldmatrix_x4(staged[token_tile * 16 + col8 * 8 + LANES % 8, 2 * channel_tile + row8], True)
             for m in range(4):
                 token = token8 * 8 + 8 * config.matrix_place(m)[1] + 2 * (LANES % 4)
                 registers[m] = np.where(np.stack((token, token + 1), -1) < live, registers[m], np.float16(0))
-            chunks = config.tile_chunk(channel_tile * 16 + row, token8 + col8, side.rows)
+            chunks = config.tile_chunk(channel_tile * 16 + row, token8 + col8, side.rows, side.atom_chunks)
         else:
             registers = ldmatrix_x4(staged[token_tile * 16 + row, 2 * channel_tile + col8], False)
-            chunks = config.tile_chunk(token8 * 8 + row, 2 * channel_tile + col8, side.rows)
+            chunks = config.tile_chunk(token8 * 8 + row, 2 * channel_tile + col8, side.rows, side.atom_chunks)
         stmatrix_x4(tile, chunks, registers)
     got = read_wgmma_tile(tile, side.rows, side.cols)
     got = got.T if side.transposed else got
@@ -134,8 +161,9 @@ def test_tile_chunk_is_the_dsl_layout(head_dim, monkeypatch):
         for name, _ in itertools.product("kv", range(64)):
             side = getattr(CONFIGS[head_dim], name)
             at = rng.randrange(side.rows), 8 * rng.randrange(side.cols // 8), rng.randrange(2)
-            tile = decode.tile_layout(side, 2)
-            assert str(tile.inner) == "S<3,4,3>"  # of byte addresses: a property of the pointer, not of the layout
+            tile = decode.tile_layout(side.rows, side.cols, 2)
+            # of byte addresses: a property of the pointer, not of the layout
+            assert str(tile.inner) == ("S<3,4,3>" if side.atom_chunks == 8 else "S<2,4,3>")
             found[name, at] = tile.outer(at)
 
     @cute.jit
@@ -145,8 +173,8 @@ def test_tile_chunk_is_the_dsl_layout(head_dim, monkeypatch):
     evaluate()
     for (name, (row, col, stage)), offset in found.items():
         side = getattr(CONFIGS[head_dim], name)
-        want = stage * side.rows * side.cols + 8 * config.tile_chunk(row, col // 8, side.rows)
-        assert swizzle_128b(2 * int(offset)) == 2 * want, (name, row, col, stage)
+        want = stage * side.rows * side.cols + 8 * config.tile_chunk(row, col // 8, side.rows, side.atom_chunks)
+        assert swizzle(2 * int(offset), 8 * side.atom_chunks) == 2 * want, (name, row, col, stage)
 
 
 class Barrier:
@@ -209,23 +237,27 @@ def dequant_role(pages, plain, packed, tiles, seen):
         tiles.full[stage].arrive()
 
 
-def mma_role(pages, plain, k_tiles, v_tiles):
-    last_v = None  # O of a tile is waited for together with S of the next
-    for tile in range(pages + plain):
+def mma_role(tile_count, is_wide, k_tiles, v_tiles):
+    last_v = None  # O of a tile is waited for together with S of the next, but not where is_wide
+    for tile in range(tile_count):
         k_stage = yield from k_tiles.wait("full", tile)
         yield
         assert k_tiles.content[k_stage] == tile
         k_tiles.empty[k_stage].arrive()
-        if tile > 0:
+        if tile > 0 and not is_wide:
             assert v_tiles.content[last_v] == tile - 1
             v_tiles.empty[last_v].arrive()
         last_v = yield from v_tiles.wait("full", tile)
         yield
+        if is_wide:
+            assert v_tiles.content[last_v] == tile
+            v_tiles.empty[last_v].arrive()
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("pages, plain", [(0, 0), (1, 0), (0, 1), (3, 2), (4, 1), (5, 3), (9, 2), (33, 3)])
-def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, plain):
+@pytest.mark.parametrize("pages, third, plain", [(0, 0, 0), (1, 0, 0), (0, 0, 1), (3, 1, 2), (4, 0, 1), (0, 2, 1),
+                                                 (9, 2, 2), (33, 0, 3)])
+def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, third, plain):
     cfg = CONFIGS[head_dim]
     for seed in range(10):
         roles, seen = [], {}
@@ -233,9 +265,10 @@ def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, plain):
         for side in "kv":
             packed = RingModel(cfg.packed_stages, cfg.loads_arrive, cfg.dequants_arrive)
             tiles[side] = RingModel(cfg.tile_stages, cfg.dequants_arrive, cfg.mmas_arrive)
-            roles.append(load_role(pages, plain, packed))
-            roles += [dequant_role(pages, plain, packed, tiles[side], seen) for _ in range(GROUP_WARPS)]
-        roles += [mma_role(pages, plain, tiles["k"], tiles["v"]) for _ in range(GROUP_WARPS)]
+            shape = (pages + third, plain) if side == "k" else (pages, third + plain)
+            roles.append(load_role(*shape, packed))
+            roles += [dequant_role(*shape, packed, tiles[side], seen) for _ in range(GROUP_WARPS)]
+        roles += [mma_role(pages + third + plain, cfg.is_wide, tiles["k"], tiles["v"]) for _ in range(GROUP_WARPS)]
         rng, idle = random.Random(seed), 0
         weight = [rng.random() ** 3 + 0.01 for _ in roles]
         while roles and idle < 200_000:
@@ -247,29 +280,96 @@ def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, plain):
                 roles.pop(i), weight.pop(i)
                 idle = 0
         assert not roles, "deadlock"
-        assert seen == {tile: 2 * GROUP_WARPS for tile in range(pages + plain)}
+        assert seen == {tile: 2 * GROUP_WARPS for tile in range(pages + third + plain)}
 
 
-@pytest.mark.parametrize("n_sink, n_packed, residual", [(0, 0, 0), (4, 0, 0), (3, 0, 5), (0, 128, 0), (130, 1280, 255),
-                                                        (0, 640, 128), (128, 384, 1), (32, 4096, 129)])
+def number(x) -> int:
+    return int(getattr(x, "value", x))
+
+
+def tokens_of(w: walk.Walk) -> list[tuple[str, int, int]]:
+    """(kind, first position, tokens) of every tile of a walk, in order."""
+    found = [("page", w.packed_start + TILE_N * (w.first_page + i), TILE_N) for i in range(w.num_pages)]
+    for i in range(w.plain_tiles):
+        start, live, is_sink = map(number, walk.plain_tile(w, i))
+        assert 1 <= live <= TILE_N
+        units = [number(walk.clamp_unit(live - u * UNIT_TOKENS, UNIT_TOKENS)) for u in range(UNITS)]
+        assert sum(units) == live
+        found.append(("sink", start, live) if is_sink else ("ring", w.packed_start + w.n_packed + start, live))
+    return found
+
+
+@pytest.mark.parametrize("n_sink, n_qk, lag, residual", [
+    (0, 0, 0, 0), (4, 0, 0, 0), (3, 0, 0, 5), (0, 128, 0, 0), (130, 1280, 128, 255), (0, 640, 0, 128),
+    (128, 384, 384, 1), (32, 4096, 256, 129)])
 @pytest.mark.parametrize("num_splits", (1, 2, 3, 7, 40))
-def test_walk_visits_every_token_once(n_sink, n_packed, residual, num_splits):
-    visited = []
+@pytest.mark.parametrize("window", (None, 1, 100, 300, 1 << 30))
+def test_walk_visits_every_seen_token_once(n_sink, n_qk, lag, residual, num_splits, window):
+    n_tok, q_len = n_sink + n_qk + residual, 3
+    hidden = 0 if window is None else number(walk.hidden_pages(n_sink, n_tok, q_len, window))
+    assert hidden == 0 or n_sink + hidden * TILE_N <= n_tok - q_len + 1 - window
+    visited = {"k": [], "v": []}
     for split in range(num_splits):
-        w = walk.plan(n_sink, n_packed, n_sink + n_packed + residual, split, num_splits)
-        w = walk.Walk(*(int(getattr(x, "value", x)) for x in w))
-        visited += [("page", w.first_page + i) for i in range(w.num_pages)]
-        for i in range(w.plain_tiles):
-            tile = walk.plain_tile(w, i)
-            start, live, is_sink = (int(getattr(x, "value", x)) for x in tile)
-            assert 1 <= live <= TILE_N
-            units = [int(getattr(x, "value", x)) for x in
-                     (walk.clamp_unit(live - u * UNIT_TOKENS, UNIT_TOKENS) for u in range(UNITS))]
-            assert sum(units) == live
-            visited += [("sink" if is_sink else "residual", start + i) for i in range(live)]
-    want = [("page", i) for i in range(n_packed // TILE_N)]
-    want += [("sink", i) for i in range(n_sink)] + [("residual", i) for i in range(residual)]
-    assert sorted(visited) == sorted(want)
+        both = [walk.Walk(*map(number, w))
+                for w in walk.plan(n_sink, n_qk, n_qk - lag, n_tok, hidden, split, num_splits)]
+        k, v = map(tokens_of, both)
+        assert [at[1:] for at in k] == [at[1:] for at in v]  # tile for tile the same tokens
+        visited["k"] += k
+        visited["v"] += v
+    first = min(hidden, n_qk // TILE_N)
+    for side, packed in (("k", n_qk), ("v", n_qk - lag)):
+        seen = sorted((at + i, kind) for kind, at, live in visited[side] for i in range(live))
+        want = [(i, "sink") for i in range(n_sink)]
+        want += [(n_sink + i, "page" if i < packed else "ring") for i in range(first * TILE_N, n_tok - n_sink)]
+        assert seen == want
+
+
+def seen_positions(w: walk.Walk, i: int, rows: mma.Rows, sight: mma.Sight, row: int) -> set[int]:
+    """Positions of tile ``i`` of K's walk that ``mma.to_logits`` leaves to a row of the tile."""
+    me = mma.Lane(0, row, 0)
+    if i < w.num_pages:
+        start = w.packed_start + TILE_N * (w.first_page + i)
+        first = 0
+        if start < sight.first_last + rows.q_len - sight.window:
+            first = mma.end_of(rows, sight, me, 0, start) - sight.window
+        return {start + c for c in range(TILE_N) if c >= first}
+    start, live, is_sink = map(number, walk.plain_tile(w, i - w.num_pages))
+    start += (1 - is_sink) * (w.packed_start + w.n_packed)
+    end = mma.end_of(rows, sight, me, 0, start)
+    first = end - (is_sink * sight.sink_window + (1 - is_sink) * sight.window)
+    return {start + c for c in range(TILE_N) if first <= c < min(live, end)}
+
+
+@pytest.mark.parametrize("window, keeps_sinks", [(1, False), (5, True), (130, False), (300, True), (1 << 30, False)])
+@pytest.mark.parametrize("n_sink, n_qk, lag, residual, q_len", [
+    (0, 0, 0, 3, 5), (4, 256, 128, 9, 3), (3, 640, 0, 130, 1), (130, 384, 256, 40, 16), (2, 0, 0, 0, 1)])
+def test_masks_leave_what_a_query_sees(n_sink, n_qk, lag, residual, q_len, window, keeps_sinks):
+    n_tok, ratio, num_splits = n_sink + n_qk + residual, 3, 2
+    sink_window = 1 << 30 if keeps_sinks else window
+    rows = mma.Rows(0, 0, ratio, 0, ratio * q_len, q_len)
+    sight = mma.Sight(n_tok - q_len, window, sink_window)
+    hidden = number(walk.hidden_pages(n_sink, n_tok, q_len, window))
+    seen = [set() for _ in range(rows.count)]
+    for split in range(num_splits):
+        w = walk.Walk(*map(number, walk.plan(n_sink, n_qk, n_qk - lag, n_tok, hidden, split, num_splits)[0]))
+        for i, row in itertools.product(range(w.num_pages + w.plain_tiles), range(rows.count)):
+            seen[row] |= seen_positions(w, i, rows, sight, row)
+    for row, got in enumerate(seen):
+        last = n_tok - q_len + row // ratio
+        want = {at for at in range(last + 1) if at > last - (sink_window if at < n_sink else window)}
+        assert got == want, row
+
+
+@pytest.mark.parametrize("ratio, q_len, rows", [(1, 1, 8), (8, 1, 8), (3, 2, 8), (5, 13, 64), (4, 16, 64), (16, 9, 64),
+                                                (9, 3, 8)])
+def test_row_blocks_serve_every_row_of_every_split_once(ratio, q_len, rows):
+    num_splits, seen = 3, []
+    grid_x = num_splits * -(-ratio * q_len // rows)
+    for x in range(grid_x):
+        split, first, count = map(number, walk.row_block(x, grid_x, num_splits, ratio * q_len, rows))
+        assert 1 <= count <= rows
+        seen += [(split, *walk.row_place(first + i, ratio)) for i in range(count)]
+    assert sorted(seen) == list(itertools.product(range(num_splits), range(q_len), range(ratio)))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -281,10 +381,29 @@ def test_shared_memory_plan(head_dim, monkeypatch):
         dataclasses.replace(cfg, packed_stages=64).check()
     with pytest.raises(ValueError, match="registers"):
         dataclasses.replace(cfg, dequant_regs=128).check()
+    with pytest.raises(ValueError, match="rows: got 16"):
+        config.make_config(FORMAT, head_dim, "float16", 16)
 
 
-@pytest.mark.parametrize("name, head_dim, match", [("k2v2", 128, "K bits"), ("k4v4", 96, "head_dim"),
-                                                   ("k4v4-bf16", 64, "metadata"), ("k4v4-g64", 64, "K group")])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("bits, groups", list(itertools.product((8, 4, 2, 1), ("", "-g32", "-vg32", "-g32-vg32"))))
+def test_every_supported_format_fits(head_dim, dtype, bits, groups):
+    for name in (f"k{bits}v{bits}{groups}", f"k{bits}tv{bits}{groups}-bf16"):
+        fmt = FORMATS[name]
+        if bits == 1 and head_dim == 96:
+            continue  # the format itself refuses
+        missing = PATHS["tile"].missing(fmt, head_dim, getattr(torch, dtype))
+        if missing:
+            assert (bits, head_dim) == (8, 256) and "32" in groups
+            with pytest.raises(ValueError, match="record of"):
+                config.make_config(fmt, head_dim, dtype, 64)
+        else:
+            assert config.make_config(fmt, head_dim, dtype, 64).smem_bytes <= config.SMEM_LIMIT
+
+
+@pytest.mark.parametrize("name, head_dim, match", [("k4v4", 80, "head_dim"), ("k8v8-vg32", 256, "record of"),
+                                                   ("k4v4-vg64", 96, "V group")])
 def test_unsupported_formats_say_why(name, head_dim, match):
     with pytest.raises(ValueError, match=match):
         decode.decode_kernel(FORMATS[name], head_dim, "float16")

@@ -6,6 +6,7 @@ are written here a second time from the PTX manual.
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from lowbit_attn.formats import FORMATS
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import PATHS, decode  # noqa: E402
-from lowbit_attn.hopper.register import config, load, query, third, walk  # noqa: E402
+from lowbit_attn.hopper.register import config, load, masks, query, third, walk  # noqa: E402
 
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16",
          "k4tv4", "k2tv1-g32-vg64", "k8tv2-g64-vg32-bf16", "k1tv8-g32")
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128, 256)
 LANES = np.arange(32)
 G, T = LANES // 4, LANES % 4
 
@@ -29,6 +30,21 @@ G, T = LANES // 4, LANES % 4
 def value(x) -> int:
     """A Python int from one, or from a DSL integer."""
     return int(getattr(x, "value", x))
+
+
+def served(names, head_dims=HEAD_DIMS) -> list[tuple[str, int]]:
+    """(name, head_dim) of the pages that exist: head_dim 96 has no 1-bit V and only channel groups that divide it."""
+    def exists(name, head_dim):
+        try:
+            return bool(FORMATS[name].record(head_dim))
+        except ValueError:
+            return False
+
+    return [pair for pair in itertools.product(names, head_dims) if exists(*pair)]
+
+
+def most_rows(head_dim: int) -> int:
+    return config.MAX_ROWS.get(head_dim, 16)
 
 
 def halves(words: np.ndarray, storage: str) -> np.ndarray:
@@ -40,7 +56,7 @@ def halves(words: np.ndarray, storage: str) -> np.ndarray:
 def lane_words(side: config.SidePlan, part: np.ndarray, first_tile: int, tiles: int) -> dict[int, np.ndarray]:
     """What load.codes brings each lane: word -> uint32 [32]."""
     first, count = side.words_of(first_tile), side.words_of(tiles)
-    width = min(count, layout.BLOCK_WORDS)
+    width = math.gcd(count, layout.BLOCK_WORDS)
     accesses = part[: side.meta_offset].view(np.uint32).reshape(-1, width)
     assert first % width == 0 and count % width == 0
     return {word + i: accesses[side.code_access(word, width, LANES), i]
@@ -86,13 +102,12 @@ def token_metadata(side: config.SidePlan, part: np.ndarray) -> tuple[np.ndarray,
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, head_dim", served((*NAMES, "k4v4-g32", "k8tv2-g32", "k1v8-vg32")))
 def test_lanes_rebuild_both_sides(name, head_dim):
     fmt = FORMATS[name]
     k, v = torch.randn(2, 1, 128, head_dim)
     record = fmt.quantize(k, v)
-    cfg = config.make_config(fmt, head_dim, "float16", 16)
+    cfg = config.make_config(fmt, head_dim, "float16", most_rows(head_dim))
     for side, want in ((cfg.k, fmt.dequantize_k(record, head_dim)), (cfg.v, fmt.dequantize_v(record, head_dim))):
         part = record[0, side.part_offset : side.part_offset + side.part_bytes].numpy()
         for chunk in {side.row_tiles, cfg.chunk_tiles if side is cfg.k else side.row_tiles}:
@@ -102,8 +117,7 @@ def test_lanes_rebuild_both_sides(name, head_dim):
             assert np.array_equal(codes * scale + zero, want[0].numpy())
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", ("k8tv8-g32", "k4tv4-g32", "k2tv2-g32", "k1tv1-g32"))
+@pytest.mark.parametrize("name, head_dim", served(("k8tv8-g32", "k4tv4-g32", "k2tv2-g32", "k1tv1-g32"), (64, 96, 128)))
 def test_channel_groups_of_keys_lie_whole_blocks_apart(name, head_dim):
     cfg = config.make_config(FORMATS[name], head_dim, "float16", 16)
     side, chunk = cfg.k, cfg.chunk_tiles
@@ -126,7 +140,7 @@ def test_metadata_share_of_the_maximum_reads_every_word_once():
         assert sorted(read) == list(range((side.part_bytes - side.meta_offset) // 16))
 
 
-@pytest.mark.parametrize("name, head_dim", [("k4v4", 128), ("k2v2", 128), ("k1v1", 64), ("k8v8", 128)])
+@pytest.mark.parametrize("name, head_dim", [("k4v4", 128), ("k2v2", 128), ("k1v1", 64), ("k8v8", 128), ("k8v4", 256)])
 def test_private_ring_neither_hangs_nor_mixes_pieces(name, head_dim):
     cfg = config.make_config(FORMATS[name], head_dim, "float16", 8)
     for slots, count in itertools.product(range(2, 9), (0, 1, 2, 3, 31, 32, 33, 70)):
@@ -157,14 +171,14 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
     visited = []
     n_qv = max(0, n_qk - third_pages * layout.PAGE_TOKENS)
     for split, warp in itertools.product(range(num_splits), range(warps)):
-        w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, split, num_splits, warp, warps)
+        w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, 1, None, split, num_splits, warp, warps)
         w = walk.Walk(*(value(x) for x in w))
         visited += [("page", w.first_page + i * warps) for i in range(w.num_pages)]
         third = [("third", w.third_page + i * warps) for i in range(w.num_third)]
         assert not third or split == num_splits - 1
         visited += third
         for i in range(w.first_unit, w.num_units, warps):
-            start, live, is_sink = (value(x) for x in walk.unit(w, i))
+            start, live, is_sink, _ = (value(x) for x in walk.unit(w, i, 1))
             assert 1 <= live <= config.UNIT_TOKENS and start % config.UNIT_TOKENS == 0
             visited += [("sink" if is_sink else "residual", start + j) for j in range(live)]
         assert w.n_packed == n_qk, "the residual starts where K is no longer packed"
@@ -172,6 +186,68 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
     want = [("page" if i < packed_v else "third", i) for i in range(n_qk // layout.PAGE_TOKENS)]
     want += [("sink", i) for i in range(n_sink)] + [("residual", i) for i in range(residual)]
     assert sorted(visited) == sorted(want)
+
+
+@pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 0), (4, 0, 1), (3, 0, 40), (0, 128, 16), (130, 1280, 255),
+                                                    (0, 640, 128), (128, 384, 17), (32, 4096, 129)])
+@pytest.mark.parametrize("third_pages", (0, 2, 9))
+@pytest.mark.parametrize("q_len, window", [(1, 1), (1, 128), (1, 300), (5, 200), (16, 1000), (4, 2**30), (16, 1)])
+def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, third_pages, q_len, window):
+    n_tok, pages = n_sink + n_qk + residual, n_qk // layout.PAGE_TOKENS
+    packed_v = max(0, pages - third_pages)
+    lowest = n_tok - q_len - window + 1  # position that query 0 sees first
+    want = [p for p in range(pages) if n_sink + layout.PAGE_TOKENS * (p + 1) > lowest]
+    for num_splits, warps in ((1, 8), (3, 4), (7, 2), (40, 8)):
+        visited = []
+        for split, warp in itertools.product(range(num_splits), range(warps)):
+            w = walk.plan(n_sink, n_qk, packed_v * layout.PAGE_TOKENS, n_tok, q_len, window, split, num_splits, warp,
+                          warps)
+            w = walk.Walk(*(value(x) for x in w))
+            assert w.first_seen == lowest - n_sink
+            packed = [w.first_page + i * warps for i in range(w.num_pages)]
+            third = [w.third_page + i * warps for i in range(w.num_third)]
+            assert all(p < packed_v for p in packed) and all(p >= packed_v for p in third)
+            assert not third or split == num_splits - 1
+            visited += packed + third
+        assert sorted(visited) == want
+
+
+@pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 1), (4, 0, 0), (3, 0, 40), (0, 128, 16), (130, 1280, 255),
+                                                    (33, 384, 17)])
+@pytest.mark.parametrize("q_len, window, sink_window", [(1, None, None), (5, None, None), (1, 40, 2**30), (5, 1, 600),
+                                                        (16, 1000, 2**30), (16, 20, 30), (4, 2**30, 2**30)])
+def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_window):
+    features = () if window is None else ("window",)
+    cfg = config.make_config(FORMATS["k4v4"], 128, "float16", 8, features=features)
+    limits, n_tok, warps = masks.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4
+    seen = {j: [] for j in range(q_len)}
+    for warp in range(warps):
+        w = walk.Walk(*(value(x) for x in walk.plan(n_sink, n_qk, n_qk, n_tok, q_len, window, 1, 2, warp, warps)))
+        for i in range(w.first_unit, w.num_units, warps):
+            unit = walk.Unit(*(value(x) for x in walk.unit(w, i, q_len)))
+            start = unit.start + (0 if unit.is_sink else n_sink + n_qk)
+            for j, token in itertools.product(range(q_len), range(config.UNIT_TOKENS)):
+                if masks.of_unit(cfg, unit, j, token, limits):
+                    seen[j].append(start + token)
+    for j, positions in seen.items():
+        high = n_tok - q_len + j
+        low, sink_low = (high - (2**40 if x is None else x) + 1 for x in (window, sink_window))
+        want = [p for p in range(n_sink) if sink_low <= p <= high]
+        want += [p for p in range(n_sink + n_qk, n_tok) if low <= p <= high]
+        assert sorted(positions) == want
+
+
+@pytest.mark.parametrize("rows", (8, 16))
+@pytest.mark.parametrize("ratio, q_len", [(1, 1), (4, 1), (8, 1), (16, 1), (3, 5), (1, 16), (7, 3), (4, 4), (12, 16)])
+def test_row_blocks_serve_every_query_of_every_head_once(rows, ratio, q_len):
+    cfg = config.make_config(FORMATS["k4v4"], 128, "float16", rows)
+    found, head_idx = [], 3
+    for block in range(-(-ratio * q_len // rows)):
+        mine = query.make_rows(cfg, 0, head_idx, block, ratio, q_len)
+        assert 1 <= value(mine.count) <= rows
+        for row in range(value(mine.count)):
+            found.append(tuple(value(x) for x in query.place(mine, row)))
+    assert found == [(j, head_idx * ratio + h) for j in range(q_len) for h in range(ratio)]
 
 
 class UnitBarrier:
@@ -188,11 +264,12 @@ class UnitBarrier:
 
 
 @pytest.mark.parametrize("name, head_dim, slots_v", [("k4v4", 128, 192), ("k2v2", 64, 128), ("k8v8", 128, 448),
-                                                     ("k1v1", 64, 320), ("k4tv4", 128, 384)])
+                                                     ("k1v1", 64, 320), ("k4tv4", 128, 384),
+                                                     ("k2v2", 96, 192), ("k8v4", 256, 256)])
 @pytest.mark.parametrize("rows", (8, 16))
 def test_values_of_a_third_page_come_once_and_from_their_slots(name, head_dim, slots_v, rows):
     fmt = dataclasses.replace(FORMATS[name], window_v=128)
-    cfg = config.make_config(fmt, head_dim, "float16", rows)
+    cfg = config.make_config(fmt, head_dim, "float16", min(rows, most_rows(head_dim)))
     assert cfg.third_segment and layout.PAGE_TOKENS % cfg.third_tokens == 0 and cfg.third_tokens % config.WARP == 0
     assert cfg.third_tokens * cfg.row_pitch <= cfg.warp_bytes and cfg.k.part_bytes <= cfg.slot_bytes
     barrier, phase = UnitBarrier(), 0
@@ -231,13 +308,16 @@ def test_query_columns_are_the_accumulators_columns():
         assert all(row == 8 * (column // 2) + 2 * t + column % 2 for (t, column), row in rows.items())
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("rows", (8, 16))
-@pytest.mark.parametrize("name", (*NAMES, "k8v8-g32-vg32", "k8tv8-g32-vg32"))
+@pytest.mark.parametrize("name, head_dim", served((*NAMES, "k8v4", "k2v2", "k8v8-g32-vg32", "k8tv8-g32-vg32")))
 def test_shared_memory_plan(name, rows, head_dim, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    if rows > most_rows(head_dim):
+        with pytest.raises(ValueError, match="rows: got 16, supported at head_dim 256: 8"):
+            config.make_config(FORMATS[name], head_dim, "float16", rows)
+        return
     cfg = config.make_config(FORMATS[name], head_dim, "float16", rows)
-    assert cfg.warps >= 4 and cfg.slots >= config.MIN_SLOTS
+    assert cfg.warps >= (2 if head_dim == 256 else 4) and cfg.slots >= config.MIN_SLOTS
     assert cfg.smem_bytes <= config.SMEM_LIMIT
     assert decode.RegisterSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes
     with pytest.raises(ValueError, match="shared memory"):
@@ -249,9 +329,12 @@ def test_shared_memory_plan(name, rows, head_dim, monkeypatch):
 def test_unsupported_calls_say_why():
     with pytest.raises(ValueError, match="rows: got 12"):
         decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="register", rows=12)
+    with pytest.raises(ValueError, match="rows: got 16, supported at head_dim 256: 8"):
+        decode.decode_kernel(FORMATS["k4v4"], 256, "float16", path="register", rows=16)
+    with pytest.raises(ValueError, match="features: got alibi, supported: softcap, window"):
+        config.make_config(FORMATS["k4v4"], 128, "float16", 8, features=("alibi",))
     with pytest.raises(ValueError, match="path: got 'wgmma'"):
         decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="wgmma")
     later = dataclasses.replace(FORMATS["k4v4"], window_v=128)
-    assert "window" in PATHS["tile"].missing(later, 128, torch.float16, 8, 1)[0]
-    assert not PATHS["register"].missing(later, 128, torch.float16, 8, 1)
-    assert not PATHS["register"].missing(FORMATS["k1tv8-g32-vg64-bf16"], 64, torch.bfloat16, 16, 1)
+    assert not PATHS["register"].missing(later, 128, torch.float16)
+    assert not PATHS["register"].missing(FORMATS["k1tv8-g32-vg64-bf16"], 64, torch.bfloat16)

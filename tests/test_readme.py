@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
 def test_support_table_is_the_code_s():
     text = README.read_text()
     shown = text[text.index(support.BEGIN) + len(support.BEGIN) : text.index(support.END)].strip()
-    assert shown == support.table(), "run python -m lowbit_attn.support and put its output into README.md"
+    assert shown == support.tables(), "run python -m lowbit_attn.support and put its output into README.md"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit_attn import KVCache, decode, merge_states
-from lowbit_attn.reference import attention
+from lowbit_attn.reference import Attention, attention
 from lowbit_attn.testing import Case, assert_decode, attention_fp64, build, expected, relative_error
 
 RATIOS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
@@ -47,10 +47,33 @@ def test_scale_and_torch_agree(scale):
     q, k, v = inputs(5, 4, 40)
     want = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k.repeat_interleave(4, 0)[None], v.repeat_interleave(4, 0)[None], scale=scale)
-    o, _ = attention(q, k, v, scale, causal=False)
+    o, _ = attention(q, k, v, Attention(scale), causal=False)
     assert torch.allclose(o, want[0].transpose(0, 1), atol=1e-5)
     if scale is not None and scale < 0:
-        assert not torch.allclose(o, attention(q, k, v, -scale, causal=False)[0], atol=1e-2)
+        assert not torch.allclose(o, attention(q, k, v, Attention(-scale), causal=False)[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("n_sink, keep_sinks", ((0, False), (6, False), (6, True)))
+@pytest.mark.parametrize("window", (None, 1, 5, 40, 200))
+@pytest.mark.parametrize("softcap", (None, 3.0))
+@pytest.mark.parametrize("has_sink_logits", (False, True))
+def test_softcap_window_and_sink_logits(n_sink, keep_sinks, window, softcap, has_sink_logits):
+    q, k, v = inputs(4, 3, 50)
+    options = Attention(0.4, softcap, window, keep_sinks, torch.randn(6) if has_sink_logits else None)
+    o, lse = attention(q, k, v, options, n_sink)
+    want, want_lse = attention_fp64(q, k, v, options, None, n_sink)
+    assert relative_error(o, want) < 1e-6
+    assert torch.allclose(lse.double(), want_lse, atol=1e-5)
+
+
+def test_a_window_of_everything_and_a_far_cap_change_nothing():
+    q, k, v = inputs(4, 3, 50)
+    o, lse = attention(q, k, v)
+    for options in (Attention(window=50), Attention(softcap=1e6), Attention(sink_logits=torch.full((6,), -100.0))):
+        assert torch.allclose(attention(q, k, v, options)[0], o, atol=1e-5)
+    with_sinks, sink_lse = attention(q, k, v, Attention(sink_logits=torch.full((6,), 3.0)))
+    assert torch.allclose(with_sinks * (sink_lse - lse).exp().T[..., None], o, atol=1e-5)
+    assert torch.allclose(sink_lse.exp(), lse.exp() + torch.tensor(3.0).exp(), rtol=1e-5)
 
 
 def test_no_tokens_give_zero_and_minus_infinity():
@@ -141,7 +164,7 @@ def test_decode_meets_the_tolerances(case):
 def test_decode_uses_the_scale():
     problem = build(Case(lengths=(300,)))
     o, lse = decode(problem.q, problem.cache, softmax_scale=0.5)
-    assert_decode(o, lse, expected(problem, 0.5))
+    assert_decode(o, lse, expected(problem, Attention(0.5)))
     with pytest.raises(AssertionError):
         assert_decode(o, lse, expected(problem))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lowbit_attn import layout, registers
 from lowbit_attn.formats.contract import Format
 from lowbit_attn.formats.uniform import PerChannel
-from lowbit_attn.kernels import SMEM_LIMIT_BYTES, Checks
+from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, Checks
 from lowbit_attn.registers import Options
 
 TARGET = "sm_90a"
@@ -19,11 +19,14 @@ WORD = 4  # bytes
 META_BYTES = 8  # of one access to metadata
 COLUMNS = 8  # query rows of one m16n8k16
 MAX_WARPS, MIN_SLOTS, MAX_SLOTS = 8, 3, 8
+HEAD_DIMS = (64, 96, 128, 256)
+MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
 UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time: each lane copies one row of K or of V
 CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
 PIECES = 2  # of a page: the K part, then the V part
 SASS_NEED = ("HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
-SASS_FORBID = ("LDL", "STL", "STSM", "HGMMA")
+SPILLS = ("LDL", "STL")
+SASS_FORBID = ("STSM", "HGMMA")
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,21 @@ class RegisterConfig:
     k: SidePlan
     v: SidePlan
     head_dim: int
-    rows: int  # query rows: 8 or 16
+    rows: int  # query rows of a CTA: 8 or 16
     dtype: str = "float16"
     options: Options = Options()
     warps: int = MAX_WARPS
     slots: int = MIN_SLOTS
     third_segment: bool = False  # tokens whose K is packed while V is still in 16 bit
+    features: tuple[str, ...] = ()  # of kernels.FEATURES
+
+    @property
+    def has_softcap(self) -> bool:
+        return "softcap" in self.features
+
+    @property
+    def has_window(self) -> bool:
+        return "window" in self.features
 
     @property
     def col_blocks(self) -> int:
@@ -139,9 +151,18 @@ class RegisterConfig:
         return self.k.is_per_token and self.chunk_tiles < self.k.row_tiles
 
     @property
+    def may_spill(self) -> bool:
+        """16 rows and several groups of K, beside a third segment or beside features and several groups of V.
+
+        255 registers fall a few short.
+        """
+        is_full = self.third_segment or (self.v.groups > 1 and bool(self.features))
+        return self.col_blocks > 1 and self.k.groups > 1 and is_full
+
+    @property
     def has_shared_query(self) -> bool:
         """Whether q' is read from shared memory for every page instead of staying in registers."""
-        return self.col_blocks > 1
+        return self.col_blocks > 1 or self.head_dim > 128
 
     @property
     def query_bytes(self) -> int:
@@ -212,8 +233,13 @@ class RegisterConfig:
                          f"{self.slots} slots, limit {SMEM_LIMIT} B")
         if self.warp_bytes < self.unit_bytes:
             found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit needs {self.unit_bytes} B")
-        if self.rows not in (COLUMNS, 2 * COLUMNS):
-            found.append(f"rows: got {self.rows}, supported: {COLUMNS} and {2 * COLUMNS}")
+        if self.head_dim not in HEAD_DIMS:
+            found.append(f"head_dim: got {self.head_dim}, supported: {', '.join(map(str, HEAD_DIMS))}")
+        rows = [n for n in (COLUMNS, 2 * COLUMNS) if n <= MAX_ROWS.get(self.head_dim, n)]
+        if self.rows not in rows:
+            found.append(f"rows: got {self.rows}, supported at head_dim {self.head_dim}: {', '.join(map(str, rows))}")
+        if unknown := [name for name in self.features if name not in FEATURES]:
+            found.append(f"features: got {', '.join(unknown)}, supported: {', '.join(FEATURES)}")
         return found
 
     def check(self) -> "RegisterConfig":
@@ -222,7 +248,8 @@ class RegisterConfig:
         return self
 
 
-def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = ()) -> RegisterConfig:
+def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
+                features: tuple[str, ...] = ()) -> RegisterConfig:
     """The configuration of a format: as many warps as leave three slots each, then as many slots as fit."""
     record = fmt.record(head_dim)
     sides = []
@@ -234,10 +261,10 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
                               str(side.storage).removeprefix("torch."), start, end - start, planes[1].offset - start))
     slot = max(side.part_bytes for side in sides)
     free = SMEM_LIMIT - rows * head_dim * 2 - layout.RECORD_ALIGN * 5  # q'; barriers: at most 72 of 8 bytes
-    warps = min(MAX_WARPS, free // (MIN_SLOTS * slot))
+    warps = max(1, min(MAX_WARPS, free // (MIN_SLOTS * slot)))
     slots = min(MAX_SLOTS, free // (warps * slot))
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
-    return RegisterConfig(*sides, head_dim, rows, dtype, options, warps, slots, has_third).check()
+    return RegisterConfig(*sides, head_dim, rows, dtype, options, warps, slots, has_third, features).check()
 
 
 def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
@@ -275,10 +302,16 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
         counts["MUFU.EX2"] += 2 * cfg.col_blocks * (2 * v.col_tiles + 1)
         for name in {"SHF", "HMUL2"} & counts.keys():
             counts[name] *= 2
+    if cfg.has_softcap:
+        logits = 2 * cfg.col_blocks * (k.row_tiles * (1 + cfg.third_segment) + 1) * 2
+        counts["MUFU.EX2"] += logits
+        counts["MUFU.RCP"] = logits
     return counts
 
 
-def checks(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = ()) -> Checks:
+def checks(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
+           features: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the register-path kernel must show."""
-    cfg = make_config(fmt, head_dim, dtype, rows, without)
-    return Checks(SASS_NEED, SASS_FORBID, tuple(expected_counts(cfg).items()), cfg.smem_bytes)
+    cfg = make_config(fmt, head_dim, dtype, rows, without, features)
+    forbid = SASS_FORBID if cfg.may_spill else SPILLS + SASS_FORBID
+    return Checks(SASS_NEED, forbid, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

@@ -1,7 +1,8 @@
 """Decode attention over packed pages, register path: the kernel shell.
 
-One CTA serves one (split, KV head, sequence). Its warps share nothing but the query rows: each walks over its own pages
-(walk.py) with a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
+One CTA serves one (split, row block, KV head, sequence); more than ``cfg.rows`` query rows make several row blocks,
+each of which reads the pages. Its warps share nothing but the query rows: each walks over its own pages (walk.py) with
+a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
 
     for each page:  wait K part -> S^T = K Q^T (scores) -> refill slot -> maximum, P (softmax)
                     wait V part -> O^T += V^T P^T (values) -> refill slot
@@ -16,12 +17,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from lowbit_attn.hopper.register import load, merge, plain, query, scores, softmax, third, values, walk
+from lowbit_attn.hopper.register import load, masks, merge, plain, query, scores, softmax, third, values, walk
 from lowbit_attn.hopper.register.config import WORD, RegisterConfig
 
 
 class RegisterSm90:
-    """The register-path kernel of one RegisterConfig; call it with the ABI's 18 arguments and a stream."""
+    """The register-path kernel of one RegisterConfig; call it with the ABI's 21 arguments and a stream."""
 
     def __init__(self, cfg: RegisterConfig):
         self.cfg = cfg
@@ -44,22 +45,29 @@ class RegisterSm90:
     def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
                  n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
                  ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, softmax_scale_log2: Float32,
-                 page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
-        grid = (o_partial.shape[0], ring_k.shape[1], q.shape[0])
+                 softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
+                 table_b: Int32, table_h: Int32, stream):
+        ratio = q.shape[2] // ring_k.shape[1]
+        row_blocks = (ratio * q.shape[1] + self.cfg.rows - 1) // self.cfg.rows
+        grid = (o_partial.shape[0] * row_blocks, ring_k.shape[1], q.shape[0])
         # without a third segment n_qv equals n_qk
         packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
         self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial,
-                    lse_partial, softmax_scale_log2, page_stride, head_stride, table_b, table_h).launch(
+                    lse_partial, softmax_scale_log2, *masks.cap_constants(softcap_log2), window, sink_window,
+                    page_stride, head_stride, table_b, table_h, ratio, row_blocks).launch(
             grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
                n_qv: cute.Tensor | None, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
                ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
-               scale_log2: Float32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32):
+               scale_log2: Float32, cap_growth: Float32, cap_span: Float32, window: Int32, sink_window: Int32,
+               page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, ratio: Int32, row_blocks: Int32):
         cfg = self.cfg
-        split_idx, head_idx, batch_idx = cute.arch.block_idx()
-        num_splits, num_heads_kv, _ = cute.arch.grid_dim()
+        limits = masks.Limits(cap_growth, cap_span, window, sink_window)
+        x, head_idx, batch_idx = cute.arch.block_idx()
+        split_idx = Int32(Uint32(x) // Uint32(row_blocks))  # blocks that read the same pages are neighbours
+        rows = query.make_rows(cfg, batch_idx, head_idx, x - split_idx * row_blocks, ratio, q.shape[1])
         lane = Uint32(cute.arch.lane_idx())
         me = load.Lane(cute.arch.make_warp_uniform(cute.arch.warp_idx()), lane, lane // 4, lane % 4)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
@@ -71,17 +79,16 @@ class RegisterSm90:
         cute.arch.sync_warp()
 
         packed_v = n_qk if cutlass.const_expr(n_qv is None) else n_qv
-        work = walk.plan(n_sink[batch_idx], n_qk[batch_idx], packed_v[batch_idx], n_tok[batch_idx], split_idx,
-                         num_splits, me.warp, cfg.warps)
+        work = walk.plan(n_sink[batch_idx], n_qk[batch_idx], packed_v[batch_idx], n_tok[batch_idx], rows.q_len,
+                         window if cutlass.const_expr(cfg.has_window) else None, split_idx,
+                         o_partial.shape[0], me.warp, cfg.warps)
         first_entry = batch_idx * table_b + head_idx * table_h
         pages = load.Pages(pool, table, first_entry + work.first_page, work.num_pages, page_stride,
                            Int64(head_idx) * Int64(head_stride))
         ids = load.start(cfg, pages, ring, me)
-        rows = q.shape[1] // num_heads_kv
-        heads = query.Heads(batch_idx, head_idx * rows, rows)
         state = softmax.make_state(cfg)
-        queries = query.prepare(cfg, query.load(cfg, q, heads, me), scale_log2, me, smem.query.data_ptr())
-        packed_pages(cfg, pages, ring, me, ids, queries, state)
+        queries = query.prepare(cfg, query.load(cfg, q, rows, me), scale_log2, me, smem.query.data_ptr())
+        packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits)
         values.true_scale(cfg, state)
 
         def rows_of(x):
@@ -91,14 +98,15 @@ class RegisterSm90:
         phase = Int32(0)
         if cutlass.const_expr(cfg.third_segment):
             pages = pages._replace(first=first_entry + work.third_page, count=work.num_third)
-            phase = third.run(cfg, pages, work.third_page, source, ring, me, queries, state)
-        plain.run(cfg, work, source, ring, me, q, heads, state, scale_log2, phase)
-        merge.run(cfg, ring, me, heads, state, merge.Partial(o_partial, lse_partial, split_idx))
+            phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits)
+        plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, phase)
+        merge.run(cfg, ring, me, rows, state, merge.Partial(o_partial, lse_partial, split_idx))
 
 
 @cute.jit
-def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, ring: load.Ring, me: load.Lane, ids: Int32,
-                 queries: query.Query, state: softmax.State):
+def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work: walk.Walk, ring: load.Ring,
+                 me: load.Lane, ids: Int32, queries: query.Query, rows: query.Rows, state: softmax.State,
+                 limits: masks.Limits):
     """The warp's pages, one after the other; slot and phase follow the pieces."""
     slot, phase = Int32(0), Int32(0)
     new_max = cute.make_rmem_tensor(2 * cfg.col_blocks, Float32)
@@ -109,6 +117,7 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, ring
         found = scores.of_page(cfg, piece, me, queries)
         ids = load.refill(cfg, 0, pages, ring, me, page, slot, ids)
         slot, phase = load.advance(cfg, slot, phase)
+        found = masks.of_page(cfg, found, work.first_page + page * cfg.warps, work, rows, limits, me)
         # P = exp2(S - maximum)
         maxima = softmax.page_max(cfg, found, state)
         for column in cutlass.range_constexpr(2 * cfg.col_blocks):

@@ -4,6 +4,7 @@ Pieces run K part, V part, K part, ... of the warp's pages; piece n lies in slot
 after the warp has read it, so the next ``slots - 1`` pieces are always under way.
 """
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -147,7 +148,7 @@ def codes(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, first_til
           skip=0) -> dict[int, Uint32]:
     """The lane's words of a run of tiles, by word index; ``skip``, an int or Int32: whole blocks of words to skip."""
     first, count = side.words_of(first_tile), side.words_of(tiles)
-    width = min(count, BLOCK_WORDS)
+    width = math.gcd(count, BLOCK_WORDS)  # runs of head_dim 96 start anywhere in a block
     accesses = layout.plane_bytes(side.rows, side.cols, side.bits) // (width * WORD)
     view = part_view(cfg, piece, 0, width, accesses)
     found = {}

@@ -10,7 +10,7 @@ from lowbit_attn.hopper.epilogue import LN_2
 from lowbit_attn.hopper.register import numbers, softmax
 from lowbit_attn.hopper.register.config import RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Ring
-from lowbit_attn.hopper.register.query import Heads, column_row
+from lowbit_attn.hopper.register.query import Rows, column_row, place
 from lowbit_attn.hopper.register.softmax import State
 
 NEG_INF = float("-inf")
@@ -19,8 +19,8 @@ NEG_INF = float("-inf")
 class Partial(NamedTuple):
     """Outputs, fp32, and the split that writes them."""
 
-    o: cute.Tensor  # (num_splits, b, h, d)
-    lse: cute.Tensor  # (num_splits, b, h)
+    o: cute.Tensor  # (num_splits, b, q_len, h, d)
+    lse: cute.Tensor  # (num_splits, b, q_len, h)
     split_idx: Int32
 
 
@@ -43,17 +43,17 @@ def views(cfg: RegisterConfig, ring: Ring) -> Shared:
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, heads: Heads, state: State, out: Partial):
+def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, rows: Rows, state: State, out: Partial):
     """The only barriers of the CTA after its start: every warp is done with its ring before it holds O."""
     shared = views(cfg, ring)
     cute.arch.sync_threads()
     leave(cfg, shared, me, state)
     cute.arch.sync_threads()
     thread = cute.arch.thread_idx()[0]
-    for first in cutlass.range(0, heads.count * cfg.head_dim, cfg.threads, unroll=1):
+    for first in cutlass.range(0, rows.count * cfg.head_dim, cfg.threads, unroll=1):
         row, d = (first + thread) // cfg.head_dim, (first + thread) % cfg.head_dim
-        if row < heads.count:
-            write(cfg, shared, heads, out, row, d)
+        if row < rows.count:
+            write(cfg, shared, rows, out, row, d)
 
 
 @cute.jit
@@ -70,7 +70,7 @@ def leave(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, me: Lane, stat
 
 
 @cute.jit
-def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, heads: Heads, out: Partial, row: Int32, d: Int32):
+def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, rows: Rows, out: Partial, row: Int32, d: Int32):
     """One channel of one query row; no token at all gives o = 0 and lse = -inf."""
     tops = [shared.row_max[row, w] for w in range(cfg.warps)]
     top = numbers.tree(tops, cute.arch.fmax)
@@ -81,7 +81,7 @@ def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, heads: Heads, 
     if total != 0.0:  # a NaN among live scores stays visible
         inverse = Float32(1.0) / total
         lse = (top + cute.math.log2(total, fastmath=True)) * LN_2
-    head = heads.first + row
-    out.o[out.split_idx, heads.batch_idx, head, d] = value * inverse
+    query, head = place(rows, row)
+    out.o[out.split_idx, rows.batch_idx, query, head, d] = value * inverse
     if d == 0:
-        out.lse[out.split_idx, heads.batch_idx, head] = lse
+        out.lse[out.split_idx, rows.batch_idx, query, head] = lse

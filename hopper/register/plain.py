@@ -8,20 +8,19 @@ from cutlass.cute.nvgpu import warp
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.config import lane_place
 from lowbit_attn.hopper.dequant import zero_dead
-from lowbit_attn.hopper.register import load, numbers, query, softmax
+from lowbit_attn.hopper.register import load, masks, numbers, query, softmax
 from lowbit_attn.hopper.register.config import UNIT_TOKENS, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Plain, Ring
-from lowbit_attn.hopper.register.query import Heads
+from lowbit_attn.hopper.register.query import Rows
 from lowbit_attn.hopper.register.softmax import State
-from lowbit_attn.hopper.register.walk import Walk, unit
+from lowbit_attn.hopper.register.walk import Unit, Walk, unit
 
 CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix
-NEG_INF = float("-inf")
 
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: Ring, me: Lane, q: cute.Tensor,
-        heads: Heads, state: State, scale_log2: Float32, phase: Int32):
+        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, phase: Int32):
     """Units first_unit, first_unit + warps, ... of the CTA, one at a time through the warp's ring.
 
     phase: parity that ring.unit_full waits for first.
@@ -31,19 +30,20 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: 
         operand, operand_words = numbers.fragments(cfg.k.col_tiles * cfg.col_blocks, element)
         if cutlass.const_expr(cfg.loops_over_groups):
             # a value of its own: else q's address would stay in registers over the page loop, and spill
-            heads = heads._replace(first=cute.arch.make_warp_uniform(heads.first))
-        operand_words.store(query.load(cfg, q, heads, me).load())
+            rows = rows._replace(head_idx=cute.arch.make_warp_uniform(rows.head_idx))
+        operand_words.store(query.load(cfg, q, rows, me).load())
+        queries = masks.queries_of(cfg, rows, me)
         for i in cutlass.range(walk.first_unit, walk.num_units, cfg.warps, unroll=1):
-            now = unit(walk, i)
+            now = unit(walk, i, rows.q_len)
             load.load_unit(cfg, plain, walk, now, ring, me)
             cute.arch.mbarrier_wait(ring.unit_full, phase)
             phase = phase ^ 1
-            attend(cfg, ring, me, operand, state, Uint32(now.live), scale_log2)
+            attend(cfg, ring, me, operand, state, now, queries, scale_log2, limits)
 
 
-def attend(cfg: RegisterConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, live: Uint32,
-           scale_log2: Float32) -> None:
-    """One unit: 16 rows of K, then 16 rows of V."""
+def attend(cfg: RegisterConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, now: Unit, queries: list,
+           scale_log2: Float32, limits: masks.Limits) -> None:
+    """One unit: 16 rows of K, then 16 rows of V. A query may see none of them."""
     element, blocks = numbers.ELEMENT[cfg.dtype], cfg.col_blocks
     atom = numbers.multiply_atom(element)
     rows = row_view(cfg, ring, element, CHUNK, 2 * UNIT_TOKENS)
@@ -57,17 +57,20 @@ def attend(cfg: RegisterConfig, ring: Ring, me: Lane, operand: cute.Tensor, stat
         cute.copy(read_k, rows[None, 2 * ct + col8, row, me.warp], a)
         for nt in range(blocks):
             numbers.multiply(atom, acc, nt, a, operand[None, ct * blocks + nt])
-    alive = [me.g + 8 * half < live for half in (0, 1)]
     for column in range(2 * blocks):
         at = softmax.places(acc, column, blocks)
-        logits = [masked(acc[place] * scale_log2, is_live) for place, is_live in zip(at, alive)]
+        logits = [acc[place] * scale_log2 for place in at]
+        if cfg.has_softcap:
+            logits = [masks.capped(limits, logit) for logit in logits]
+        logits = [masked(logit, masks.of_unit(cfg, now, queries[column], Int32(me.g) + 8 * half, limits))
+                  for half, logit in enumerate(logits)]
         top = numbers.over_lanes(cute.arch.fmax(*logits), numbers.OVER_G, cute.arch.fmax)
         top = cute.arch.fmax(state.row_max[column], top)
         softmax.apply_alpha(cfg, state, column, top, None)
         for place, logit in zip(at, logits):
             acc[place] = cute.math.exp2(logit - top, fastmath=True)
             state.row_sum[column] = state.row_sum[column] + acc[place]
-    add_values(cfg, ring, me, probabilities(cfg, acc, 0), UNIT_TOKENS, 2 * UNIT_TOKENS, state, live)
+    add_values(cfg, ring, me, probabilities(cfg, acc, 0), UNIT_TOKENS, 2 * UNIT_TOKENS, state, Uint32(now.live))
 
 
 def row_view(cfg: RegisterConfig, ring: Ring, element, width: int, count: int) -> cute.Tensor:
@@ -106,6 +109,6 @@ def add_values(cfg: RegisterConfig, ring: Ring, me: Lane, p: cute.Tensor, first_
             numbers.multiply(numbers.multiply_atom(element), state.acc_o, rt * blocks + nt, a, p[None, nt])
 
 
-def masked(logit: Float32, is_live) -> Float32:
-    """-inf for a dead token, whatever its K holds."""
-    return cutlass.select_(is_live, logit, Float32(NEG_INF))
+def masked(logit: Float32, is_seen) -> Float32:
+    """-inf for a token that is dead or not seen, whatever its K holds."""
+    return cutlass.select_(is_seen, logit, Float32(masks.NEG_INF))

@@ -11,14 +11,18 @@ from lowbit_attn.device import ptx
 from lowbit_attn.hopper.register import numbers
 from lowbit_attn.hopper.register.config import COLUMNS, WARP, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, read
+from lowbit_attn.hopper.walk import at_most
 
 
-class Heads(NamedTuple):
-    """The query heads of this CTA: heads ``first .. first + count - 1`` of sequence ``batch_idx``."""
+class Rows(NamedTuple):
+    """The query rows of this CTA: ``first .. first + count - 1`` of the KV head's ``ratio * q_len``, query by query."""
 
     batch_idx: Int32
+    head_idx: Int32  # KV head
     first: Int32
     count: Int32
+    ratio: Int32  # query heads of a KV head
+    q_len: Int32
 
 
 class Query(NamedTuple):
@@ -33,19 +37,33 @@ def column_row(t, column: int):
     return COLUMNS * (column // 2) + 2 * t + column % 2
 
 
+def make_rows(cfg: RegisterConfig, batch_idx, head_idx, block, ratio, q_len) -> Rows:
+    """The rows of row block ``block``; the last block may have fewer than ``cfg.rows``."""
+    first = block * cfg.rows
+    return Rows(batch_idx, head_idx, first, at_most(ratio * q_len - first, cfg.rows), ratio, q_len)
+
+
+def place(rows: Rows, row) -> tuple[Int32, Int32]:
+    """(query, head) of a row of this CTA, counted from 0; beyond the last row, those that would follow."""
+    row = rows.first + row
+    query = Int32(Uint32(row) // Uint32(rows.ratio))
+    return query, rows.head_idx * rows.ratio + row - query * rows.ratio
+
+
 @cute.jit
-def load(cfg: cutlass.Constexpr[RegisterConfig], q: cute.Tensor, heads: Heads, me: Lane) -> cute.Tensor:
-    """q words as B operand, (2, column tile * col_blocks + block); rows beyond the last query head are zero."""
+def load(cfg: cutlass.Constexpr[RegisterConfig], q: cute.Tensor, rows: Rows, me: Lane) -> cute.Tensor:
+    """q words as B operand, (2, column tile * col_blocks + block); rows beyond the last one are zero."""
     words = cute.make_rmem_tensor((2, cfg.k.col_tiles * cfg.col_blocks), Uint32)
     words.fill(0)
     q_words = cute.recast_tensor(q, Uint32)
     for block in cutlass.range_constexpr(cfg.col_blocks):
         row = Int32(me.g) + COLUMNS * block
-        if row < heads.count:
+        if row < rows.count:
+            query, head = place(rows, row)
             for col_tile in cutlass.range_constexpr(cfg.k.col_tiles):
                 for col8 in cutlass.range_constexpr(2):
                     words[col8, col_tile * cfg.col_blocks + block] = q_words[
-                        heads.batch_idx, heads.first + row, (layout.TILE // 2) * col_tile + 4 * col8 + Int32(me.t)]
+                        rows.batch_idx, query, head, (layout.TILE // 2) * col_tile + 4 * col8 + Int32(me.t)]
     return words
 
 
@@ -54,7 +72,7 @@ def prepare(cfg: cutlass.Constexpr[RegisterConfig], words: cute.Tensor, scale_lo
             shared: cute.Pointer) -> Query:
     """Choose e_q of each row, round q' and bring each row's factor to its accumulator column.
 
-    With 16 query rows q' goes to ``shared`` (all warps need the same), where it costs no registers.
+    Where registers are short q' goes to ``shared`` (all warps need the same), where it costs no registers.
     """
     operand, factors = round_rows(cfg, words, scale_log2, me)
     if cutlass.const_expr(cfg.has_shared_query):

@@ -10,16 +10,17 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.register import load, plain, query, scores, softmax
+from lowbit_attn.hopper.register import load, masks, plain, query, scores, softmax
 from lowbit_attn.hopper.register.config import WARP, WORD, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Pages, Plain, Ring
 from lowbit_attn.hopper.register.softmax import State
+from lowbit_attn.hopper.register.walk import Walk
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, first_page: Int32, source: Plain, ring: Ring, me: Lane,
-        queries: query.Query, state: State) -> Int32:
-    """The warp's pages first_page, first_page + warps, ...; returns the parity that ring.unit_full waits for next."""
+def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, work: Walk, source: Plain, ring: Ring, me: Lane,
+        queries: query.Query, rows: query.Rows, state: State, limits: masks.Limits) -> Int32:
+    """The warp's pages third_page, third_page + warps, ...; returns the parity that ring.unit_full waits for next."""
     on_unit = ring._replace(full=ring.unit_full)
     phase = Int32(0)
     for i in cutlass.range(pages.count, unroll=1):
@@ -27,9 +28,11 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, first_page: Int32,
         load.issue(cfg, cfg.k, pages, on_unit, me.warp, Int32(0), pages.table[pages.first + i * cfg.warps])
         cute.arch.mbarrier_wait(ring.unit_full, phase)
         phase = phase ^ 1
+        page = work.third_page + i * cfg.warps
         found = scores.of_page(cfg, load.Piece(ring.buffer, me.warp, Int32(0)), me, queries)
+        found = masks.of_page(cfg, found, page, work, rows, limits, me)
         probabilities(cfg, found, state)
-        first_token = (first_page + i * cfg.warps) * layout.PAGE_TOKENS
+        first_token = page * layout.PAGE_TOKENS
         for first in cutlass.range_constexpr(0, layout.PAGE_TOKENS, cfg.third_tokens):
             load_values(cfg, source, first_token + first, ring, me)
             cute.arch.mbarrier_wait(ring.unit_full, phase)

@@ -22,6 +22,7 @@ class Walk(NamedTuple):
     n_sink: Int32
     n_residual: Int32
     n_packed: Int32  # tokens of K in pages
+    first_seen: Int32  # query j sees tokens after the sinks from number first_seen + j on; may be negative
 
 
 class Unit(NamedTuple):
@@ -30,23 +31,33 @@ class Unit(NamedTuple):
     start: Int32
     live: Int32
     is_sink: Int32
+    reach: Int32  # query j sees none from number reach + j of the unit on; may be negative
 
 
-def plan(n_sink, n_qk, n_qv, n_tok, split_idx, num_splits, warp_idx, warps: int) -> Walk:
+def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_idx, warps: int) -> Walk:
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
-    n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk.
+    n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk. window: tokens that a query sees, itself
+    included, or None; pages that the first query does not reach are left out, and the splits share the rest.
     """
-    pages = n_qv // layout.PAGE_TOKENS
-    first = pages * split_idx // num_splits
-    count = pages * (split_idx + 1) // num_splits - first
+    first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
+    packed_k, packed_v = n_qk // layout.PAGE_TOKENS, n_qv // layout.PAGE_TOKENS
+    start, third_start = 0, packed_v
+    if window is not None:
+        hidden = at_most(first_seen * Int32(first_seen > 0) // layout.PAGE_TOKENS, packed_k)
+        start = at_most(hidden, packed_v)
+        third_start = packed_v + hidden - start
+    pages = packed_v - start
+    first = start + pages * split_idx // num_splits
+    count = start + pages * (split_idx + 1) // num_splits - first
     is_last = Int32(split_idx == num_splits - 1)
-    third = is_last * (n_qk // layout.PAGE_TOKENS - pages)
+    third = is_last * (packed_k - third_start)
     n_residual = is_last * (n_tok - n_sink - n_qk)
     n_sink = is_last * n_sink
     sink_units = units_of(n_sink)
-    return Walk(first + warp_idx, dealt(count, warp_idx, warps), pages + warp_idx, dealt(third, warp_idx, warps),
-                warp_idx, sink_units + units_of(n_residual), sink_units, n_sink, n_residual, n_qk)
+    return Walk(first + warp_idx, dealt(count, warp_idx, warps), third_start + warp_idx,
+                dealt(third, warp_idx, warps), warp_idx, sink_units + units_of(n_residual), sink_units, n_sink,
+                n_residual, n_qk, first_seen)
 
 
 def dealt(count, warp_idx, warps: int):
@@ -58,9 +69,10 @@ def units_of(tokens):
     return (tokens + UNIT_TOKENS - 1) // UNIT_TOKENS
 
 
-def unit(walk: Walk, i) -> Unit:
+def unit(walk: Walk, i, q_len) -> Unit:
     """16-bit unit ``i`` of the CTA, 0 <= i < num_units; at least one token is live."""
     is_sink = Int32(i < walk.sink_units)
     start = (i - (1 - is_sink) * walk.sink_units) * UNIT_TOKENS
     left = is_sink * walk.n_sink + (1 - is_sink) * walk.n_residual - start
-    return Unit(start, at_most(left, UNIT_TOKENS), is_sink)
+    behind = is_sink * (walk.n_packed + walk.n_residual)  # tokens between this segment's end and the sequence's
+    return Unit(start, at_most(left, UNIT_TOKENS), is_sink, behind + left - q_len + 1)

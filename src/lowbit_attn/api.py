@@ -9,13 +9,16 @@ from lowbit_attn import dispatch, layout, reference
 from lowbit_attn.cache import KVCache
 from lowbit_attn.checks import check_rank, check_tensor
 
+SMALLEST_FACTOR = 2.0**-64  # of softmax_scale and softcap: kernels multiply them with powers of two of the data
+
 
 class LayoutMismatchError(ValueError):
     """The cache was packed in another order than this version reads."""
 
 
-def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = None, out: torch.Tensor | None = None,
-           lse: torch.Tensor | None = None, num_splits: int | None = None,
+def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = None, softcap: float | None = None,
+           window: int | None = None, keep_sinks: bool = False, sink_logits: torch.Tensor | None = None,
+           out: torch.Tensor | None = None, lse: torch.Tensor | None = None, num_splits: int | None = None,
            path: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of new queries over a low-bit cache that already holds their tokens.
 
@@ -23,14 +26,18 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
         q: [batch, q_len, num_heads, head_dim] in the cache's dtype (or fp32 on the CPU); row b attends to
             row b of the cache, and query j to positions <= seqlen - q_len + j.
         cache: KVCache with max_batch >= batch.
-        softmax_scale: positive; default head_dim ** -0.5.
+        softmax_scale: 2^-64 to 2^64; default head_dim ** -0.5.
+        softcap: c, 2^-64 to 2^64: a scaled logit x becomes c tanh(x / c) (Gemma 2); default: no cap.
+        window: each query sees the last ``window`` positions, its own included (sliding window); default: all.
+        keep_sinks: with a window, the cache's sink tokens stay visible (StreamingLLM).
+        sink_logits: fp32 [num_heads], a learned logit of each head that joins its softmax's denominator (gpt-oss).
         out: output buffer of q's shape and dtype; lse: fp32 [batch, num_heads, q_len].
         num_splits: CTAs that share one sequence's tokens; default: the dispatcher's pick.
         path: "reference" (any device), or a kernel path by name; default: the dispatcher's pick.
 
     Returns:
-        (o, lse): o [batch, q_len, num_heads, head_dim] in q's dtype; lse natural log. An empty sequence
-        gives o = 0 and lse = -inf.
+        (o, lse): o [batch, q_len, num_heads, head_dim] in q's dtype; lse natural log, sink_logits included. A query
+        that sees no token gives o = 0 and lse = -inf (or its sink logit).
 
     Raises ValueError, TypeError or NotImplementedError, before anything is written, for what is not supported.
     """
@@ -49,11 +56,19 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
     check_tensor("out", out, q.shape, (q.dtype,), cache.device)
     lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32) if lse is None else lse
     check_tensor("lse", lse, (batch, num_heads, q_len), (torch.float32,), cache.device)
-    if softmax_scale is not None and not 0 < softmax_scale < float("inf"):
-        raise ValueError(f"softmax_scale: got {softmax_scale}, supported: positive and finite")
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if value is not None and not SMALLEST_FACTOR <= value <= 1 / SMALLEST_FACTOR:
+            raise ValueError(f"{name}: got {value}, supported: positive, 2^-64 to 2^64")
+    if window is not None and window < 1:
+        raise ValueError(f"window: got {window}, supported: 1 or more positions")
+    if keep_sinks and window is None:
+        raise ValueError("keep_sinks: got True without a window, supported: beside window=")
+    if sink_logits is not None:
+        check_tensor("sink_logits", sink_logits, (num_heads,), (torch.float32,), cache.device)
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits: got {num_splits}, supported: 1 or more")
-    dispatch.decode(q, cache, out, lse, softmax_scale, num_splits, path)
+    options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
+    dispatch.decode(q, cache, out, lse, options, num_splits, path)
     return out, lse
 
 

@@ -25,14 +25,15 @@ def main(
     arch: Annotated[list[str], typer.Option(help="hopper or ampere; may be given twice")],
     force: Annotated[bool, typer.Option(help="rebuild what is up to date")] = False,
     perf: Annotated[bool, typer.Option(help="also build what the benchmarks compare with")] = False,
-    matrix: Annotated[bool, typer.Option(help="also build the kernels of the GPU test matrix")] = False,
+    tests: Annotated[bool, typer.Option(help="the kernels of the GPU tests instead of the shipped ones")] = False,
+    seed: Annotated[int, typer.Option(help="of the GPU tests' sample")] = 0,
+    cases: Annotated[int, typer.Option(help="decode calls in that sample; 0: the fast subset")] = 0,
     jobs: Annotated[int | None, typer.Option(help="parallel compilations; default: one a core")] = None,
 ) -> None:
     """Build the shipped kernels, check their SASS and shared memory, and print what came out."""
     console = Console(width=None if Console().is_terminal else 150)
-    keys = [key for name in arch for key in kernels.shipped(name)]
+    keys = [key for name in arch for key in _wanted(name, tests, seed, cases)]
     keys += [key for name in arch for key in kernels.baselines(name) if perf]
-    keys += [key for name in arch for key in gpu_matrix.keys(name) if matrix and key not in keys]
     for tool in ("gcc", "nvdisasm", "cuobjdump"):
         if missing := _missing(tool):
             console.print(f"nothing built: {missing}", style="red", markup=False)
@@ -52,6 +53,12 @@ def main(
     console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()}, "
                   f"{len(wanted) - len(failed)} of them built now; {len(failed)} failed")
     raise typer.Exit(bool(failed))
+
+
+def _wanted(arch: str, tests: bool, seed: int, cases: int) -> list[KernelKey]:
+    if not tests:
+        return kernels.shipped(arch)
+    return gpu_matrix.sample_keys(arch, seed, cases) if cases else gpu_matrix.keys(arch)
 
 
 def _missing(tool: str) -> str:

@@ -19,10 +19,22 @@ import torch
 from lowbit_attn import layout
 from lowbit_attn.checks import check_rank, check_tensor, one_of
 from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats.rotation import hadamard
+from lowbit_attn.formats.uniform import PerToken
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_Q_LEN = 16
 RING_ALIGN = 64  # ring slots come in whole tiles of this many tokens, so that no tile wraps around
+
+
+class Strides(NamedTuple):
+    """Where records are, in units of RECORD_ALIGN bytes of the pool and in entries of the table: the record of page j
+    of (sequence b, KV head h) is at unit table[b * table_b + h * table_h + j] * page + h * head."""
+
+    page: int
+    head: int
+    table_b: int
+    table_h: int
 
 
 class PageExhaustedError(RuntimeError):
@@ -45,17 +57,20 @@ class KVCache:
         max_q_len: most tokens one ``append`` may bring, 1 to 16.
         max_seqlen: longest sequence; None: what the whole pool could hold for one sequence.
         saturate: clamp infinities of the inputs to the largest finite value of ``dtype``.
+        rotate_keys: store K H with a random-sign Hadamard matrix H (QuaRot; formats of K per token, head_dim a power
+            of two), which spreads outlier channels over a token's group; ``decode`` rotates queries likewise, so
+            logits stay the same. ``gather`` and ``dequantize_pages`` give the rotated keys.
 
     Public state, read by kernels: ``pool`` uint8 [num_pages, num_heads_kv, record_bytes]; ``table`` int32
     [max_batch, max_pages]; ``n_sink``, ``n_qk``, ``n_qv``, ``n_tok`` int32 [max_batch]; ``sink_k``, ``sink_v``
     [max_batch, num_heads_kv, max(1, sinks), head_dim]; ``ring_k``, ``ring_v`` [max_batch, num_heads_kv, ring,
-    head_dim].
+    head_dim]; ``strides``, how pool and table are addressed.
     """
 
     def __init__(self, format: str | Format, num_pages: int, num_heads_kv: int, head_dim: int,
                  dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu", sinks: int = 0,
                  range_search: bool | None = None, *, max_batch: int = 1, max_q_len: int = 1,
-                 max_seqlen: int | None = None, saturate: bool = False):
+                 max_seqlen: int | None = None, saturate: bool = False, rotate_keys: bool = False):
         one_of("dtype", dtype, DTYPES)
         if not isinstance(format, str | Format):
             raise TypeError(f"format: got {format!r}, supported: a Format or a name: {', '.join(FORMATS)}, or any of "
@@ -72,7 +87,11 @@ class KVCache:
         self.layout_id = layout.LAYOUT_ID
         self.num_pages, self.num_heads_kv, self.head_dim = num_pages, num_heads_kv, head_dim
         self.dtype, self.device = dtype, torch.device(device)
-        self.sinks, self.range_search, self.saturate = sinks, range_search, saturate
+        self.sinks, self.range_search, self.saturate, self.rotate_keys = sinks, range_search, saturate, rotate_keys
+        if rotate_keys and not isinstance(self.format.k, PerToken):
+            raise ValueError(f"rotate_keys: format {self.format} groups K per channel, supported: K per token, whose "
+                             "groups a rotation evens out")
+        self.rotation = hadamard(head_dim).to(self.device) if rotate_keys else None
         self.max_batch, self.max_q_len = max_batch, max_q_len
         self.window_k = max(self.format.window_k, max_q_len - 1)
         self.window_v = max(self.format.window_v, max_q_len - 1)
@@ -91,6 +110,8 @@ class KVCache:
         self.pool = torch.zeros((self.num_pages, self.num_heads_kv, self.record.nbytes), dtype=torch.uint8,
                                 device=self.device)
         self.table = torch.full((self.max_batch, max_pages), -1, **ints)
+        units = self.record.nbytes // layout.RECORD_ALIGN
+        self.strides = Strides(self.num_heads_kv * units, units, max_pages, 0)
         self.n_sink, self.n_qk, self.n_qv, self.n_tok = (torch.zeros(self.max_batch, **ints) for _ in range(4))
         self.sink_k = torch.zeros((*side, max(1, self.sinks), self.head_dim), **tokens)
         self.sink_v = torch.zeros_like(self.sink_k)
@@ -114,11 +135,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that hold the present tokens: packed pages, sinks and 16-bit tails of both sides."""
+        """Bytes that hold the present tokens: packed sides of pages, sinks and 16-bit tails of both sides."""
         token = 2 * self.num_heads_kv * self.head_dim
-        tails = 2 * self.n_tok - self.n_qk - self.n_qv  # sinks included
-        pages = self.n_qk.sum().item() // layout.PAGE_TOKENS
-        return pages * self.num_heads_kv * self.record.nbytes + int(tails.sum()) * token
+        n_qk, n_qv, n_tok = (int(counter.sum()) for counter in (self.n_qk, self.n_qv, self.n_tok))
+        packed = n_qk * self.record.v_offset + n_qv * (self.record.nbytes - self.record.v_offset)
+        tails = 2 * n_tok - n_qk - n_qv  # sinks included
+        return packed // layout.PAGE_TOKENS * self.num_heads_kv + tails * token
 
     # ---- the steps
 
@@ -233,9 +255,13 @@ class KVCache:
 
     def _enter(self, name: str, x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
         check_tensor(name, x, (*lead, self.num_heads_kv, self.head_dim), (self.dtype, torch.float32), self.device)
-        x = x.to(self.dtype)
+        x = self.rotate(x) if name == "k" else x.to(self.dtype)
         largest = torch.finfo(self.dtype).max
         return x.clamp(-largest, largest) if self.saturate else x
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or queries [..., head_dim] in the cache's dtype, rotated (in fp32, rounded once) if it rotates keys."""
+        return (x if self.rotation is None else x.float() @ self.rotation).to(self.dtype)
 
     def _check_rows(self, seqs: Sequence[int]) -> list[int]:
         rows = [int(s) for s in seqs]

@@ -38,12 +38,13 @@ def cache_dir() -> Path:
 
 
 @cache
-def fingerprint(arch: str) -> str:
-    """Hash of every source file that a kernel of this architecture is made from."""
-    folder = Path(sys.modules.get(f"lowbit_attn.{arch}", kernels.arch_package(arch)).__file__).parent
+def fingerprint(arch: str, op: str) -> str:
+    """Hash of every source file that such a kernel is made from; only decode's lie in the architecture's package."""
     files = [*(PACKAGE / name for name in ("layout.py", "registers.py", "compile.py")),
-             *sorted((PACKAGE / "formats").glob("*.py")), *sorted((PACKAGE / "device").glob("*.[pc]*")),
-             *sorted(folder.rglob("*.py"))]
+             *sorted((PACKAGE / "formats").glob("*.py")), *sorted((PACKAGE / "device").glob("*.[pc]*"))]
+    if op == "decode":
+        folder = Path(sys.modules.get(f"lowbit_attn.{arch}", kernels.arch_package(arch)).__file__).parent
+        files += sorted(folder.rglob("*.py"))
     digest = hashlib.sha256()
     for file in (f for f in files if f.suffix in (".py", ".c")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -51,7 +52,7 @@ def fingerprint(arch: str) -> str:
 
 
 def so_path(key: KernelKey) -> Path:
-    return cache_dir() / fingerprint(key.arch) / key.target / f"{key.name}.so"
+    return cache_dir() / fingerprint(key.arch, key.op) / key.target / f"{key.name}.so"
 
 
 def build(key: KernelKey) -> dict:
@@ -63,8 +64,9 @@ def build(key: KernelKey) -> dict:
         program = kernels.trace(key)
         make = _build_cute if isinstance(program, CuteKernel) else _build_tilelang
         function, smem_bytes = make(key, program, path)
-        entry = {"function": function, "file": str(path.relative_to(cache_dir())), "fingerprint": fingerprint(key.arch),
-                 "key": asdict(key), "smem_bytes": smem_bytes, "seconds": round(time.time() - started, 1)}
+        entry = {"function": function, "file": str(path.relative_to(cache_dir())),
+                 "fingerprint": fingerprint(key.arch, key.op), "key": asdict(key), "smem_bytes": smem_bytes,
+                 "seconds": round(time.time() - started, 1)}
         entry |= check(key, path, smem_bytes)
         _write_manifest(str(key), entry)
     return entry

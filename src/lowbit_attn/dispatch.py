@@ -1,18 +1,18 @@
 """Which implementation serves a call: the only place that asks what device and architecture there is."""
 
 import os
-from dataclasses import replace
 from functools import cache
 
 import torch
 
 from lowbit_attn import kernels, loader, reference
-from lowbit_attn.cache import BACKENDS, Backend, KVCache
+from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.kernels import KernelKey
-from lowbit_attn.layout import PAGE_TOKENS
+from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
+from lowbit_attn.reference import Attention
 
 LOG2_E = 1.4426950408889634
-UNIT_BYTES = 128  # kernels address the pool in units of this
+NO_WINDOW = 1 << 30  # positions: more than any sequence has
 CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"), (8, 9): ("ampere", "sm_89")}
 FORCED_TARGETS = {("ampere", (9, 0)): "sm_90"}  # Ampere kernels also run on Hopper, built for it
 CTAS_PER_SM = 1
@@ -55,62 +55,85 @@ def why_not(cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = N
 
 def why_not_on(arch: str, cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = None) -> list[str]:
     """The same for a named architecture, whatever device there is."""
+    return _pick(arch, cache, num_heads, q_len, path)[1]
+
+
+def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | None,
+          features: tuple[str, ...] = ()) -> tuple[tuple[str, int] | None, list[str]]:
+    """((path, rows of its kernel), []) for a call, or (None, reasons)."""
     paths = kernels.arch_package(arch).PATHS
     if path is not None and path not in paths:
-        return [f"path: {path!r} is not known on {arch}, supported: {', '.join(paths)}, reference"]
+        return None, [f"path: {path!r} is not known on {arch}, supported: {', '.join(paths)}, reference"]
     reasons = kernels.unnamed(cache.format)
-    for name in [] if reasons else paths if path is None else [path]:
-        missing = paths[name].missing(cache.format, cache.head_dim, cache.dtype, num_heads // cache.num_heads_kv, q_len)
-        if not missing:
-            return []
-        reasons += [f"{arch} {name} path: {reason}" for reason in missing]
-    return reasons
+    if not 1 <= q_len <= MAX_Q_LEN:
+        reasons.append(f"q_len {q_len}, supported: 1 to {MAX_Q_LEN}")
+    if reasons:
+        return None, reasons
+    rows = num_heads // cache.num_heads_kv * q_len
+    picked, reasons = kernels.pick(arch, cache.format, cache.head_dim, cache.dtype, rows, path, features)
+    return picked, [] if picked else reasons
 
 
-def decode(q, cache: KVCache, out, lse, softmax_scale, num_splits, path) -> None:
+def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) -> None:
     """Run the chosen path into out and lse; raise NotImplementedError with the reasons if there is none."""
+    if cache.rotate_keys:
+        q = cache.rotate(q)
     if path == "reference" or (path is None and cache.device.type == "cpu"):
-        o, logsumexp = reference.decode(q, cache, softmax_scale)
+        o, logsumexp = reference.decode(q, cache, options)
         out.copy_(o)
         lse.copy_(logsumexp)
         return
-    if reasons := why_not(cache, q.shape[2], q.shape[1], path):
+    if cache.device.type != "cuda":
+        raise NotImplementedError("; ".join(why_not(cache, q.shape[2], q.shape[1], path)))
+    arch, _ = target_of(cache.device)
+    asked = {"softcap": options.softcap, "window": options.window}
+    features = tuple(name for name in kernels.FEATURES if asked[name] is not None)
+    picked, reasons = _pick(arch, cache, q.shape[2], q.shape[1], path, features)
+    if picked is None:
         raise NotImplementedError("; ".join(reasons))
-    arch, target = target_of(cache.device)
-    pick = path or next(p for p in kernels.arch_package(arch).PATHS if not why_not(cache, q.shape[2], q.shape[1], p))
-    ratio = q.shape[2] // cache.num_heads_kv
-    rows = next(n for n in kernels.ROWS if ratio <= n)
-    key = _key("decode", cache, pick, rows)
-    if ablated := os.environ.get("LOWBIT_ATTN_WITHOUT"):
-        key = replace(key, without=tuple(ablated.split(",")))
-    _run_decode(q, cache, out, lse, softmax_scale, num_splits, key)
+    ablated = os.environ.get("LOWBIT_ATTN_WITHOUT")
+    key = KernelKey("decode", *_specialisation(cache), cache.format.name, *picked,
+                    without=tuple(ablated.split(",")) if ablated else (), features=features)
+    _run_decode(q, cache, out, lse, options, num_splits, key)
 
 
-def _run_decode(q, cache: KVCache, out, lse, softmax_scale, num_splits, key: KernelKey) -> None:
-    batch, _, num_heads, head_dim = q.shape
-    splits = num_splits or default_splits(cache, batch)
-    o_partial = q.new_empty((splits, batch, num_heads, head_dim), dtype=torch.float32)
-    lse_partial = q.new_empty((splits, batch, num_heads), dtype=torch.float32)
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key: KernelKey) -> None:
+    batch, q_len, num_heads, head_dim = q.shape
+    blocks = -(-(num_heads // cache.num_heads_kv * q_len) // key.rows)
+    splits = num_splits or default_splits(cache, batch * blocks)
+    o_partial = q.new_empty((splits, *q.shape), dtype=torch.float32)
+    lse_partial = q.new_empty((splits, *q.shape[:3]), dtype=torch.float32)
     state = (x[:batch] for x in (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v,
                                  cache.ring_k, cache.ring_v))
+    scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
     loader.load(key)(
-        q.to(cache.dtype).reshape(batch, num_heads, head_dim), _units(cache), cache.table.view(-1), *state, o_partial,
-        lse_partial, scale * LOG2_E, *_strides(cache), cache.table.shape[1], 0,
+        q.to(cache.dtype).contiguous(), _part(cache, "k").view(torch.uint32), cache.table.view(-1), *state, o_partial,
+        lse_partial, scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, window,
+        NO_WINDOW if options.keep_sinks else window, *cache.strides,
     )
     target = out if out.is_contiguous() and out.dtype == cache.dtype else torch.empty_like(
         q, dtype=cache.dtype, memory_format=torch.contiguous_format)
     flat_lse = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    loader.load(_key("combine", cache))(
-        o_partial.flatten(1, 2), lse_partial.flatten(1), target.view(-1, head_dim), flat_lse.view(-1))
+    sink_logits = _no_sink_logit(q.device) if options.sink_logits is None else options.sink_logits.contiguous()
+    loader.load(kernels.combine_key(*_specialisation(cache)[1:]))(
+        o_partial.view(splits, -1, head_dim), lse_partial.view(splits, -1), target.view(-1, head_dim),
+        flat_lse.view(-1), sink_logits, num_heads, q_len)
     if target is not out:
         out.copy_(target)
     if flat_lse is not lse:
         lse.copy_(flat_lse)
 
 
+@cache
+def _no_sink_logit(device: torch.device) -> torch.Tensor:
+    return torch.full((1,), -torch.inf, device=device)
+
+
 def default_splits(cache: KVCache, batch: int) -> int:
     """CTAs that share a sequence's pages: enough to fill the GPU, never more than the table's pages.
+
+    batch: sequences times blocks of query rows.
 
     The lengths stay on the device, so the table's capacity stands for them; a split without pages costs one
     partial result.
@@ -120,27 +143,23 @@ def default_splits(cache: KVCache, batch: int) -> int:
     return max(1, min(cache.table.shape[1], CTAS_PER_SM * sms // ctas))
 
 
-def _key(op: str, cache: KVCache, variant: str = "", rows: int = 0) -> KernelKey:
-    arch, target = target_of(cache.device)
-    dtype = str(cache.dtype).removeprefix("torch.")
-    name = "" if op == "combine" else cache.format.name
-    return KernelKey(op, arch, target, dtype, cache.head_dim, name, variant, rows)
+def _specialisation(cache: KVCache) -> tuple[str, str, str, int]:
+    """(arch, target, dtype, head_dim): what every kernel of a cache is compiled for."""
+    return *target_of(cache.device), str(cache.dtype).removeprefix("torch."), cache.head_dim
 
 
-def _units(cache: KVCache) -> torch.Tensor:
-    return cache.pool.view(-1, UNIT_BYTES).view(torch.uint32)
-
-
-def _strides(cache: KVCache) -> tuple[int, int]:
-    head = cache.record.nbytes // UNIT_BYTES
-    return cache.num_heads_kv * head, head
+def _part(cache: KVCache, side: str) -> torch.Tensor:
+    """The pool from the first record's K or V part on, in units: how kernels of one side find it."""
+    first = 0 if side == "k" else cache.record.v_offset // RECORD_ALIGN
+    return cache.pool.view(-1, RECORD_ALIGN)[first:]
 
 
 def _write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, side: str) -> None:
     """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool."""
-    key = _key("quantize", cache, kernels.quantize_variant(cache.format, side, cache.range_search))
-    meta = cache.pool.view(-1, UNIT_BYTES).view(torch.uint16)
-    loader.load(key)(blocks.contiguous(), pages.int(), _units(cache), meta, *_strides(cache))
+    key = kernels.quantize_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
+    part = _part(cache, side)
+    loader.load(key)(blocks.contiguous(), pages.int(), part.view(torch.uint32), part.view(torch.uint16),
+                     cache.strides.page, cache.strides.head)
 
 
 def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,8 +169,10 @@ def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torc
     for name, side in (("k", cache.format.k), ("v", cache.format.v)):
         out = torch.empty(shape, dtype=torch.float32, device=cache.device)
         if pages.numel():
-            meta = cache.pool.view(-1, UNIT_BYTES).view(side.storage)
-            loader.load(_key("dequantize", cache, name))(pages.int(), _units(cache), meta, out, *_strides(cache))
+            key = kernels.dequantize_key(target_of(cache.device)[1], cache.head_dim, cache.format, name)
+            part = _part(cache, name)
+            loader.load(key)(pages.int(), part.view(torch.uint32), part.view(side.storage), out, cache.strides.page,
+                             cache.strides.head)
         sides.append(out)
     return sides[0], sides[1]
 

@@ -138,7 +138,8 @@ def _kernels() -> tuple[dict[str, int], int]:
     built, stale = {}, 0
     for entry in compile.manifest().values():
         key = entry["key"]
-        if entry["fingerprint"] == compile.fingerprint(key["arch"]) and (compile.cache_dir() / entry["file"]).exists():
+        is_current = entry["fingerprint"] == compile.fingerprint(key["arch"], key["op"])
+        if is_current and (compile.cache_dir() / entry["file"]).exists():
             built[key["target"]] = built.get(key["target"], 0) + 1
         else:
             stale += 1

@@ -1,12 +1,20 @@
-"""The decode kernels that the GPU tests compare with fp64: each width, grouping, type and row count on either side."""
+"""What the GPU tests run: a fixed list of decode kernels (the fast subset) and a sample of everything, drawn by a seed.
 
+Both are needed twice: where kernels are built, ahead and without a GPU, and where they run.
+"""
+
+import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice, product
 
 import torch
 
 from lowbit_attn import kernels
+from lowbit_attn.cache import MAX_Q_LEN
 from lowbit_attn.formats import FAMILIES, FORMATS, Family, Format
+from lowbit_attn.formats.uniform import PerChannel
 from lowbit_attn.kernels import KernelKey
 
 
@@ -19,28 +27,46 @@ def parse_windowed(name: str) -> Format | None:
 
 FAMILIES.append(Family("<uniform>+w<128|256>", (), parse_windowed))
 
-
+F16, BF16 = "float16", "bfloat16"
 ABLATED = (("centring",), ("exponents",), ("centring", "exponents"))  # registers.Options, left out
+BITS = (8, 4, 2, 1)
+HEAD_DIMS = (64, 96, 128, 256)
+ROW_CLASSES = ((1, 8), (9, 16), (17, 64), (65, 512))  # query rows of a KV head: each needs another kernel, or blocks
+TILE_HEAD_DIMS = (64, 128)  # of the paper's own case on the tile path
+LENGTHS = (0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300, 383, 700, 1100, 2051, 4097)
+CASES_OF_A_KERNEL = 7
 
 
 @dataclass(frozen=True)
 class MatrixKernel:
-    """One decode kernel of the register path."""
+    """What one decode kernel is compiled for, whatever the architecture; rows: of the calls it must serve."""
 
     format: str
     dtype: str
     head_dim: int
     rows: int
+    features: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.format}-{self.dtype}-d{self.head_dim}-r{self.rows}"
+        return "-".join((self.format, self.dtype, f"d{self.head_dim}", f"r{self.rows}", *self.features))
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    def shape(self, arch: str, path: str | None = None) -> tuple[str, int] | None:
+        """(path, rows) of the kernel that an architecture takes for it; None: it serves no such cache."""
+        return kernels.pick(arch, FORMATS[self.format], self.head_dim, self.torch_dtype, self.rows, path,
+                            self.features)[0]
 
-F16, BF16 = "float16", "bfloat16"
+    def keys(self, arch: str, path: str | None = None) -> list[KernelKey]:
+        """The kernels that a decode call needs on the one target of an architecture that runs on Hopper."""
+        common = (kernels.ARCH_TARGETS[arch][-1], self.dtype, self.head_dim)
+        shape = self.shape(arch, path)
+        decode = [KernelKey("decode", arch, *common, self.format, *shape, features=self.features)] if shape else []
+        return [kernels.combine_key(*common), *decode]
+
+
 REGISTER = tuple(MatrixKernel(*kernel) for kernel in (
     # the presets of serving, and every width on either side
     ("k4v4", F16, 128, 8), ("k4v4", F16, 64, 8), ("k4v4", F16, 128, 16), ("k4v4", BF16, 128, 8),
@@ -59,30 +85,138 @@ REGISTER = tuple(MatrixKernel(*kernel) for kernel in (
     ("k8v2-bf16", F16, 128, 8),
     # K packed beside V in 16 bit
     ("k4v4+w128", F16, 128, 8), ("k2v2+w128", F16, 64, 8), ("k4tv4+w256", BF16, 128, 16),
+    # the other head_dims
+    ("k4v4", F16, 96, 8), ("k2v2-g32", BF16, 96, 16), ("k8tv4-g32-vg32", F16, 96, 8), ("k4v4", F16, 256, 8),
+    ("k2v2", BF16, 256, 8), ("k8v4", F16, 256, 8), ("k4tv4", F16, 256, 8),
+    # what is compiled in only where it is asked for
+    ("k4v4", F16, 128, 8, ("softcap",)), ("k4v4", F16, 128, 16, ("window",)),
+    ("k2v2-g32", BF16, 64, 8, ("softcap", "window")), ("k4tv4", F16, 128, 8, ("window",)),
+    ("k4v4+w128", F16, 128, 8, ("softcap", "window")), ("k4v4", F16, 256, 8, ("softcap", "window")),
 ))
-
+WIDE = tuple(MatrixKernel(*kernel) for kernel in (
+    # many query rows at once
+    ("k4v4", F16, 128, 64), ("k2v2", BF16, 128, 64), ("k8v4", F16, 64, 64), ("k4tv4", F16, 128, 64),
+    ("k4v4", F16, 256, 64), ("k2v2", F16, 96, 64), ("k1v1-bf16", BF16, 64, 64), ("k4tv4-g32-vg64", F16, 128, 64),
+    ("k2v2-g32-bf16", BF16, 128, 64), ("k4v4+w128", F16, 128, 64), ("k4v2", BF16, 256, 64),
+    ("k4v4", F16, 128, 64, ("softcap", "window")), ("k2v2-g64", F16, 64, 64, ("window",)),
+))
 
 # formats, dtype and head_dim whose quantize and dequantize kernels are compared with the CPU's bytes
 QUANTIZED = (
     ("k4v4", F16, 64), ("k4v4", F16, 128), ("k2v2", F16, 64), ("k2v2", F16, 128), ("k8v1-g32-vg32", F16, 64),
     ("k1v8-bf16", BF16, 128), ("k4tv4", F16, 128), ("k2tv2-g32", F16, 64), ("k1tv1-g64-vg64-bf16", BF16, 128),
+    ("k4v2-g64-vg32", F16, 96), ("k8tv8-g32", BF16, 96), ("k2v4", BF16, 256), ("k4tv1-vg128", F16, 256),
 )
 
 
-def served(kernel: MatrixKernel, arch: str, path: str = "register") -> list[str]:
-    """Reasons why an architecture's path does not serve the kernel; empty if it does."""
-    support = kernels.arch_package(arch).PATHS[path]
-    return support.missing(FORMATS[kernel.format], kernel.head_dim, kernel.torch_dtype, kernel.rows, 1)
-
-
 def keys(arch: str) -> list[KernelKey]:
-    """What the GPU tests need beyond the shipped set, for the one target of an architecture that runs on Hopper."""
+    """What the fast subset needs beyond the shipped set, for the one target of an architecture that runs on Hopper."""
     target = kernels.ARCH_TARGETS[arch][-1]
-    decode = [KernelKey("decode", arch, target, k.dtype, k.head_dim, k.format, "register", k.rows)
-              for k in REGISTER if not served(k, arch)]
-    decode += [replace(key, without=parts) for key in decode for parts in ABLATED
-               if (key.format, key.dtype, key.head_dim, key.rows) in (("k4v4", F16, 128, 8), ("k2v2", F16, 128, 8))]
-    combine = {KernelKey("combine", arch, target, k.dtype, k.head_dim) for k in REGISTER}
-    packing = [key for name, dtype, head_dim in QUANTIZED
-               for key in kernels.packing_keys(arch, target, dtype, head_dim, FORMATS[name])]
-    return decode + sorted(combine, key=str) + packing
+    wanted = [key for kernel in REGISTER for key in kernel.keys(arch, "register")]
+    wanted += [key for kernel in WIDE for key in kernel.keys(arch)]
+    wanted += [key for head_dim in TILE_HEAD_DIMS for key in MatrixKernel("k4v4", F16, head_dim, 8).keys(arch, "tile")]
+    wanted += [replace(key, without=parts) for key in wanted for parts in ABLATED
+               if key.op == "decode" and (key.dtype, key.head_dim, key.rows, key.features) == (F16, 128, 8, ())
+               and key.format in ("k4v4", "k2v2")]
+    wanted += [key for name, dtype, head_dim in QUANTIZED
+               for key in kernels.packing_keys(target, dtype, head_dim, FORMATS[name])]
+    return list(dict.fromkeys(wanted))
+
+
+# ---- the sample
+
+
+@dataclass(frozen=True)
+class Call:
+    """One decode call of the sample: what testing.Case and decode take, as plain values."""
+
+    kernel: MatrixKernel
+    ratio: int
+    q_len: int
+    num_heads_kv: int
+    lengths: tuple[int, ...]
+    sinks: int
+    data: str
+    softmax_scale: float | None
+    softcap: float | None
+    window: int | None
+    keep_sinks: bool
+    has_sink_logits: bool
+    range_search: bool | None
+    rotate_keys: bool
+    has_table_per_head: bool
+    shared_pages: bool
+    num_splits: int | None
+    seed: int
+
+    def __str__(self) -> str:
+        lengths = "+".join(map(str, self.lengths)) if len(self.lengths) < 9 else f"{len(self.lengths)}x"
+        return f"{self.kernel}-x{self.ratio}-q{self.q_len}-L{lengths}-{self.seed}"
+
+
+def sample(seed: int, count: int) -> list[Call]:
+    """``count`` calls, the same for both architectures, over about count / CASES_OF_A_KERNEL kernels."""
+    rng = random.Random(seed)
+    kernels_of_sample = list(islice(_kernels(rng), -(-count // CASES_OF_A_KERNEL)))
+    return [_call(rng, kernels_of_sample[i // CASES_OF_A_KERNEL], i) for i in range(count)]
+
+
+def sample_keys(arch: str, seed: int, count: int) -> list[KernelKey]:
+    """The kernels that a sample needs on the one target of an architecture that runs on Hopper."""
+    drawn = dict.fromkeys(call.kernel for call in sample(seed, count))
+    return list(dict.fromkeys(key for kernel in drawn for key in kernel.keys(arch)))
+
+
+def _kernels(rng: random.Random) -> Iterator[MatrixKernel]:
+    """Distinct kernels without end: each property goes through all of its values in a new random order, again and
+    again, so that a sample of a few dozen has every value of every property."""
+    bits = _rounds(rng, tuple(product(BITS, BITS)))
+    per_token, k_group = _rounds(rng, (False, False, True)), _rounds(rng, (0, 32, 64, 128))
+    v_group = _rounds(rng, (0, 0, 32, 64, 128))
+    bf16_meta, lag = _rounds(rng, (False, False, True)), _rounds(rng, (0, 0, 0, 0, 128, 0, 0, 256))
+    dtype, head_dim, rows = _rounds(rng, (F16, BF16)), _rounds(rng, HEAD_DIMS), _rounds(rng, ROW_CLASSES)
+    features = _rounds(rng, ((), (), (), ("softcap",), ("window",), ("softcap", "window")))
+    seen = set()
+    while True:
+        (k, v), t, g, vg, d = next(bits), next(per_token), next(k_group), next(v_group), next(head_dim)
+        name = f"k{k}{'t' * t}v{v}" + f"-g{g}" * bool(g) + f"-vg{vg}" * bool(vg) + "-bf16" * next(bf16_meta)
+        lagging = next(lag)
+        name += f"+w{lagging}" * bool(lagging)
+        kernel = MatrixKernel(name, next(dtype), d, next(rows)[1], next(features))
+        if kernel not in seen and _exists(kernel) and all(kernel.shape(arch) for arch in kernels.ARCH_TARGETS):
+            seen.add(kernel)
+            yield kernel
+
+
+def _exists(kernel: MatrixKernel) -> bool:
+    try:
+        FORMATS[kernel.format].record(kernel.head_dim)
+    except ValueError:
+        return False
+    return True
+
+
+def _rounds(rng: random.Random, values: tuple) -> Iterator:
+    while True:
+        yield from rng.sample(values, len(values))
+
+
+def _call(rng: random.Random, kernel: MatrixKernel, seed: int) -> Call:
+    low, high = next(c for c in ROW_CLASSES if c[1] == kernel.rows)
+    ratio, q_len = rng.choice([(r, n) for r in (*range(1, 17), 32) for n in range(1, MAX_Q_LEN + 1)
+                               if low <= r * n <= high])
+    batch = rng.choice((1, 2, 3, 5)) if rng.random() < 0.9 else rng.choice((32, 256))
+    lengths = tuple(rng.choice(LENGTHS if batch < 9 else LENGTHS[:9]) for _ in range(batch))
+    fmt, is_bf16 = FORMATS[kernel.format], kernel.dtype == BF16
+    data = ["normal"] * 12 + ["k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x",
+                              "v-1e-4-beside-sink", "v-page-1e3-after-1e-4", "zero-200x-range"]
+    data += ["q-1e6-k-1e-6"] * is_bf16 + ["meta-beyond-fp16"] * (is_bf16 and fmt.k.storage == torch.bfloat16)
+    windowed = "window" in kernel.features
+    return Call(
+        kernel, ratio, q_len, rng.choice((1, 2, 3)) if batch < 9 else 1, lengths, rng.choice((0, 0, 1, 4, 33, 64)),
+        rng.choice(data), rng.choice((None, None, 0.05, 0.3)),
+        rng.choice((5.0, 30.0, 50.0)) if "softcap" in kernel.features else None,
+        rng.choice((1, 7, 64, 128, 200, 513, 1024)) if windowed else None, windowed and rng.random() < 0.5,
+        rng.random() < 0.25, rng.choice((None, None, True, False)),
+        not isinstance(fmt.k, PerChannel) and kernel.head_dim != 96 and rng.random() < 0.4,
+        rng.random() < 0.25, rng.random() < 0.25, rng.choice((None, None, 1, 2, 3, 7, 40)), seed)

@@ -11,16 +11,19 @@ from itertools import product
 import torch
 
 from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.formats.uniform import PerChannel, PerToken
+from lowbit_attn.formats.uniform import PerChannel, PerToken, plainest
 
 # Shared memory a block may use (CUDA programming guide, "Technical specifications per compute capability").
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
 ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
-SHIPPED_FORMATS = ("k4v4", "k2v2")
-SHIPPED_HEAD_DIMS = (64, 128)
-SHIPPED_DTYPES = ("float16",)
-ROWS = (8, 16)  # query rows of one KV head that a decode kernel is built for
+SHIPPED_FORMATS = ("k8v4", "k4v4", "k4v2", "k2v2", "k4tv4")
+SHIPPED_HEAD_DIMS = (64, 128, 256)
+SHIPPED_DTYPES = ("float16", "bfloat16")
+ROWS = (8, 16, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
+SHIPPED_ROWS = (8, 16)
+FEATURES = ("softcap", "window")  # what a decode kernel is compiled with only where a call asks for it
 READ_VARIANTS = ("256x4", "256x8", "512x4", "512x8")
+WIDE_HEAD_DIM = 128  # above it the accumulators of a query row take so many registers that fewer rows fit
 QUANTIZE_DTYPES = (torch.float16, torch.bfloat16)
 QUANTIZE_HEAD_DIMS = (64, 96, 128, 256)
 
@@ -30,7 +33,7 @@ class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
     op: str  # "decode", "quantize", "dequantize", "combine" or "read"
-    arch: str  # "hopper" | "ampere"
+    arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
     head_dim: int
@@ -38,12 +41,13 @@ class KernelKey:
     variant: str = ""  # decode: path; quantize: k, v, k-search, v-search; dequantize: k, v; read: threads x unroll
     rows: int = 0  # decode: query rows of one KV head that it multiplies at once
     without: tuple[str, ...] = ()  # decode, register path: parts left out (registers.Options), to measure them
+    features: tuple[str, ...] = ()  # decode: those of FEATURES it has, in that order
 
     @property
     def name(self) -> str:
         parts = [self.op, self.variant, self.format, self.dtype, f"d{self.head_dim}"]
         parts += [f"r{self.rows}"] if self.rows else []
-        return "-".join(filter(None, parts + [f"without_{name}" for name in self.without]))
+        return "-".join(filter(None, [*parts, *self.features, *(f"without_{name}" for name in self.without)]))
 
     def __str__(self) -> str:
         return f"{self.name}@{self.target}"
@@ -83,13 +87,13 @@ def trace(key: KernelKey):
     if key.op == "decode":
         decode = import_module(f"lowbit_attn.{key.arch}.decode")
         return decode.decode_kernel(fmt, key.head_dim, key.dtype, key.target, key.variant, key.rows,
-                                    key.without)
+                                    key.without, key.features)
     quantize = import_module("lowbit_attn.device.quantize")
     side_name, _, search = key.variant.partition("-")
-    side, offset = (fmt.k, 0) if side_name == "k" else (fmt.v, fmt.record(key.head_dim).v_offset)
+    side = fmt.k if side_name == "k" else fmt.v
     if key.op == "quantize":
-        return quantize.quantize_kernel(side, offset, key.head_dim, key.dtype, search == "search")
-    return quantize.dequantize_kernel(side, offset, key.head_dim)
+        return quantize.quantize_kernel(side, key.head_dim, key.dtype, search == "search")
+    return quantize.dequantize_kernel(side, key.head_dim)
 
 
 def needs_nvcc(key: KernelKey) -> bool:
@@ -102,7 +106,7 @@ def checks(key: KernelKey) -> Checks:
     if key.op == "decode":
         config = import_module(f"lowbit_attn.{key.arch}.config")
         return config.checks(FORMATS[key.format], key.head_dim, target=key.target, path=key.variant, rows=key.rows,
-                             dtype=key.dtype, without=key.without)
+                             dtype=key.dtype, without=key.without, features=key.features)
     return Checks()
 
 
@@ -116,13 +120,19 @@ class Support:
     head_dims: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     storages: tuple[torch.dtype, ...]  # of scale and zero-point
-    max_ratio: int  # query heads of one KV head
-    max_q_len: int
+    rows: tuple[int, ...]  # query rows of a KV head that its kernels serve at once, ascending; more go in blocks
+    wide_rows: tuple[int, ...]  # the same for head_dim above WIDE_HEAD_DIM
     channel_groups: tuple[int, ...] = ()  # channels, V and K per token, beside head_dim
     k_per_token: bool = False
     windows: bool = False  # V may be packed later than K
+    features: tuple[str, ...] = FEATURES
 
-    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, ratio: int, q_len: int) -> list[str]:
+    def rows_for(self, rows: int, head_dim: int) -> int:
+        """Query rows of the kernel that takes ``rows`` of them: the smallest that holds all, else the largest."""
+        served = self.wide_rows if head_dim > WIDE_HEAD_DIM else self.rows
+        return next((n for n in served if n >= rows), served[-1])
+
+    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
         """Reasons why a call is not served; empty if it is."""
         per_token = isinstance(fmt.k, PerToken)
         if not isinstance(fmt.k, PerChannel | PerToken) or not isinstance(fmt.v, PerToken) or (
@@ -139,9 +149,8 @@ class Support:
             ("V window beyond K's", lag, (lag if lags else 0,)),
             ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
             ("K metadata", fmt.k.storage, self.storages), ("V metadata", fmt.v.storage, self.storages),
-            ("query heads per KV head", ratio, range(1, self.max_ratio + 1)),
-            ("q_len", q_len, range(1, self.max_q_len + 1)),
         )
+        wanted += tuple(("feature", name, self.features) for name in features)
         return [f"{name} {value}, supported: {_listed(supported)}" for name, value, supported in wanted
                 if value not in supported]
 
@@ -151,7 +160,8 @@ class Support:
         return (f"K of {_listed(self.k_bits)} bits per channel in groups of {_listed(self.k_groups)} tokens"
                 f"{per_token}; V of {_listed(self.v_bits)} bits per token in groups of {groups} channels; "
                 f"{_listed(self.storages)} metadata; head_dim {_listed(self.head_dims)}; {_listed(self.dtypes)}; "
-                f"up to {self.max_ratio} query heads a KV head; q_len up to {self.max_q_len}")
+                f"any number of query heads a KV head; {_listed(self.rows)} query rows at once "
+                f"({_listed(self.wide_rows)} above head_dim {WIDE_HEAD_DIM}), more in blocks")
 
 
 def unnamed(fmt: Format) -> list[str]:
@@ -172,39 +182,86 @@ def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str
 
 
 def _listed(supported) -> str:
-    if isinstance(supported, range):
-        return f"{supported[0]} to {supported[-1]}" if len(supported) > 1 else str(supported[0])
     return ", ".join(str(value).removeprefix("torch.") for value in supported)
 
 
-def quantize_variant(fmt: Format, side_name: str, range_search: bool | None) -> str:
+def device_target(target: str) -> str:
+    """What an architecture-neutral kernel is built for: sm_80's binaries run on sm_89 too, sm_90's beside sm_90a's."""
+    return {"sm_89": "sm_80", "sm_90a": "sm_90"}.get(target, target)
+
+
+def combine_key(target: str, dtype: str, head_dim: int) -> KernelKey:
+    """The kernel that merges the splits."""
+    return KernelKey("combine", "device", device_target(target), dtype, head_dim)
+
+
+def quantize_key(target: str, dtype: str, head_dim: int, fmt: Format, side_name: str,
+                 range_search: bool | None = None) -> KernelKey:
+    """The kernel that fills one side ("k" or "v") of pages; formats that have the side in common share it."""
     side = fmt.k if side_name == "k" else fmt.v
     search = side.searches_range if range_search is None else range_search
-    return f"{side_name}-search" if search else side_name
+    return KernelKey("quantize", "device", device_target(target), dtype, head_dim, plainest(side),
+                     f"{side_name}-search" if search else side_name)
 
 
-def packing_keys(arch: str, target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:
+def dequantize_key(target: str, head_dim: int, fmt: Format, side_name: str) -> KernelKey:
+    """The kernel that reads one side of pages, into fp32."""
+    side = fmt.k if side_name == "k" else fmt.v
+    return KernelKey("dequantize", "device", device_target(target), "float32", head_dim, plainest(side), side_name)
+
+
+def packing_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:
     """The kernels that fill and read the pages of a format with its default range search."""
-    common = (arch, target, dtype, head_dim, fmt.name)
-    return [KernelKey("quantize", *common, quantize_variant(fmt, side, None)) for side in "kv"] + [
-        KernelKey("dequantize", *common, side) for side in "kv"]
+    return [quantize_key(target, dtype, head_dim, fmt, side) for side in "kv"] + [
+        dequantize_key(target, head_dim, fmt, side) for side in "kv"]
+
+
+def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, path: str | None = None,
+         features: tuple[str, ...] = ()) -> tuple[tuple[str, int] | None, list[str]]:
+    """((path, rows of its kernel), reasons of the paths passed over) for ``rows`` query rows of a KV head.
+
+    The first path that takes all rows at once, else the one that takes most; path: only this one. None: no path.
+    """
+    best, reasons = None, []
+    for name, support in arch_package(arch).PATHS.items():
+        if path not in (None, name):
+            continue
+        missing = support.missing(fmt, head_dim, dtype, features)
+        reasons += [f"{arch} {name} path: {reason}" for reason in missing]
+        if not missing and (best is None or support.rows_for(rows, head_dim) > best[1]):
+            best = name, support.rows_for(rows, head_dim)
+        if best and best[1] >= rows:
+            break
+    return best, reasons
+
+
+def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tuple[str, int]]:
+    """(path, rows) of the decode kernels that are shipped for a preset: what most calls take, and for the paper's own
+    case, int4 in fp16, the largest kernel and the tile path too."""
+    def picked(rows: int, path: str | None = None):
+        return pick(arch, FORMATS[name], head_dim, getattr(torch, dtype), rows, path)[0]
+
+    shapes = [picked(rows) for rows in SHIPPED_ROWS]
+    if (name, dtype) == ("k4v4", "float16"):
+        shapes += [picked(ROWS[-1]), picked(ROWS[0], "tile")]
+    return sorted({shape for shape in shapes if shape})
 
 
 def shipped(arch: str) -> list[KernelKey]:
     """Every kernel that ``make`` builds for an architecture."""
-    keys = []
+    keys = {}
     for target, dtype, head_dim in product(ARCH_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
-        common = (arch, target, dtype, head_dim)
-        keys.append(KernelKey("combine", *common))
+        common = (target, dtype, head_dim)
+        wanted = [combine_key(*common)]
         for name in SHIPPED_FORMATS:
-            keys += packing_keys(*common, FORMATS[name])
-            served = [path for path, support in arch_package(arch).PATHS.items()
-                      if not support.missing(FORMATS[name], head_dim, getattr(torch, dtype), 1, 1)]
-            keys += [KernelKey("decode", *common, name, path, ROWS[0]) for path in served]
-    return keys
+            wanted += packing_keys(*common, FORMATS[name])
+            shapes = shipped_shapes(arch, name, dtype, head_dim)
+            wanted += [KernelKey("decode", arch, *common, name, *shape) for shape in shapes]
+        keys |= dict.fromkeys(wanted)
+    return list(keys)
 
 
 def baselines(arch: str) -> list[KernelKey]:
     """The read-only kernels that the benchmarks compare with; they use no packed data."""
-    target = ARCH_TARGETS[arch][-1]
-    return [KernelKey("read", arch, target, "uint32", 0, variant=variant) for variant in READ_VARIANTS]
+    target = device_target(ARCH_TARGETS[arch][-1])
+    return [KernelKey("read", "device", target, "uint32", 0, variant=variant) for variant in READ_VARIANTS]

@@ -18,19 +18,23 @@ def load(key: KernelKey) -> Callable:
     """The kernel as a function of torch tensors (outputs passed in, current stream)."""
     path = compile.so_path(key)
     entry = compile.manifest().get(str(key))
-    if not path.exists() or entry is None or entry["fingerprint"] != compile.fingerprint(key.arch):
+    if not path.exists() or entry is None or entry["fingerprint"] != compile.fingerprint(key.arch, key.op):
         if os.environ.get("LOWBIT_ATTN_NO_JIT"):
-            raise KernelNotBuiltError(f"{key} is not built and LOWBIT_ATTN_NO_JIT is set; run make {key.arch}")
+            raise KernelNotBuiltError(f"{key} is not built and LOWBIT_ATTN_NO_JIT is set; run {_remedy(key)}")
         try:
             entry = compile.build(key)
         except (ImportError, toolchain.ToolMissingError) as error:
             raise KernelNotBuiltError(f"{key} is not built and cannot be built here: {error}; "
-                                      f"pip install 'lowbit-attn[kernels]' or run make {key.arch} elsewhere and copy "
+                                      f"pip install 'lowbit-attn[kernels]' or run {_remedy(key)} elsewhere and copy "
                                       f"its kernels to {compile.cache_dir()}") from error
     _load_cute_runtime()
     import tvm_ffi
 
     return tvm_ffi.load_module(str(path))[entry["function"]]
+
+
+def _remedy(key: KernelKey) -> str:
+    return f"make {key.arch}" if key.op == "decode" else "make hopper or make ampere"
 
 
 @cache

@@ -1,26 +1,67 @@
 """fp32 attention on the CPU's terms: short, slow, no DSL. Everything fast is compared with this."""
 
+from dataclasses import dataclass
+
 import torch
 
 
-def attention(q, k, v, softmax_scale=None, causal=True):
+@dataclass(frozen=True)
+class Attention:
+    """What a call asks for beside softmax(q k) v.
+
+    softmax_scale: factor of q k; None: head_dim ** -0.5.
+    softcap: c > 0 turns a scaled logit x into c tanh(x / c) (Gemma 2); None: no cap.
+    window: each query sees the last ``window`` positions, its own included (Mistral); None: all.
+    keep_sinks: the cache's sink tokens are seen however far they are behind (StreamingLLM).
+    sink_logits: fp32 [num_heads]; exp(sink_logits) joins the denominator of each head's softmax (gpt-oss), and the
+        returned lse; None: nothing does.
+    """
+
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+    keep_sinks: bool = False
+    sink_logits: torch.Tensor | None = None
+
+
+PLAIN = Attention()
+
+
+def visible(q_len: int, seqlen: int, options: Attention = PLAIN, n_sink: int = 0, device=None) -> torch.Tensor:
+    """Which positions the last q_len queries of a sequence see: bool [q_len, seqlen].
+
+    Query j sees positions <= seqlen - q_len + j; with a window only the last ``window`` of them, and the first
+    ``n_sink`` if sinks are kept.
+    """
+    position = torch.arange(seqlen, device=device)
+    last = torch.arange(seqlen - q_len, seqlen, device=device)[:, None]
+    seen = position <= last
+    if options.window is not None:
+        seen &= (position > last - options.window) | ((position < n_sink) & options.keep_sinks)
+    return seen
+
+
+def attention(q, k, v, options: Attention = PLAIN, n_sink: int = 0, causal: bool = True):
     """Attention of the last queries of a sequence over its keys.
 
-    q: [q_len, num_heads, head_dim]; k, v: [num_heads_kv, seqlen, head_dim]; any float dtype.
-    causal: query j sees positions <= seqlen - q_len + j, else every position.
-    Returns o fp32 [q_len, num_heads, head_dim] and lse fp32 [num_heads, q_len] (natural log). A row
-    that sees nothing gives o = 0 and lse = -inf.
+    q: [q_len, num_heads, head_dim]; k, v: [num_heads_kv, seqlen, head_dim], the first n_sink tokens sinks; any float
+    dtype. causal: query j sees what ``visible`` says, else every position. Returns o fp32
+    [q_len, num_heads, head_dim] and lse fp32 [num_heads, q_len] (natural log). A row that sees nothing gives o = 0
+    and lse = -inf.
     """
     q_len, num_heads, head_dim = q.shape
     num_heads_kv, seqlen, _ = k.shape
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     q = q.float().transpose(0, 1).reshape(num_heads_kv, -1, head_dim)  # rows: (query head of the group, query)
     scores = q @ k.float().transpose(1, 2) * scale
-    if causal and q_len > 1:
-        position = torch.arange(seqlen, device=q.device)
-        last = torch.arange(seqlen - q_len, seqlen, device=q.device).repeat(num_heads // num_heads_kv)
-        scores = scores.masked_fill(position > last[:, None], float("-inf"))
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if causal and (q_len > 1 or options.window is not None):
+        seen = visible(q_len, seqlen, options, n_sink, q.device).repeat(num_heads // num_heads_kv, 1)
+        scores = scores.masked_fill(~seen, float("-inf"))
     lse = scores.logsumexp(-1)
+    if options.sink_logits is not None:
+        lse = torch.logaddexp(lse, options.sink_logits.float().reshape(num_heads_kv, -1).repeat_interleave(q_len, 1))
     p = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     o = p @ v.float()
     return o.reshape(num_heads, q_len, head_dim).transpose(0, 1), lse.reshape(num_heads, q_len)
@@ -39,11 +80,11 @@ def merge_states(o, lse):
     return (torch.where(weight == 0, 0.0, o.float()) * weight).sum(0), merged
 
 
-def decode(q, cache, softmax_scale=None):
+def decode(q, cache, options: Attention = PLAIN):
     """Decode attention over every sequence of a KVCache, by its dequantized values.
 
-    q: [batch, q_len, num_heads, head_dim], the last q_len tokens of rows 0..batch-1 of the cache.
+    q: [batch, q_len, num_heads, head_dim], the last q_len tokens of rows 0..batch-1 of the cache, rotated as its keys.
     Returns o fp32 of q's shape and lse fp32 [batch, num_heads, q_len].
     """
-    rows = [attention(q[b], *cache.gather(b), softmax_scale) for b in range(q.shape[0])]
+    rows = [attention(q[b], *cache.gather(b), options, int(cache.n_sink[b])) for b in range(q.shape[0])]
     return torch.stack([o for o, _ in rows]), torch.stack([lse for _, lse in rows])

@@ -5,12 +5,13 @@ zero, constant, NaN, stale (of another case) or shifted by a token or a head.
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.cache import KVCache
+from lowbit_attn.cache import KVCache, Strides
+from lowbit_attn.reference import PLAIN, Attention
 
 NORMAL_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of o, on N(0, 1) data
 POISON_BYTE = 0xFF  # two of them are a NaN in fp16 and in bf16
@@ -25,7 +26,8 @@ class Case:
 
     lengths: tokens of each sequence, the last q_len of which are the queries' own. data: one of DATA;
     "meta-beyond-fp16" wants a bf16 cache and a "-bf16" format, "q-1e6-k-1e-6" a bf16 cache. page_seed: order of
-    the pages in the pool, None: as allocated. poison: NaN in all memory that no reader may use.
+    the pages in the pool, None: as allocated. poison: NaN in all memory that no reader may use. shared_pages: the
+    sequences share the pages of the first one as far as theirs reach (a common prefix). rotate_keys: as in KVCache.
     """
 
     format: str = "k4v4"
@@ -40,6 +42,8 @@ class Case:
     range_search: bool | None = None
     page_seed: int | None = 1
     poison: bool = True
+    shared_pages: bool = False
+    rotate_keys: bool = False
     seed: int = 0
 
     @property
@@ -92,7 +96,7 @@ def build(case: Case, device: torch.device | str = "cpu") -> Problem:
     rows = [_tokens(case, length, generator) for length in case.lengths]
     pages = sum(-(-length // layout.PAGE_TOKENS) for length in case.lengths) + 2
     cache = KVCache(case.format, pages, case.num_heads_kv, case.head_dim, case.dtype, "cpu", case.sinks,
-                    case.range_search, max_batch=case.batch, max_q_len=case.q_len)
+                    case.range_search, max_batch=case.batch, max_q_len=case.q_len, rotate_keys=case.rotate_keys)
     for row, (_, k, v) in enumerate(rows):
         fresh = min(case.q_len, len(k))
         cache.prefill(row, k[: len(k) - fresh], v[: len(v) - fresh])
@@ -100,6 +104,8 @@ def build(case: Case, device: torch.device | str = "cpu") -> Problem:
             cache.append(k[None, len(k) - fresh :], v[None, len(v) - fresh :], [row])
     if case.page_seed is not None:
         permute_pages(cache, case.page_seed)
+    if case.shared_pages:
+        share_pages(cache)
     if case.poison:
         poison(cache)
     q = torch.stack([q for q, _, _ in rows]).to(device)
@@ -115,6 +121,26 @@ def permute_pages(cache: KVCache, seed: int) -> None:
     used = cache.table >= 0
     cache.table[used] = place[cache.table[used].long()].int()
     cache.free_list = place[cache.free_list.long()].int()
+
+
+def share_pages(cache: KVCache) -> None:
+    """Let every sequence read the first one's pages in the place of its own, as far as both have both sides packed."""
+    packed = cache.n_qv // layout.PAGE_TOKENS
+    for row in range(1, cache.max_batch):
+        common = int(torch.minimum(packed[0], packed[row]))
+        cache.table[row, :common] = cache.table[0, :common]
+
+
+def per_head_table(cache: KVCache) -> KVCache:
+    """The same pages under a table with a row for every KV head (LeanKV's addressing); only kernels can read it."""
+    heads, entries = cache.num_heads_kv, cache.table.shape[1]
+    head = torch.arange(heads, device=cache.device, dtype=torch.int32)
+    view = copy.copy(cache)
+    pages = torch.where(cache.table < cache.num_pages, cache.table, POISON_PAGE // heads)
+    view.table = (pages[:, None] * heads + head[:, None]).reshape(cache.max_batch * heads, entries).contiguous()
+    units = cache.record.nbytes // layout.RECORD_ALIGN
+    view.strides = Strides(page=units, head=0, table_b=heads * entries, table_h=entries)
+    return view
 
 
 def poison(cache: KVCache) -> None:
@@ -179,8 +205,8 @@ def _tokens(case: Case, length: int, generator) -> tuple[torch.Tensor, torch.Ten
 # ---- expected values and tolerances
 
 
-def attention_fp64(q, k, v, softmax_scale: float | None = None, rounding: torch.dtype | None = None):
-    """Causal attention of the last queries, one sequence, in fp64 by a loop over heads.
+def attention_fp64(q, k, v, options: Attention = PLAIN, rounding: torch.dtype | None = None, n_sink: int = 0):
+    """Causal attention of the last queries of one sequence in fp64, a query and a KV head at a time.
 
     q [q_len, num_heads, head_dim]; k, v [num_heads_kv, seqlen, head_dim]. rounding: round K, V, P and o to this
     type, for the error that any kernel of that type makes. Returns o [q_len, num_heads, head_dim] and lse
@@ -190,22 +216,35 @@ def attention_fp64(q, k, v, softmax_scale: float | None = None, rounding: torch.
         return x.double() if rounding is None else x.to(rounding).double()
 
     (q_len, num_heads, head_dim), seqlen = q.shape, k.shape[1]
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     o, lse = q.new_zeros(q.shape, dtype=torch.float64), q.new_full((num_heads, q_len), -torch.inf, dtype=torch.float64)
-    for head in range(num_heads):
-        h_kv = head // (num_heads // k.shape[0])
-        for j in range(q_len):
-            seen = max(0, seqlen - q_len + j + 1)
-            if not seen:
+    sides = [(rounded(k[h]), rounded(v[h])) for h in range(k.shape[0])]
+    position = torch.arange(seqlen, device=q.device)
+    for j in range(q_len):
+        last = seqlen - q_len + j
+        seen = position <= last
+        if options.window is not None:
+            recent = position > last - options.window
+            seen = seen & (recent | (position < n_sink) if options.keep_sinks else recent)
+        for h_kv, side in enumerate(sides):
+            heads = slice(h_kv * num_heads // len(sides), (h_kv + 1) * num_heads // len(sides))
+            keys, values = (x[seen] for x in side)
+            scores = scale * (q[j, heads].double() @ keys.T)
+            if options.softcap is not None:
+                scores = options.softcap * torch.tanh(scores / options.softcap)
+            if options.sink_logits is not None:
+                scores = torch.cat((scores, options.sink_logits[heads, None].double()), 1)
+            if not scores.shape[1]:
                 continue
-            scores = scale * (rounded(k[h_kv, :seen]) @ q[j, head].double())
-            p = torch.exp(scores - scores.max())
-            o[j, head] = rounded(rounded(p) @ rounded(v[h_kv, :seen]) / p.sum())
-            lse[head, j] = scores.max() + p.sum().log()
+            top = scores.amax(1, keepdim=True)
+            p = torch.exp(scores - top)
+            total = p.sum(1, keepdim=True)
+            o[j, heads] = rounded(rounded(p[:, : len(keys)]) @ values / total)
+            lse[heads, j] = (top + total.log())[:, 0]
     return o, lse
 
 
-def expected(problem: Problem, softmax_scale: float | None = None, path: str = "register") -> Expected:
+def expected(problem: Problem, options: Attention = PLAIN, path: str = "register") -> Expected:
     """What decode must return for a problem, from its cache's dequantized values, with the tolerances.
 
     o: on "normal" data 2e-3 (fp16) or 1e-2 (bf16); elsewhere 3 e16 + 1e-3 + beta, where e16 is the error of fp64
@@ -214,12 +253,15 @@ def expected(problem: Problem, softmax_scale: float | None = None, path: str = "
     error in lse of that rounding.
     """
     case, cache = problem.case, to_device(problem.cache, "cpu")
+    if options.sink_logits is not None:
+        options = replace(options, sink_logits=options.sink_logits.cpu())
     wants, o_tolerance, lse_tolerance = [], [], []
-    for row, q in enumerate(problem.q.cpu()):
+    for row, q in enumerate(cache.rotate(problem.q.cpu())):
         k, v = cache.gather(row)
-        o, lse = attention_fp64(q, k, v, softmax_scale)
-        beta = logit_bound(q, k, cache, row, softmax_scale)
-        o16, lse16 = attention_fp64(q, k, v, softmax_scale, case.dtype)
+        n_sink = int(cache.n_sink[row])
+        o, lse = attention_fp64(q, k, v, options, None, n_sink)
+        beta = logit_bound(q, k, cache, row, options.softmax_scale)
+        o16, lse16 = attention_fp64(q, k, v, options, case.dtype, n_sink)
         e16 = relative_error(o16, o)
         rounding = float((lse16 - lse)[lse.isfinite()].abs().max()) if path == "tile" and lse.isfinite().any() else 0.0
         wants.append((o, lse))

@@ -63,14 +63,14 @@ def runs_along_columns(side) -> bool:
     return not isinstance(side, PerChannel) and not side.transposed
 
 
-def quantize_kernel(side, part_offset: int, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
+def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
     """Blocks x [n, num_heads_kv, 128, head_dim] -> one side's codes and metadata in pages int32 [n] of the pool.
 
-    pool: uint32 [units, 32] and its uint16 view [units, 64], in units of 128 bytes; page_stride and head_stride in
-    the same units. part_offset: byte offset of the side's part in a record.
+    pool: uint32 [units, 32] and its uint16 view [units, 64], in units of 128 bytes, from the first record's part of
+    this side on; page_stride and head_stride in the same units.
     """
     if runs_along_columns(side):
-        return token_quantize_kernel(side, part_offset, head_dim, dtype, range_search)
+        return token_quantize_kernel(side, head_dim, dtype, range_search)
     m = CodeMatrix(side, head_dim)
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
     factors = SEARCH_FACTORS if range_search else SEARCH_FACTORS[:1]
@@ -186,21 +186,21 @@ def quantize_kernel(side, part_offset: int, head_dim: int, dtype: str, range_sea
                         words[word] = words[word] | (T.cast(codes[i], "uint32") << T.cast(shift, "uint32"))
                     if g == 0:
                         col = m.column_of(column_tile, t, c)
-                        at_scale = part_offset + m.meta_offset(group, 0, col, head_dim)
-                        at_zero = part_offset + m.meta_offset(group, 1, col, head_dim)
+                        at_scale = m.meta_offset(group, 0, col, head_dim)
+                        at_zero = m.meta_offset(group, 1, col, head_dim)
                         pool_meta[unit + at_scale // 128, at_scale % 128 // 2] = storage_bits(scale[0], m.storage)
                         pool_meta[unit + at_zero // 128, at_zero % 128 // 2] = storage_bits(zero[0], m.storage)
             for w in T.unroll(m.words):
-                offset = part_offset + layout.word_offset(column_tile * m.words + w, lane)
+                offset = layout.word_offset(column_tile * m.words + w, lane)
                 pool[unit + offset // 128, offset % 128 // 4] = words[w]
 
     return TileKernel(quantize, compile_flags=EXACT)
 
 
-def dequantize_kernel(side, part_offset: int, head_dim: int) -> TileKernel:
+def dequantize_kernel(side, head_dim: int) -> TileKernel:
     """One side of pages int32 [n] of the pool -> fp32 out [n, num_heads_kv, 128, head_dim]: code * scale + zero."""
     if runs_along_columns(side):
-        return token_dequantize_kernel(side, part_offset, head_dim)
+        return token_dequantize_kernel(side, head_dim)
     m = CodeMatrix(side, head_dim)
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
 
@@ -221,13 +221,13 @@ def dequantize_kernel(side, part_offset: int, head_dim: int) -> TileKernel:
             unit = pages[page] * page_stride + head * head_stride
             words = T.alloc_local((m.words,), "uint32")
             for w in T.unroll(m.words):
-                offset = part_offset + layout.word_offset(column_tile * m.words + w, lane)
+                offset = layout.word_offset(column_tile * m.words + w, lane)
                 words[w] = pool[unit + offset // 128, offset % 128 // 4]
             for group in T.unroll(m.groups):
                 for c in T.unroll(COLUMNS):
                     col = m.column_of(column_tile, t, c)
-                    at_scale = part_offset + m.meta_offset(group, 0, col, head_dim)
-                    at_zero = part_offset + m.meta_offset(group, 1, col, head_dim)
+                    at_scale = m.meta_offset(group, 0, col, head_dim)
+                    at_zero = m.meta_offset(group, 1, col, head_dim)
                     scale, zero = T.alloc_var("float32"), T.alloc_var("float32")
                     scale = T.cast(pool_meta[unit + at_scale // 128, at_scale % 128 // 2], "float32")
                     zero = T.cast(pool_meta[unit + at_zero // 128, at_zero % 128 // 2], "float32")

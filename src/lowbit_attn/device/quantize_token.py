@@ -83,7 +83,7 @@ def miss_squared(x, scale, zero, inverse, steps: int):
     return miss * miss
 
 
-def token_quantize_kernel(side, part_offset: int, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
+def token_quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
     """The arguments and the result of ``quantize.quantize_kernel``, for K per token."""
     m = TokenMatrix(side, head_dim)
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
@@ -215,18 +215,18 @@ def token_quantize_kernel(side, part_offset: int, head_dim: int, dtype: str, ran
                         best_span(v, group, low, high, scale, zero, inverse)
                     pack_group(v, words, slot, group, scale, zero, inverse)
                     if t == 0:
-                        at_scale = part_offset + m.meta_offset(group, 0, row)
-                        at_zero = part_offset + m.meta_offset(group, 1, row)
+                        at_scale = m.meta_offset(group, 0, row)
+                        at_zero = m.meta_offset(group, 1, row)
                         pool_meta[unit + at_scale // 128, at_scale % 128 // 2] = storage_bits(scale[0], m.storage)
                         pool_meta[unit + at_zero // 128, at_zero % 128 // 2] = storage_bits(zero[0], m.storage)
             for w in T.unroll(m.col_tiles):
-                offset = part_offset + layout.word_offset(m.code_word(span, w), lane)
+                offset = layout.word_offset(m.code_word(span, w), lane)
                 pool[unit + offset // 128, offset % 128 // 4] = words[w]
 
     return TileKernel(quantize, compile_flags=EXACT)
 
 
-def token_dequantize_kernel(side, part_offset: int, head_dim: int) -> TileKernel:
+def token_dequantize_kernel(side, head_dim: int) -> TileKernel:
     """The arguments and the result of ``quantize.dequantize_kernel``, for K per token."""
     m = TokenMatrix(side, head_dim)
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
@@ -249,13 +249,13 @@ def token_dequantize_kernel(side, part_offset: int, head_dim: int) -> TileKernel
             unit = pages[page] * page_stride + head * head_stride
             words = T.alloc_local((m.col_tiles,), "uint32")
             for w in T.unroll(m.col_tiles):
-                offset = part_offset + layout.word_offset(m.code_word(span, w), lane)
+                offset = layout.word_offset(m.code_word(span, w), lane)
                 words[w] = pool[unit + offset // 128, offset % 128 // 4]
             for slot in T.serial(m.slots):
                 row = m.row_of(span, slot, g)
                 for group in T.unroll(m.groups):
-                    at_scale = part_offset + m.meta_offset(group, 0, row)
-                    at_zero = part_offset + m.meta_offset(group, 1, row)
+                    at_scale = m.meta_offset(group, 0, row)
+                    at_zero = m.meta_offset(group, 1, row)
                     scale, zero = T.alloc_var("float32"), T.alloc_var("float32")
                     scale = T.cast(pool_meta[unit + at_scale // 128, at_scale % 128 // 2], "float32")
                     zero = T.cast(pool_meta[unit + at_zero // 128, at_zero % 128 // 2], "float32")

@@ -125,6 +125,15 @@ def parse(name: str) -> Format | None:
     return Format(name, k, v)
 
 
+def plainest(side: PerChannel | PerToken) -> str:
+    """The name of the plainest format that has this side: what kernels that touch one side only are named after."""
+    bits, suffix = side.bits, "-bf16" * (side.storage is torch.bfloat16)
+    if isinstance(side, PerChannel):
+        return f"k{bits}v{bits}" + (f"-g{side.group_size}" * (side.group_size != layout.PAGE_TOKENS)) + suffix
+    group = f"-{'v' * side.transposed}g{side.group_size}" if side.group_size else ""
+    return f"k{bits}{'' if side.transposed else 't'}v{bits}{group}{suffix}"
+
+
 def _levels(bits: int, range_search: bool) -> str:
     """1 bit never uses plain min/max: its error exceeds that of storing the mean alone."""
     return "search" if range_search else "two-means" if bits == 1 else "minmax"

@@ -1,0 +1,59 @@
+"""The GPU tests' sample, without a GPU: reproducible, of real formats, and with every value of every property."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from lowbit_attn import gpu_matrix, kernels
+from lowbit_attn.formats import FORMATS
+from lowbit_attn.formats.uniform import PerChannel
+
+SEEDS, COUNT = (1, 2, 3), 252
+
+
+@pytest.fixture(scope="module")
+def calls():
+    return [call for seed in SEEDS for call in gpu_matrix.sample(seed, COUNT)]
+
+
+def test_a_seed_gives_the_same_calls_and_another_seed_others():
+    assert gpu_matrix.sample(5, 60) == gpu_matrix.sample(5, 60)
+    assert gpu_matrix.sample(5, 60)[:30] == gpu_matrix.sample(5, 30) or gpu_matrix.CASES_OF_A_KERNEL
+    assert not set(gpu_matrix.sample(5, 60)) & set(gpu_matrix.sample(6, 60))
+
+
+def test_three_seeds_have_every_value(calls):
+    formats = [FORMATS[call.kernel.format] for call in calls]
+    assert {(f.k.bits, f.v.bits) for f in formats} == set(product(gpu_matrix.BITS, gpu_matrix.BITS))
+    assert {isinstance(f.k, PerChannel) for f in formats} == {True, False}
+    assert {f.k.storage for f in formats} == {torch.float16, torch.bfloat16}
+    assert {f.k.group_size for f in formats} == {32, 64, 128, None}
+    assert {f.v.group_size for f in formats} == {32, 64, 128, None}
+    assert {f.window_v for f in formats} == {0, 128, 256}
+    assert {c.kernel.dtype for c in calls} == {"float16", "bfloat16"}
+    assert {c.kernel.head_dim for c in calls} == set(gpu_matrix.HEAD_DIMS)
+    assert {c.kernel.features for c in calls} == {(), ("softcap",), ("window",), ("softcap", "window")}
+    assert {c.ratio for c in calls} >= {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32}
+    assert {c.q_len for c in calls} == set(range(1, 17))
+    assert {length for c in calls for length in c.lengths} == set(gpu_matrix.LENGTHS)
+    for flag in ("keep_sinks", "has_sink_logits", "rotate_keys", "has_table_per_head", "shared_pages", "range_search"):
+        assert {getattr(c, flag) for c in calls} >= {True, False}, flag
+    assert max(len(c.lengths) for c in calls) == 256
+    assert {c.num_splits for c in calls} >= {None, 1, 40}
+
+
+@pytest.mark.parametrize("arch", kernels.ARCH_TARGETS)
+def test_every_call_has_a_kernel_that_the_build_is_told_of(arch, calls):
+    told = {key for seed in SEEDS for key in gpu_matrix.sample_keys(arch, seed, COUNT)}
+    for call in calls:
+        path, rows = call.kernel.shape(arch)
+        assert kernels.pick(arch, FORMATS[call.kernel.format], call.kernel.head_dim, call.kernel.torch_dtype,
+                            call.ratio * call.q_len, features=call.kernel.features)[0] == (path, rows)
+        assert set(call.kernel.keys(arch)) <= told
+
+
+def test_shipped_decode_kernels_are_few():
+    for arch, targets in kernels.ARCH_TARGETS.items():
+        for target in targets:
+            assert sum(key.op == "decode" and key.target == target for key in kernels.shipped(arch)) <= 80
