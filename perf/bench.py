@@ -43,9 +43,11 @@ class BenchCase:
     num_heads_kv: int
     head_dim: int
     seqlen: int
+    q_len: int = 1
 
     def __str__(self) -> str:
-        return f"{self.format} b{self.batch} {self.num_heads}/{self.num_heads_kv} d{self.head_dim} L{self.seqlen}"
+        heads, queries = f"{self.num_heads}/{self.num_heads_kv}", f" q{self.q_len}" * (self.q_len > 1)
+        return f"{self.format} b{self.batch} {heads} d{self.head_dim} L{self.seqlen}{queries}"
 
 
 PRESETS = {
@@ -62,12 +64,17 @@ PRESETS = {
 }
 
 
+PRESETS["wide"] = [BenchCase(name, 8, heads, 8, head_dim, 32768, q_len) for heads, head_dim, q_len, name in (
+    (32, 128, 4, "k4v4"), (32, 128, 4, "k2v2"), (64, 128, 8, "k4v4"), (64, 128, 8, "k2v2"), (32, 96, 1, "k4v4"),
+    (32, 256, 1, "k4v4"), (32, 256, 1, "k2v2"), (32, 256, 1, "k8v4"), (32, 256, 4, "k4v4"), (32, 128, 1, "k4tv4"))]
+
+
 def make_cache(case: BenchCase) -> lowbit_attn.KVCache:
     """Random K and V through the cache's own quantize kernels; the last 64 tokens stay in the residual."""
     length = case.seqlen // layout.PAGE_TOKENS * layout.PAGE_TOKENS - layout.PAGE_TOKENS + RESIDUAL_TOKENS
     pages = case.batch * (length // layout.PAGE_TOKENS)
     cache = lowbit_attn.KVCache(case.format, pages, case.num_heads_kv, case.head_dim, device="cuda",
-                                max_batch=case.batch, max_seqlen=length)
+                                max_batch=case.batch, max_seqlen=length, max_q_len=case.q_len)
     for row in range(case.batch):
         k, v = (torch.randn(length, case.num_heads_kv, case.head_dim, device="cuda", dtype=torch.float16)
                 for _ in range(2))
@@ -78,7 +85,7 @@ def make_cache(case: BenchCase) -> lowbit_attn.KVCache:
 
 def call_bytes(case: BenchCase, cache: lowbit_attn.KVCache) -> int:
     """Packed records, sinks, residual, q and o of the call."""
-    return cache.nbytes + 2 * case.batch * case.num_heads * case.head_dim * 2
+    return cache.nbytes + 2 * case.batch * case.q_len * case.num_heads * case.head_dim * 2
 
 
 def graph_us(step) -> float:
@@ -108,9 +115,13 @@ def read_us(nbytes: int) -> tuple[float, str]:
 
 
 @cache
-def fp16_us(batch: int, num_heads: int, num_heads_kv: int, head_dim: int, seqlen: int) -> tuple[float, str]:
-    """Best 16-bit decode attention of torch here over its backends, contiguous K and V, and which it was."""
-    q = torch.randn(batch, num_heads, 1, head_dim, device="cuda", dtype=torch.float16)
+def fp16_us(batch: int, num_heads: int, num_heads_kv: int, head_dim: int, seqlen: int,
+            q_len: int) -> tuple[float, str]:
+    """Best 16-bit decode attention of torch here over its backends, contiguous K and V, and which it was.
+
+    Several queries see all tokens: the mask within a step would cost a backend more than it saves.
+    """
+    q = torch.randn(batch, num_heads, q_len, head_dim, device="cuda", dtype=torch.float16)
     k, v = (torch.randn(batch, num_heads_kv, seqlen, head_dim, device="cuda", dtype=torch.float16) for _ in range(2))
     times = {}
     # torch says at length why a backend has no kernel for the shape
@@ -140,14 +151,14 @@ def read_rate_floor(nbytes: int) -> float:
 
 
 def measure(case: BenchCase, cache: lowbit_attn.KVCache, arch: str, path: str) -> dict:
-    q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, device="cuda", dtype=torch.float16)
+    q = torch.randn(case.batch, case.q_len, case.num_heads, case.head_dim, device="cuda", dtype=torch.float16)
     nbytes = call_bytes(case, cache)
     us = graph_us(lambda: lowbit_attn.decode(q, cache, path=path))
     read, read_shape = read_us(nbytes)
-    fp16, fp16_by = fp16_us(case.batch, case.num_heads, case.num_heads_kv, case.head_dim, case.seqlen)
+    fp16, fp16_by = fp16_us(case.batch, case.num_heads, case.num_heads_kv, case.head_dim, case.seqlen, case.q_len)
     return {
         "arch": arch, "path": path, "format": case.format, "batch": case.batch, "heads": case.num_heads,
-        "kv_heads": case.num_heads_kv, "head_dim": case.head_dim, "seqlen": case.seqlen, "q_len": 1,
+        "kv_heads": case.num_heads_kv, "head_dim": case.head_dim, "seqlen": case.seqlen, "q_len": case.q_len,
         "us": round(us, 2), "bytes": nbytes, "read_us": round(read, 2), "read_shape": read_shape,
         "fp16_us": round(fp16, 2), "fp16_by": fp16_by, "void": nbytes / read / 1e6 < read_rate_floor(nbytes),
     }
@@ -166,8 +177,9 @@ def main(
     for case, name in product(PRESETS[preset], arch):
         os.environ["LOWBIT_ATTN_ARCH"] = name
         cache = make_cache(case)
-        served = [p for p in kernels.arch_package(name).PATHS if not lowbit_attn.why_not(cache, case.num_heads, path=p)]
-        chosen_paths = [p for p in path if p in served] if path else served[:1]
+        rows = case.num_heads // case.num_heads_kv * case.q_len
+        picked = [kernels.pick(name, cache.format, case.head_dim, cache.dtype, rows, p)[0] for p in path or [None]]
+        chosen_paths = [shape[0] for shape in picked if shape]
         for chosen, without in product(chosen_paths, ((), *gpu_matrix.ABLATED) if ablate else ((),)):
             os.environ["LOWBIT_ATTN_WITHOUT"] = ",".join(without)
             line = measure(case, cache, name, chosen) | {"without": without}

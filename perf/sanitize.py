@@ -1,0 +1,36 @@
+"""Runs one small case of every kernel variant under compute-sanitizer and records the outcome of each tool."""
+
+import re
+import subprocess
+import sys
+import time
+
+import typer
+from provenance import ROOT, append_result, provenance
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+
+
+def main(tool: list[str] = list(TOOLS), selection: str = "one_small_case or bytes",
+         output: str = "perf/results/sanitizer.jsonl") -> None:
+    """Run the GPU tests that match SELECTION under each TOOL; exits with 1 if one found an error or a test failed."""
+    failed = False
+    for name in tool:
+        started = time.time()
+        command = ["compute-sanitizer", "--tool", name, sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-n", "0",
+                   "-p", "no:cacheprovider", "-k", selection, "tests/test_gpu.py", "tests/test_gpu_register.py"]
+        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+        errors = [int(n) for n in re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", text)]
+        passed, bad = (re.findall(rf"::(\S+) {word}", text) for word in ("PASSED", "FAILED"))
+        line = {"tool": name, "selection": selection, "seconds": round(time.time() - started), "errors": sum(errors),
+                "summaries": len(errors), "passed": len(passed), "failed": len(bad), "tests": passed}
+        append_result(output, provenance() | line)
+        print(f"{name}: {len(passed)} passed, {len(bad)} failed, {sum(errors)} errors in {line['seconds']} s")
+        if bad or sum(errors) or not errors:
+            print(text[-6000:])
+            failed = True
+    raise typer.Exit(int(failed))
+
+
+if __name__ == "__main__":
+    typer.run(main)
