@@ -177,8 +177,8 @@ class DecodeConfig:
 
     @property
     def may_spill(self) -> bool:
-        """16 rows of 128 channels with several groups of K metadata: 255 registers fall short."""
-        return self.columns > 1 and self.head_dim > 64 and self.k.groups > 1
+        """16 rows of 128 channels, or 256 channels, with several groups of K metadata: 255 registers fall short."""
+        return self.k.groups > 1 and (self.head_dim > 128 or (self.columns > 1 and self.head_dim > 64))
 
     @property
     def ring_floats(self) -> int:

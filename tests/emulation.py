@@ -258,7 +258,10 @@ class Warp:
         self.acc_o *= pow2(exponent - self.exponent)
         self.exponent = exponent
         operand = rounded(p * (pairs[..., 0] * pow2(exponent + registers.PROBABILITY_SHIFT))[:, None])
-        weighted = p * pairs[..., 1][:, None]  # [group, query tile, token tile, lane, element]
+        half_steps = np.float32(((1 << side.bits) - 1) / 2 * self.centring)
+        centre = pairs[..., 1] + half_steps * pairs[..., 0]
+        weighted = p * centre[:, None]  # [group, query tile, token tile, lane, element]
+        weighted = weighted - half_steps * pow2(-registers.PROBABILITY_SHIFT - exponent) * operand
         self.z += weighted.reshape(*weighted.shape[:-1], 2, 2).sum((2, -2), dtype=np.float32)
         a = code_matrix(record, self.record.v_planes, self.head_dim, side.bits)
         group_of = np.arange(len(a)) * layout.TILE * self.groups_v // self.head_dim

@@ -152,12 +152,12 @@ class RegisterConfig:
 
     @property
     def may_spill(self) -> bool:
-        """16 rows and several groups of K, beside a third segment or beside features and several groups of V.
+        """Several groups of K and of O's 256 channels or, with 16 rows, a third segment or features and groups of V.
 
         255 registers fall a few short.
         """
         is_full = self.third_segment or (self.v.groups > 1 and bool(self.features))
-        return self.col_blocks > 1 and self.k.groups > 1 and is_full
+        return self.k.groups > 1 and (self.head_dim > 128 or (self.col_blocks > 1 and is_full))
 
     @property
     def has_shared_query(self) -> bool:
@@ -281,7 +281,7 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
     multiplies = tiles + k.col_tiles // (shown if k.is_per_token else 1) * around
     plain = k.col_tiles + v.row_tiles
     counts = {
-        "HMMA": cfg.col_blocks * (multiplies + plain),
+        "HMMA": cfg.col_blocks * (multiplies + plain + cfg.options.centring * v.col_tiles * v.groups),
         "LDSM": plain,
         # an AND a register; dead tokens of V; addresses, exponents and parities
         "LOP3": 4 * (tiles + v.row_tiles) + 100,

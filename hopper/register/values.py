@@ -1,4 +1,9 @@
-"""O^T += V^T P^T over a packed page, on raw codes: P takes the scales, the zero-points become one sum a query row."""
+"""O^T += V^T P^T over a packed page, on raw codes: P takes the scales, the zero-points become one sum a query row.
+
+Centring: the rounding of p s to fp16 would meet codes of one sign, while what they stand for cancels over tokens that
+weigh alike. With (ps)~ the rounded operand and N = 2^b - 1, z = sum p (m + N/2 s) - N/2 sum (ps)~: the error meets
+c - N/2.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -29,6 +34,9 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
     up = numbers.pow2(exponent + registers.PROBABILITY_SHIFT)
     softmax.add_sums(cfg, state, p)
     group_tiles = side.group // layout.TILE
+    rounded = cute.make_rmem_tensor((4, side.groups * blocks), Float32)
+    rounded.fill(0.0)
+    ones = numbers.operand_a([Uint32(numbers.ONES)] * 4)
     for ct in range(side.col_tiles):
         if side.groups > 1:
             cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
@@ -36,19 +44,35 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
         words = load.codes(cfg, side, piece, me, first, side.row_tiles)
         for j in range(side.groups):
             operand = scaled_p(cfg, state, p, ct, j, up, load.token_meta(cfg, side, piece, me, j, ct))
+            if cfg.options.centring:
+                for nt in range(blocks):
+                    numbers.multiply(atom, rounded, j * blocks + nt, ones, operand[None, nt])
             for rt in range(j * group_tiles, (j + 1) * group_tiles):
                 a = numbers.operand_a(load.operand(side, words, first + rt))
                 for nt in range(blocks):
                     numbers.multiply(atom, state.acc_o, rt * blocks + nt, a, operand[None, nt])
+    if cfg.options.centring:
+        centre(cfg, state, rounded, exponent)
+
+
+def centre(cfg: RegisterConfig, state: State, rounded: cute.Tensor, exponent: Int32) -> None:
+    """z -= N/2 sum (ps)~: every lane of a column holds the whole sum and takes its share of the eight that z has."""
+    share = numbers.pow2(-registers.PROBABILITY_SHIFT - exponent) * Float32(-cfg.v.levels / 16)
+    for column in range(2 * cfg.col_blocks):
+        nt, e = divmod(column, 2)
+        for j in range(cfg.v.groups):
+            state.zeros[column, j] = rounded[e, j * cfg.col_blocks + nt] * share + state.zeros[column, j]
 
 
 def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32,
              words) -> cute.Tensor:
-    """B operand (4, col_blocks) of a token tile: fp16(p * s * 2^(E + 15)), transposed; adds p * m to z."""
+    """B operand (4, col_blocks) of a token tile: fp16(p * s * 2^(E + 15)), transposed; adds p (m + N/2 s) to z."""
     blocks = cfg.col_blocks
     operand, operand_words = numbers.fragments(blocks)
     for row8, word in enumerate(words):
         scale, zero = numbers.widen(word, cfg.v.storage)
+        if cfg.options.centring:
+            zero = scale * Float32(cfg.v.levels / 2) + zero
         scale = scale * up
         for nt in range(blocks):
             pair = [p[2 * row8 + e, tile * blocks + nt] for e in (0, 1)]

@@ -209,7 +209,7 @@ def _call(rng: random.Random, kernel: MatrixKernel, seed: int) -> Call:
     lengths = tuple(rng.choice(LENGTHS if batch < 9 else LENGTHS[:9]) for _ in range(batch))
     fmt, is_bf16 = FORMATS[kernel.format], kernel.dtype == BF16
     data = ["normal"] * 12 + ["k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x",
-                              "v-1e-4-beside-sink", "v-page-1e3-after-1e-4", "zero-200x-range"]
+                              "v-1e-4-beside-sink", "v-page-1e3-after-1e-4", "zero-200x-range", "flat-attention"]
     data += ["q-1e6-k-1e-6"] * is_bf16 + ["meta-beyond-fp16"] * (is_bf16 and fmt.k.storage == torch.bfloat16)
     windowed = "window" in kernel.features
     return Call(

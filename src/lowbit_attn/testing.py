@@ -17,7 +17,8 @@ NORMAL_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of o, on N(0, 
 POISON_BYTE = 0xFF  # two of them are a NaN in fp16 and in bf16
 POISON_PAGE = 0x7F000000  # no pool has this page: reading it is out of bounds
 DATA = ("normal", "k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x",
-        "v-1e-4-beside-sink", "v-page-1e3-after-1e-4", "zero-200x-range", "meta-beyond-fp16", "q-1e6-k-1e-6")
+        "v-1e-4-beside-sink", "v-page-1e3-after-1e-4", "zero-200x-range", "flat-attention", "meta-beyond-fp16",
+        "q-1e6-k-1e-6")
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,8 @@ def _tokens(case: Case, length: int, generator) -> tuple[torch.Tensor, torch.Ten
         v[first + page : first + 2 * page] *= 1e3
     elif case.data == "zero-200x-range":  # 128 normal numbers span about 5.4 deviations
         k.mul_(0.05).add_(torch.where(torch.arange(case.head_dim) % 3 == 0, -54.0, 54.0))
+    elif case.data == "flat-attention":  # all weights equal but for a few roundings, and their sum cancels
+        q *= 5e-4
     elif case.data == "meta-beyond-fp16":
         k[..., 3] = k[..., 3] * 1e6 + 3e6
         q[..., 3] = 1e-6
