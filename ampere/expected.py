@@ -41,7 +41,7 @@ def _register_page(config: DecodeConfig) -> dict[str, int]:
     loads += v.column_tiles * _code_loads(words_v)
     loads += k.column_tiles * (k.row_tiles // k_run)  # q'
     loads += TOKEN_TILES * v.groups + v.groups * layout.PAGE_TOKENS // LANES  # (scale, zero) pairs; their largest scale
-    multiplies, largest = n * (tiles + config.options.centring * TOKEN_TILES * v.groups), 1
+    multiplies, largest = n * tiles, 1
     if k.per_token:
         loads += TOKEN_TILES * k.groups
     else:

@@ -8,7 +8,7 @@ code. What it stands for is put back around the multiplies:
                     (centring: times N/2, it makes the rounding of q~ meet c - N/2 instead of c)
     K per token     B = q'; the accumulators of a channel group take scale and zero-point in fp32
     V per token     B = (p s)~ for the channel tiles of a group; z = sum p m is one number a row and group (centring:
-                    z = sum p (m + N/2 s) - N/2 sum (p s)~, by a multiply with ones: the rounding meets c - N/2)
+                    z = sum p (m + N/2 s) - N/2 sum (p s)~: the rounding meets c - N/2)
 
 Powers of two: q' = q 2^(e_q + 11), q~ = q' s 2^(e_s + 2), p s 2^(E + 15); a row of codes at bit k of its half is
 2^(k - 24) too small. They leave with the logits, and with O after the last packed page (finish).
@@ -51,7 +51,6 @@ class Registers(NamedTuple):
     query_sum: Any  # K per token: sum of q' over each channel group, fp32 [channel groups, columns, 4]
     part: Any  # K per token: S of one channel group and four row tiles
     z: Any  # fp32 [channel groups of V, row values]
-    rounded: Any  # sums of (p s)~ over a page, fp32 [channel groups of V, columns, 4]
     e_s: Any  # int32 [token groups], and of the zero-points
     e_m: Any
     value_exponent: Any  # E, int32 [1]
@@ -80,8 +79,7 @@ def allocate(config: DecodeConfig, thread) -> Registers:
         T.alloc_local((4 * n,), "float16"), T.alloc_local((config.row_values,), "int32"),
         T.alloc_local((4 * of_channel * n,), "float16"), T.alloc_local((4 * n,), "float32"),
         T.alloc_local((4 * of_token * n,), "float32"), T.alloc_local((4 * BLOCK * n,), "float32"),
-        T.alloc_local((config.v.groups * config.row_values,), "float32"),
-        T.alloc_local((4 * config.v.groups * n,), "float32"), T.alloc_local((of_channel,), "int32"),
+        T.alloc_local((config.v.groups * config.row_values,), "float32"), T.alloc_local((of_channel,), "int32"),
         T.alloc_local((of_channel,), "int32"), T.alloc_local((1,), "int32"), T.alloc_local((BLOCK,), "uint32"),
         T.alloc_local((4,), "uint32"), minus, T.view(minus, (2,), "float16"),
         T.alloc_local((2 * config.v.groups * n,), "uint32"), meta_k, T.view(meta_k, (4,), config.k.meta_dtype),
@@ -365,9 +363,9 @@ def values(config, ring, slot, lane, work, ops, acc_o):
     """O^T += V^T P^T over the 128 tokens of a packed V part, and z of the page."""
     piece, columns = config.v, config.columns
     half_steps = ((1 << piece.bits) - 1) / 2 * config.options.centring
-    factor = T.alloc_var("float32")
+    factor, down = T.alloc_var("float32"), T.alloc_var("float32")
     factor = pow2(work.value_exponent[0] + registers.PROBABILITY_SHIFT)
-    mma.clear(work.rounded, 4 * piece.groups * columns)
+    down = pow2(-registers.PROBABILITY_SHIFT - work.value_exponent[0]) * T.float32(-half_steps)
     for ct in T.unroll(piece.column_tiles):
         for j in T.unroll(piece.groups):
             load_tokens(piece, ring, slot, j, ct, lane, work.meta_v)
@@ -382,19 +380,13 @@ def values(config, ring, slot, lane, work, ops, acc_o):
                     for v in T.vectorized(2):
                         work.pair_h[v] = T.cast(ops.acc_s[at + v] * (value_at(work.meta_v_v[2 * row8]) * factor),
                                                 "float16")
+                    if config.options.centring:
+                        for v in T.unroll(2):
+                            work.z[j * config.row_values + 2 * n + v] = (
+                                work.z[j * config.row_values + 2 * n + v] + down * value_at(work.pair_h[v]))
                     T.call_extern("handle", mma.MOVMATRIX, work.pair[0], work.b[2 * (j * columns + n) + row8])
-        if config.options.centring:
-            for i in T.unroll(4):
-                work.a[i] = T.uint32(ONES)
-            for step in T.unroll(piece.groups * columns):
-                mma.multiply("float16", work.a, work.b, step, work.rounded, step)
         multiply_codes(config, piece, ring, slot, lane, work, ct, 0, piece.row_tiles, work.b,
                        lambda tile: tile // (piece.row_tiles // piece.groups), acc_o, 0)
-    if config.options.centring:
-        # every lane of a row holds the whole sum and takes its share of the eight that z has
-        factor = pow2(-registers.PROBABILITY_SHIFT - work.value_exponent[0]) * T.float32(-half_steps / 8)
-        for i in T.unroll(piece.groups * config.row_values):
-            work.z[i] = work.z[i] + factor * work.rounded[4 * (i // 2) + i % 2]
 
 
 @T.macro

@@ -281,7 +281,7 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
     multiplies = tiles + k.col_tiles // (shown if k.is_per_token else 1) * around
     plain = k.col_tiles + v.row_tiles
     counts = {
-        "HMMA": cfg.col_blocks * (multiplies + plain + cfg.options.centring * v.col_tiles * v.groups),
+        "HMMA": cfg.col_blocks * (multiplies + plain),
         "LDSM": plain,
         # an AND a register; dead tokens of V; addresses, exponents and parities
         "LOP3": 4 * (tiles + v.row_tiles) + 100,
@@ -290,8 +290,8 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
     }
     if cfg.k.storage == cfg.v.storage == "float16":
         counts["SHF"] = code_words + 40  # word >> 8; bf16 metadata are widened by shifts too
-    if not cfg.k.is_per_token:
-        exact = 2 if cfg.k.storage == "float16" else 0  # multiplies of two scales by a power of two
+    if not cfg.k.is_per_token and cfg.k.storage == "float16":
+        exact = 2  # multiplies of two scales by a power of two; products with bf16 scales are formed in fp32
         counts["HMUL2"] = 2 * cfg.k.col_tiles * cfg.k.groups * (exact + cfg.col_blocks)
     if cfg.third_segment:
         v_tiles = v.row_tiles * v.col_tiles

@@ -60,9 +60,9 @@ def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query) -> Sc
         for j in range(side.groups):
             pair = scales[ct] if side.groups == 1 else load.channel_meta(cfg, side, piece, me, j, 0, ct)
             for col8 in (0, 1):
-                scale = ups[j](pair[col8])
+                times = ups[j](pair[col8])
                 for nt in range(blocks):
-                    scaled_words[col8, j * blocks + nt] = ptx.mul_f16x2(query_words[col8, nt], scale)
+                    scaled_words[col8, j * blocks + nt] = times(query_words[col8, nt])
             if cfg.options.centring:
                 # rows of group j only: lane 4g + t then sums its own group g % groups
                 one = Uint32(numbers.ONES) * Uint32(own == j) if side.groups > 1 else Uint32(numbers.ONES)
@@ -115,14 +115,26 @@ def zero_exponent(cfg: RegisterConfig, zeros: list) -> Int32:
 
 
 def scale_up(storage: str, e_s: Int32):
-    """The function from a word of two scales to fp16(s * 2^(e_s + 2)); fp16 scales take two exact multiplies."""
+    """The function from a word of two scales to that from a word of q' to fp16(q' s * 2^(e_s + 2)).
+
+    fp16 scales take two exact multiplies by a power of two; bf16 ones reach far below their largest, so their product
+    with q' is rounded once, from fp32.
+    """
     shift = e_s + registers.SCALE_SHIFT
     if storage == "bfloat16":
         up = numbers.pow2(shift)
-        return lambda word: numbers.pack(*(half * up for half in numbers.widen(word, storage)))
+
+        def times(word: Uint32):
+            scales = [half * up for half in numbers.widen(word, storage)]
+            return lambda q: numbers.pack(*(x * s for x, s in zip(numbers.widen(q, "float16"), scales)))
+        return times
     first = shift >> 1
     factors = [numbers.pack(x, x) for x in (numbers.pow2(first), numbers.pow2(shift - first))]
-    return lambda word: ptx.mul_f16x2(ptx.mul_f16x2(word, factors[0]), factors[1])
+
+    def times_exact(word: Uint32):
+        scale = ptx.mul_f16x2(ptx.mul_f16x2(word, factors[0]), factors[1])
+        return lambda q: ptx.mul_f16x2(q, scale)
+    return times_exact
 
 
 def bias_accumulators(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, scales: list, own_e_s: Int32, own):

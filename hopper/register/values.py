@@ -34,39 +34,26 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
     up = numbers.pow2(exponent + registers.PROBABILITY_SHIFT)
     softmax.add_sums(cfg, state, p)
     group_tiles = side.group // layout.TILE
-    rounded = cute.make_rmem_tensor((4, side.groups * blocks), Float32)
-    rounded.fill(0.0)
-    ones = numbers.operand_a([Uint32(numbers.ONES)] * 4)
+    down = numbers.pow2(-registers.PROBABILITY_SHIFT - exponent) * Float32(-side.levels / 2)
     for ct in range(side.col_tiles):
         if side.groups > 1:
             cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
         first = ct * side.row_tiles
         words = load.codes(cfg, side, piece, me, first, side.row_tiles)
         for j in range(side.groups):
-            operand = scaled_p(cfg, state, p, ct, j, up, load.token_meta(cfg, side, piece, me, j, ct))
-            if cfg.options.centring:
-                for nt in range(blocks):
-                    numbers.multiply(atom, rounded, j * blocks + nt, ones, operand[None, nt])
+            operand = scaled_p(cfg, state, p, ct, j, up, down, load.token_meta(cfg, side, piece, me, j, ct))
             for rt in range(j * group_tiles, (j + 1) * group_tiles):
                 a = numbers.operand_a(load.operand(side, words, first + rt))
                 for nt in range(blocks):
                     numbers.multiply(atom, state.acc_o, rt * blocks + nt, a, operand[None, nt])
-    if cfg.options.centring:
-        centre(cfg, state, rounded, exponent)
 
 
-def centre(cfg: RegisterConfig, state: State, rounded: cute.Tensor, exponent: Int32) -> None:
-    """z -= N/2 sum (ps)~: every lane of a column holds the whole sum and takes its share of the eight that z has."""
-    share = numbers.pow2(-registers.PROBABILITY_SHIFT - exponent) * Float32(-cfg.v.levels / 16)
-    for column in range(2 * cfg.col_blocks):
-        nt, e = divmod(column, 2)
-        for j in range(cfg.v.groups):
-            state.zeros[column, j] = rounded[e, j * cfg.col_blocks + nt] * share + state.zeros[column, j]
-
-
-def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32,
+def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32, down: Float32,
              words) -> cute.Tensor:
-    """B operand (4, col_blocks) of a token tile: fp16(p * s * 2^(E + 15)), transposed; adds p (m + N/2 s) to z."""
+    """B operand (4, col_blocks) of a token tile: fp16(p * s * up), transposed; z takes p (m + N/2 s) - N/2 (ps)~.
+
+    up: 2^(E + 15); down: -N/2 2^-(E + 15).
+    """
     blocks = cfg.col_blocks
     operand, operand_words = numbers.fragments(blocks)
     for row8, word in enumerate(words):
@@ -79,7 +66,12 @@ def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group
             for e in (0, 1):
                 column = 2 * nt + e
                 state.zeros[column, group] = pair[e] * zero + state.zeros[column, group]
-            operand_words[row8, nt] = ptx.movmatrix(numbers.pack(pair[0] * scale, pair[1] * scale))
+            packed = numbers.pack(pair[0] * scale, pair[1] * scale)
+            if cfg.options.centring:
+                for e, rounded in enumerate(numbers.widen(packed, "float16")):
+                    column = 2 * nt + e
+                    state.zeros[column, group] = rounded * down + state.zeros[column, group]
+            operand_words[row8, nt] = ptx.movmatrix(packed)
     return operand
 
 

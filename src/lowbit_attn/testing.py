@@ -259,7 +259,8 @@ def expected(problem: Problem, options: Attention = PLAIN, path: str = "register
     if options.sink_logits is not None:
         options = replace(options, sink_logits=options.sink_logits.cpu())
     wants, o_tolerance, lse_tolerance = [], [], []
-    for row, q in enumerate(cache.rotate(problem.q.cpu())):
+    # rotated where decode rotates: another device may round a product's last bit the other way
+    for row, q in enumerate(problem.cache.rotate(problem.q).cpu()):
         k, v = cache.gather(row)
         n_sink = int(cache.n_sink[row])
         o, lse = attention_fp64(q, k, v, options, None, n_sink)
