@@ -239,13 +239,13 @@ class DecodeConfig:
 
     @property
     def dequants_arrive(self) -> int:
-        """Arrivals of a dequant warpgroup: one a warp, on packed empty and on tile full barriers."""
+        """Arrivals of a dequant warpgroup on a tile's full barrier: one a warp."""
         return GROUP_WARPS
 
     @property
-    def mmas_arrive(self) -> int:
-        """Arrivals on a tile's empty barrier: one an MMA warp."""
-        return GROUP_WARPS
+    def readers_arrive(self) -> int:
+        """Arrivals on an empty barrier, of packed stages and of tiles: every lane of the four warps that read them."""
+        return GROUP_WARPS * WARP
 
     @property
     def halves(self) -> tuple[int, ...]:

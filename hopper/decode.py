@@ -11,8 +11,8 @@ the MMA. At head_dim 256 the tiles have one stage, Q stays in shared memory and 
                                  -> softmax -> wait V full -> WGMMA O
 
     ring            producer -> consumer   full                      empty
-    k/v packed      load -> dequant        1 arrival + bytes         1 a dequant warp
-    k/v tiles       dequant -> mma         1 a dequant warp, fenced  1 an MMA warp
+    k/v packed      load -> dequant        1 arrival + bytes         1 a dequant lane
+    k/v tiles       dequant -> mma         1 a dequant warp, fenced  1 an MMA lane
 
     time ->  load        p0 p1 p2 p3 | p4 ...         (packed_stages parts ahead)
              dequant K      k0 k1 | k2 ...            (tile_stages tiles ahead)
@@ -167,9 +167,9 @@ class DecodeSm90:
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for r in packed:
-                    init(r, cfg.loads_arrive, cfg.dequants_arrive)
+                    init(r, cfg.loads_arrive, cfg.readers_arrive)
                 for r in tiles:
-                    init(r, cfg.dequants_arrive, cfg.mmas_arrive)
+                    init(r, cfg.dequants_arrive, cfg.readers_arrive)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         return packed[0], packed[1], tiles[0], tiles[1]

@@ -48,10 +48,8 @@ def expect(ring: Ring, fill: Uint32, nbytes) -> None:
 
 
 def release(ring: Ring, fill: Uint32) -> None:
-    """This warp has read the stage: one arrival a warp."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(ring.empty + stage(ring, fill))
+    """This lane has read the stage. Each lane arrives: racecheck then sees every read before the next fill."""
+    cute.arch.mbarrier_arrive(ring.empty + stage(ring, fill))
 
 
 def publish(ring: Ring, fill: Uint32) -> None:

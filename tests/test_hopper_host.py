@@ -18,7 +18,7 @@ from lowbit_attn.formats import FORMATS
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import PATHS, config, decode, dequant, mma, ring, walk  # noqa: E402
-from lowbit_attn.hopper.config import GROUP_WARPS, TILE_N, UNIT_TOKENS, UNITS  # noqa: E402
+from lowbit_attn.hopper.config import GROUP_WARPS, TILE_N, UNIT_TOKENS, UNITS, WARP  # noqa: E402
 
 FORMAT = FORMATS["k4v4"]
 HEAD_DIMS = (64, 96, 128, 256)
@@ -263,8 +263,8 @@ def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, third, plain):
         roles, seen = [], {}
         tiles = {}
         for side in "kv":
-            packed = RingModel(cfg.packed_stages, cfg.loads_arrive, cfg.dequants_arrive)
-            tiles[side] = RingModel(cfg.tile_stages, cfg.dequants_arrive, cfg.mmas_arrive)
+            packed = RingModel(cfg.packed_stages, cfg.loads_arrive, cfg.readers_arrive // WARP)
+            tiles[side] = RingModel(cfg.tile_stages, cfg.dequants_arrive, cfg.readers_arrive // WARP)
             shape = (pages + third, plain) if side == "k" else (pages, third + plain)
             roles.append(load_role(*shape, packed))
             roles += [dequant_role(*shape, packed, tiles[side], seen) for _ in range(GROUP_WARPS)]
