@@ -1,4 +1,4 @@
-"""Codes and metadata in registers: what the K and the V side of the register path share."""
+"""Codes and metadata in registers: what the K and the V side of the register path, and boosted channels, share."""
 
 from math import gcd
 
@@ -54,7 +54,7 @@ def multiply_codes(config, piece, ring, slot, lane, work, column_tile, first, co
     for c in T.unroll(words // load):
         word = code_word(piece, column_tile, first) + c * load
         for v in T.vectorized(load):
-            work.words[v] = ring[slot, layout.word_offset(word, lane) // ACCESS_BYTES, word % BLOCK + v]
+            work.words[v] = ring[slot, piece.codes + layout.word_offset(word, lane) // ACCESS_BYTES, word % BLOCK + v]
         if piece.bits == 8:
             for w in T.unroll(load // 2):
                 for s in steps:
@@ -105,3 +105,36 @@ def load_tokens(piece, ring, slot, group, tile, lane, meta):
     row = layout.token_meta_offset(group, 0, 0) // ACCESS_BYTES
     for v in T.vectorized(2):
         meta[v] = ring[slot, piece.meta + row + index // BLOCK, index % BLOCK + v]
+
+
+@T.macro
+def scale_query(config, e_s, group, work):
+    """q~ of one column tile and token group from q' and the scales in meta_k."""
+    factor = T.alloc_var("float32")
+    factor = pow2(e_s + registers.SCALE_SHIFT)
+    for r in T.unroll(2):
+        if config.k.meta_dtype == "float16":
+            for v in T.vectorized(2):
+                work.pair_h[v] = T.cast(value_at(work.meta_k_v[2 * r + v]) * factor, "float16")
+            for n in T.unroll(config.columns):
+                for v in T.vectorized(2):
+                    work.scaled[4 * (group * config.columns + n) + 2 * r + v] = (
+                        work.query[4 * n + 2 * r + v] * work.pair_h[v])
+        else:
+            for n in T.unroll(config.columns):
+                for v in T.vectorized(2):
+                    work.scaled[4 * (group * config.columns + n) + 2 * r + v] = T.cast(
+                        value_at(work.query[4 * n + 2 * r + v])
+                        * (value_at(work.meta_k_v[2 * r + v]) * factor), "float16")
+
+
+@T.macro
+def metadata_rows(config, row8, factor, work):
+    """meta_k -> rows 8*row8 .. of the bias multiply's A; bf16 values times a power of two."""
+    for r in T.unroll(2):
+        if config.k.meta_dtype == "float16":
+            work.a[2 * r + row8] = work.meta_k[r]
+        else:
+            for v in T.vectorized(2):
+                work.pair_h[v] = T.cast(value_at(work.meta_k_v[2 * r + v]) * factor, "float16")
+            work.a[2 * r + row8] = work.pair[0]

@@ -1,9 +1,10 @@
 """Sizes of the decode kernel on each target: warps, ring slots, and the shared memory they take."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowbit_attn import layout
 from lowbit_attn.formats import Format
+from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel, PerToken
 from lowbit_attn.kernels import FEATURES, ROWS, SMEM_LIMIT_BYTES, Checks
 from lowbit_attn.registers import Options
@@ -28,6 +29,8 @@ HEAD_DIMS = (64, 96, 128, 256)
 TILE_HEAD_DIMS = (64, 128)  # of the tile path
 WIDE = 256  # from this head_dim on, O of 8 rows fills a warp's registers
 DTYPES = ("float16", "bfloat16")
+BOOST_BITS = (2, 4)  # of K, and of its boosted channels: the high plane then has the bit positions of the low one
+BOOST_PLANES = ("high", "index")
 
 
 def static(n: int) -> tuple[int, ...]:
@@ -48,6 +51,7 @@ class Piece:
     groups: int  # of metadata: token groups (per channel) or channel groups (per token)
     per_token: bool
     meta_dtype: str
+    codes: int = 0  # where the plane of codes starts
 
     @property
     def row_tiles(self) -> int:
@@ -69,6 +73,19 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Boost:
+    """Boosted channels of a K part: what the codes of a few channels have beyond the plane of all channels."""
+
+    high: Piece  # their plane as a matrix of codes: tokens x slots
+    index: int  # where the channels of the slots stand, a byte each
+    channels: int  # slots that are channels; the rest, at most half a column tile, is padding
+
+    def is_padding(self, column_tile: int, col8: int) -> bool:
+        """Whether eight slots, half ``col8`` of a column tile, are padding."""
+        return TILE * column_tile + TILE // 2 * col8 >= self.channels
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     """Everything about one kernel that is fixed when it is compiled."""
 
@@ -84,6 +101,7 @@ class DecodeConfig:
     third_segment: bool = False  # tokens whose K is packed and whose V is still in 16 bit
     options: Options = Options()  # register path only
     features: tuple[str, ...] = ()  # those of kernels.FEATURES it has
+    boost: Boost | None = None
 
     @property
     def pieces(self) -> tuple[Piece, Piece]:
@@ -176,8 +194,18 @@ class DecodeConfig:
         return self.rows * self.merge_row + 2 * self.rows
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether a warp's registers are filled by 16 rows beside the code of pages whose V is in 16 bit."""
+        return self.third_segment and self.columns > 1
+
+    @property
     def may_spill(self) -> bool:
-        """16 rows of 128 channels, or 256 channels, with several groups of K metadata: 255 registers fall short."""
+        """16 rows of 128 channels, or 256 channels, with several groups of K metadata: 255 registers fall short.
+
+        So they do, by a few, where a format with two windows has 16 rows and several groups of V metadata or features.
+        """
+        if self.is_crowded and self.head_dim > 64 and (self.v.groups > 1 or self.features):
+            return True
         return self.k.groups > 1 and (self.head_dim > 128 or (self.columns > 1 and self.head_dim > 64))
 
     @property
@@ -195,11 +223,12 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
             at = f" at head_dim {head_dim}" if name == "rows" else ""
             raise ValueError(f"{name}: got {value!r}, supported{at}: {', '.join(map(str, supported))}")
     k, v = _pieces(fmt, head_dim)
+    boost = _boost(fmt, head_dim, k)
     if path == "tile":
         _check_tile(fmt, head_dim, dtype, rows, k, v)
     third = fmt.window_k != fmt.window_v
     configs = [DecodeConfig(target, head_dim, dtype, path, *shape, k, v, third, Options.without(without),
-                            tuple(features)) for shape in _shapes(head_dim, rows)]
+                            tuple(features), boost) for shape in _shapes(head_dim, rows)]
     limit = SMEM_LIMIT_BYTES[target]
     for config in configs:
         # a warp's own ring also holds, at the end, the warp's O
@@ -238,6 +267,7 @@ def _check_tile(fmt: Format, head_dim: int, dtype: str, rows: int, k: Piece, v: 
     missing += [f"head_dim {head_dim} (supported: 64, 128)"] * (head_dim not in TILE_HEAD_DIMS)
     missing += [f"dtype {dtype} (supported: float16)"] * (dtype != "float16")
     missing += [f"{rows} rows (supported: {MMA_N})"] * (rows != MMA_N)
+    missing += ["boosted channels of K"] * isinstance(fmt.k, Boosted)
     missing += ["windows of K and V that differ"] * (fmt.window_k != fmt.window_v)
     if missing:
         raise ValueError(f"format {fmt}: no tile path for {'; '.join(missing)}")
@@ -247,9 +277,16 @@ def _pieces(fmt: Format, head_dim: int) -> tuple[Piece, Piece]:
     record = fmt.record(head_dim)
     missing = []
     for planes, name in ((record.k_planes, "K"), (record.v_planes, "V")):
-        if [p.name for p in planes] != ["codes", "meta"]:
-            missing.append(f"{name} planes {[p.name for p in planes]} (supported: codes, meta)")
-    if not isinstance(fmt.k, PerChannel) and not (isinstance(fmt.k, PerToken) and not fmt.k.transposed):
+        names, supported = [p.name for p in planes], ["codes", "meta"]
+        if name == "K" and isinstance(fmt.k, Boosted) and fmt.k.boost(head_dim):
+            supported = ["codes", *BOOST_PLANES, "meta"]
+        if names != supported:
+            missing.append(f"{name} planes {names} (supported: {', '.join(supported)})")
+    if isinstance(fmt.k, Boosted):
+        if (fmt.k.bits, fmt.k.boosted_bits) != BOOST_BITS:
+            missing.append(f"K of {fmt.k.bits} bits boosted to {fmt.k.boosted_bits} "
+                           f"(supported: {BOOST_BITS[0]} boosted to {BOOST_BITS[1]})")
+    elif not isinstance(fmt.k, PerChannel) and not (isinstance(fmt.k, PerToken) and not fmt.k.transposed):
         missing.append("K neither per channel nor per token")
     if not (isinstance(fmt.v, PerToken) and fmt.v.transposed):
         missing.append("V not per token")
@@ -260,14 +297,25 @@ def _pieces(fmt: Format, head_dim: int) -> tuple[Piece, Piece]:
             _piece(record.v_planes, record.v_offset, record.nbytes, head_dim, tokens, fmt.v, head_dim))
 
 
-def _piece(planes, start: int, stop: int, rows: int, cols: int, side: PerChannel | PerToken, head_dim: int) -> Piece:
-    codes, meta = planes
+def _piece(planes, start: int, stop: int, rows: int, cols: int, side: PerChannel | PerToken | Boosted,
+           head_dim: int) -> Piece:
+    codes, meta = planes[0], planes[-1]
     assert codes.offset == start and start % layout.RECORD_ALIGN == 0 and meta.offset % ACCESS_BYTES == 0
     per_token = isinstance(side, PerToken)
     grouped = head_dim if per_token else layout.PAGE_TOKENS
+    size = layout.PAGE_TOKENS if isinstance(side, Boosted) else side.group_size or grouped
     return Piece(start // layout.RECORD_ALIGN, (stop - start) // ACCESS_BYTES, (meta.offset - start) // ACCESS_BYTES,
-                 rows, cols, side.bits, grouped // (side.group_size or grouped), per_token,
-                 str(side.storage).removeprefix("torch."))
+                 rows, cols, side.bits, grouped // size, per_token, str(side.storage).removeprefix("torch."))
+
+
+def _boost(fmt: Format, head_dim: int, k: Piece) -> Boost | None:
+    """Boosted channels of K; None if it has none."""
+    if not isinstance(fmt.k, Boosted) or not fmt.k.boost(head_dim):
+        return None
+    at = {plane.name: plane.offset for plane in fmt.record(head_dim).k_planes}
+    assert all(at[name] % ACCESS_BYTES == 0 for name in BOOST_PLANES)
+    high = replace(k, cols=fmt.k.slots(head_dim), bits=fmt.k.high_bits, codes=at["high"] // ACCESS_BYTES)
+    return Boost(high, at["index"] // ACCESS_BYTES, fmt.k.boost(head_dim))
 
 
 def checks(fmt: Format, head_dim: int, target: str, path: str, rows: int, dtype: str = "float16",

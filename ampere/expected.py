@@ -42,6 +42,12 @@ def _register_page(config: DecodeConfig) -> dict[str, int]:
     loads += k.column_tiles * (k.row_tiles // k_run)  # q'
     loads += TOKEN_TILES * v.groups + v.groups * layout.PAGE_TOKENS // LANES  # (scale, zero) pairs; their largest scale
     multiplies, largest = n * tiles, 1
+    if config.boost is not None:
+        high, halves = config.boost.high, -(-config.boost.channels // (TILE // 2))  # eights of slots, padding left out
+        tiles += high.row_tiles * high.column_tiles
+        loads += high.column_tiles * _code_loads(high.column_words)
+        loads += halves * (1 + 2 + 2 * n)  # two channels' numbers in one load, two scales, two values of q' a row
+        multiplies += n * high.column_tiles * (high.row_tiles + 2 * config.options.centring)
     if k.per_token:
         loads += TOKEN_TILES * k.groups
     else:

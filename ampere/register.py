@@ -19,15 +19,17 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn import layout, registers
-from lowbit_attn.ampere import mma, softmax
+from lowbit_attn.ampere import boost, mma, softmax
 from lowbit_attn.ampere.codes import (
     BLOCK,
     bits_of,
     code_power,
     largest_half,
     load_tokens,
+    metadata_rows,
     multiply_codes,
     pow2,
+    scale_query,
     value_at,
     value_of_half,
 )
@@ -187,39 +189,11 @@ def load_channels(config, ring, slot, group, is_zero, column_tile, lane, work):
 
 
 @T.macro
-def scale_query(config, e_s, group, work):
-    """q~ of one column tile and token group from q' and the scales in meta_k."""
-    factor = T.alloc_var("float32")
-    factor = pow2(e_s + registers.SCALE_SHIFT)
-    for r in T.unroll(2):
-        if config.k.meta_dtype == "float16":
-            for v in T.vectorized(2):
-                work.pair_h[v] = T.cast(value_at(work.meta_k_v[2 * r + v]) * factor, "float16")
-            for n in T.unroll(config.columns):
-                for v in T.vectorized(2):
-                    work.scaled[4 * (group * config.columns + n) + 2 * r + v] = (
-                        work.query[4 * n + 2 * r + v] * work.pair_h[v])
-        else:
-            for n in T.unroll(config.columns):
-                for v in T.vectorized(2):
-                    work.scaled[4 * (group * config.columns + n) + 2 * r + v] = T.cast(
-                        value_at(work.query[4 * n + 2 * r + v])
-                        * (value_at(work.meta_k_v[2 * r + v]) * factor), "float16")
-
-
-@T.macro
 def load_bias(config, ring, slot, own, column_tile, lane, own_scale, own_zero, work):
     """A of the bias multiply: rows 0 .. 7 the zero-points, rows 8 .. 15 the scales (centring) of group row % groups."""
     for is_zero in (0, 1) if config.options.centring else (1,):
         load_channels(config, ring, slot, own, is_zero, column_tile, lane, work)
-        for r in T.unroll(2):
-            if config.k.meta_dtype == "float16":
-                work.a[2 * r + 1 - is_zero] = work.meta_k[r]
-            else:
-                for v in T.vectorized(2):
-                    work.pair_h[v] = T.cast(value_at(work.meta_k_v[2 * r + v]) * (own_zero if is_zero else own_scale),
-                                            "float16")
-                work.a[2 * r + 1 - is_zero] = work.pair[0]
+        metadata_rows(config, 1 - is_zero, own_zero if is_zero else own_scale, work)
     if not config.options.centring:
         for r in T.unroll(2):
             work.a[2 * r + 1] = work.a[2 * r]
@@ -258,6 +232,8 @@ def channel_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
     mma.clear(ops.acc_s, 4 * piece.row_tiles * config.columns)
     mma.clear(work.bias, 4 * config.columns)
     for ct in T.unroll(piece.column_tiles):
+        if config.is_crowded:
+            T.sync_warp()  # keeps the next tile's loads, hence registers, behind this tile's multiplies
         load_query_tile(config, ct, work)
         load_bias(config, ring, slot, own, ct, lane, own_scale, own_zero, work)
         for n in T.unroll(config.columns):
@@ -277,6 +253,8 @@ def channel_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
         if held > 1:
             multiply_codes(config, piece, ring, slot, lane, work, ct, 0, piece.row_tiles, work.scaled,
                            lambda tile: tile // group_tiles, ops.acc_s, 0)
+    if config.boost is not None:
+        boost.add(config, ring, slot, lane, own_scale, work, ops)
     post_scale(config, lane, work, ops, softmax_scale_log2, own_e_c, own_e_m)
 
 
@@ -368,6 +346,8 @@ def values(config, ring, slot, lane, work, ops, acc_o):
     down = pow2(-registers.PROBABILITY_SHIFT - work.value_exponent[0]) * T.float32(-half_steps)
     for ct in T.unroll(piece.column_tiles):
         for j in T.unroll(piece.groups):
+            if config.is_crowded:
+                T.sync_warp()
             load_tokens(piece, ring, slot, j, ct, lane, work.meta_v)
             for n in T.unroll(columns):
                 for row8 in T.unroll(2):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ LANE = np.arange(32)
 T = LANE % 4
 
 
-def configs(rows=sizes.ROWS, head_dims=sizes.HEAD_DIMS, names=("k4v4", "k2v2", "k8v8-g32", "k4tv4-g32")):
+def configs(rows=sizes.ROWS, head_dims=sizes.HEAD_DIMS, names=("k4v4", "k2v2", "k8v8-g32", "k4tv4-g32", "kitty-pro")):
     """Register-path configurations of sm_80."""
     return [sizes.decode_config(FORMATS[name], d, "float16", "sm_80", "register", r)
             for name, d, r in itertools.product(names, head_dims, rows) if r in sizes.rows_of(d)]
@@ -164,6 +165,16 @@ def test_register_counts_are_those_of_the_arithmetic():
     assert expected.per_page(wide)["LDS"] == expected.per_page(cfg)["LDS"]
 
 
+def test_boost_counts_are_those_of_the_arithmetic():
+    """16 boosted of 128 channels: one more column tile of 8 multiplies and 2 of the centring; 4 gathers of each."""
+    for rows in (8, 16):
+        kitty, plain = (expected.per_page(sizes.decode_config(FORMATS[name], 128, "float16", "sm_80", "register", rows))
+                        for name in ("kitty", "kitty-b0"))
+        assert kitty["HMMA"] - plain["HMMA"] == 10 * rows // 8
+        assert kitty["LDS"] - plain["LDS"] == 1 + 2 + 4 + 4 * rows // 8
+        assert kitty["LOP3"] - plain["LOP3"] == 32
+
+
 @pytest.mark.parametrize("arguments, message", [
     (("k2v4", 128, "float16", "sm_80", "tile", 8), "2-bit K"),
     (("k4tv4", 128, "float16", "sm_80", "tile", 8), "K per token"),
@@ -173,6 +184,7 @@ def test_register_counts_are_those_of_the_arithmetic():
     (("k4v4", 128, "bfloat16", "sm_80", "tile", 8), "dtype bfloat16"),
     (("k4v4", 128, "float16", "sm_80", "tile", 16), "16 rows"),
     (("k4v4", 96, "float16", "sm_80", "tile", 8), "head_dim 96"),
+    (("kitty", 128, "float16", "sm_80", "tile", 8), "boosted channels of K"),
     (("k4v4", 160, "float16", "sm_80", "register", 8), "head_dim: got 160"),
     (("k4v4", 256, "float16", "sm_80", "register", 16), "rows: got 16, supported at head_dim 256: 8, 64"),
     (("k4v4", 64, "float16", "sm_80", "register", 8, (), ("alibi",)), "features: got 'alibi'"),
@@ -185,3 +197,11 @@ def test_unsupported_arguments_are_named(arguments, message):
     name, *rest = arguments
     with pytest.raises(ValueError, match=message):
         sizes.decode_config(FORMATS[name], *rest)
+
+
+@pytest.mark.parametrize("widths", ((1, 4), (1, 2), (2, 3), (4, 8)))
+def test_other_boosts_are_named(widths):
+    fmt = FORMATS["kitty"]
+    made = replace(fmt, k=replace(fmt.k, bits=widths[0], boosted_bits=widths[1]))
+    with pytest.raises(ValueError, match=f"K of {widths[0]} bits boosted to {widths[1]} .supported: 2 boosted to 4"):
+        sizes.decode_config(made, 128, "float16", "sm_80", "register", 8)

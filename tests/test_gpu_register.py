@@ -41,10 +41,10 @@ def test_decode(arch, kernel, part, sinks, num_splits, record_property):
     check_decode(case, "register", f"{arch} register {kernel.format}", record_property, num_splits, options_of(kernel))
 
 
-@pytest.mark.parametrize("kernel", gpu_matrix.REGISTER + gpu_matrix.WIDE, ids=str)
+@pytest.mark.parametrize("kernel", gpu_matrix.REGISTER + gpu_matrix.WIDE + gpu_matrix.KITTY, ids=str)
 def test_one_small_case(arch, kernel, record_property):
     """Every variant once, over all segments: what compute-sanitizer is run on (perf/sanitize.py)."""
-    is_wide = kernel in gpu_matrix.WIDE
+    is_wide = kernel.rows > 16
     path = kernel.shape(arch)[0] if is_wide else "register"
     ratio, q_len = (6, 4) if is_wide else (kernel.rows // 2, 2)
     case = case_of(kernel, ratio=ratio, q_len=q_len, lengths=(3, 700), sinks=5)
@@ -89,6 +89,42 @@ def test_several_queries(arch, kernel, q_len, ratio, record_property):
     if support.rows_for(q_len * ratio, kernel.head_dim) != kernel.shape(arch, "register")[1]:
         pytest.skip("another kernel")
     check_decode(case, "register", f"{arch} register q_len", record_property)
+
+
+@pytest.mark.parametrize("num_splits", (None, 3))
+@pytest.mark.parametrize("ratio, q_len, sinks", ((1, 1, 32), (5, 1, 0), (8, 1, 33), (3, 5, 32), (16, 4, 7)))
+@pytest.mark.parametrize("kernel", gpu_matrix.KITTY, ids=str)
+def test_boosted_channels(arch, kernel, ratio, q_len, sinks, num_splits, record_property):
+    """Kitty: both planes of K, the packed keys whose V is still in 16 bit included."""
+    path, rows = kernels.pick(arch, FORMATS[kernel.format], kernel.head_dim, kernel.torch_dtype, ratio * q_len,
+                              features=kernel.features)[0]
+    if rows != kernel.shape(arch)[1]:
+        pytest.skip("another kernel")
+    case = case_of(kernel, lengths=LENGTHS, sinks=sinks, q_len=q_len, ratio=ratio)
+    check_decode(case, path, f"{arch} kitty {kernel.format}", record_property, num_splits, options_of(kernel))
+
+
+@pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])
+@pytest.mark.parametrize("kernel", gpu_matrix.KITTY, ids=str)
+def test_boosted_channels_of_hard_data(arch, kernel, data, record_property):
+    needed = NEEDS_BF16.get(data)
+    if needed is not None and (kernel.dtype != "bfloat16" or needed not in kernel.format):
+        pytest.skip(f"{data} overflows fp16")
+    path, rows = kernel.shape(arch)
+    case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=min(rows, kernel.rows) // 2)
+    if kernel.rows > 16:
+        case = replace(case, num_heads=16, q_len=4)
+    check_decode(case, path, f"{arch} kitty hard data {data}", record_property, options=options_of(kernel))
+
+
+@pytest.mark.parametrize("kernel", gpu_matrix.KITTY, ids=str)
+def test_many_launches_over_boosted_channels_are_bitwise_equal(arch, kernel):
+    path, _ = kernel.shape(arch)
+    ratio, q_len = (8, 4) if kernel.rows > 16 else (kernel.rows, 1)
+    options = options_of(kernel)
+    case = case_of(kernel, lengths=(1500, 77, 4000), sinks=4, ratio=ratio, q_len=q_len)
+    problem, _ = problem_and_expected(case, path, options)
+    assert differing_values(problem, path, options=options) == 0
 
 
 @pytest.mark.parametrize("num_splits", (None, 3))

@@ -13,15 +13,18 @@ import pytest
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.formats import FORMATS
+from lowbit_attn.formats import FORMATS, packing
+from lowbit_attn.formats.kitty import Boosted
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import PATHS, decode  # noqa: E402
-from lowbit_attn.hopper.register import config, load, masks, query, third, walk  # noqa: E402
+from lowbit_attn.hopper.register import boost, config, load, masks, query, third, walk  # noqa: E402
 
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16",
          "k4tv4", "k2tv1-g32-vg64", "k8tv2-g64-vg32-bf16", "k1tv8-g32")
+BOOSTED = ("kitty", "kitty-pro", "kitty-bf16", "kitty-pro-vg64", "kitty-b8", "kitty-b40-bf16", "kitty-b64",
+           "kitty-b256")
 HEAD_DIMS = (64, 96, 128, 256)
 LANES = np.arange(32)
 G, T = LANES // 4, LANES % 4
@@ -57,7 +60,8 @@ def lane_words(side: config.SidePlan, part: np.ndarray, first_tile: int, tiles: 
     """What load.codes brings each lane: word -> uint32 [32]."""
     first, count = side.words_of(first_tile), side.words_of(tiles)
     width = math.gcd(count, layout.BLOCK_WORDS)
-    accesses = part[: side.meta_offset].view(np.uint32).reshape(-1, width)
+    plane = part[side.codes_offset : side.codes_offset + layout.plane_bytes(side.rows, side.cols, side.bits)]
+    accesses = plane.view(np.uint32).reshape(-1, width)
     assert first % width == 0 and count % width == 0
     return {word + i: accesses[side.code_access(word, width, LANES), i]
             for word in range(first, first + count, width) for i in range(width)}
@@ -80,7 +84,8 @@ def rebuilt_codes(side: config.SidePlan, part: np.ndarray, chunk: int) -> np.nda
 
 def channel_metadata(side: config.SidePlan, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(scale, zero) [rows, cols] from channel_access: rows are tokens."""
-    accesses = part[side.meta_offset :].view(np.uint32).reshape(-1, 2)
+    plane = part[side.meta_offset : side.meta_offset + 4 * side.groups * side.cols]
+    accesses = plane.view(np.uint32).reshape(-1, 2)
     found = np.full((2, side.rows, side.cols), np.nan, np.float32)
     for is_zero, group, ct, col8 in itertools.product((0, 1), range(side.groups), range(side.col_tiles), (0, 1)):
         pair = halves(accesses[side.channel_access(group, is_zero, ct, T), col8], side.storage)
@@ -115,6 +120,92 @@ def test_lanes_rebuild_both_sides(name, head_dim):
             codes = codes.T if side.is_transposed else codes  # [tokens, channels]
             scale, zero = (token_metadata if side.is_per_token else channel_metadata)(side, part)
             assert np.array_equal(codes * scale + zero, want[0].numpy())
+
+
+def boosted_page(name: str, head_dim: int):
+    """(config, the K part of a page, its values [128, head_dim])."""
+    fmt = FORMATS[name]
+    k, v = torch.randn(2, 1, 128, head_dim) * (0.1 + 5 * torch.rand(head_dim))
+    record = fmt.quantize(k, v)
+    cfg = config.make_config(fmt, head_dim, "float16", most_rows(head_dim))
+    return cfg, record[0, : cfg.k.part_bytes].numpy(), fmt.dequantize_k(record, head_dim)[0].numpy()
+
+
+def gathered(cfg: config.RegisterConfig, part: np.ndarray, step: int) -> tuple[np.ndarray, list]:
+    """(channel of each lane's slot, [col8] words of scales) of boost.gather."""
+    index = part[cfg.boost.index_offset : cfg.boost.index_offset + cfg.boost.high.cols]
+    channel = index[layout.TILE * step + LANES % layout.TILE].astype(np.int64)
+    own = part[cfg.k.meta_offset :].view(np.uint16)[layout.channel_meta_index(channel)].astype(np.uint32)
+    pair = own | own[LANES ^ 1] << np.uint32(16)
+    lanes = [np.array([value(boost.slot_lane(int(t), col8)) for t in T]) for col8 in (0, 1)]
+    return channel, [pair[lanes[col8]] if cfg.boost.in_use(step, col8) else None for col8 in (0, 1)]
+
+
+@pytest.mark.parametrize("name, head_dim", served(BOOSTED))
+def test_slots_bring_the_other_bits_and_the_scales_of_their_channels(name, head_dim):
+    cfg, part, _ = boosted_page(name, head_dim)
+    fmt, high = FORMATS[name], cfg.boost.high
+    planes = {p.name: torch.from_numpy(part[None, p.offset : p.offset + p.nbytes]) for p in
+              fmt.record(head_dim).k_planes}
+    whole = packing.unpack_codes(planes["codes"], 128, head_dim, 2)[0].numpy()
+    assert np.array_equal(rebuilt_codes(cfg.k, part, cfg.k.row_tiles), whole)
+    codes, used = rebuilt_codes(high, part, high.row_tiles), cfg.boost.count
+    assert np.array_equal(codes, packing.unpack_codes(planes["high"], 128, high.cols, 2)[0].numpy())
+    assert not codes[:, used:].any() and cfg.boost.steps * layout.TILE == high.cols
+    scale = channel_metadata(cfg.k, part)[0][0]
+    for step in range(cfg.boost.steps):
+        channel, words = gathered(cfg, part, step)
+        slots = layout.TILE * step + np.arange(layout.TILE)
+        # ldmatrix: row i of matrix 2 * block + col8 has the address of lane 16 * block + 8 * col8 + i
+        assert np.array_equal(channel[:16], channel[16:]) and (channel < head_dim).all()
+        assert np.array_equal(channel[:16], planes["index"][0].numpy()[slots])
+        for col8, word in enumerate(words):
+            assert (word is None) == (layout.TILE * step + 8 * col8 >= used)
+            for e in (0, 1) if word is not None else ():
+                assert np.array_equal(halves(word, cfg.k.storage)[:, e], scale[channel[8 * col8 + 2 * T + e]])
+
+
+@pytest.mark.parametrize("name, head_dim", served(BOOSTED, (64, 128, 256)))
+def test_logits_of_boosted_pages_with_centred_rounding(name, head_dim):
+    """What boost.add and scores.per_channel sum, in fp64 but for the rounding of q' s."""
+    cfg, part, k = boosted_page(name, head_dim)
+    q = np.float16(np.random.default_rng(0).uniform(-4094, 4094, head_dim)).astype(np.float64)  # q' < 2^12
+    (scale, zero), used = (x[0].astype(np.float64) for x in channel_metadata(cfg.k, part)), cfg.boost.count
+    up = 2.0 ** (2 - np.ceil(np.log2(scale.max())))
+    channel = np.concatenate([gathered(cfg, part, step)[0][:16] for step in range(cfg.boost.steps)])[:used]
+    dense = np.float16(q * scale * up).astype(np.float64)
+    high = np.float16(boost.WEIGHT * q[channel] * scale[channel] * up).astype(np.float64)
+    is_normal = np.abs(dense[channel]) >= 2.0**-14
+    assert np.isfinite(high).all() and is_normal.mean() > 0.9
+    assert np.array_equal(high[is_normal], boost.WEIGHT * dense[channel][is_normal])
+    low_codes = rebuilt_codes(cfg.k, part, cfg.k.row_tiles).astype(np.float64)
+    high_codes = rebuilt_codes(cfg.boost.high, part, cfg.boost.high.row_tiles)[:, :used].astype(np.float64)
+    s = (low_codes @ dense + high_codes @ high) / up + q @ zero
+    sums = q @ scale + boost.WEIGHT * (q[channel] @ scale[channel])
+    s += cfg.k.levels / 2 * (sums - (dense.sum() + high.sum()) / up)
+    error = dense / up - q * scale  # of a rounded product: it meets code - N / 2, N = 3 or 15
+    levels = np.full(head_dim, 3.0)
+    levels[channel] = 15
+    all_codes = low_codes.copy()
+    all_codes[:, channel] += boost.WEIGHT * high_codes
+    want = k.astype(np.float64) @ q + (all_codes - levels / 2) @ error
+    assert np.allclose(s, want, rtol=0, atol=1e-6 * np.abs(k @ q).max())
+
+
+@pytest.mark.parametrize("name", ("kitty", "kitty-b0"))
+def test_without_boosted_channels_the_kernel_is_that_of_uniform_k(name):
+    cfg = config.make_config(FORMATS[name], 128, "float16", 8)
+    same = config.make_config(dataclasses.replace(FORMATS["k2v2"], window_v=128), 128, "float16", 8)
+    assert (cfg == same) == (name == "kitty-b0")
+    assert (config.expected_counts(cfg) == config.expected_counts(same)) == (name == "kitty-b0")
+
+
+@pytest.mark.parametrize("bits, boosted_bits, words", [(1, 2, "1 bits over 1"), (4, 8, "4 bits over 4"),
+                                                       (2, 3, "1 bits over 2")])
+def test_other_boosts_are_refused(bits, boosted_bits, words):
+    fmt = dataclasses.replace(FORMATS["kitty"], k=Boosted(bits, boosted_bits, channels=32))
+    with pytest.raises(ValueError, match=f"boosted K: got {words}, supported: 2 over 2"):
+        config.make_config(fmt, 128, "float16", 8)
 
 
 @pytest.mark.parametrize("name, head_dim", served(("k8tv8-g32", "k4tv4-g32", "k2tv2-g32", "k1tv1-g32"), (64, 96, 128)))
@@ -309,7 +400,8 @@ def test_query_columns_are_the_accumulators_columns():
 
 
 @pytest.mark.parametrize("rows", (8, 16))
-@pytest.mark.parametrize("name, head_dim", served((*NAMES, "k8v4", "k2v2", "k8v8-g32-vg32", "k8tv8-g32-vg32")))
+@pytest.mark.parametrize("name, head_dim", served((*NAMES, *BOOSTED, "k8v4", "k2v2", "k8v8-g32-vg32",
+                                                   "k8tv8-g32-vg32")))
 def test_shared_memory_plan(name, rows, head_dim, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     if rows > most_rows(head_dim):
@@ -338,3 +430,7 @@ def test_unsupported_calls_say_why():
     later = dataclasses.replace(FORMATS["k4v4"], window_v=128)
     assert not PATHS["register"].missing(later, 128, torch.float16)
     assert not PATHS["register"].missing(FORMATS["k1tv8-g32-vg64-bf16"], 64, torch.bfloat16)
+    for name in ("kitty", "kitty-b0", "kitty-pro-vg64-bf16"):
+        assert not PATHS["register"].missing(FORMATS[name], 128, torch.float16)
+        with pytest.raises(ValueError, match=f"format {name}, supported: K per channel or per token with V per token"):
+            decode.decode_kernel(FORMATS[name], 128, "float16", path="tile")

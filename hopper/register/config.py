@@ -4,11 +4,12 @@ A side (K or V) is described once, by ``SidePlan``: where its bytes lie in a rec
 give each operand register. The positions come from ``layout`` and ``registers``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowbit_attn import layout, registers
-from lowbit_attn.formats.contract import Format
-from lowbit_attn.formats.uniform import PerChannel
+from lowbit_attn.formats.contract import Format, Plane, Side
+from lowbit_attn.formats.kitty import Boosted
+from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, Checks
 from lowbit_attn.registers import Options
 
@@ -24,6 +25,7 @@ MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
 UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time: each lane copies one row of K or of V
 CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
 PIECES = 2  # of a page: the K part, then the V part
+BOOST_BITS = 2  # of both planes of boosted K: rows then have the same powers, and S takes both
 SASS_NEED = ("HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 SPILLS = ("LDL", "STL")
 SASS_FORBID = ("STSM", "HGMMA")
@@ -43,6 +45,7 @@ class SidePlan:
     part_offset: int  # bytes from the start of the record
     part_bytes: int
     meta_offset: int  # bytes from the start of the part
+    codes_offset: int = 0  # the same
 
     @property
     def row_tiles(self) -> int:
@@ -108,6 +111,24 @@ class SidePlan:
 
 
 @dataclass(frozen=True)
+class BoostPlan:
+    """The boosted channels of K: a second matrix of codes, whose columns are slots, and each slot's channel."""
+
+    high: SidePlan  # of its codes only: the metadata are K's
+    count: int  # slots in use, a multiple of 8; the rest of the last tile hold zero codes
+    index_offset: int  # bytes from the start of the part
+
+    @property
+    def steps(self) -> int:
+        """k16 steps of the multiply: column tiles."""
+        return self.high.col_tiles
+
+    def in_use(self, step: int, col8: int) -> bool:
+        """Whether the eight slots of half a column tile are, all of them or none."""
+        return layout.TILE * step + 8 * col8 < self.count
+
+
+@dataclass(frozen=True)
 class RegisterConfig:
     """Compile-time constants of one register-path kernel; ``check`` raises ValueError with the reasons."""
 
@@ -121,6 +142,7 @@ class RegisterConfig:
     slots: int = MIN_SLOTS
     third_segment: bool = False  # tokens whose K is packed while V is still in 16 bit
     features: tuple[str, ...] = ()  # of kernels.FEATURES
+    boost: BoostPlan | None = None
 
     @property
     def has_softcap(self) -> bool:
@@ -169,6 +191,11 @@ class RegisterConfig:
         return self.rows * self.head_dim * 2 if self.has_shared_query else 0
 
     @property
+    def channel_bytes(self) -> int:
+        """q' by channel, from where boosted channels are gathered."""
+        return self.rows * self.head_dim * 2 if self.boost else 0
+
+    @property
     def threads(self) -> int:
         return self.warps * WARP
 
@@ -214,9 +241,11 @@ class RegisterConfig:
     @property
     def smem_plan(self) -> dict[str, int]:
         """Bytes of each piece of shared memory, in order."""
+        channels = {"channels": self.channel_bytes} if self.boost else {}
         return {
             "buffer": layout.align_record(max(self.warps * self.warp_bytes, self.merge_bytes)),
             "query": layout.align_record(max(1, self.query_bytes)),
+            **channels,
             "barriers": layout.align_record(8 * self.warps * (self.slots + 1)),
         }
 
@@ -240,6 +269,9 @@ class RegisterConfig:
             found.append(f"rows: got {self.rows}, supported at head_dim {self.head_dim}: {', '.join(map(str, rows))}")
         if unknown := [name for name in self.features if name not in FEATURES]:
             found.append(f"features: got {', '.join(unknown)}, supported: {', '.join(FEATURES)}")
+        if self.boost and not self.k.bits == self.boost.high.bits == BOOST_BITS:
+            found.append(f"boosted K: got {self.boost.high.bits} bits over {self.k.bits}, supported: "
+                         f"{BOOST_BITS} over {BOOST_BITS}")
         return found
 
     def check(self) -> "RegisterConfig":
@@ -248,23 +280,40 @@ class RegisterConfig:
         return self
 
 
+def plan_side(side: Side, planes: tuple[Plane, ...], start: int, end: int, head_dim: int) -> SidePlan:
+    """The plan of a side whose planes lie in bytes ``start`` to ``end`` of the record."""
+    is_per_token = isinstance(side, PerToken)
+    is_v = is_per_token and side.transposed
+    shape = (head_dim, layout.PAGE_TOKENS) if is_v else (layout.PAGE_TOKENS, head_dim)
+    group = layout.PAGE_TOKENS if isinstance(side, Boosted) else side.group_size or head_dim
+    meta, = (plane.offset for plane in planes if plane.name == "meta")
+    return SidePlan(side.bits, is_v, *shape, is_per_token, group, str(side.storage).removeprefix("torch."), start,
+                    end - start, meta - start)
+
+
+def plan_boost(side: Side, planes: tuple[Plane, ...], k: SidePlan) -> BoostPlan | None:
+    """The boosted channels of K, whose part is at the start of the record; None if there are none."""
+    at = {plane.name: plane.offset for plane in planes}
+    if "high" not in at:
+        return None
+    high = replace(k, bits=side.high_bits, cols=side.slots(k.head_dim), codes_offset=at["high"])
+    return BoostPlan(high, side.boost(k.head_dim), at["index"])
+
+
 def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
                 features: tuple[str, ...] = ()) -> RegisterConfig:
     """The configuration of a format: as many warps as leave three slots each, then as many slots as fit."""
     record = fmt.record(head_dim)
-    sides = []
-    for side, planes, start, end, is_v in ((fmt.k, record.k_planes, 0, record.v_offset, False),
-                                           (fmt.v, record.v_planes, record.v_offset, record.nbytes, True)):
-        is_per_token = not isinstance(side, PerChannel)
-        shape = (head_dim, layout.PAGE_TOKENS) if is_v else (layout.PAGE_TOKENS, head_dim)
-        sides.append(SidePlan(side.bits, is_v, *shape, is_per_token, side.group_size or head_dim,
-                              str(side.storage).removeprefix("torch."), start, end - start, planes[1].offset - start))
-    slot = max(side.part_bytes for side in sides)
-    free = SMEM_LIMIT - rows * head_dim * 2 - layout.RECORD_ALIGN * 5  # q'; barriers: at most 72 of 8 bytes
+    k = plan_side(fmt.k, record.k_planes, 0, record.v_offset, head_dim)
+    v = plan_side(fmt.v, record.v_planes, record.v_offset, record.nbytes, head_dim)
+    boost = plan_boost(fmt.k, record.k_planes, k)
+    slot = max(k.part_bytes, v.part_bytes)
+    queries = rows * head_dim * 2 * (2 if boost else 1)  # q', once more by channel
+    free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 5  # barriers: at most 72 of 8 bytes
     warps = max(1, min(MAX_WARPS, free // (MIN_SLOTS * slot)))
     slots = min(MAX_SLOTS, free // (warps * slot))
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
-    return RegisterConfig(*sides, head_dim, rows, dtype, options, warps, slots, has_third, features).check()
+    return RegisterConfig(k, v, head_dim, rows, dtype, options, warps, slots, has_third, features, boost).check()
 
 
 def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
@@ -274,29 +323,31 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
     """
     k, v = cfg.k, cfg.v
     shown = k.groups if cfg.loops_over_groups else 1  # channel groups of K that share their instructions
-    tiles = k.row_tiles * k.col_tiles // shown + v.row_tiles * v.col_tiles
-    code_words = sum(layout.words_per_lane(side.rows, side.cols, side.bits) // n for side, n in ((k, shown), (v, 1)))
-    # sums of q' (per token); bias and centring (per channel)
+    steps = cfg.boost.steps if cfg.boost else 0
+    tiles = k.row_tiles * (k.col_tiles + steps) // shown + v.row_tiles * v.col_tiles
+    code_words = sum(side.words_of(side.row_tiles * n) for side, n in ((k, (k.col_tiles + steps) // shown),
+                                                                       (v, v.col_tiles)))
+    # sums of q' (per token); bias and centring (per channel; of boosted channels where there is centring)
     around = 1 if k.is_per_token else 1 + cfg.options.centring * k.groups
-    multiplies = tiles + k.col_tiles // (shown if k.is_per_token else 1) * around
+    multiplies = tiles + k.col_tiles // (shown if k.is_per_token else 1) * around + 2 * steps * cfg.options.centring
     plain = k.col_tiles + v.row_tiles
     counts = {
         "HMMA": cfg.col_blocks * (multiplies + plain),
-        "LDSM": plain,
+        "LDSM": plain + steps,
         # an AND a register; dead tokens of V; addresses, exponents and parities
         "LOP3": 4 * (tiles + v.row_tiles) + 100,
-        "MOVM": cfg.col_blocks * (2 * cfg.v.col_tiles * cfg.v.groups + 2),
+        "MOVM": cfg.col_blocks * (2 * cfg.v.col_tiles * cfg.v.groups + 2 + 2 * k.col_tiles * bool(steps)),
         "MUFU.EX2": 2 * cfg.col_blocks * (2 * cfg.v.col_tiles + 8),
     }
     if cfg.k.storage == cfg.v.storage == "float16":
         counts["SHF"] = code_words + 40  # word >> 8; bf16 metadata are widened by shifts too
     if not cfg.k.is_per_token and cfg.k.storage == "float16":
         exact = 2  # multiplies of two scales by a power of two; products with bf16 scales are formed in fp32
-        counts["HMUL2"] = 2 * cfg.k.col_tiles * cfg.k.groups * (exact + cfg.col_blocks)
+        counts["HMUL2"] = 2 * (cfg.k.col_tiles * cfg.k.groups + steps) * (exact + cfg.col_blocks)
     if cfg.third_segment:
         v_tiles = v.row_tiles * v.col_tiles
         counts["HMMA"] += cfg.col_blocks * multiplies  # V has as many tiles in 16 bit
-        counts["LDSM"] += v_tiles
+        counts["LDSM"] += v_tiles + steps
         counts["LOP3"] += 4 * (tiles - v_tiles)
         counts["MOVM"] += cfg.col_blocks * 2 * v.col_tiles
         counts["MUFU.EX2"] += 2 * cfg.col_blocks * (2 * v.col_tiles + 1)

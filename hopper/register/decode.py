@@ -32,11 +32,14 @@ class RegisterSm90:
         """Shared memory in the order of ``RegisterConfig.smem_plan``."""
         plan = self.cfg.smem_plan
         buffer_words, query_words, barriers = plan["buffer"] // WORD, plan["query"] // WORD, plan["barriers"] // 8
+        channel_words = self.cfg.channel_bytes // WORD
 
         @cute.struct
         class Smem:
             buffer: cute.struct.Align[cute.struct.MemRange[Uint32, buffer_words], 128]
             query: cute.struct.Align[cute.struct.MemRange[Uint32, query_words], 128]
+            if self.cfg.boost:
+                channels: cute.struct.Align[cute.struct.MemRange[Uint32, channel_words], 128]
             bars: cute.struct.Align[cute.struct.MemRange[Int64, barriers], 128]
 
         return Smem
@@ -87,7 +90,8 @@ class RegisterSm90:
                            Int64(head_idx) * Int64(head_stride))
         ids = load.start(cfg, pages, ring, me)
         state = softmax.make_state(cfg)
-        queries = query.prepare(cfg, query.load(cfg, q, rows, me), scale_log2, me, smem.query.data_ptr())
+        channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
+        queries = query.prepare(cfg, query.load(cfg, q, rows, me), scale_log2, me, smem.query.data_ptr(), channels)
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits)
         values.true_scale(cfg, state)
 

@@ -150,7 +150,7 @@ def codes(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, first_til
     first, count = side.words_of(first_tile), side.words_of(tiles)
     width = math.gcd(count, BLOCK_WORDS)  # runs of head_dim 96 start anywhere in a block
     accesses = layout.plane_bytes(side.rows, side.cols, side.bits) // (width * WORD)
-    view = part_view(cfg, piece, 0, width, accesses)
+    view = part_view(cfg, piece, side.codes_offset, width, accesses)
     found = {}
     for word in range(first, first + count, width):
         values = read(view, side.code_access(word, width, Int32(me.lane)) + skip * side.block_accesses(width))

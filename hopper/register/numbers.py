@@ -33,6 +33,11 @@ def pack(low: Float32, high: Float32, element=Float16) -> Uint32:
     return cute.recast_tensor(halves, Uint32)[0]
 
 
+def rounded(word: Uint32, storage: str, up: Float32) -> Uint32:
+    """Both values of a word times a power of two, in fp16."""
+    return pack(*(half * up for half in widen(word, storage)))
+
+
 def pow2(exponent: Int32) -> Float32:
     """2^exponent, -126 <= exponent <= 127."""
     return Int32(registers.pow2_bits(exponent)).bitcast(Float32)

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.register import numbers
+from lowbit_attn.hopper.register import boost, numbers
 from lowbit_attn.hopper.register.config import COLUMNS, WARP, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, read
 from lowbit_attn.hopper.walk import at_most
@@ -30,6 +30,7 @@ class Query(NamedTuple):
 
     operand: cute.Tensor  # in registers: fp16 (4, column tile * col_blocks + block); else its words in shared memory
     factor: tuple  # [query column of this lane] softmax_scale_log2 * 2^-(e_q + 11)
+    channels: cute.Pointer  # boosted K: q' by channel in shared memory (boost.py)
 
 
 def column_row(t, column: int):
@@ -69,12 +70,18 @@ def load(cfg: cutlass.Constexpr[RegisterConfig], q: cute.Tensor, rows: Rows, me:
 
 @cute.jit
 def prepare(cfg: cutlass.Constexpr[RegisterConfig], words: cute.Tensor, scale_log2: Float32, me: Lane,
-            shared: cute.Pointer) -> Query:
+            shared: cute.Pointer, channels: cute.Pointer) -> Query:
     """Choose e_q of each row, round q' and bring each row's factor to its accumulator column.
 
-    Where registers are short q' goes to ``shared`` (all warps need the same), where it costs no registers.
+    Where registers are short q' goes to ``shared`` (all warps need the same), where it costs no registers; with boosted
+    channels, to ``channels`` too.
     """
     operand, factors = round_rows(cfg, words, scale_log2, me)
+    if cutlass.const_expr(cfg.boost is not None):
+        if me.warp == 0:
+            boost.leave_channels(cfg, cute.recast_tensor(operand, Uint32), me, channels)
+        if cutlass.const_expr(not cfg.has_shared_query):
+            cute.arch.sync_threads()
     if cutlass.const_expr(cfg.has_shared_query):
         view = shared_view(cfg, shared)
         if me.warp == 0:
@@ -87,7 +94,7 @@ def prepare(cfg: cutlass.Constexpr[RegisterConfig], words: cute.Tensor, scale_lo
                 cute.autovec_copy(cute.coalesce(pair), view[None, Int32(me.lane), col_tile])
         cute.arch.sync_threads()
         operand = view
-    return Query(operand, tuple(factors))
+    return Query(operand, tuple(factors), channels)
 
 
 def shared_view(cfg: RegisterConfig, shared: cute.Pointer) -> cute.Tensor:

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.register import load, numbers
+from lowbit_attn.hopper.register import boost, load, numbers
 from lowbit_attn.hopper.register.config import RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Piece
 from lowbit_attn.hopper.register.query import Query, query_operand
@@ -37,7 +37,10 @@ def of_page(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query) -> Scores
 
 
 def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query) -> Scores:
-    """K grouped per channel over runs of tokens: Q takes the scales, the zero-points become one bias a query row."""
+    """K grouped per channel over runs of tokens: Q takes the scales, the zero-points become one bias a query row.
+
+    Boosted channels (one group of tokens) add the rest of their codes: boost.py.
+    """
     side, blocks = cfg.k, cfg.col_blocks
     atom = numbers.multiply_atom()
     own = me.g % side.groups
@@ -51,6 +54,8 @@ def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query) -> Sc
     acc.fill(0.0)
     ones.fill(0.0)
     ups = [scale_up(side.storage, e) for e in e_s]
+    if cfg.boost:
+        boost.add(cfg, piece, me, query.channels, ups[0], own_e_s, boost.Sums(acc, ones, bias))
     for ct in range(side.col_tiles):
         if side.groups > 1:
             cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
@@ -149,9 +154,9 @@ def bias_accumulators(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query,
     if side.storage == "bfloat16":
         e_m = zero_exponent(cfg, zeros)
         zero_down = numbers.pow2(-e_m)
-        zeros = [[rounded(w, side.storage, numbers.pow2(e_m)) for w in pair] for pair in zeros]
+        zeros = [[numbers.rounded(w, side.storage, numbers.pow2(e_m)) for w in pair] for pair in zeros]
         scale_up_own = numbers.pow2(own_e_s + registers.CENTRE_SHIFT)
-        scales = [[rounded(w, side.storage, scale_up_own) for w in pair] for pair in scales]
+        scales = [[numbers.rounded(w, side.storage, scale_up_own) for w in pair] for pair in scales]
     acc = cute.make_rmem_tensor((4, blocks), Float32)
     acc.fill(0.0)
     for ct in range(side.col_tiles):
@@ -161,11 +166,6 @@ def bias_accumulators(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query,
         for nt in range(blocks):
             numbers.multiply(atom, acc, nt, a, b[None, nt])
     return acc, zero_down
-
-
-def rounded(word: Uint32, storage: str, up: Float32) -> Uint32:
-    """Both values times a power of two, in fp16."""
-    return numbers.pack(*(half * up for half in numbers.widen(word, storage)))
 
 
 def own_offsets(cfg: RegisterConfig, query: Query, bias: cute.Tensor, ones: cute.Tensor, own_e_s: Int32,

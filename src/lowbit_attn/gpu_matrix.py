@@ -101,11 +101,20 @@ WIDE = tuple(MatrixKernel(*kernel) for kernel in (
     ("k4v4", F16, 128, 64, ("softcap", "window")), ("k2v2-g64", F16, 64, 64, ("window",)),
 ))
 
+KITTY = tuple(MatrixKernel(*kernel) for kernel in (
+    ("kitty", F16, 128, 8), ("kitty-pro", F16, 128, 8), ("kitty-pro", BF16, 128, 16), ("kitty", F16, 64, 8),
+    ("kitty-pro-bf16", BF16, 64, 16), ("kitty-pro", F16, 256, 8), ("kitty-b40-vg64", F16, 128, 8),
+    ("kitty-b0", F16, 128, 8), ("kitty-bf16", BF16, 128, 8), ("kitty-pro-vg32", F16, 96, 8),
+    ("kitty-pro", F16, 128, 8, ("softcap", "window")), ("kitty-variance", F16, 128, 64), ("kitty-pro", BF16, 256, 64),
+))
+
 # formats, dtype and head_dim whose quantize and dequantize kernels are compared with the CPU's bytes
 QUANTIZED = (
     ("k4v4", F16, 64), ("k4v4", F16, 128), ("k2v2", F16, 64), ("k2v2", F16, 128), ("k8v1-g32-vg32", F16, 64),
     ("k1v8-bf16", BF16, 128), ("k4tv4", F16, 128), ("k2tv2-g32", F16, 64), ("k1tv1-g64-vg64-bf16", BF16, 128),
-    ("k4v2-g64-vg32", F16, 96), ("k8tv8-g32", BF16, 96), ("k2v4", BF16, 256), ("k4tv1-vg128", F16, 256),
+    ("k4v2-g64-vg32", F16, 96),
+    ("kitty", F16, 128), ("kitty-pro-bf16", BF16, 64), ("kitty-pro-variance", BF16, 128), ("kitty-b24-random", F16, 96),
+    ("kitty-pro", F16, 256), ("k8tv8-g32", BF16, 96), ("k2v4", BF16, 256), ("k4tv1-vg128", F16, 256),
 )
 
 
@@ -113,7 +122,7 @@ def keys(arch: str) -> list[KernelKey]:
     """What the fast subset needs beyond the shipped set, for the one target of an architecture that runs on Hopper."""
     target = kernels.ARCH_TARGETS[arch][-1]
     wanted = [key for kernel in REGISTER for key in kernel.keys(arch, "register")]
-    wanted += [key for kernel in WIDE for key in kernel.keys(arch)]
+    wanted += [key for kernel in WIDE + KITTY for key in kernel.keys(arch)]
     wanted += [key for head_dim in TILE_HEAD_DIMS for key in MatrixKernel("k4v4", F16, head_dim, 8).keys(arch, "tile")]
     wanted += [replace(key, without=parts) for key in wanted for parts in ABLATED
                if key.op == "decode" and (key.dtype, key.head_dim, key.rows, key.features) == (F16, 128, 8, ())

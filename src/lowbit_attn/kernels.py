@@ -11,7 +11,9 @@ from itertools import product
 import torch
 
 from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.formats.uniform import PerChannel, PerToken, plainest
+from lowbit_attn.formats.kitty import Boosted
+from lowbit_attn.formats.uniform import PerChannel, PerToken
+from lowbit_attn.layout import PAGE_TOKENS
 
 # Shared memory a block may use (CUDA programming guide, "Technical specifications per compute capability").
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
@@ -127,6 +129,7 @@ class Support:
     k_per_token: bool = False
     windows: bool = False  # V may be packed later than K
     features: tuple[str, ...] = FEATURES
+    boosted: bool = False  # K of 2 bits with channels of 4 bits (Kitty)
 
     def rows_for(self, rows: int, head_dim: int) -> int:
         """Query rows of the kernel that takes ``rows`` of them: the smallest that holds all, else the largest."""
@@ -136,16 +139,20 @@ class Support:
     def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
         """Reasons why a call is not served; empty if it is."""
         per_token = isinstance(fmt.k, PerToken)
-        if not isinstance(fmt.k, PerChannel | PerToken) or not isinstance(fmt.v, PerToken) or (
-                per_token and not self.k_per_token):
-            return [f"format {fmt}, supported: K per channel{' or per token' * self.k_per_token} with V per token"]
+        sides = (PerChannel, *[PerToken] * self.k_per_token, *[Boosted] * self.boosted)
+        if not isinstance(fmt.k, sides) or not isinstance(fmt.v, PerToken):
+            return [f"format {fmt}, supported: K per channel{' or per token' * self.k_per_token}"
+                    f"{' or boosted' * self.boosted} with V per token"]
+        is_boosted = isinstance(fmt.k, Boosted)
         channels = (*self.channel_groups, head_dim)
         lag = fmt.window_v - fmt.window_k
         # K per token in small groups beside a lagging V is the one combination that does not fit the registers
         lags = self.windows and not (per_token and (fmt.k.group_size or head_dim) != head_dim)
         wanted = (
-            ("K bits", fmt.k.bits, self.k_bits), ("V bits", fmt.v.bits, self.v_bits),
-            ("K group", fmt.k.group_size or head_dim, channels if per_token else self.k_groups),
+            ("K bits", fmt.k.bits, (2,) if is_boosted else self.k_bits), ("V bits", fmt.v.bits, self.v_bits),
+            ("bits of boosted channels", fmt.k.boosted_bits if is_boosted else 4, (4,)),
+            ("K group", PAGE_TOKENS if is_boosted else fmt.k.group_size or head_dim,
+             channels if per_token else self.k_groups),
             ("V group", fmt.v.group_size or head_dim, channels),
             ("V window beyond K's", lag, (lag if lags else 0,)),
             ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
@@ -158,8 +165,9 @@ class Support:
     def __str__(self) -> str:
         groups = _listed((*self.channel_groups, "head_dim"))
         per_token = f" or per token in groups of {groups} channels" * self.k_per_token
+        boosted = " or of 2 bits with boosted channels of 4 (Kitty)" * self.boosted
         return (f"K of {_listed(self.k_bits)} bits per channel in groups of {_listed(self.k_groups)} tokens"
-                f"{per_token}; V of {_listed(self.v_bits)} bits per token in groups of {groups} channels; "
+                f"{per_token}{boosted}; V of {_listed(self.v_bits)} bits per token in groups of {groups} channels; "
                 f"{_listed(self.storages)} metadata; head_dim {_listed(self.head_dims)}; {_listed(self.dtypes)}; "
                 f"any number of query heads a KV head; {_listed(self.rows)} query rows at once "
                 f"({_listed(self.wide_rows)} above head_dim {WIDE_HEAD_DIM}), more in blocks")
@@ -175,8 +183,8 @@ def unnamed(fmt: Format) -> list[str]:
 def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str]:
     """Reasons why no kernel can fill or read the pages of a cache; empty if one can."""
     reasons = [] if dtype in QUANTIZE_DTYPES else [f"dtype {dtype}, supported: {_listed(QUANTIZE_DTYPES)}"]
-    if not isinstance(fmt.k, PerChannel | PerToken) or not isinstance(fmt.v, PerToken):
-        reasons.append(f"format {fmt}, supported: K per channel or per token with V per token")
+    if not isinstance(fmt.k, PerChannel | PerToken | Boosted) or not isinstance(fmt.v, PerToken):
+        reasons.append(f"format {fmt}, supported: K per channel, per token or boosted, with V per token")
     if head_dim not in QUANTIZE_HEAD_DIMS:
         reasons.append(f"head_dim {head_dim}, supported: {_listed(QUANTIZE_HEAD_DIMS)}")
     return reasons
@@ -201,14 +209,14 @@ def quantize_key(target: str, dtype: str, head_dim: int, fmt: Format, side_name:
     """The kernel that fills one side ("k" or "v") of pages; formats that have the side in common share it."""
     side = fmt.k if side_name == "k" else fmt.v
     search = side.searches_range if range_search is None else range_search
-    return KernelKey("quantize", "device", device_target(target), dtype, head_dim, plainest(side),
+    return KernelKey("quantize", "device", device_target(target), dtype, head_dim, side.plainest(),
                      f"{side_name}-search" if search else side_name)
 
 
 def dequantize_key(target: str, head_dim: int, fmt: Format, side_name: str) -> KernelKey:
     """The kernel that reads one side of pages, into fp32."""
     side = fmt.k if side_name == "k" else fmt.v
-    return KernelKey("dequantize", "device", device_target(target), "float32", head_dim, plainest(side), side_name)
+    return KernelKey("dequantize", "device", device_target(target), "float32", head_dim, side.plainest(), side_name)
 
 
 def packing_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:

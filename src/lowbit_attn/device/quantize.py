@@ -1,10 +1,10 @@
 """Quantize-and-pack and its inverse for sides whose groups run down the rows of the code matrix.
 
 K per channel: rows = tokens; V per token: rows = channels. Either way a group is consecutive rows of one column, so
-one kernel text serves both; K per token, whose groups run along the columns, is in ``quantize_token``. One block is
-one page of one KV head; a warp owns one column tile (16 columns), and each lane holds exactly the elements whose codes
-land in its own words, so packing needs no exchange. The arithmetic is ``formats.affine`` step by step, without
-contraction (-fmad=false), so the bytes are the reference's.
+one kernel text serves both; K per token, whose groups run along the columns, is in ``quantize_token``, K with boosted
+channels in ``quantize_boost``. One block is one page of one KV head; a warp owns one column tile (16 columns), and
+each lane holds exactly the elements whose codes land in its own words, so packing needs no exchange. The arithmetic is
+``formats.affine`` step by step, without contraction (-fmad=false), so the bytes are the reference's.
 """
 
 import tilelang.language as T
@@ -12,9 +12,11 @@ import tilelang.language as T
 from lowbit_attn import layout
 from lowbit_attn.device import groups
 from lowbit_attn.device.groups import EXACT, UNIT_WORDS, pick, storage_bits, stored_span, tree_sum
+from lowbit_attn.device.quantize_boost import boosted_dequantize_kernel, boosted_quantize_kernel, plain_side
 from lowbit_attn.device.quantize_token import token_dequantize_kernel, token_quantize_kernel
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.formats.affine import SEARCH_FACTORS
+from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel
 
 COLUMNS = 4  # columns of a tile that one lane holds: (col8, e)
@@ -69,6 +71,9 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
     pool: uint32 [units, 32] and its uint16 view [units, 64], in units of 128 bytes, from the first record's part of
     this side on; page_stride and head_stride in the same units.
     """
+    side = plain_side(side, head_dim)
+    if isinstance(side, Boosted):
+        return boosted_quantize_kernel(side, head_dim, dtype, range_search)
     if runs_along_columns(side):
         return token_quantize_kernel(side, head_dim, dtype, range_search)
     m = CodeMatrix(side, head_dim)
@@ -199,6 +204,9 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
 
 def dequantize_kernel(side, head_dim: int) -> TileKernel:
     """One side of pages int32 [n] of the pool -> fp32 out [n, num_heads_kv, 128, head_dim]: code * scale + zero."""
+    side = plain_side(side, head_dim)
+    if isinstance(side, Boosted):
+        return boosted_dequantize_kernel(side, head_dim)
     if runs_along_columns(side):
         return token_dequantize_kernel(side, head_dim)
     m = CodeMatrix(side, head_dim)

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lowbit_attn.formats import uniform
+from lowbit_attn.formats import kitty, uniform
 from lowbit_attn.formats.contract import Format, Plane, Record, Side
 
 __all__ = ["FAMILIES", "FORMATS", "Family", "Format", "FormatRegistry", "Plane", "Record", "Side"]
@@ -21,6 +21,7 @@ class Family:
 
 FAMILIES: list[Family] = [
     Family(uniform.GRAMMAR, uniform.PRESETS, uniform.parse),
+    Family(kitty.GRAMMAR, kitty.PRESETS, kitty.parse),
 ]
 
 

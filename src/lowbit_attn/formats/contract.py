@@ -29,6 +29,10 @@ class Side(ABC):
     bits: int
     searches_range: bool = False  # whether range search (which changes codes, never the layout) is on by default
 
+    def plainest(self) -> str:
+        """Name of the plainest format that has this side: what kernels that touch one side only are named after."""
+        raise NotImplementedError(f"{type(self).__name__}: no kernels, supported: sides of the named formats")
+
     @abstractmethod
     def check(self, head_dim: int) -> None:
         """Raise ValueError, saying what is supported, if a page of this head_dim cannot be stored."""

@@ -32,6 +32,10 @@ class PerChannel(Side):
     storage: torch.dtype = torch.float16
     searches_range: bool = False
 
+    def plainest(self) -> str:
+        group = f"-g{self.group_size}" * (self.group_size != layout.PAGE_TOKENS)
+        return f"k{self.bits}v{self.bits}{group}{_suffix(self.storage)}"
+
     def check(self, head_dim: int) -> None:
         layout.check_codes(layout.PAGE_TOKENS, head_dim, self.bits, "K")
 
@@ -44,7 +48,7 @@ class PerChannel(Side):
 
     def quantize(self, x: torch.Tensor, range_search: bool) -> Planes:
         groups = x.unflatten(1, (-1, self.group_size)).transpose(2, 3)  # [n, groups, d, g]
-        q = quantize_groups(groups, self.bits, self.storage, _levels(self.bits, range_search))
+        q = quantize_groups(groups, self.bits, self.storage, levels(self.bits, range_search))
         codes = q.codes.transpose(2, 3).flatten(1, 2)
         return {
             "codes": packing.pack_codes(codes, self.bits),
@@ -71,6 +75,10 @@ class PerToken(Side):
     storage: torch.dtype = torch.float16
     searches_range: bool = False
 
+    def plainest(self) -> str:
+        group = f"-{'v' * self.transposed}g{self.group_size}" if self.group_size else ""
+        return f"k{self.bits}{'' if self.transposed else 't'}v{self.bits}{group}{_suffix(self.storage)}"
+
     def check(self, head_dim: int) -> None:
         rows = head_dim if self.transposed else layout.PAGE_TOKENS
         side = "V" if self.transposed else "K"
@@ -88,7 +96,7 @@ class PerToken(Side):
 
     def quantize(self, x: torch.Tensor, range_search: bool) -> Planes:
         groups = x.unflatten(2, (-1, self._group(x.shape[2])))  # [n, tokens, groups, g]
-        q = quantize_groups(groups, self.bits, self.storage, _levels(self.bits, range_search))
+        q = quantize_groups(groups, self.bits, self.storage, levels(self.bits, range_search))
         codes = q.codes.flatten(2, 3)
         return {
             "codes": packing.pack_codes(codes.transpose(1, 2) if self.transposed else codes, self.bits),
@@ -125,15 +133,10 @@ def parse(name: str) -> Format | None:
     return Format(name, k, v)
 
 
-def plainest(side: PerChannel | PerToken) -> str:
-    """The name of the plainest format that has this side: what kernels that touch one side only are named after."""
-    bits, suffix = side.bits, "-bf16" * (side.storage is torch.bfloat16)
-    if isinstance(side, PerChannel):
-        return f"k{bits}v{bits}" + (f"-g{side.group_size}" * (side.group_size != layout.PAGE_TOKENS)) + suffix
-    group = f"-{'v' * side.transposed}g{side.group_size}" if side.group_size else ""
-    return f"k{bits}{'' if side.transposed else 't'}v{bits}{group}{suffix}"
+def _suffix(storage: torch.dtype) -> str:
+    return "-bf16" * (storage is torch.bfloat16)
 
 
-def _levels(bits: int, range_search: bool) -> str:
+def levels(bits: int, range_search: bool) -> str:
     """1 bit never uses plain min/max: its error exceeds that of storing the mean alone."""
     return "search" if range_search else "two-means" if bits == 1 else "minmax"
