@@ -56,6 +56,8 @@ PRESETS = {
         BenchCase("k4v4", 1, 32, 8, 128, 131072), BenchCase("k4v4", 8, 32, 8, 128, 32768),
         BenchCase("k4v4", 1, 32, 32, 128, 32768), BenchCase("k4v4", 8, 32, 8, 64, 32768),
     ],
+    "kitty": [BenchCase(name, *shape) for shape in ((8, 32, 8, 128, 32768), (1, 32, 8, 128, 131072))
+              for name in ("k2v2", "kitty", "kitty-pro")],
     "ablation": [BenchCase(name, 8, 32, 8, 128, 32768) for name in ("k4v4", "k2v2")],
     "register": [
         BenchCase(name, *shape) for name in ("k4v4", "k2v2")
