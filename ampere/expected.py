@@ -97,6 +97,7 @@ def expected_static(config: DecodeConfig) -> dict[str, int]:
         page = TOKEN_TILES * config.o_tiles  # V of a page: all its tiles are in the SASS
         counts += Counter({"HMMA": n * page, "LDSM": page, "MOVM": 2 * TOKEN_TILES * n,
                            "LDGSTS": layout.PAGE_TOKENS // config.tile16_tokens * tile_copies})
+        del counts["LDS"], counts["LOP3"]  # ptxas gives both segments code of their own, or not
     if config.path == "register" and config.k.per_token:
         counts["HMMA"] += n * config.o_tiles  # sums of q'
     return dict(counts)

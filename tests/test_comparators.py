@@ -85,6 +85,8 @@ def test_spoiled_outputs_are_refused(case, how):
                                  "base 2"))
 @cases
 def test_spoiled_lse_is_refused(case, how):
+    if how == "one head on" and case.data == "flat-attention":
+        pytest.skip("all heads of flat attention have nearly one lse")
     o, lse, want = outputs(case)
     bad = {"one head on": lambda x: x.roll(1, 1), "base 2": lambda x: x * 1.4427}.get(how) or SPOILED[how]
     with pytest.raises(AssertionError, match="^lse"):

@@ -110,10 +110,9 @@ def test_boosted_channels_of_hard_data(arch, kernel, data, record_property):
     needed = NEEDS_BF16.get(data)
     if needed is not None and (kernel.dtype != "bfloat16" or needed not in kernel.format):
         pytest.skip(f"{data} overflows fp16")
-    path, rows = kernel.shape(arch)
-    case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=min(rows, kernel.rows) // 2)
-    if kernel.rows > 16:
-        case = replace(case, num_heads=16, q_len=4)
+    path, _ = kernel.shape(arch)
+    ratio, q_len = (8, 4) if kernel.rows > 16 else (kernel.rows * 3 // 4, 1)
+    case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=ratio, q_len=q_len)
     check_decode(case, path, f"{arch} kitty hard data {data}", record_property, options=options_of(kernel))
 
 

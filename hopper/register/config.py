@@ -176,9 +176,11 @@ class RegisterConfig:
     def may_spill(self) -> bool:
         """Several groups of K and of O's 256 channels or, with 16 rows, a third segment or features and groups of V.
 
-        255 registers fall a few short.
+        255 registers fall a few short, and so they do for boosted channels in 16 rows.
         """
         is_full = self.third_segment or (self.v.groups > 1 and bool(self.features))
+        if self.boost and self.col_blocks > 1:
+            return True
         return self.k.groups > 1 and (self.head_dim > 128 or (self.col_blocks > 1 and is_full))
 
     @property
