@@ -26,12 +26,13 @@ def main(seed: int = 0, cases: int = 0, selection: str = "", workers: int = 8,
          output: str = "perf/results/gpu_tests.jsonl") -> None:
     """Run the GPU tests and record the outcome; exits with pytest's status.
 
-    cases 0: the fast subset; else a sample of so many decode calls, drawn by SEED, on both architectures.
+    cases 0: the fast subset; else a sample of so many decode calls, drawn by SEED and listed, on both architectures.
     selection: only the tests that match it (pytest -k). workers: processes that share the GPU.
     """
     summary, started = Summary(), time.time()
     files = ["tests/test_gpu_matrix.py"] if cases else ["tests/test_gpu.py", "tests/test_gpu_register.py"]
-    options = ["-m", "gpu", "-q", "--maxfail=40", "-p", "no:cacheprovider", f"--seed={seed}", f"--cases={cases}"]
+    options = ["-m", "gpu", "-v" if cases else "-q", "--maxfail=40", "-p", "no:cacheprovider"]
+    options += [f"--seed={seed}", f"--cases={cases}"]
     options += ["-n", str(workers)] if workers > 1 else ["-n", "0"]
     options += ["-k", selection] if selection else []
     status = pytest.main([*options, *files], plugins=[summary])
