@@ -6,8 +6,7 @@ import pytest
 import torch
 from gpu_checks import check_problem
 
-from lowbit_attn import gpu_matrix, kernels, testing
-from lowbit_attn.formats import FORMATS
+from lowbit_attn import gpu_matrix, testing
 from lowbit_attn.reference import Attention
 
 pytestmark = [
@@ -45,8 +44,7 @@ def expected(call: gpu_matrix.Call, path: str) -> testing.Expected:
 
 def test_decode(arch, call, record_property):
     problem, options = problem_and_options(call)
-    path, rows = kernels.pick(arch, FORMATS[call.kernel.format], call.kernel.head_dim, call.kernel.torch_dtype,
-                              call.ratio * call.q_len, features=call.kernel.features)[0]
+    path, rows = call.kernel.shape(arch)
     want = expected(call, "tile" if path == "tile" else "register")
     if call.has_table_per_head:
         problem = testing.Problem(problem.case, problem.q, testing.per_head_table(problem.cache), problem.k, problem.v)

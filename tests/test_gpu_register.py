@@ -8,7 +8,6 @@ from gpu_checks import check_decode, differing_values, problem_and_expected
 
 import lowbit_attn
 from lowbit_attn import gpu_matrix, kernels, testing
-from lowbit_attn.formats import FORMATS
 from lowbit_attn.reference import Attention
 
 pytestmark = [
@@ -23,6 +22,20 @@ MATRIX = pytest.mark.parametrize("kernel", gpu_matrix.REGISTER, ids=str)
 def case_of(kernel, **changes) -> testing.Case:
     ratio = changes.pop("ratio", kernel.rows)
     return testing.Case(kernel.format, kernel.torch_dtype, kernel.head_dim, 2 * ratio, 2, **changes)
+
+
+def skip_overflow(kernel, data: str) -> None:
+    needed = NEEDS_BF16.get(data)
+    if needed is not None and (kernel.dtype != "bfloat16" or needed not in kernel.format):
+        pytest.skip(f"{data} overflows fp16")
+
+
+def assert_repeatable(kernel, path: str, ratio: int, q_len: int = 1) -> None:
+    """1,000 launches beside a busy stream give the same bits."""
+    options = options_of(kernel)
+    case = case_of(kernel, lengths=(1500, 77, 4000), sinks=4, ratio=ratio, q_len=q_len)
+    problem, _ = problem_and_expected(case, path, options)
+    assert differing_values(problem, path, options=options) == 0
 
 
 def options_of(kernel, window: int = 200) -> Attention:
@@ -54,9 +67,7 @@ def test_one_small_case(arch, kernel, record_property):
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])
 @MATRIX
 def test_hard_data(arch, kernel, data, record_property):
-    needed = NEEDS_BF16.get(data)
-    if needed is not None and (kernel.dtype != "bfloat16" or needed not in kernel.format):
-        pytest.skip(f"{data} overflows fp16")
+    skip_overflow(kernel, data)
     case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=4 if kernel.rows == 8 else 12)
     check_decode(case, "register", f"{arch} register hard data {data}", record_property, options=options_of(kernel))
 
@@ -96,8 +107,7 @@ def test_several_queries(arch, kernel, q_len, ratio, record_property):
 @pytest.mark.parametrize("kernel", gpu_matrix.KITTY, ids=str)
 def test_boosted_channels(arch, kernel, ratio, q_len, sinks, num_splits, record_property):
     """Kitty: both planes of K, the packed keys whose V is still in 16 bit included."""
-    path, rows = kernels.pick(arch, FORMATS[kernel.format], kernel.head_dim, kernel.torch_dtype, ratio * q_len,
-                              features=kernel.features)[0]
+    path, rows = replace(kernel, rows=ratio * q_len).shape(arch)
     if rows != kernel.shape(arch)[1]:
         pytest.skip("another kernel")
     case = case_of(kernel, lengths=LENGTHS, sinks=sinks, q_len=q_len, ratio=ratio)
@@ -107,9 +117,7 @@ def test_boosted_channels(arch, kernel, ratio, q_len, sinks, num_splits, record_
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])
 @pytest.mark.parametrize("kernel", gpu_matrix.KITTY, ids=str)
 def test_boosted_channels_of_hard_data(arch, kernel, data, record_property):
-    needed = NEEDS_BF16.get(data)
-    if needed is not None and (kernel.dtype != "bfloat16" or needed not in kernel.format):
-        pytest.skip(f"{data} overflows fp16")
+    skip_overflow(kernel, data)
     path, _ = kernel.shape(arch)
     ratio, q_len = (8, 4) if kernel.rows > 16 else (kernel.rows * 3 // 4, 1)
     case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=ratio, q_len=q_len)
@@ -118,12 +126,8 @@ def test_boosted_channels_of_hard_data(arch, kernel, data, record_property):
 
 @pytest.mark.parametrize("kernel", gpu_matrix.KITTY, ids=str)
 def test_many_launches_over_boosted_channels_are_bitwise_equal(arch, kernel):
-    path, _ = kernel.shape(arch)
     ratio, q_len = (8, 4) if kernel.rows > 16 else (kernel.rows, 1)
-    options = options_of(kernel)
-    case = case_of(kernel, lengths=(1500, 77, 4000), sinks=4, ratio=ratio, q_len=q_len)
-    problem, _ = problem_and_expected(case, path, options)
-    assert differing_values(problem, path, options=options) == 0
+    assert_repeatable(kernel, kernel.shape(arch)[0], ratio, q_len)
 
 
 @pytest.mark.parametrize("num_splits", (None, 3))
@@ -131,8 +135,7 @@ def test_many_launches_over_boosted_channels_are_bitwise_equal(arch, kernel):
 @pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
 def test_many_query_rows(arch, kernel, ratio, q_len, sinks, num_splits, record_property):
     """17 rows and more: the tile path on Hopper, warps that share pages on Ampere; above 64 in blocks."""
-    path, rows = kernels.pick(arch, FORMATS[kernel.format], kernel.head_dim, kernel.torch_dtype, ratio * q_len,
-                              features=kernel.features)[0]
+    path, rows = replace(kernel, rows=ratio * q_len).shape(arch)
     if rows < 64:
         pytest.skip("fewer rows: another kernel")
     case = case_of(kernel, lengths=LENGTHS, sinks=sinks, q_len=q_len, ratio=ratio)
@@ -142,9 +145,7 @@ def test_many_query_rows(arch, kernel, ratio, q_len, sinks, num_splits, record_p
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])
 @pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
 def test_many_query_rows_of_hard_data(arch, kernel, data, record_property):
-    needed = NEEDS_BF16.get(data)
-    if needed is not None and (kernel.dtype != "bfloat16" or needed not in kernel.format):
-        pytest.skip(f"{data} overflows fp16")
+    skip_overflow(kernel, data)
     path, _ = kernel.shape(arch)
     case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=8, q_len=4)
     check_decode(case, path, f"{arch} wide {path} hard data {data}", record_property, options=options_of(kernel))
@@ -152,11 +153,7 @@ def test_many_query_rows_of_hard_data(arch, kernel, data, record_property):
 
 @pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
 def test_many_launches_of_wide_kernels_are_bitwise_equal(arch, kernel):
-    path, _ = kernel.shape(arch)
-    options = options_of(kernel)
-    case = case_of(kernel, lengths=(1500, 77, 4000), sinks=4, ratio=8, q_len=4)
-    problem, _ = problem_and_expected(case, path, options)
-    assert differing_values(problem, path, options=options) == 0
+    assert_repeatable(kernel, kernel.shape(arch)[0], ratio=8, q_len=4)
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d not in NEEDS_BF16])
@@ -183,9 +180,7 @@ def test_ablated_kernels_serve_ordinary_data(arch, monkeypatch, name, without, r
 
 @MATRIX
 def test_many_launches_beside_another_stream_are_bitwise_equal(arch, kernel):
-    options = options_of(kernel)
-    problem, _ = problem_and_expected(case_of(kernel, lengths=(1500, 77, 4000), sinks=4), "register", options)
-    assert differing_values(problem, "register", options=options) == 0
+    assert_repeatable(kernel, "register", kernel.rows)
 
 
 def test_one_page_read_in_any_order(arch):

@@ -85,14 +85,13 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) ->
         return
     if cache.device.type != "cuda":
         raise NotImplementedError("; ".join(why_not(cache, q.shape[2], q.shape[1], path)))
-    arch, _ = target_of(cache.device)
-    asked = {"softcap": options.softcap, "window": options.window}
-    features = tuple(name for name in kernels.FEATURES if asked[name] is not None)
-    picked, reasons = _pick(arch, cache, q.shape[2], q.shape[1], path, features)
+    compiled_for = _specialisation(cache)
+    features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
+    picked, reasons = _pick(compiled_for[0], cache, q.shape[2], q.shape[1], path, features)
     if picked is None:
         raise NotImplementedError("; ".join(reasons))
     ablated = os.environ.get("LOWBIT_ATTN_WITHOUT")
-    key = KernelKey("decode", *_specialisation(cache), cache.format.name, *picked,
+    key = KernelKey("decode", *compiled_for, cache.format.name, *picked,
                     without=tuple(ablated.split(",")) if ablated else (), features=features)
     _run_decode(q, cache, out, lse, options, num_splits, key)
 
@@ -116,7 +115,7 @@ def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key
         q, dtype=cache.dtype, memory_format=torch.contiguous_format)
     flat_lse = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
     sink_logits = _no_sink_logit(q.device) if options.sink_logits is None else options.sink_logits.contiguous()
-    loader.load(kernels.combine_key(*_specialisation(cache)[1:]))(
+    loader.load(kernels.combine_key(key.target, key.dtype, key.head_dim))(
         o_partial.view(splits, -1, head_dim), lse_partial.view(splits, -1), target.view(-1, head_dim),
         flat_lse.view(-1), sink_logits, num_heads, q_len)
     if target is not out:

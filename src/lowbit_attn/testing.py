@@ -139,8 +139,7 @@ def per_head_table(cache: KVCache) -> KVCache:
     view = copy.copy(cache)
     pages = torch.where(cache.table < cache.num_pages, cache.table, POISON_PAGE // heads)
     view.table = (pages[:, None] * heads + head[:, None]).reshape(cache.max_batch * heads, entries).contiguous()
-    units = cache.record.nbytes // layout.RECORD_ALIGN
-    view.strides = Strides(page=units, head=0, table_b=heads * entries, table_h=entries)
+    view.strides = Strides(page=cache.strides.head, head=0, table_b=heads * entries, table_h=entries)
     return view
 
 
