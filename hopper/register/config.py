@@ -20,6 +20,7 @@ WORD = 4  # bytes
 META_BYTES = 8  # of one access to metadata
 COLUMNS = 8  # query rows of one m16n8k16
 MAX_WARPS, MIN_SLOTS, MAX_SLOTS = 8, 3, 8
+MANY_WARPS, MANY_WARPS_SLOTS = 12, 2  # where 168 registers a lane are enough: more warps hide more latency
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
 UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time: each lane copies one row of K or of V
@@ -311,10 +312,14 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     boost = plan_boost(fmt.k, record.k_planes, k)
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * 2 * (2 if boost else 1)  # q', once more by channel
-    free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 5  # barriers: at most 72 of 8 bytes
-    warps = max(1, min(MAX_WARPS, free // (MIN_SLOTS * slot)))
-    slots = min(MAX_SLOTS, free // (warps * slot))
+    free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
+    is_slim = rows == COLUMNS and head_dim <= 128 and k.groups == v.groups == 1 and not has_third
+    if is_slim and MANY_WARPS * MANY_WARPS_SLOTS * slot <= free:
+        warps = MANY_WARPS
+    else:
+        warps = max(1, min(MAX_WARPS, free // (MIN_SLOTS * slot)))
+    slots = min(MAX_SLOTS, free // (warps * slot))
     return RegisterConfig(k, v, head_dim, rows, dtype, options, warps, slots, has_third, features, boost).check()
 
 

@@ -52,7 +52,7 @@ class RegisterSm90:
                  table_b: Int32, table_h: Int32, stream):
         ratio = q.shape[2] // ring_k.shape[1]
         row_blocks = (ratio * q.shape[1] + self.cfg.rows - 1) // self.cfg.rows
-        grid = (o_partial.shape[0] * row_blocks, ring_k.shape[1], q.shape[0])
+        grid = (ring_k.shape[1] * row_blocks, q.shape[0], o_partial.shape[0])
         # without a third segment n_qv equals n_qk
         packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
         self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial,
@@ -68,9 +68,9 @@ class RegisterSm90:
                page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, ratio: Int32, row_blocks: Int32):
         cfg = self.cfg
         limits = masks.Limits(cap_growth, cap_span, window, sink_window)
-        x, head_idx, batch_idx = cute.arch.block_idx()
-        split_idx = Int32(Uint32(x) // Uint32(row_blocks))  # blocks that read the same pages are neighbours
-        rows = query.make_rows(cfg, batch_idx, head_idx, x - split_idx * row_blocks, ratio, q.shape[1])
+        x, batch_idx, split_idx = cute.arch.block_idx()
+        head_idx = Int32(Uint32(x) // Uint32(row_blocks))  # blocks that read the same pages are neighbours
+        rows = query.make_rows(cfg, batch_idx, head_idx, x - head_idx * row_blocks, ratio, q.shape[1])
         lane = Uint32(cute.arch.lane_idx())
         me = load.Lane(cute.arch.make_warp_uniform(cute.arch.warp_idx()), lane, lane // 4, lane % 4)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
@@ -89,6 +89,7 @@ class RegisterSm90:
         pages = load.Pages(pool, table, first_entry + work.first_page, work.num_pages, page_stride,
                            Int64(head_idx) * Int64(head_stride))
         ids = load.start(cfg, pages, ring, me)
+        cute.arch.griddepcontrol_launch_dependents()  # combine may take its place now; it waits for this grid's end
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         queries = query.prepare(cfg, query.load(cfg, q, rows, me), scale_log2, me, smem.query.data_ptr(), channels)

@@ -19,6 +19,7 @@ from lowbit_attn.layout import PAGE_TOKENS
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
 ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
+PROGRAMMATIC_TARGET = "sm_90"  # of device kernels that may be launched while the kernel before them ends
 SHIPPED_FORMATS = ("k8v4", "k4v4", "k4v2", "k2v2", "k4tv4")
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_DTYPES = ("float16", "bfloat16")
@@ -82,7 +83,8 @@ def arch_package(arch: str):
 def trace(key: KernelKey):
     """The DSL program of a kernel: a TileKernel or a CuteKernel. Imports the DSL."""
     if key.op == "combine":
-        return import_module("lowbit_attn.device.combine").combine_kernel(key.head_dim, key.dtype)
+        return import_module("lowbit_attn.device.combine").combine_kernel(
+            key.head_dim, key.dtype, key.target == PROGRAMMATIC_TARGET)
     if key.op == "read":
         threads, unroll = map(int, key.variant.split("x"))
         return import_module("lowbit_attn.device.read").read_kernel(threads, unroll)
