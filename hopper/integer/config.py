@@ -1,0 +1,85 @@
+"""What an integer-path kernel fixes at compile time, beside what it shares with the register path."""
+
+from dataclasses import dataclass
+
+from lowbit_attn import layout
+from lowbit_attn.formats.contract import Format
+from lowbit_attn.hopper.register import config as register
+from lowbit_attn.hopper.register.config import RegisterConfig
+from lowbit_attn.kernels import Checks
+from lowbit_attn.registers import BYTE_STEP
+
+ROWS = 4  # query rows: two columns each
+MAX_WARPS = 8
+STEP_TILES = BYTE_STEP // layout.TILE  # column tiles of one multiply
+SASS_NEED = ("IMMA", "HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
+SASS_FORBID = (*register.SPILLS, "STSM", "HGMMA")
+
+
+@dataclass(frozen=True)
+class IntegerConfig(RegisterConfig):
+    """A register-path kernel with the integer path's arithmetic: a lane has one query row, its t."""
+
+    is_integer = True
+    max_warps = MAX_WARPS
+
+    @property
+    def col_blocks(self) -> int:
+        return 1
+
+    @property
+    def lane_rows(self) -> int:
+        return 1
+
+    @property
+    def has_shared_query(self) -> bool:
+        return False
+
+    @property
+    def merge_pitch(self) -> int:
+        """8 floats more than a row: the four rows of a warp's lanes then lie in different banks."""
+        return self.head_dim + 8
+
+    @property
+    def row_choices(self) -> list[int]:
+        return [ROWS]
+
+
+def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = ROWS, without: tuple[str, ...] = (),
+                features: tuple[str, ...] = ()) -> IntegerConfig:
+    """The configuration of a format; ValueError with the reasons if there is none."""
+    if without:
+        raise ValueError(f"without: got {', '.join(without)}, supported on the integer path: nothing to leave out")
+    return register.make_config(fmt, head_dim, dtype, rows, (), features, IntegerConfig)
+
+
+def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
+    """Predicted static SASS counts: one warp's share of one packed page and of one 16-bit unit."""
+    k, v = cfg.k, cfg.v
+    tiles = k.row_tiles * k.col_tiles + v.row_tiles * v.col_tiles
+    plain = k.col_tiles + v.row_tiles
+    steps = k.col_tiles // STEP_TILES
+    masked = sum(2 * side.row_tiles * side.col_tiles for side in (k, v) if side.bits < 8)
+    logits = 2 * k.row_tiles
+    counts = {
+        "IMMA": tiles // STEP_TILES,
+        "HMMA": plain,
+        "LDSM": plain,
+        "MOVM": v.col_tiles * v.groups + 2,
+        "MUFU.EX2": logits + 4,
+        # an AND a register, two sign flips a step and token group; dead tokens of V; addresses and parities
+        "LOP3": masked + 2 * steps * k.groups + 4 * v.row_tiles + 70,
+        # digits of q s to two words and back from the other lane; of p s
+        "PRMT": 4 * steps * k.groups + v.col_tiles * v.groups + 10,
+    }
+    if cfg.has_softcap:
+        counts["MUFU.EX2"] += logits + 2
+        counts["MUFU.RCP"] = logits + 2
+    return counts
+
+
+def checks(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
+           features: tuple[str, ...] = ()) -> Checks:
+    """What the SASS of the integer-path kernel must show."""
+    cfg = make_config(fmt, head_dim, dtype, rows, without, features)
+    return Checks(SASS_NEED, SASS_FORBID, tuple(expected_counts(cfg).items()), cfg.smem_bytes)
