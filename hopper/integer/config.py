@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from lowbit_attn import layout
 from lowbit_attn.formats.contract import Format
+from lowbit_attn.hopper import PATHS
 from lowbit_attn.hopper.register import config as register
 from lowbit_attn.hopper.register.config import RegisterConfig
 from lowbit_attn.kernels import Checks
@@ -50,6 +53,8 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = ROWS, withou
     """The configuration of a format; ValueError with the reasons if there is none."""
     if without:
         raise ValueError(f"without: got {', '.join(without)}, supported on the integer path: nothing to leave out")
+    if found := PATHS["integer"].missing(fmt, head_dim, getattr(torch, dtype)):
+        raise ValueError("; ".join(found))
     return register.make_config(fmt, head_dim, dtype, rows, (), features, IntegerConfig)
 
 

@@ -42,10 +42,15 @@ def masked(words: dict[int, Uint32], word: int, mask: int) -> Uint32:
 
 def tile_words(cfg: IntegerConfig, side: SidePlan, piece: Piece, me: Lane, col_tile: int,
                row_tiles: range) -> dict[int, Uint32]:
-    """The lane's words with the codes of consecutive row tiles of a column tile, whole words of tiles at once."""
+    """The lane's words with the codes of consecutive row tiles of a column tile."""
+    return load.codes(cfg, side, piece, me, *run_of(side, col_tile, row_tiles))
+
+
+def run_of(side: SidePlan, col_tile: int, row_tiles: range) -> tuple[int, int]:
+    """(first tile, tiles) of the whole words that hold consecutive row tiles of a column tile."""
     n = layout.tiles_per_word(side.bits)
     first, stop = row_tiles.start // n * n, -(-row_tiles.stop // n) * n
-    return load.codes(cfg, side, piece, me, col_tile * side.row_tiles + first, stop - first)
+    return col_tile * side.row_tiles + first, stop - first
 
 
 def sums(cfg: IntegerConfig, side: SidePlan, piece: Piece, me: Lane, digits: list, row_tiles: range, steps: range,

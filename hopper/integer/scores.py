@@ -14,7 +14,7 @@ from lowbit_attn.device import ptx
 from lowbit_attn.hopper.integer import multiply
 from lowbit_attn.hopper.integer.config import STEP_TILES, IntegerConfig
 from lowbit_attn.hopper.register import load, numbers
-from lowbit_attn.hopper.register.config import META_BYTES, WORD
+from lowbit_attn.hopper.register.config import META_BYTES, WORD, SidePlan
 from lowbit_attn.hopper.register.load import Lane, Piece
 from lowbit_attn.hopper.register.query import Query
 from lowbit_attn.hopper.register.scores import ROW_TILES, Scores
@@ -96,10 +96,14 @@ def own_metadata(cfg: IntegerConfig, piece: Piece, me: Lane, group: int, is_zero
     side = cfg.k
     accesses = (side.part_bytes - side.meta_offset) // META_BYTES
     view = load.part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, accesses)
-    next_tile = side.channel_access(0, 0, 1, 0)
-    at = side.channel_access(group, is_zero, STEP_TILES * step, Int32(me.t)) + Int32(me.g % 2) * next_tile
-    halves = [numbers.widen(word, side.storage) for word in load.read(view, at)]
+    words = load.read(view, own_access(side, group, is_zero, step, Int32(me.g), Int32(me.t)))
+    halves = [numbers.widen(word, side.storage) for word in words]
     return [halves[i % 2][i // 2] for i in range(layout.WORD_BYTES)]  # byte i: word col8 = i % 2, half e = i // 2
+
+
+def own_access(side: SidePlan, group: int, is_zero: int, step: int, g, t):
+    """Index of the 8 bytes with the metadata of column tile 2 * step + g % 2: words col8 = 0 and 1."""
+    return side.channel_access(group, is_zero, STEP_TILES * step, t) + g % 2 * side.channel_access(0, 0, 1, 0)
 
 
 def exchanged(me: Lane, values: list[Float32]) -> list[Uint32]:

@@ -12,8 +12,8 @@ from lowbit_attn.hopper.register.config import WORD
 from lowbit_attn.hopper.register.load import Lane, Piece
 from lowbit_attn.hopper.register.softmax import State
 
-PAIR_BYTES = 4  # scale and zero-point of a token
-QUAD = 4  # tokens of a 16-byte access: two token tiles
+QUAD_BYTES = 16  # (scale, zero-point) of four tokens
+SPAN = 32  # tokens over which a lane's four lie
 
 
 def accumulate(cfg: IntegerConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor) -> None:
@@ -54,14 +54,16 @@ def probability_digits(cfg: IntegerConfig, piece: Piece, me: Lane, state: State,
 
 def token_pairs(cfg: IntegerConfig, piece: Piece, me: Lane, group: int) -> list[tuple[Float32, Float32]]:
     """(scale, zero-point) of tokens g, g + 8, g + 16, ... of the page."""
-    side, width = cfg.v, QUAD * PAIR_BYTES
-    view = load.part_view(cfg, piece, side.meta_offset, width // WORD, (side.part_bytes - side.meta_offset) // width)
-    words = []
-    for first in range(0, layout.PAGE_TOKENS, 8 * QUAD):
-        lanes_apart = layout.token_meta_offset(0, 0, 1) // width
-        at = layout.token_meta_offset(group, 0, first) // width + Int32(me.g) * lanes_apart
-        words += load.read(view, at)
-    return [numbers.widen(word, side.storage) for word in words]
+    side, count = cfg.v, (cfg.v.part_bytes - cfg.v.meta_offset) // QUAD_BYTES
+    view = load.part_view(cfg, piece, side.meta_offset, QUAD_BYTES // WORD, count)
+    quads = [load.read(view, quad_access(group, first, Int32(me.g))) for first in range(0, layout.PAGE_TOKENS, SPAN)]
+    return [numbers.widen(word, side.storage) for quad in quads for word in quad]
+
+
+def quad_access(group: int, first: int, g):
+    """Index of the 16 bytes with the pairs of tokens first + g, first + g + 8, + 16, + 24; first: a multiple of 32."""
+    lanes_apart = layout.token_meta_offset(0, 0, 1) // QUAD_BYTES
+    return layout.token_meta_offset(group, 0, first) // QUAD_BYTES + g * lanes_apart
 
 
 def add_zeros(cfg: IntegerConfig, state: State) -> None:
