@@ -145,7 +145,7 @@ class RegisterConfig:
     boost: BoostPlan | None = None
 
     is_integer = False  # the arithmetic of hopper/integer, with 4 query rows
-    max_warps = MAX_WARPS
+    max_warps, min_slots = MAX_WARPS, MIN_SLOTS
 
     @property
     def has_softcap(self) -> bool:
@@ -317,7 +317,7 @@ def plan_boost(side: Side, planes: tuple[Plane, ...], k: SidePlan) -> BoostPlan 
 
 def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
                 features: tuple[str, ...] = (), kind: type[RegisterConfig] = RegisterConfig) -> RegisterConfig:
-    """The configuration of a format: as many warps as leave three slots each, then as many slots as fit."""
+    """The configuration of a format: as many warps as leave enough slots each, then as many slots as fit."""
     record = fmt.record(head_dim)
     k = plan_side(fmt.k, record.k_planes, 0, record.v_offset, head_dim)
     v = plan_side(fmt.v, record.v_planes, record.v_offset, record.nbytes, head_dim)
@@ -325,7 +325,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * 2 * (2 if boost else 1)  # q', once more by channel
     free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 5  # barriers: at most 72 of 8 bytes
-    warps = max(1, min(kind.max_warps, free // (MIN_SLOTS * slot)))
+    warps = max(1, min(kind.max_warps, free // (kind.min_slots * slot)))
     slots = min(MAX_SLOTS, free // (warps * slot))
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     return kind(k, v, head_dim, rows, dtype, options, warps, slots, has_third, features, boost).check()
