@@ -17,6 +17,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from lowbit_attn.hopper.integer import scores as integer_scores
+from lowbit_attn.hopper.integer import values as integer_values
 from lowbit_attn.hopper.register import load, masks, merge, plain, query, scores, softmax, third, values, walk
 from lowbit_attn.hopper.register.config import WORD, RegisterConfig
 
@@ -92,9 +94,13 @@ class RegisterSm90:
         cute.arch.griddepcontrol_launch_dependents()  # combine may take its place now; it waits for this grid's end
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
-        queries = query.prepare(cfg, query.load(cfg, q, rows, me), scale_log2, me, smem.query.data_ptr(), channels)
+        words = query.load(cfg, q, rows, me)
+        if cutlass.const_expr(cfg.is_integer):
+            queries = integer_scores.prepare(cfg, words, scale_log2, me, channels)
+        else:
+            queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits)
-        values.true_scale(cfg, state)
+        (integer_values.add_zeros if cfg.is_integer else values.true_scale)(cfg, state)
 
         def rows_of(x):
             return x.iterator.toint() + Int64((batch_idx * x.shape[1] + head_idx) * x.shape[2]) * cfg.row_bytes
@@ -114,25 +120,29 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
                  limits: masks.Limits):
     """The warp's pages, one after the other; slot and phase follow the pieces."""
     slot, phase = Int32(0), Int32(0)
-    new_max = cute.make_rmem_tensor(2 * cfg.col_blocks, Float32)
+    new_max = cute.make_rmem_tensor(cfg.lane_rows, Float32)
     for page in cutlass.range(pages.count, unroll=1):
         cute.arch.mbarrier_wait(ring.full + slot, phase)
         piece = load.Piece(ring.buffer, me.warp, slot)
         # S = K Q^T
-        found = scores.of_page(cfg, piece, me, queries)
+        found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries)
         ids = load.refill(cfg, 0, pages, ring, me, page, slot, ids)
         slot, phase = load.advance(cfg, slot, phase)
         found = masks.of_page(cfg, found, work.first_page + page * cfg.warps, work, rows, limits, me)
         # P = exp2(S - maximum)
         maxima = softmax.page_max(cfg, found, state)
-        for column in cutlass.range_constexpr(2 * cfg.col_blocks):
+        for column in cutlass.range_constexpr(cfg.lane_rows):
             new_max[column] = maxima[column]
         softmax.exponentiate(cfg, found, maxima)
         # O += P V
         cute.arch.mbarrier_wait(ring.full + slot, phase)
         piece = load.Piece(ring.buffer, me.warp, slot)
-        exponent = values.page_exponent(cfg, piece, me, state)
-        softmax.rescale(cfg, state, new_max, exponent)
-        values.accumulate(cfg, piece, me, state, found.acc, exponent)
+        if cutlass.const_expr(cfg.is_integer):
+            softmax.rescale(cfg, state, new_max, state.exponent[0])
+            integer_values.accumulate(cfg, piece, me, state, found.acc)
+        else:
+            exponent = values.page_exponent(cfg, piece, me, state)
+            softmax.rescale(cfg, state, new_max, exponent)
+            values.accumulate(cfg, piece, me, state, found.acc, exponent)
         ids = load.refill(cfg, 1, pages, ring, me, page, slot, ids)
         slot, phase = load.advance(cfg, slot, phase)
