@@ -10,6 +10,7 @@ and defaults are those of ``lowbit_attn.decode``.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lowbit_attn import dispatch, kernels
@@ -17,6 +18,7 @@ from lowbit_attn.cache import KVCache, Strides
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.formats.contract import Record
 from lowbit_attn.reference import Attention
+from lowbit_attn.state import Counts
 
 STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v")
 _STATE_SCHEMA = ", ".join(f"Tensor {name}" for name in STATE)
@@ -32,7 +34,7 @@ _LIBRARY.define(f"decode_out(Tensor q, Tensor(a!) out, Tensor(b!) lse, {_STATE_S
 
 
 @dataclass(frozen=True)
-class CacheState:
+class DecodeState:
     """What decode reads of a KVCache, made of an operator's arguments."""
 
     pool: torch.Tensor
@@ -49,8 +51,17 @@ class CacheState:
     strides: Strides
 
     rotate_keys = False  # q comes rotated
-    gather, dequantize_pages = KVCache.gather, KVCache.dequantize_pages
-    _check_rows, _slots = KVCache._check_rows, KVCache._slots
+    gather, dequantize_pages, _slots = KVCache.gather, KVCache.dequantize_pages, KVCache._slots
+
+    def settle(self, call: str) -> None:
+        """There is no copy of the counters to refresh: ``counts`` reads them."""
+
+    def check_rows(self, seqs: list[int], alive: bool = True) -> np.ndarray:
+        return np.asarray(seqs)
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(*(x.cpu().numpy() for x in (self.n_sink, self.n_qk, self.n_qv, self.n_tok)))
 
     @property
     def device(self) -> torch.device:
@@ -59,10 +70,6 @@ class CacheState:
     @property
     def dtype(self) -> torch.dtype:
         return self.ring_k.dtype
-
-    @property
-    def max_batch(self) -> int:
-        return self.ring_k.shape[0]
 
     @property
     def num_heads_kv(self) -> int:
@@ -106,7 +113,7 @@ def _outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _decode_out(q, out, lse, *arguments) -> None:
     state, sink_logits = arguments[: len(STATE)], arguments[len(STATE)]
     format, strides, softmax_scale, softcap, window, keep_sinks, num_splits, path = arguments[len(STATE) + 1 :]
-    cache = CacheState(*state, FORMATS[format], Strides(*strides))
+    cache = DecodeState(*state, FORMATS[format], Strides(*strides))
     dispatch.decode(q, cache, out, lse, Attention(softmax_scale, softcap, window, keep_sinks, sink_logits), num_splits,
                     path)
 
