@@ -16,6 +16,7 @@ NO_WINDOW = 1 << 30  # positions: more than any sequence has
 CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"), (8, 9): ("ampere", "sm_89")}
 FORCED_TARGETS = {("ampere", (9, 0)): "sm_90"}  # Ampere kernels also run on Hopper, built for it
 CTAS_PER_SM = 1
+ACCESS_BYTES = 16  # of the kernels' widest loads
 
 
 def target_of(device: torch.device) -> tuple[str, str]:
@@ -161,6 +162,20 @@ def _write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, sid
                      cache.strides.page, cache.strides.head)
 
 
+def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A step of ``KVCache.append``: k, v [batch, tokens, num_heads_kv, head_dim] to rows int32 [batch], on the device."""
+    for side, x, sink, ring in (("k", k, cache.sink_k, cache.ring_k), ("v", v, cache.sink_v, cache.ring_v)):
+        x = x.contiguous()
+        if x.data_ptr() % ACCESS_BYTES:
+            x = x.clone()
+        key = kernels.append_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
+        part = _part(cache, side)
+        loader.load(key)(
+            x, rows, sink, ring, cache.table, part.view(torch.uint32), part.view(torch.uint16), *cache.counters(),
+            cache.limit, cache.faults, cache.arrivals, cache.sinks, cache.window_k, cache.window_v, cache.strides.page,
+            cache.strides.head)
+
+
 def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantize pages int [n]: K, V fp32 [n, num_heads_kv, 128, head_dim]."""
     shape = (pages.shape[0], cache.num_heads_kv, PAGE_TOKENS, cache.head_dim)
@@ -183,4 +198,4 @@ def _check_cuda(cache: KVCache) -> None:
         raise NotImplementedError(f"{arch}: {'; '.join(reasons)}")
 
 
-BACKENDS["cuda"] = Backend(_check_cuda, _write_blocks, _read_pages)
+BACKENDS["cuda"] = Backend(_check_cuda, _write_blocks, _read_pages, _append)
