@@ -163,7 +163,7 @@ def _write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, sid
 
 
 def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """A step of ``KVCache.append``: k, v [batch, tokens, num_heads_kv, head_dim] to rows int32 [batch], on the device."""
+    """A step of ``KVCache.append`` on the device: k, v [batch, tokens, heads, head_dim] to rows int32 [batch]."""
     for side, x, sink, ring in (("k", k, cache.sink_k, cache.ring_k), ("v", v, cache.sink_v, cache.ring_v)):
         x = x.contiguous()
         if x.data_ptr() % ACCESS_BYTES:
