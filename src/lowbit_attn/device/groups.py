@@ -1,8 +1,5 @@
 """Steps of the affine quantizer that both quantize kernels share: reductions over held values, and stored values."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import tilelang.language as T
 
 from lowbit_attn.formats.affine import MIN_SCALE
@@ -10,16 +7,6 @@ from lowbit_attn.formats.affine import MIN_SCALE
 EXACT = ("-fmad=false",)
 STORED_NAN = {"float16": 0x7E00, "bfloat16": 0x7FC0}
 UNIT_WORDS = 32  # the pool is addressed in units of 128 bytes
-
-
-class PageQuantizer(NamedTuple):
-    """How a block of threads quantizes and packs one side of one page of one KV head."""
-
-    threads: int
-    parts: int  # of a page, each a block's work
-    # macro (source, pool, pool_meta, unit, tx, part): source(token, channel) gives an element of the block, unit is
-    # the record's place in the pool; all threads call it
-    write: Callable
 
 
 @T.macro

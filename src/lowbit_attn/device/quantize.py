@@ -11,9 +11,9 @@ import tilelang.language as T
 
 from lowbit_attn import layout
 from lowbit_attn.device import groups
-from lowbit_attn.device.groups import EXACT, UNIT_WORDS, PageQuantizer, pick, storage_bits, stored_span, tree_sum
-from lowbit_attn.device.quantize_boost import boosted_dequantize_kernel, boosted_page_quantizer, plain_side
-from lowbit_attn.device.quantize_token import token_dequantize_kernel, token_page_quantizer
+from lowbit_attn.device.groups import EXACT, UNIT_WORDS, pick, storage_bits, stored_span, tree_sum
+from lowbit_attn.device.quantize_boost import boosted_dequantize_kernel, boosted_quantize_kernel, plain_side
+from lowbit_attn.device.quantize_token import token_dequantize_kernel, token_quantize_kernel
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.formats.affine import SEARCH_FACTORS
 from lowbit_attn.formats.kitty import Boosted
@@ -55,24 +55,14 @@ class CodeMatrix:
             return self.meta_bytes + layout.token_meta_offset(group, is_zero, col)
         return self.meta_bytes + layout.channel_meta_offset(group, is_zero, col, head_dim)
 
-    def element(self, source, row, col):
-        """Element (row, col) of the code matrix, from a source of (token, channel)."""
-        return source(col, row) if self.transposed else source(row, col)
+    def source(self, x, page, head, row, col):
+        """Element (row, col) of the code matrix in x [n, heads, 128 tokens, head_dim]."""
+        return x[page, head, col, row] if self.transposed else x[page, head, row, col]
 
 
 def runs_along_columns(side) -> bool:
     """Whether a group is consecutive columns of one row (K per token); else rows of one column."""
     return not isinstance(side, PerChannel) and not side.transposed
-
-
-def page_quantizer(side, head_dim: int, range_search: bool) -> PageQuantizer:
-    """What quantizes one page of one KV head: the body of ``quantize_kernel`` and of ``append.append_kernel``."""
-    side = plain_side(side, head_dim)
-    if isinstance(side, Boosted):
-        return boosted_page_quantizer(side, head_dim, range_search)
-    if runs_along_columns(side):
-        return token_page_quantizer(side, head_dim, range_search)
-    return row_group_page_quantizer(side, head_dim, range_search)
 
 
 def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
@@ -81,30 +71,13 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
     pool: uint32 [units, 32] and its uint16 view [units, 64], in units of 128 bytes, from the first record's part of
     this side on; page_stride and head_stride in the same units.
     """
-    threads, parts, write = page_quantizer(side, head_dim, range_search)
-    n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
-
-    @T.prim_func
-    def quantize(
-        x: T.Tensor((n, heads, layout.PAGE_TOKENS, head_dim), dtype),
-        pages: T.Tensor((n,), "int32"),
-        pool: T.Tensor((units, UNIT_WORDS), "uint32"),
-        pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
-        page_stride: T.int32,
-        head_stride: T.int32,
-    ):
-        with T.Kernel(heads, n, parts, threads=threads) as (head, page, part):
-            tx = T.get_thread_binding()
-            unit = T.alloc_var("int32")
-            unit = pages[page] * page_stride + head * head_stride
-            write(lambda token, channel: x[page, head, token, channel], pool, pool_meta, unit, tx, part)
-
-    return TileKernel(quantize, compile_flags=EXACT)
-
-
-def row_group_page_quantizer(side, head_dim: int, range_search: bool) -> PageQuantizer:
-    """The quantizer of sides whose groups run down the rows."""
+    side = plain_side(side, head_dim)
+    if isinstance(side, Boosted):
+        return boosted_quantize_kernel(side, head_dim, dtype, range_search)
+    if runs_along_columns(side):
+        return token_quantize_kernel(side, head_dim, dtype, range_search)
     m = CodeMatrix(side, head_dim)
+    n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
     factors = SEARCH_FACTORS if range_search else SEARCH_FACTORS[:1]
     two_means = m.bits == 1 and not range_search
 
@@ -172,50 +145,61 @@ def row_group_page_quantizer(side, head_dim: int, range_search: bool) -> PageQua
             reaches = v[group * m.held_per_group + i, c] >= zero[0] + scale[0] * T.float32(0.5)
             codes[i] = T.if_then_else(T.And(reaches, scale[0] != T.float32(0.0)), T.float32(1.0), T.float32(0.0))
 
-    @T.macro
-    def write(source, pool, pool_meta, unit, tx, part):
-        column_tile, lane = tx // layout.LANES, tx % layout.LANES
-        g, t = lane // 4, lane % 4
-        v = T.alloc_local((m.held, COLUMNS), "float32")
-        words = T.alloc_local((m.words,), "uint32")
-        codes = T.alloc_local((m.held_per_group,), "float32")
-        scale, zero = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
-        for i in T.unroll(m.held):
-            for c in T.unroll(COLUMNS):
-                v[i, c] = T.cast(m.element(source, 8 * i + g, m.column_of(column_tile, t, c)), "float32")
-        for w in T.unroll(m.words):
-            words[w] = T.uint32(0)
-        for group in T.unroll(m.groups):
-            for c in T.unroll(COLUMNS):
-                low, high, is_nan = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("int32")
-                low = fold(m, v, group, c, T.min)
-                high = fold(m, v, group, c, T.max)
-                is_nan = any_nan(m, v, group, c)
-                for r in T.serial(3):
-                    low = T.min(low, T.shfl_xor(low, T.shift_right(16, r)))
-                    high = T.max(high, T.shfl_xor(high, T.shift_right(16, r)))
-                    is_nan = is_nan | T.shfl_xor(is_nan, T.shift_right(16, r))
-                if is_nan != 0:
-                    low = T.reinterpret(T.uint32(0x7FC00000), "float32")
-                    high = low
-                if two_means:
-                    two_mean_levels(v, codes, group, c, low, high, scale, zero)
-                else:
-                    best_span(v, codes, group, c, low, high, scale, zero)
-                for i in T.unroll(m.held_per_group):
-                    word, shift = m.word_and_shift(group * m.held_per_group + i, c)
-                    words[word] = words[word] | (T.cast(codes[i], "uint32") << T.cast(shift, "uint32"))
-                if g == 0:
-                    col = m.column_of(column_tile, t, c)
-                    at_scale = m.meta_offset(group, 0, col, head_dim)
-                    at_zero = m.meta_offset(group, 1, col, head_dim)
-                    pool_meta[unit + at_scale // 128, at_scale % 128 // 2] = storage_bits(scale[0], m.storage)
-                    pool_meta[unit + at_zero // 128, at_zero % 128 // 2] = storage_bits(zero[0], m.storage)
-        for w in T.unroll(m.words):
-            offset = layout.word_offset(column_tile * m.words + w, lane)
-            pool[unit + offset // 128, offset % 128 // 4] = words[w]
+    @T.prim_func
+    def quantize(
+        x: T.Tensor((n, heads, layout.PAGE_TOKENS, head_dim), dtype),
+        pages: T.Tensor((n,), "int32"),
+        pool: T.Tensor((units, UNIT_WORDS), "uint32"),
+        pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
+        page_stride: T.int32,
+        head_stride: T.int32,
+    ):
+        with T.Kernel(heads, n, threads=m.threads) as (head, page):
+            tx = T.get_thread_binding()
+            column_tile, lane = tx // layout.LANES, tx % layout.LANES
+            g, t = lane // 4, lane % 4
+            unit = T.alloc_var("int32")
+            unit = pages[page] * page_stride + head * head_stride
+            v = T.alloc_local((m.held, COLUMNS), "float32")
+            words = T.alloc_local((m.words,), "uint32")
+            codes = T.alloc_local((m.held_per_group,), "float32")
+            scale, zero = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
+            for i in T.unroll(m.held):
+                for c in T.unroll(COLUMNS):
+                    v[i, c] = T.cast(m.source(x, page, head, 8 * i + g, m.column_of(column_tile, t, c)), "float32")
+            for w in T.unroll(m.words):
+                words[w] = T.uint32(0)
+            for group in T.unroll(m.groups):
+                for c in T.unroll(COLUMNS):
+                    low, high, is_nan = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("int32")
+                    low = fold(m, v, group, c, T.min)
+                    high = fold(m, v, group, c, T.max)
+                    is_nan = any_nan(m, v, group, c)
+                    for r in T.serial(3):
+                        low = T.min(low, T.shfl_xor(low, T.shift_right(16, r)))
+                        high = T.max(high, T.shfl_xor(high, T.shift_right(16, r)))
+                        is_nan = is_nan | T.shfl_xor(is_nan, T.shift_right(16, r))
+                    if is_nan != 0:
+                        low = T.reinterpret(T.uint32(0x7FC00000), "float32")
+                        high = low
+                    if two_means:
+                        two_mean_levels(v, codes, group, c, low, high, scale, zero)
+                    else:
+                        best_span(v, codes, group, c, low, high, scale, zero)
+                    for i in T.unroll(m.held_per_group):
+                        word, shift = m.word_and_shift(group * m.held_per_group + i, c)
+                        words[word] = words[word] | (T.cast(codes[i], "uint32") << T.cast(shift, "uint32"))
+                    if g == 0:
+                        col = m.column_of(column_tile, t, c)
+                        at_scale = m.meta_offset(group, 0, col, head_dim)
+                        at_zero = m.meta_offset(group, 1, col, head_dim)
+                        pool_meta[unit + at_scale // 128, at_scale % 128 // 2] = storage_bits(scale[0], m.storage)
+                        pool_meta[unit + at_zero // 128, at_zero % 128 // 2] = storage_bits(zero[0], m.storage)
+            for w in T.unroll(m.words):
+                offset = layout.word_offset(column_tile * m.words + w, lane)
+                pool[unit + offset // 128, offset % 128 // 4] = words[w]
 
-    return PageQuantizer(m.threads, 1, write)
+    return TileKernel(quantize, compile_flags=EXACT)
 
 
 def dequantize_kernel(side, head_dim: int) -> TileKernel:

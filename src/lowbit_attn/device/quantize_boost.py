@@ -13,7 +13,7 @@ import tilelang.language as T
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.device.groups import EXACT, UNIT_WORDS, PageQuantizer, fold, pick, storage_bits, stored_span, tree_sum
+from lowbit_attn.device.groups import EXACT, UNIT_WORDS, fold, pick, storage_bits, stored_span, tree_sum
 from lowbit_attn.device.quantize_token import code_of, miss_squared
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.formats.affine import SEARCH_FACTORS
@@ -263,49 +263,61 @@ def choose(m, v, scores, shared, tx, column_tile, g, t):
     T.sync_threads()
 
 
-def boosted_page_quantizer(side: Boosted, head_dim: int, range_search: bool) -> PageQuantizer:
-    """The quantizer of K with boosted channels."""
+def boosted_quantize_kernel(side: Boosted, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
+    """The arguments and the result of ``quantize.quantize_kernel``, for K with boosted channels."""
     m = BoostMatrix(side, head_dim)
+    n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
 
-    @T.macro
-    def write(source, pool, pool_meta, unit, tx, part):
-        column_tile, lane = tx // layout.LANES, tx % layout.LANES
-        g, t = lane // 4, lane % 4
-        shared = T.alloc_shared((m.shared_words,), "uint32")
-        scores = T.view(shared, (m.shared_words,), "float32")
-        octets = T.view(shared, (m.shared_words * layout.WORD_BYTES,), "uint8")
-        v = T.alloc_local((m.held, COLUMNS), "float32")
-        words = T.alloc_local((m.words,), "uint32")
-        high = T.alloc_local((m.high_words,), "uint32")
-        scale, zero, inverse, steps = (T.alloc_local((1,), "float32") for _ in range(4))
-        for i in T.unroll(m.held):
+    @T.prim_func
+    def quantize(
+        x: T.Tensor((n, heads, layout.PAGE_TOKENS, head_dim), dtype),
+        pages: T.Tensor((n,), "int32"),
+        pool: T.Tensor((units, UNIT_WORDS), "uint32"),
+        pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
+        page_stride: T.int32,
+        head_stride: T.int32,
+    ):
+        with T.Kernel(heads, n, threads=m.threads) as (head, page):
+            tx = T.get_thread_binding()
+            column_tile, lane = tx // layout.LANES, tx % layout.LANES
+            g, t = lane // 4, lane % 4
+            unit = T.alloc_var("int32")
+            unit = pages[page] * page_stride + head * head_stride
+            shared = T.alloc_shared((m.shared_words,), "uint32")
+            scores = T.view(shared, (m.shared_words,), "float32")
+            octets = T.view(shared, (m.shared_words * layout.WORD_BYTES,), "uint8")
+            v = T.alloc_local((m.held, COLUMNS), "float32")
+            words = T.alloc_local((m.words,), "uint32")
+            high = T.alloc_local((m.high_words,), "uint32")
+            scale, zero, inverse, steps = (T.alloc_local((1,), "float32") for _ in range(4))
+            for i in T.unroll(m.held):
+                for c in T.unroll(COLUMNS):
+                    v[i, c] = T.cast(x[page, head, 8 * i + g, m.column_of(column_tile, t, c)], "float32")
+            clear_staged(m, shared, tx)
+            choose(m, v, scores, shared, tx, column_tile, g, t)
+            for w in T.unroll(m.words):
+                words[w] = T.uint32(0)
             for c in T.unroll(COLUMNS):
-                v[i, c] = T.cast(source(8 * i + g, m.column_of(column_tile, t, c)), "float32")
-        clear_staged(m, shared, tx)
-        choose(m, v, scores, shared, tx, column_tile, g, t)
-        for w in T.unroll(m.words):
-            words[w] = T.uint32(0)
-        for c in T.unroll(COLUMNS):
-            channel = m.column_of(column_tile, t, c)
-            boosted = m.is_boosted(shared, channel)
-            steps[0] = T.if_then_else(boosted, T.float32(m.boosted_steps), T.float32(m.steps))
-            best_span(m, v, c, steps, range_search, scale, zero, inverse)
-            pack_column(m, v, c, scale, zero, inverse, steps, words, high)
-            if boosted:
-                slot = T.alloc_var("int32")
-                slot = m.slot_of(shared, channel)
-                stage_column(m, octets, high, slot, channel, g)
-            if g == 0:
-                at_scale, at_zero = m.meta_offset(0, channel), m.meta_offset(1, channel)
-                pool_meta[unit + at_scale // 128, at_scale % 128 // 2] = storage_bits(scale[0], m.storage)
-                pool_meta[unit + at_zero // 128, at_zero % 128 // 2] = storage_bits(zero[0], m.storage)
-        for w in T.unroll(m.words):
-            offset = layout.word_offset(column_tile * m.words + w, lane)
-            pool[unit + offset // 128, offset % 128 // 4] = words[w]
-        T.sync_threads()
-        store_staged(m, pool, unit, shared, tx)
+                channel = m.column_of(column_tile, t, c)
+                boosted = m.is_boosted(shared, channel)
+                steps[0] = T.if_then_else(boosted, T.float32(m.boosted_steps), T.float32(m.steps))
+                best_span(m, v, c, steps, range_search, scale, zero, inverse)
+                pack_column(m, v, c, scale, zero, inverse, steps, words, high)
+                if boosted:
+                    slot = T.alloc_var("int32")
+                    slot = m.slot_of(shared, channel)
+                    stage_column(m, octets, high, slot, channel, g)
+                if g == 0:
+                    at_scale, at_zero = m.meta_offset(0, channel), m.meta_offset(1, channel)
+                    pool_meta[unit + at_scale // 128, at_scale % 128 // 2] = storage_bits(scale[0], m.storage)
+                    pool_meta[unit + at_zero // 128, at_zero % 128 // 2] = storage_bits(zero[0], m.storage)
+            for w in T.unroll(m.words):
+                offset = layout.word_offset(column_tile * m.words + w, lane)
+                pool[unit + offset // 128, offset % 128 // 4] = words[w]
+            T.sync_threads()
+            store_staged(m, pool, unit, shared, tx)
 
-    return PageQuantizer(m.threads, 1, write)
+    return TileKernel(quantize, compile_flags=EXACT)
 
 
 def boosted_dequantize_kernel(side: Boosted, head_dim: int) -> TileKernel:

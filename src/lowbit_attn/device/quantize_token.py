@@ -12,7 +12,6 @@ from lowbit_attn import layout
 from lowbit_attn.device.groups import (
     EXACT,
     UNIT_WORDS,
-    PageQuantizer,
     fold,
     pick,
     storage_bits,
@@ -84,9 +83,10 @@ def miss_squared(x, scale, zero, inverse, steps: int):
     return miss * miss
 
 
-def token_page_quantizer(side, head_dim: int, range_search: bool) -> PageQuantizer:
-    """The quantizer of K per token."""
+def token_quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
+    """The arguments and the result of ``quantize.quantize_kernel``, for K per token."""
     m = TokenMatrix(side, head_dim)
+    n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
     factors = SEARCH_FACTORS if range_search else SEARCH_FACTORS[:1]
     two_means = m.bits == 1 and not range_search
 
@@ -171,48 +171,59 @@ def token_page_quantizer(side, head_dim: int, range_search: bool) -> PageQuantiz
                 shift = T.cast(m.code_shift(slot, atom, e), "uint32")
                 words[atom // 2] = words[atom // 2] | (T.cast(code, "uint32") << shift)
 
-    @T.macro
-    def write(source, pool, pool_meta, unit, tx, part):
-        lane = tx % layout.LANES
-        span = part * m.warps + tx // layout.LANES
-        g, t = lane // 4, lane % 4
-        v = T.alloc_local((m.atoms, STRANDS), "float32")
-        words = T.alloc_local((m.col_tiles,), "uint32")
-        scale, zero, inverse = (T.alloc_local((1,), "float32") for _ in range(3))
-        for w in T.unroll(m.col_tiles):
-            words[w] = T.uint32(0)
-        for slot in T.serial(m.slots):
-            row = m.row_of(span, slot, g)
-            for i in T.unroll(m.atoms):
-                for e in T.unroll(STRANDS):
-                    v[i, e] = T.cast(source(row, m.column_of(i, t, e)), "float32")
-            for group in T.unroll(m.groups):
-                low, high, is_nan = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("int32")
-                low = fold(m.everything(v, group), T.min)
-                high = fold(m.everything(v, group), T.max)
-                is_nan = fold([T.cast(T.isnan(x), "int32") for x in m.everything(v, group)], lambda a, b: a | b)
-                for r in T.unroll(2):
-                    low = T.min(low, T.shfl_xor(low, T.shift_right(2, r)))
-                    high = T.max(high, T.shfl_xor(high, T.shift_right(2, r)))
-                    is_nan = is_nan | T.shfl_xor(is_nan, T.shift_right(2, r))
-                if is_nan != 0:
-                    low = T.reinterpret(T.uint32(0x7FC00000), "float32")
-                    high = low
-                if two_means:
-                    two_mean_levels(v, group, low, high, scale, zero)
-                else:
-                    best_span(v, group, low, high, scale, zero, inverse)
-                pack_group(v, words, slot, group, scale, zero, inverse)
-                if t == 0:
-                    at_scale = m.meta_offset(group, 0, row)
-                    at_zero = m.meta_offset(group, 1, row)
-                    pool_meta[unit + at_scale // 128, at_scale % 128 // 2] = storage_bits(scale[0], m.storage)
-                    pool_meta[unit + at_zero // 128, at_zero % 128 // 2] = storage_bits(zero[0], m.storage)
-        for w in T.unroll(m.col_tiles):
-            offset = layout.word_offset(m.code_word(span, w), lane)
-            pool[unit + offset // 128, offset % 128 // 4] = words[w]
+    @T.prim_func
+    def quantize(
+        x: T.Tensor((n, heads, layout.PAGE_TOKENS, head_dim), dtype),
+        pages: T.Tensor((n,), "int32"),
+        pool: T.Tensor((units, UNIT_WORDS), "uint32"),
+        pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
+        page_stride: T.int32,
+        head_stride: T.int32,
+    ):
+        with T.Kernel(heads, n, m.parts, threads=m.warps * layout.LANES) as (head, page, part):
+            tx = T.get_thread_binding()
+            lane = tx % layout.LANES
+            span = part * m.warps + tx // layout.LANES
+            g, t = lane // 4, lane % 4
+            unit = T.alloc_var("int32")
+            unit = pages[page] * page_stride + head * head_stride
+            v = T.alloc_local((m.atoms, STRANDS), "float32")
+            words = T.alloc_local((m.col_tiles,), "uint32")
+            scale, zero, inverse = (T.alloc_local((1,), "float32") for _ in range(3))
+            for w in T.unroll(m.col_tiles):
+                words[w] = T.uint32(0)
+            for slot in T.serial(m.slots):
+                row = m.row_of(span, slot, g)
+                for i in T.unroll(m.atoms):
+                    for e in T.unroll(STRANDS):
+                        v[i, e] = T.cast(x[page, head, row, m.column_of(i, t, e)], "float32")
+                for group in T.unroll(m.groups):
+                    low, high, is_nan = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("int32")
+                    low = fold(m.everything(v, group), T.min)
+                    high = fold(m.everything(v, group), T.max)
+                    is_nan = fold([T.cast(T.isnan(x), "int32") for x in m.everything(v, group)], lambda a, b: a | b)
+                    for r in T.unroll(2):
+                        low = T.min(low, T.shfl_xor(low, T.shift_right(2, r)))
+                        high = T.max(high, T.shfl_xor(high, T.shift_right(2, r)))
+                        is_nan = is_nan | T.shfl_xor(is_nan, T.shift_right(2, r))
+                    if is_nan != 0:
+                        low = T.reinterpret(T.uint32(0x7FC00000), "float32")
+                        high = low
+                    if two_means:
+                        two_mean_levels(v, group, low, high, scale, zero)
+                    else:
+                        best_span(v, group, low, high, scale, zero, inverse)
+                    pack_group(v, words, slot, group, scale, zero, inverse)
+                    if t == 0:
+                        at_scale = m.meta_offset(group, 0, row)
+                        at_zero = m.meta_offset(group, 1, row)
+                        pool_meta[unit + at_scale // 128, at_scale % 128 // 2] = storage_bits(scale[0], m.storage)
+                        pool_meta[unit + at_zero // 128, at_zero % 128 // 2] = storage_bits(zero[0], m.storage)
+            for w in T.unroll(m.col_tiles):
+                offset = layout.word_offset(m.code_word(span, w), lane)
+                pool[unit + offset // 128, offset % 128 // 4] = words[w]
 
-    return PageQuantizer(m.warps * layout.LANES, m.parts, write)
+    return TileKernel(quantize, compile_flags=EXACT)
 
 
 def token_dequantize_kernel(side, head_dim: int) -> TileKernel:
