@@ -20,6 +20,7 @@ CTAS_PER_SM = 1
 # os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
 _ENVIRONMENT = os.environ._data
 _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
+ACCESS_BYTES = 16  # of the kernels' widest loads
 
 
 def target_of(device: torch.device) -> tuple[str, str]:
@@ -173,6 +174,20 @@ def _write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, sid
                      cache.strides.page, cache.strides.head)
 
 
+def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A step of ``KVCache.append`` on the device: k, v [batch, tokens, heads, head_dim] to rows int32 [batch]."""
+    for side, x, sink, ring in (("k", k, cache.sink_k, cache.ring_k), ("v", v, cache.sink_v, cache.ring_v)):
+        x = x.contiguous()
+        if x.data_ptr() % ACCESS_BYTES:
+            x = x.clone()
+        key = kernels.append_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
+        part = _part(cache, side)
+        loader.load(key)(
+            x, rows, sink, ring, cache.table, part.view(torch.uint32), part.view(torch.uint16), *cache.counters(),
+            cache.limit, cache.faults, cache.arrivals, cache.sinks, cache.window_k, cache.window_v, cache.strides.page,
+            cache.strides.head)
+
+
 def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantize pages int [n]: K, V fp32 [n, num_heads_kv, 128, head_dim]."""
     shape = (pages.shape[0], cache.num_heads_kv, PAGE_TOKENS, cache.head_dim)
@@ -195,4 +210,4 @@ def _check_cuda(cache: KVCache) -> None:
         raise NotImplementedError(f"{arch}: {'; '.join(reasons)}")
 
 
-BACKENDS["cuda"] = Backend(_check_cuda, _write_blocks, _read_pages)
+BACKENDS["cuda"] = Backend(_check_cuda, _write_blocks, _read_pages, _append)

@@ -223,7 +223,7 @@ class CacheState:
         """Mark rows as in use; a freed one may take steps again."""
         for row in rows[self.book.state[rows] != LIVE].tolist():
             if self.book.state[row] == FREED:
-                self.limit[row] = self._limit(0)
+                self.limit[row] = self._limit(len(self.book.held[row]))
             self.book.state[row] = LIVE
 
     # ---- pages
