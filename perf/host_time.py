@@ -40,17 +40,17 @@ def kernels_that_do_nothing():
         yield
 
 
-def call_us(step, calls: int) -> float:
-    """Median over rounds of one call's time; calls: how many a round, without waiting for the device."""
-    rounds = []
-    for _ in range(ROUNDS):
+def call_us(step, calls: int, rounds: int = ROUNDS, over=statistics.median) -> float:
+    """One call's time, ``over`` rounds of so many calls that do not wait for the device."""
+    times = []
+    for _ in range(rounds):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(calls):
             step()
-        rounds.append((time.perf_counter() - started) / calls * 1e6)
-    return statistics.median(rounds)
+        times.append((time.perf_counter() - started) / calls * 1e6)
+    return over(times)
 
 
 def decode_steps(format: str, batch: int, device: str) -> dict:

@@ -77,6 +77,7 @@ def test_one_graph_serves_every_length():
     cache = KVCache("k4v4", 6, 2, 32, sinks=3, max_batch=2)
     k, v = torch.randn(2, 300, 2, 32), torch.randn(2, 300, 2, 32)
     q = torch.randn(2, 1, 4, 32).half()
+    ops.mark_static(cache)
     step = torch.compile(lambda q, cache: decode(q, cache), fullgraph=True, backend="aot_eager")
     step(q, cache)
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -9,7 +9,7 @@ from lowbit_attn import kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
-from lowbit_attn.plan import DecodePlan, Plans, is_capturing
+from lowbit_attn.plan import DecodePlan, is_capturing, plans_of
 from lowbit_attn.reference import Attention
 
 LOG2_E = 1.4426950408889634
@@ -110,9 +110,8 @@ def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key
     plan = _make_plan(q, cache, options, num_splits, key)
     # memory of a captured step belongs to its graph; an operator's state does not outlive the call
     if isinstance(cache, KVCache) and not is_capturing(q.device):
-        cache.plans = getattr(cache, "plans", None) or Plans()
-        cache.plans.keep(_call(q, (options.softmax_scale, options.softcap, options.window, options.keep_sinks,
-                                   num_splits, path)), plan)
+        plans_of(cache).keep(_call(q, (options.softmax_scale, options.softcap, options.window, options.keep_sinks,
+                                       num_splits, path)), plan)
     plan.run(q, out, lse, options.sink_logits)
 
 

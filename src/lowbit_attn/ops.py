@@ -104,6 +104,16 @@ def traced_decode(q: torch.Tensor, cache: KVCache, out: torch.Tensor | None, lse
     return out, lse
 
 
+def mark_static(cache: KVCache) -> None:
+    """Tell torch.compile that the cache's memory stays where it is, before anything that uses it is compiled.
+
+    With mode="reduce-overhead" a graph then reads the cache in place; otherwise each call would copy all of it to
+    where the graph was captured.
+    """
+    for name in STATE:
+        torch._dynamo.mark_static_address(getattr(cache, name), guard=True)
+
+
 def _outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, q_len, num_heads, _ = q.shape
     return (torch.empty_like(q, memory_format=torch.contiguous_format),

@@ -117,9 +117,13 @@ def _shaped(flat: torch.Tensor, given: torch.Tensor | None, shape: tuple, dtype:
 
 
 class Plans(dict):
-    """Plans of one cache by what distinguishes their calls; a copied or pickled cache starts without any."""
+    """Plans of one cache by what distinguishes their calls; a pickled or deeply copied cache starts without any."""
 
     LIMIT = 64  # calls of more kinds than that start over: scratch of shapes that are not used any more is freed
+
+    def __init__(self, owner: int | None = None):
+        super().__init__()
+        self.owner = owner  # id of the cache: a shallow copy finds the dict of its original, and makes its own
 
     def __reduce__(self):
         return Plans, ()
@@ -128,3 +132,10 @@ class Plans(dict):
         if len(self) >= self.LIMIT:
             self.clear()
         self[call] = plan
+
+
+def plans_of(cache) -> Plans:
+    """The plans of this cache, kept with it."""
+    if getattr(cache, "plans", None) is None or cache.plans.owner != id(cache):
+        cache.plans = Plans(id(cache))
+    return cache.plans
