@@ -235,6 +235,11 @@ def packing_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[Ke
         dequantize_key(target, head_dim, fmt, side) for side in "kv"]
 
 
+def step_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:
+    """The kernels of ``KVCache.append`` and of what else fills and reads the pages."""
+    return packing_keys(target, dtype, head_dim, fmt) + [append_key(target, dtype, head_dim, fmt, s) for s in "kv"]
+
+
 def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, path: str | None = None,
          features: tuple[str, ...] = ()) -> tuple[tuple[str, int] | None, list[str]]:
     """((path, rows of its kernel), reasons of the paths passed over) for ``rows`` query rows of a KV head.
@@ -273,9 +278,8 @@ def shipped(arch: str) -> list[KernelKey]:
         common = (target, dtype, head_dim)
         wanted = [combine_key(*common)]
         for name in SHIPPED_FORMATS:
-            wanted += packing_keys(*common, FORMATS[name])
-            if name in SHIPPED_APPEND_FORMATS and head_dim in SHIPPED_APPEND_HEAD_DIMS:
-                wanted += [append_key(*common, FORMATS[name], side) for side in "kv"]
+            has_steps = name in SHIPPED_APPEND_FORMATS and head_dim in SHIPPED_APPEND_HEAD_DIMS
+            wanted += (step_keys if has_steps else packing_keys)(*common, FORMATS[name])
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             wanted += [KernelKey("decode", arch, *common, name, *shape) for shape in shapes]
         keys |= dict.fromkeys(wanted)

@@ -162,7 +162,7 @@ class CacheState:
     def check(self) -> None:
         """Raise CacheFaultError if a step on the device could not be done since the last such error; waits for it."""
         self._refuse_capture("check")
-        self._raise_faults(self.faults.cpu().numpy())
+        self._raise_faults(np.array(self.faults.tolist()))
 
     def _raise_faults(self, faults: np.ndarray) -> None:
         if not faults.any():

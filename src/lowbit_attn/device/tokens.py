@@ -12,6 +12,11 @@ def token_place(index, row_accesses):
     return index // row_accesses, index % row_accesses
 
 
+def ring_slot(slot, slots):
+    """Slot of a ring, for one that may lie a round ahead."""
+    return T.if_then_else(slot < slots, slot, slot - slots)
+
+
 def swizzled(row, access, row_accesses):
     """Where one 16-byte access of a row of 16-bit data sits in a slot.
 
@@ -22,15 +27,17 @@ def swizzled(row, access, row_accesses):
 
 
 @T.macro
-def load_tokens(x, page, head, first, count, row_accesses, tile, thread, threads):
+def load_tokens(x, page, head, first, count, row_accesses, tile, thread, threads, is_ring=False):
     """Rows first .. first + count of x [page, head] -> shared tile [accesses, 8], by ``threads`` threads; waits.
 
-    The caller synchronises these threads. ``count`` rows are a multiple of ``threads`` accesses.
+    The caller synchronises these threads. ``count`` rows are a multiple of ``threads`` accesses. is_ring: the row
+    after the last one of x is its first.
     """
     for i in T.unroll(count * row_accesses // threads):
         row, access = token_place(i * threads + thread, row_accesses)
         T.ptx_cp_async(T.access_ptr(tile[swizzled(row, access, row_accesses), 0], "w", ACCESS_HALVES),
-                       T.access_ptr(x[page, head, first + row, access * ACCESS_HALVES], "r", ACCESS_HALVES),
+                       T.access_ptr(x[page, head, ring_slot(first + row, x.shape[2]) if is_ring else first + row,
+                                      access * ACCESS_HALVES], "r", ACCESS_HALVES),
                        ACCESS_HALVES)
     T.ptx_commit_group()
     T.ptx_wait_group(0)
