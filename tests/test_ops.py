@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lowbit_attn import KVCache, decode, ops
+from lowbit_attn import CacheFaultError, KVCache, decode, ops
 from lowbit_attn.formats import FORMATS
-from lowbit_attn.testing import Case, assert_same_bytes, build
+from lowbit_attn.testing import Case, assert_same_bytes, assert_same_state, build, to_device
 
 CASE = Case("k4v4", num_heads=4, num_heads_kv=2, head_dim=64, lengths=(0, 3, 300), q_len=2, sinks=2, poison=False)
 OPTIONS = (dict(), dict(softmax_scale=0.2, softcap=9.0, window=40, keep_sinks=True))
@@ -109,3 +109,60 @@ def test_operators_take_no_path_that_the_device_lacks(problem):
     given[-1] = "register"
     with pytest.raises(NotImplementedError, match="path='reference'"):
         torch.ops.lowbit_attn.decode(problem.q, *given)
+
+
+def step_arguments(cache: KVCache):
+    """The append operator's arguments after rows."""
+    return (*(getattr(cache, name) for name in ops.STEP_STATE), cache.format.name, list(cache.strides),
+            *(getattr(cache, name) for name in ops.STEP_VALUES))
+
+
+def growing_cache(format: str = "k4v4", tokens: int = 100, **options) -> KVCache:
+    cache = KVCache(format, 6, 2, 64, sinks=3, max_batch=2, max_q_len=2, **options)
+    for row in range(2):
+        cache.prefill(row, torch.randn(tokens, 2, 64), torch.randn(tokens, 2, 64))
+    cache.reserve([0, 1], tokens + 300)
+    return cache
+
+
+@pytest.mark.parametrize("tokens", (100, 132), ids=("stores", "packs"))
+def test_opcheck_of_append(tokens):
+    cache, rows = growing_cache(tokens=tokens), torch.tensor([1, 0], dtype=torch.int32)
+    k, v = (torch.randn(2, 2, 2, 64).half() for _ in range(2))
+    torch.library.opcheck(torch.ops.lowbit_attn.append.default, (k, v, rows, *step_arguments(cache)))
+
+
+@pytest.mark.parametrize("format", ("k4v4", "kitty"))
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_compiled_steps_are_eager_steps(format, backend):
+    """Append, then decode, compiled into one graph, over blocks and their packing."""
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(cache, q, k, v):
+        cache.append(k, v)
+        return decode(q, cache)
+
+    eager = growing_cache(format)
+    compiled = to_device(eager, "cpu")
+    for i in range(60):
+        q, k, v = torch.randn(2, 2, 4, 64).half(), torch.randn(2, 2, 2, 64).half(), torch.randn(2, 2, 2, 64).half()
+        eager.append(k, v)
+        assert_same(step(compiled, q, k, v), decode(q, eager))
+    assert_same_state(compiled, eager)
+    compiled.append(k, v)  # the host takes over again
+    eager.append(k, v)
+    assert_same_state(compiled, eager)
+
+
+def test_a_compiled_step_without_room_leaves_a_mark():
+    cache = growing_cache()
+    step = torch.compile(lambda k, rows: cache.append(k, k, rows), fullgraph=True, backend="eager")
+    cache.free([1])
+    before = to_device(cache, "cpu")
+    for rows, words in (([1], r"\[1\]"), ([7], "beyond")):
+        step(torch.randn(1, 2, 2, 64).half(), torch.tensor(rows, dtype=torch.int32))
+        assert_same_state(cache, before)
+        with pytest.raises(CacheFaultError, match=words):
+            cache.sync()
+    cache.sync()
+    with pytest.raises(Exception, match="supported: at most max_batch"):
+        step(torch.randn(3, 2, 2, 64).half(), torch.arange(3, dtype=torch.int32))

@@ -83,8 +83,12 @@ class KVCache(CacheState):
         fp32. seqs: the batch's rows of the cache, default 0 .. batch - 1. Raises before anything is written.
 
         While a CUDA graph is captured nothing is reserved and no length is checked but on the device; seqs may then
-        also be an int32 tensor [batch] of distinct rows on the device, which each replay reads.
+        also be an int32 tensor [batch] of distinct rows on the device, which each replay reads. The same holds for
+        a step that torch.compile compiles.
         """
+        if torch.compiler.is_compiling():
+            self._append_traced(k, v, seqs)
+            return
         batch, tokens = check_rank("k", k, ("batch", "tokens", self.num_heads_kv, self.head_dim))[:2]
         capturing = self.is_capturing()
         if capturing and isinstance(seqs, torch.Tensor):
@@ -114,6 +118,21 @@ class KVCache(CacheState):
             self._flush(rows)
             for i, row in enumerate(rows.tolist()):
                 self._extend(row, k[i], v[i], pack=False)
+
+    def _append_traced(self, k: torch.Tensor, v: torch.Tensor, seqs: torch.Tensor | None) -> None:
+        """``append`` as the operator lowbit_attn::append, which ops.py defines."""
+        batch, tokens = check_rank("k", k, ("batch", "tokens", self.num_heads_kv, self.head_dim))[:2]
+        if batch > self.max_batch or not 1 <= tokens <= self.max_q_len:
+            raise ValueError(f"k: {batch} sequences of {tokens} tokens, supported: at most max_batch = "
+                             f"{self.max_batch} of 1 to max_q_len = {self.max_q_len} tokens")
+        k, v = (self._enter(name, x, (batch, tokens)) for name, x in (("k", k), ("v", v)))
+        rows = self.all_rows[:batch] if seqs is None else seqs
+        check_tensor("seqs", rows, (batch,), (torch.int32,), self.device)
+        self.is_captured = True
+        torch.ops.lowbit_attn.append(
+            k, v, rows, self.pool, self.table, *self.counters(), self.sink_k, self.sink_v, self.ring_k, self.ring_v,
+            self.limit, self.faults, self.arrivals, self.format.name, list(self.strides), self.range_search, self.sinks,
+            self.window_k, self.window_v)
 
     def flush(self, seqs: Sequence[int] | None = None) -> None:
         """Pack every full block beyond the windows of these sequences (default: all). Idempotent."""

@@ -108,8 +108,7 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) ->
 def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key: KernelKey, path) -> None:
     """Plan the call, keep the plan for calls like it, and launch."""
     plan = _make_plan(q, cache, options, num_splits, key)
-    # memory of a captured step belongs to its graph; an operator's state does not outlive the call
-    if isinstance(cache, KVCache) and not is_capturing(q.device):
+    if not is_capturing(q.device):  # memory of a captured step belongs to its graph
         plans_of(cache).keep(_call(q, (options.softmax_scale, options.softcap, options.window, options.keep_sinks,
                                        num_splits, path)), plan)
     plan.run(q, out, lse, options.sink_logits)

@@ -1,27 +1,32 @@
-"""torch operators: decode as torch.compile, export and functional transforms see it.
+"""torch operators: decode and append as torch.compile, export and functional transforms see them.
 
     lowbit_attn::decode(q, <state of a cache>, sink_logits, <plain values>) -> (o, lse)
     lowbit_attn::decode_out(q, out!, lse!, ...)                             into the caller's buffers
+    lowbit_attn::append(k, v, rows, <state of a cache>!, <plain values>)    a step of the cache, pages reserved ahead
 
-They take a cache's public state tensor by tensor, so a graph that holds them holds no Python object. q is rotated as
-the cache's keys are, and checked: ``lowbit_attn.decode`` does both and, while it is being compiled, calls these. Shapes
-and defaults are those of ``lowbit_attn.decode``.
+They take a cache's public state tensor by tensor, so a graph that holds them holds no Python object. q, k and v are
+rotated as the cache's keys are, of its dtype, and checked: ``lowbit_attn.decode`` and ``KVCache.append`` do all that
+and, while they are being compiled, call these. Shapes and defaults are theirs.
 """
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from lowbit_attn import dispatch, kernels
-from lowbit_attn.cache import KVCache, Strides
-from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.formats.contract import Record
+from lowbit_attn.cache import BACKENDS, KVCache, Strides
+from lowbit_attn.formats import FORMATS
 from lowbit_attn.reference import Attention
 from lowbit_attn.state import Counts
 
 STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v")
+STEP_STATE = (*STATE, "limit", "faults", "arrivals")
+STEP_VALUES = ("range_search", "sinks", "window_k", "window_v")
+_READ_BY_STEPS = ("table", "limit")
 _STATE_SCHEMA = ", ".join(f"Tensor {name}" for name in STATE)
+_STEP_SCHEMA = ", ".join(f"Tensor{'' if name in _READ_BY_STEPS else f'({chr(97 + i)}!)'} {name}"
+                         for i, name in enumerate(STEP_STATE))
 _VALUES_SCHEMA = ("str format, int[] strides, float? softmax_scale, float? softcap, int? window, bool keep_sinks, "
                   "int? num_splits, str? path")
 
@@ -31,57 +36,30 @@ _LIBRARY.define(f"decode(Tensor q, {_STATE_SCHEMA}, Tensor? sink_logits, {_VALUE
                 tags=torch.Tag.pt2_compliant_tag)
 _LIBRARY.define(f"decode_out(Tensor q, Tensor(a!) out, Tensor(b!) lse, {_STATE_SCHEMA}, Tensor? sink_logits, "
                 f"{_VALUES_SCHEMA}) -> ()", tags=torch.Tag.pt2_compliant_tag)
+_LIBRARY.define(f"append(Tensor k, Tensor v, Tensor rows, {_STEP_SCHEMA}, str format, int[] strides, "
+                "bool? range_search, int sinks, int window_k, int window_v) -> ()", tags=torch.Tag.pt2_compliant_tag)
 
 
-@dataclass(frozen=True)
-class DecodeState:
-    """What decode reads of a KVCache, made of an operator's arguments."""
+class HeldCache(KVCache):
+    """A cache for the length of one operator: made of its arguments, without a host's part."""
 
-    pool: torch.Tensor
-    table: torch.Tensor
-    n_sink: torch.Tensor
-    n_qk: torch.Tensor
-    n_qv: torch.Tensor
-    n_tok: torch.Tensor
-    sink_k: torch.Tensor
-    sink_v: torch.Tensor
-    ring_k: torch.Tensor
-    ring_v: torch.Tensor
-    format: Format
-    strides: Strides
-
-    rotate_keys = False  # q comes rotated
-    gather, dequantize_pages, _slots = KVCache.gather, KVCache.dequantize_pages, KVCache._slots
+    def __init__(self, format: str, strides: list[int], state: dict[str, torch.Tensor], **values):
+        vars(self).update(state, **values)
+        self.format, self.strides = FORMATS[format], Strides(*strides)
+        self.device, self.dtype, self.rotate_keys = self.pool.device, self.ring_k.dtype, False
+        self.max_batch, self.num_heads_kv, _, self.head_dim = self.ring_k.shape
+        self.record = self.format.record(self.head_dim)
 
     def settle(self, call: str) -> None:
         """There is no copy of the counters to refresh: ``counts`` reads them."""
 
-    def check_rows(self, seqs: list[int], alive: bool = True) -> np.ndarray:
+    def check_rows(self, seqs, count: int | None = None, alive: bool = True) -> np.ndarray:
         return np.asarray(seqs)
 
-    @property
+    @cached_property
     def counts(self) -> Counts:
-        return Counts(*(x.cpu().numpy() for x in (self.n_sink, self.n_qk, self.n_qv, self.n_tok)))
-
-    @property
-    def device(self) -> torch.device:
-        return self.pool.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.ring_k.dtype
-
-    @property
-    def num_heads_kv(self) -> int:
-        return self.ring_k.shape[1]
-
-    @property
-    def head_dim(self) -> int:
-        return self.ring_k.shape[3]
-
-    @property
-    def record(self) -> Record:
-        return self.format.record(self.head_dim)
+        """On the CPU the counters themselves."""
+        return Counts(*(x.cpu().numpy() for x in self.counters()))
 
 
 _unnamed = torch.compiler.assume_constant_result(kernels.unnamed)  # a format does not change; tracing it would warn
@@ -110,7 +88,7 @@ def mark_static(cache: KVCache) -> None:
     With mode="reduce-overhead" a graph then reads the cache in place; otherwise each call would copy all of it to
     where the graph was captured.
     """
-    for name in STATE:
+    for name in STEP_STATE:
         torch._dynamo.mark_static_address(getattr(cache, name), guard=True)
 
 
@@ -123,7 +101,7 @@ def _outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _decode_out(q, out, lse, *arguments) -> None:
     state, sink_logits = arguments[: len(STATE)], arguments[len(STATE)]
     format, strides, softmax_scale, softcap, window, keep_sinks, num_splits, path = arguments[len(STATE) + 1 :]
-    cache = DecodeState(*state, FORMATS[format], Strides(*strides))
+    cache = HeldCache(format, strides, dict(zip(STATE, state)))
     dispatch.decode(q, cache, out, lse, Attention(softmax_scale, softcap, window, keep_sinks, sink_logits), num_splits,
                     path)
 
@@ -134,8 +112,28 @@ def _decode(q, *arguments) -> tuple[torch.Tensor, torch.Tensor]:
     return outputs
 
 
+def _append(k, v, rows, *arguments) -> None:
+    state, (format, strides, *values) = arguments[: len(STEP_STATE)], arguments[len(STEP_STATE) :]
+    cache = HeldCache(format, strides, dict(zip(STEP_STATE, state)), **dict(zip(STEP_VALUES, values)))
+    step = BACKENDS[cache.device.type].append or _append_in_torch
+    step(cache, rows, k, v)
+
+
+def _append_in_torch(cache: HeldCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """What the kernels do, marks in ``faults`` included."""
+    for i, row in enumerate(rows.tolist()):
+        if not 0 <= row < cache.max_batch:
+            cache.faults[-1] = 1
+        elif cache.n_tok[row] + k.shape[1] > cache.limit[row]:
+            cache.faults[row] = 1
+        else:
+            cache._flush(np.array([row]))
+            cache._extend(row, k[i], v[i], pack=False)
+
+
 for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("decode", _decode, _device)
-    _LIBRARY.impl("decode_out", _decode_out, _device)
+    for _name, _function in (("decode", _decode), ("decode_out", _decode_out), ("append", _append)):
+        _LIBRARY.impl(_name, _function, _device)
 torch.library.register_fake("lowbit_attn::decode", lambda q, *arguments: _outputs(q), lib=_LIBRARY)
-torch.library.register_fake("lowbit_attn::decode_out", lambda *arguments: None, lib=_LIBRARY)
+for _name in ("decode_out", "append"):
+    torch.library.register_fake(f"lowbit_attn::{_name}", lambda *arguments: None, lib=_LIBRARY)

@@ -113,7 +113,7 @@ class CacheState:
         self.arrivals = torch.zeros(self.max_batch, **ints)  # blocks of a step's kernel that have read the counters
         self.all_rows = torch.arange(self.max_batch, **ints)
         self.book = PageBook(self.num_pages, self.max_batch)
-        self.is_captured = False  # whether a CUDA graph holds a step, which may run at any time
+        self.is_captured = False  # whether a CUDA graph or compiled code holds a step, which may run at any time
         self._row_tensors: dict[tuple[int, ...], torch.Tensor] = {}
         self.bind()
 
@@ -149,8 +149,6 @@ class CacheState:
 
     def sync(self) -> None:
         """Read the counters of the device, which captured steps move; waits for it. Raises as ``check`` does."""
-        if self.device.type == "cpu":
-            return
         self._refuse_capture("sync")
         read = torch.cat((*self.counters(), self.faults)).cpu().numpy()
         for mine, theirs in zip(self.counts, read[: 4 * self.max_batch].reshape(4, -1)):
