@@ -127,6 +127,13 @@ QUANTIZED = (
     ("kitty-pro", F16, 256), ("k8tv8-g32", BF16, 96), ("k2v4", BF16, 256), ("k4tv1-vg128", F16, 256),
 )
 
+# formats, dtype and head_dim whose steps on the device are compared with the CPU's, byte by byte
+APPENDED = (
+    ("k4v4", F16, 128), ("k4v4", F16, 64), ("k2v2", F16, 128), ("k8v4", F16, 64), ("k4tv4", F16, 128),
+    ("kitty", F16, 128), ("kitty-pro-bf16", BF16, 64), ("k4v4-bf16", BF16, 128), ("k8tv8-g32", BF16, 96),
+    ("k4v4", F16, 256),
+)
+
 
 def keys(arch: str) -> list[KernelKey]:
     """What the fast subset needs beyond the shipped set, for the one target of an architecture that runs on Hopper."""
@@ -140,6 +147,8 @@ def keys(arch: str) -> list[KernelKey]:
                and key.format in ("k4v4", "k2v2")]
     wanted += [key for name, dtype, head_dim in QUANTIZED
                for key in kernels.packing_keys(target, dtype, head_dim, FORMATS[name])]
+    wanted += [key for name, dtype, head_dim in APPENDED
+               for key in kernels.step_keys(target, dtype, head_dim, FORMATS[name])]
     return list(dict.fromkeys(wanted))
 
 

@@ -165,7 +165,7 @@ class LowBitLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens; the memory stays allocated."""
         if self.kv is not None:
-            self.kv.free(range(self.batch_size))
+            self.kv.clear(range(self.batch_size))
         self.length, self.handle = 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
