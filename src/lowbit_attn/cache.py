@@ -60,6 +60,9 @@ class KVCache:
         rotate_keys: store K H with a random-sign Hadamard matrix H (QuaRot; formats of K per token, head_dim a power
             of two), which spreads outlier channels over a token's group; ``decode`` rotates queries likewise, so
             logits stay the same. ``gather`` and ``dequantize_pages`` give the rotated keys.
+        query_weights: fp32 [num_heads_kv, head_dim], finite and not negative: mean |q| by channel over the query heads
+            of each KV head, from a calibration. For formats that choose channels by it ("kitty-weighted", ...), which
+            need it; read whenever a page is packed, so it may be updated in place.
 
     Public state, read by kernels: ``pool`` uint8 [num_pages, num_heads_kv, record_bytes]; ``table`` int32
     [max_batch, max_pages]; ``n_sink``, ``n_qk``, ``n_qv``, ``n_tok`` int32 [max_batch]; ``sink_k``, ``sink_v``
@@ -70,7 +73,8 @@ class KVCache:
     def __init__(self, format: str | Format, num_pages: int, num_heads_kv: int, head_dim: int,
                  dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu", sinks: int = 0,
                  range_search: bool | None = None, *, max_batch: int = 1, max_q_len: int = 1,
-                 max_seqlen: int | None = None, saturate: bool = False, rotate_keys: bool = False):
+                 max_seqlen: int | None = None, saturate: bool = False, rotate_keys: bool = False,
+                 query_weights: torch.Tensor | None = None):
         one_of("dtype", dtype, DTYPES)
         if not isinstance(format, str | Format):
             raise TypeError(f"format: got {format!r}, supported: a Format or a name: {', '.join(FORMATS)}, or any of "
@@ -92,6 +96,7 @@ class KVCache:
             raise ValueError(f"rotate_keys: format {self.format} groups K per channel, supported: K per token, whose "
                              "groups a rotation evens out")
         self.rotation = hadamard(head_dim).to(self.device) if rotate_keys else None
+        self.query_weights = self._checked_weights(query_weights)
         self.max_batch, self.max_q_len = max_batch, max_q_len
         self.window_k = max(self.format.window_k, max_q_len - 1)
         self.window_v = max(self.format.window_v, max_q_len - 1)
@@ -100,6 +105,17 @@ class KVCache:
         one_of("device", self.device.type, list(BACKENDS))
         BACKENDS[self.device.type].check(self)
         self._allocate()
+
+    def _checked_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
+        shape = (self.num_heads_kv, self.head_dim)
+        if (weights is not None) != self.format.k.weighs_queries:
+            raise ValueError(f"query_weights: got {'none' if weights is None else 'some'} for format {self.format}, "
+                             f"supported: fp32 {list(shape)} for formats that choose channels by them, None for others")
+        if weights is not None:
+            check_tensor("query_weights", weights, shape, (torch.float32,), self.device)
+            if not bool((weights.isfinite() & (weights >= 0)).all()):
+                raise ValueError("query_weights: got negative or non-finite values, supported: means of |q|")
+        return weights
 
     def _allocate(self) -> None:
         # at least one table entry and one sink row, never read, so that kernels always get a valid pointer
@@ -288,9 +304,12 @@ class KVCache:
 
 def write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, side: str) -> None:
     """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool, in torch."""
-    records = cache.pool[pages.long()].flatten(0, 1)
-    write = cache.format.write_k if side == "k" else cache.format.write_v
-    write(records, blocks.flatten(0, 1).float(), cache.range_search)
+    records, blocks = cache.pool[pages.long()].flatten(0, 1), blocks.flatten(0, 1).float()
+    if side == "k":
+        weights = None if cache.query_weights is None else cache.query_weights.repeat(pages.shape[0], 1)
+        cache.format.write_k(records, blocks, cache.range_search, weights)
+    else:
+        cache.format.write_v(records, blocks, cache.range_search)
     cache.pool[pages.long()] = records.unflatten(0, (-1, cache.num_heads_kv))
 
 

@@ -83,7 +83,11 @@ class LowBitLayer(CacheLayerMixin):
         self.dtype = self.kv_dtype or (key_states.dtype if key_states.dtype in DTYPES else torch.float16)
         self.device, self.batch_size = key_states.device, batch
         tokens = FIRST_TOKENS if self.max_seqlen is None else self.max_seqlen
-        self.kv = new_cache(self.format, tokens, batch, heads, head_dim, self.dtype, self.device, **self.options)
+        weights = {}
+        if self.format.k.weighs_queries:
+            weights["query_weights"] = torch.zeros(heads, head_dim, device=self.device)
+        self.kv = new_cache(self.format, tokens, batch, heads, head_dim, self.dtype, self.device, **self.options,
+                            **weights)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
@@ -111,6 +115,8 @@ class LowBitLayer(CacheLayerMixin):
         if k.shape[2] != q_len:
             raise NotImplementedError(f"query: {q_len} tokens beside {k.shape[2]} new keys; supported: equal counts")
         self._make_room(self.length + q_len)
+        if self.kv.query_weights is not None:
+            self._weigh(query)
         if q_len == 1:
             self.kv.append(k.transpose(1, 2), v.transpose(1, 2))
             out, _ = decode(query.transpose(1, 2), self.kv, softmax_scale=scaling, path=self.path)
@@ -122,6 +128,12 @@ class LowBitLayer(CacheLayerMixin):
         self.length += q_len
         self.handle = None
         return out
+
+    def _weigh(self, query) -> None:
+        """Fold the step's queries [batch, num_heads, q_len, head_dim] into the mean |q| that weighs channels of K."""
+        step, weights = query.shape[2], self.kv.query_weights
+        mean = query.float().abs().unflatten(1, (weights.shape[0], -1)).mean((0, 2, 3))
+        weights += (mean - weights) * (step / (self.length + step))
 
     def _attend_chunk(self, query, k, v, scaling) -> torch.Tensor:
         k, v = (x.to(self.dtype).to(query.dtype) for x in (k, v))
@@ -196,18 +208,20 @@ class LowBitCache(Cache):
 
     Args:
         format: a name of FORMATS ("k4v4", "k2v2-vg32", ...) or a Format.
-        sinks, range_search, saturate: as in KVCache.
+        sinks, range_search, saturate: as in KVCache; sinks None: the format's own (32 for Kitty's, else 0).
         max_seqlen: longest sequence, allocated at once; None: the pools double when they are full.
         dtype: 16-bit type of sinks and open blocks; None: the model's, fp16 for an fp32 model.
         path: decode path of one-token steps, as in lowbit_attn.decode; None: the dispatcher's pick.
 
-    All sequences of a batch have the same length. Gradients do not flow into stored tokens.
+    All sequences of a batch have the same length. Gradients do not flow into stored tokens. A format that weighs
+    channels by queries ("kitty-weighted", ...) takes the mean |q| of all that the layer has seen when a page is packed.
     """
 
-    def __init__(self, format: str | Format, *, sinks: int = 0, range_search: bool | None = None,
+    def __init__(self, format: str | Format, *, sinks: int | None = None, range_search: bool | None = None,
                  max_seqlen: int | None = None, dtype: torch.dtype | None = None, saturate: bool = False,
                  path: str | None = None):
         self.format = FORMATS[format] if isinstance(format, str) else format
+        sinks = self.format.sinks if sinks is None else sinks
         layer = partial(LowBitLayer, self.format, max_seqlen, dtype, path, sinks=sinks, range_search=range_search,
                         saturate=saturate)
         super().__init__(layer_class_to_replicate=layer)
