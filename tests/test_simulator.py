@@ -23,7 +23,7 @@ def feed(cache, k, v, sizes):
     layer = cache.layer_class_to_replicate()
     for new_k, new_v in zip(k.split(sizes, 2), v.split(sizes, 2)):
         if isinstance(cache, LowBitCache):
-            layer.attend(layer.update(new_k, new_v)[0], new_k, None)
+            layer.attend(layer.update(new_k, new_v)[0], new_k)
         else:
             layer.update(new_k, new_v)
     return layer
@@ -91,8 +91,8 @@ def test_a_model_reads_it_and_quality_scores_it():
     model, ids = transformers.LlamaForCausalLM(config).eval(), torch.randint(3, 50, (400,))
     scores = quality.compare(model, ids, {
         "paged": dict(format="kitty"), "wide": dict(format="kitty", v_step=128), "one": dict(format="kitty", v_step=1)})
-    assert scores["wide"].perplexity == pytest.approx(scores["paged"].perplexity, rel=1e-5)
-    assert scores["wide"].kl == pytest.approx(scores["paged"].kl, rel=1e-3) and scores["wide"].kl > 0
+    assert scores["wide"].perplexity == pytest.approx(scores["paged"].perplexity, rel=1e-4)
+    assert scores["wide"].kl == pytest.approx(scores["paged"].kl, rel=1e-2) and scores["wide"].kl > 0
     assert scores["one"].kl > 1.01 * scores["wide"].kl  # fewer tokens of V in 16 bit
     assert scores["one"].cache_bytes < scores["wide"].cache_bytes == scores["paged"].cache_bytes
     model.set_attn_implementation("sdpa")
