@@ -44,7 +44,8 @@ LARGEST_CHANNEL_EXPONENT = 22  # of fp16 scales: with more, the constant of the 
 class Registers(NamedTuple):
     """A thread's register arrays. MMA operands (query, scaled, a, b) have no views: see mma.multiply."""
 
-    query_of: Any  # q' of all column tiles, in shared memory: fp16 [head_dim / 16, row groups * lanes, columns * 4]
+    query_of: Any  # q' of all column tiles, in shared memory: fp16 [head_dim / 16, row groups * lanes, columns * 4],
+    # or, in kernels with boosted channels, boost.query_shape
     member: Any  # the thread's place in it
     query: Any  # q' of one column tile, fp16 [columns, 4]
     e_q: Any  # int32 [row values]
@@ -76,7 +77,8 @@ def allocate(config: DecodeConfig, thread) -> Registers:
     of_token = groups if config.k.per_token else 1
     meta_k, meta_v, pair, minus = (T.alloc_local((size,), "uint32") for size in (2, 2, 1, 1))
     return Registers(
-        T.alloc_shared((config.o_tiles, config.row_groups * LANES, 4 * n), "float16"),
+        T.alloc_shared((config.o_tiles, config.row_groups * LANES, 4 * n) if config.boost is None
+                       else boost.query_shape(config), "float16"),
         thread % (config.row_groups * LANES),
         T.alloc_local((4 * n,), "float16"), T.alloc_local((config.row_values,), "int32"),
         T.alloc_local((4 * of_channel * n,), "float16"), T.alloc_local((4 * n,), "float32"),
@@ -101,14 +103,34 @@ def start(config, q, rows, warp, lane, ops, work, num_splits):
         work.z[i] = T.float32(0.0)
     work.value_exponent[0] = registers.MAX_VALUE_EXPONENT
     if config.k.per_token:
-        sum_query(config, work)
+        sum_query(config, lane, work)
 
 
 @T.macro
-def load_query_tile(config, column_tile, work):
+def load_query_tile(config, column_tile, lane, work):
     """q' of one column tile as B operand."""
-    for v in T.vectorized(4 * config.columns):
-        work.query[v] = work.query_of[column_tile, work.member, v]
+    if config.boost is not None:
+        boost.load_query(config, TILE * column_tile + lane % TILE, lane, work)
+    else:
+        for v in T.vectorized(4 * config.columns):
+            work.query[v] = work.query_of[column_tile, work.member, v]
+
+
+def own_query(value, exponent):
+    """q' of a value of q."""
+    return T.cast(T.cast(value, "float32") * pow2(exponent) * T.float32(2.0**registers.QUERY_OWN_SHIFT), "float16")
+
+
+@T.macro
+def store_query(config, rows, n, half, exponent, lane, work):
+    """q' of query row 8n + g and channels 8*half + 2t, + 1."""
+    at = 4 * (half // 2 * config.columns + n) + 2 * (half % 2)
+    if config.boost is not None:
+        for v in T.unroll(2):
+            boost.store_query(work, n, 8 * half + 2 * (lane % 4) + v, lane, own_query(rows[at + v], exponent))
+    else:
+        for v in T.vectorized(2):
+            work.query_of[half // 2, work.member, 4 * n + 2 * (half % 2) + v] = own_query(rows[at + v], exponent)
 
 
 @T.macro
@@ -128,22 +150,19 @@ def row_exponents(config, warp, lane, rows, work):
             exponent = registers.FIXED_QUERY_EXPONENT
         if warp < config.row_groups:
             for i in T.unroll(2 * config.o_tiles):
-                for v in T.vectorized(2):
-                    work.query_of[i // 2, work.member, 4 * n + 2 * (i % 2) + v] = T.cast(
-                        T.cast(rows[4 * (i // 2 * config.columns + n) + 2 * (i % 2) + v], "float32") * pow2(exponent)
-                        * T.float32(2.0**registers.QUERY_OWN_SHIFT), "float16")
+                store_query(config, rows, n, i, exponent, lane, work)
         for j in T.unroll(2):
             work.e_q[2 * n + j] = T.shfl_sync(exponent, 4 * registers.accumulator_col(lane, j))
 
 
 @T.macro
-def sum_query(config, work):
+def sum_query(config, lane, work):
     """Sums of q' over the channel groups, by multiplies with ones: every lane has those of its columns."""
     for i in T.unroll(4):
         work.a[i] = T.uint32(ONES)
     mma.clear(work.query_sum, 4 * config.k.groups * config.columns)
     for ct in T.unroll(config.o_tiles):
-        load_query_tile(config, ct, work)
+        load_query_tile(config, ct, lane, work)
         for n in T.unroll(config.columns):
             mma.multiply("float16", work.a, work.query, n, work.query_sum,
                          ct // (config.o_tiles // config.k.groups) * config.columns + n)
@@ -234,7 +253,7 @@ def channel_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
     for ct in T.unroll(piece.column_tiles):
         if config.is_crowded:
             T.sync_warp()  # keeps the next tile's loads, hence registers, behind this tile's multiplies
-        load_query_tile(config, ct, work)
+        load_query_tile(config, ct, lane, work)
         load_bias(config, ring, slot, own, ct, lane, own_scale, own_zero, work)
         for n in T.unroll(config.columns):
             mma.multiply("float16", work.a, work.query, n, work.bias, n)
@@ -301,7 +320,7 @@ def token_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
         for j in T.unroll(piece.groups):
             mma.clear(work.part, 4 * BLOCK * columns)
             for c in T.unroll(group_tiles):
-                load_query_tile(config, j * group_tiles + c, work)
+                load_query_tile(config, j * group_tiles + c, lane, work)
                 multiply_codes(config, piece, ring, slot, lane, work, j * group_tiles + c, BLOCK * chunk, BLOCK,
                                work.query, lambda tile: 0, work.part, BLOCK * chunk)
             for tile in T.unroll(BLOCK):

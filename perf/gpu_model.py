@@ -37,18 +37,18 @@ def greedy_against_reference(model, prompt, cache_options: dict, tokens: int) ->
 
 def stepwise_perplexity(model, ids, cache_options: dict) -> float:
     """Perplexity of the last STEP_TOKENS tokens, each read by itself after the rest was read in chunks."""
-    from lowbit_attn.demo import scoring
+    from lowbit_attn import quality
     from lowbit_attn.integrations.hf import LowBitCache
 
     cache, start = LowBitCache(**cache_options), ids.shape[1] - STEP_TOKENS
     nll = 0.0
     with torch.inference_mode():
-        for at in range(0, start, scoring.CHUNK):
-            logits = model(ids[:, at : min(at + scoring.CHUNK, start)], past_key_values=cache).logits[0, -1:].float()
+        for at in range(0, start, quality.CHUNK):
+            logits = model(ids[:, at : min(at + quality.CHUNK, start)], past_key_values=cache).logits[0, -1:].float()
         for at in range(start, ids.shape[1]):
-            nll += scoring.negative_log_likelihood(logits, ids[0, at : at + 1])
+            nll += quality.negative_log_likelihood(logits, ids[0, at : at + 1])
             logits = model(ids[:, at : at + 1], past_key_values=cache).logits[0].float()
-    return scoring.perplexity(nll, STEP_TOKENS)
+    return quality.perplexity(nll, STEP_TOKENS)
 
 
 def main(

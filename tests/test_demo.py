@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import math
 import re
 import subprocess
 import types
@@ -13,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from lowbit_attn import FORMATS
 from lowbit_attn.demo import model as models
 from lowbit_attn.demo import report
 
@@ -59,15 +59,6 @@ def test_fetch_says_size_and_remedy(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] in ([], ["fetch.lock"])
 
 
-def test_scoring_arithmetic():
-    scoring = pytest.importorskip("lowbit_attn.demo.scoring")
-    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
-    nll = scoring.negative_log_likelihood(logits, torch.tensor([0, 1]))
-    assert nll == pytest.approx(-math.log(0.5) - math.log(0.1), rel=1e-6)
-    assert scoring.perplexity(nll, 2) == pytest.approx(math.sqrt(20), rel=1e-6)
-    assert scoring.agreement(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 4])) == 0.75
-
-
 @pytest.fixture
 def tiny():
     transformers = pytest.importorskip("transformers")
@@ -77,7 +68,7 @@ def tiny():
 
 
 def test_score_equals_one_pass_of_the_model(tiny):
-    scoring = pytest.importorskip("lowbit_attn.demo.scoring")
+    scoring, quality = map(pytest.importorskip, ("lowbit_attn.demo.scoring", "lowbit_attn.quality"))
     ids, counts = torch.randint(3, 50, (1, 200)), []
     baseline, k8 = (scoring.score(tiny, ids, case, counts.append) for case in (
         scoring.Case("16 bit"), scoring.Case("k8v8", "k8v8")))
@@ -90,7 +81,7 @@ def test_score_equals_one_pass_of_the_model(tiny):
     assert baseline.cache_bytes == 200 * 2 * 64 * 2 and baseline.bits_per_element == 16
     assert k8.cache_bytes < baseline.cache_bytes and len(k8.top1) == 200
     assert k8.served_by == "reference in torch"
-    assert scoring.agreement(baseline.top1, whole.logits[0].argmax(-1)) > 0.95
+    assert quality.agreement(baseline.top1, whole.logits[0].argmax(-1)) > 0.95
 
 
 def test_answer_is_greedy(tiny):
@@ -106,7 +97,7 @@ def test_cases_are_known_formats():
     scoring = pytest.importorskip("lowbit_attn.demo.scoring")
     labels = [case.label for case in scoring.CASES]
     assert set(scoring.ANSWERED) < set(labels) and len(set(labels)) == len(labels)
-    assert scoring.CASES[0].format is None and all(c.format in scoring.FORMATS for c in scoring.CASES[1:])
+    assert scoring.CASES[0].format is None and all(c.format in FORMATS for c in scoring.CASES[1:])
     assert max(map(len, labels)) <= report.COLUMNS[0][1]
 
 

@@ -12,7 +12,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E4
 
 from lowbit_attn import KVCache  # noqa: E402
 from lowbit_attn.integrations import hf  # noqa: E402
+from lowbit_attn.integrations import layer as layers  # noqa: E402
 from lowbit_attn.integrations.growth import grown  # noqa: E402
+from lowbit_attn.reference import Attention  # noqa: E402
 
 HEADS, HEADS_KV, DIM = 4, 2, 64
 
@@ -47,7 +49,7 @@ def feed(model, ids, cache, *sizes):
 def new_kv(steps, layer, *sizes):
     """Feed random K and V of these step sizes to a layer; the queries are random too."""
     for k, v, q in zip(*(x.split(sizes, 2) for x in steps)):
-        layer.attend(layer.update(k, v)[0], q, None)
+        layer.attend(layer.update(k, v)[0], q)
 
 
 def random_steps(count: int, batch: int = 1):
@@ -56,12 +58,19 @@ def random_steps(count: int, batch: int = 1):
     return k, v, torch.randn(batch, HEADS, count, DIM)
 
 
-def plain_attention(q, k, v):
+def plain_attention(q, k, v, softcap=None, window=None, keep_sinks=False, sink_logits=None, n_sink=0):
     """fp32; q [heads, q_len, D] are the last queries over k, v [heads_kv, seqlen, D]; returns [q_len, heads, D]."""
     k, v = (x.repeat_interleave(HEADS // HEADS_KV, 0) for x in (k, v))
     scores = q @ k.transpose(1, 2) / DIM**0.5
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
-    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    ones = torch.ones(scores.shape[1:], dtype=torch.bool)
+    hidden = ones.triu(k.shape[1] - q.shape[1] + 1)
+    if window:
+        hidden |= ones.tril(k.shape[1] - q.shape[1] - window) & ~(keep_sinks & (torch.arange(k.shape[1]) < n_sink))
+    scores = scores.masked_fill(hidden, float("-inf"))
+    extra = torch.full((HEADS,), -torch.inf) if sink_logits is None else sink_logits
+    scores = torch.cat((scores, extra[:, None, None].expand(-1, q.shape[1], 1)), 2)
+    return (scores.softmax(-1)[..., :-1] @ v).transpose(0, 1)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -76,21 +85,73 @@ def test_generate_in_five_lines(model, batch):
     assert cache.layers[0].kv.n_qk.tolist() == [128] * batch
 
 
+SINK_LOGITS = torch.tensor([0.5, -1.0, 3.0, 0.0])
+CALLS = {  # what the model asks of a layer, and the layer's own options
+    "plain": (dict(), dict()),
+    "sinks": (dict(), dict(sinks=32)),
+    "softcap": (dict(softcap=1.5), dict()),
+    "sink logits": (dict(sink_logits=SINK_LOGITS), dict(sinks=5)),
+    "window of the model": (dict(window=50), dict(sliding="lowbit")),
+    "window and softcap of the model": (dict(window=150, softcap=2.0, sink_logits=SINK_LOGITS), dict(sliding="lowbit")),
+    "window of the cache": (dict(), dict(window=60)),
+    "window of the cache, sinks": (dict(), dict(window=60, keep_sinks=True, sinks=7)),
+    "rotated keys": (dict(), dict(rotate_keys=True)),
+    "rotated keys, window": (dict(window=50), dict(rotate_keys=True, sliding="lowbit")),
+}
+
+
 @pytest.mark.parametrize("sizes", [(200, 1, 60, 1, 1), (130, 130), (1,) * 140])
-@pytest.mark.parametrize("sinks", [0, 32])
-def test_attention_is_that_over_the_gathered_cache(sizes, sinks):
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("pads", [(0, 0), (0, 37)])
+def test_attention_is_that_over_the_gathered_cache(sizes, call, pads):
+    """Every step against the values that the cache held before it, and the step's own in 16 bit."""
+    if len(sizes) > 10 and call not in ("plain", "window of the cache, sinks"):
+        sizes = (1,) * 5
+    asked, own = CALLS[call]
     k, v, q = random_steps(sum(sizes), batch=2)
-    layer = hf.LowBitCache("k2v2", sinks=sinks).layer_class_to_replicate()
+    layer = hf.LowBitCache("k2tv2", **own).layer_class_to_replicate()
+    expects = asked | {name: own[name] for name in ("window", "keep_sinks") if name in own} | dict(
+        n_sink=own.get("sinks", 0))
     start = 0
     for size in sizes:
         new = slice(start, start + size)
-        before = [layer.kv.gather(b) if start else (k[b, :, :0], v[b, :, :0]) for b in range(2)]
-        out = layer.attend(layer.update(k[:, :, new], v[:, :, new])[0], q[:, :, new], None)
+        started = [start > pad for pad in pads]
+        before = [layer.kv.gather(b) if started[b] else (k[b, :, :0], v[b, :, :0]) for b in range(2)]
+        seen_pads = tuple(min(pad, start + size) for pad in pads)
+        out = layer.attend(layer.update(k[:, :, new], v[:, :, new])[0], q[:, :, new], Attention(**asked), seen_pads)
         for b in range(2):
-            seen = (torch.cat((old, x[b, :, new].half().float()), 1) for old, x in zip(before[b], (k, v)))
-            torch.testing.assert_close(out[b], plain_attention(q[b, :, new], *seen), rtol=1e-5, atol=1e-5)
+            skip = max(0, seen_pads[b] - start)
+            own_k, own_v, own_q = (x[b, :, new][:, skip:] for x in (k.half().float(), v.half().float(), q))
+            if own.get("rotate_keys"):
+                # cached keys are rotated already; a step's own are compared as they are stored, rotated and rounded
+                own_k, own_q = layer.kv.rotate(own_k).float(), (own_q @ layer.kv.rotation)
+            seen = (torch.cat((old, x), 1) for old, x in zip(before[b], (own_k, own_v)))
+            expected = plain_attention(own_q, *seen, **expects)
+            tolerance = 2e-3 if own.get("rotate_keys") else 1e-5
+            torch.testing.assert_close(out[b, skip:], expected, rtol=tolerance, atol=tolerance)
         start += size
-    assert layer.kv.n_qk.tolist() == [(sum(sizes) - sinks) // 128 * 128] * 2
+    assert layer.kv.n_tok.tolist() == [sum(sizes) - min(pad, sum(sizes)) for pad in pads]
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (90, 3)])
+@pytest.mark.parametrize("asked", [dict(), dict(softcap=1.5), dict(sink_logits=SINK_LOGITS)])
+def test_a_sliding_layer_keeps_its_window_in_16_bit(asked, pads):
+    k, v, q = random_steps(140, batch=2)
+    layer = hf.LowBitCache("k2v2").layer_class_to_replicate()
+    start = 0
+    for size in (70, 1, 60, 1, 8):
+        new, stop = slice(start, start + size), start + size
+        out = layer.attend(layer.update(k[:, :, new], v[:, :, new])[0], q[:, :, new], Attention(window=20, **asked),
+                           tuple(min(pad, stop) for pad in pads))
+        for b in range(2):
+            skip = max(0, pads[b] - start)
+            seen = (x[b, :, pads[b]:stop].half().float() for x in (k, v))
+            expected = plain_attention(q[b, :, new][:, skip:], *seen, window=20, **asked)
+            torch.testing.assert_close(out[b, skip:], expected, rtol=1e-5, atol=1e-5)
+        start = stop
+    assert layer.kv is None and layer.nbytes == 2 * 2 * HEADS_KV * 19 * DIM * 2 and layer.get_seq_length() == 140
+    layer.reset()
+    assert layer.nbytes == 0 and layer.get_seq_length() == 0
 
 
 def test_logits_match_a_model_that_sees_the_gathered_values(model):
@@ -138,8 +199,46 @@ def test_state_does_not_depend_on_the_steps():
         assert layer.nbytes == expected.nbytes
 
 
+@pytest.mark.parametrize("name", ("kitty", "kitty-pro"))
+def test_generate_with_kitty(model, name):
+    """Its own 32 sinks unless told otherwise; V is packed a page later than K."""
+    ids = tokens(300)
+    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, min_new_tokens=24)
+    cache, told = hf.LowBitCache(name), hf.LowBitCache(name, sinks=32)
+    out = model.generate(ids, past_key_values=cache, **options)
+    kv = cache.layers[0].kv
+    assert (kv.sinks, int(kv.n_sink[0]), int(kv.n_qk[0]), int(kv.n_qv[0])) == (32, 32, 256, 128)
+    assert torch.equal(out, model.generate(ids, past_key_values=told, **options)) and told.nbytes == cache.nbytes
+    bare = hf.LowBitCache(name, sinks=0)
+    feed(model, ids, bare, 300)
+    assert bare.layers[0].kv.sinks == 0 and hf.LowBitCache("k2v2").layer_class_to_replicate().options["sinks"] == 0
+    got = feed(model, ids, hf.LowBitCache(name), 128, 128, 44)[:, -1]
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        exact = model(ids).logits[:, -1]
+    error = (got - exact).norm() / exact.norm()
+    assert 1e-4 < error < 0.25
+
+
+def test_weighted_kitty_learns_from_the_queries_it_sees(model):
+    """The mean |q| of every query so far, over the query heads of each KV head, whatever the steps were."""
+    k, v, q = random_steps(500)
+    for sizes in ((500,), (300, 1, 199)):
+        layer = hf.LowBitCache("kitty-weighted", sinks=0).layer_class_to_replicate()
+        new_kv((k, v, q), layer, *sizes)
+        want = q[0].abs().unflatten(0, (HEADS_KV, -1)).mean((1, 2))
+        torch.testing.assert_close(layer.kv.query_weights, want)
+    blocks = k[0, :, 256:384].half().float()
+    stored = layer.kv.pool[layer.kv.table[0, 2]]
+    at = next(p.offset for p in layer.kv.record.k_planes if p.name == "index")
+    assert stored[:, at : at + 8].tolist() == layer.format.k.boosted_channels(blocks, want).tolist()
+    out = model.generate(tokens(200), past_key_values=hf.LowBitCache("kitty-weighted"), do_sample=False,
+                         attention_mask=torch.ones(1, 200), max_new_tokens=5, min_new_tokens=5)
+    assert out.shape == (1, 205)
+
+
 def test_pool_grows_without_changing_its_contents(monkeypatch):
-    monkeypatch.setattr(hf, "FIRST_TOKENS", 130)
+    monkeypatch.setattr(layers, "FIRST_TOKENS", 130)
     steps = random_steps(900)
     growing = hf.LowBitCache("k4v4").layer_class_to_replicate()
     new_kv(steps, growing, 130, *[1] * 170, 600)
@@ -178,12 +277,11 @@ def test_inference_mode_and_no_grad_may_alternate(model):
 
 
 @pytest.mark.parametrize("name, arguments", [
-    ("attention_mask", dict(attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]))),
+    ("attention_mask", dict(attention_mask=torch.tensor([[0, 1, 0, 1], [1, 1, 1, 1]]))),
+    ("attention_mask", dict(attention_mask=torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]))),
     ("attention_mask", dict(attention_mask=torch.ones(2, 1, 4, 4, dtype=torch.bool))),
     ("output_attentions", dict(output_attentions=True)),
     ("sliding_window", dict(sliding_window=16)),
-    ("softcap", dict(softcap=30.0)),
-    ("s_aux", dict(s_aux=torch.zeros(HEADS))),
     ("is_causal", dict(is_causal=False)),
     ("something_new", dict(something_new=1)),
 ])
@@ -243,9 +341,9 @@ def test_a_handle_is_read_once():
     k, v, q = random_steps(3)
     layer = hf.LowBitCache("k4v4").layer_class_to_replicate()
     handle, _ = layer.update(k, v)
-    layer.attend(handle, q, None)
+    layer.attend(handle, q)
     with pytest.raises(NotImplementedError, match="already stored"):
-        layer.attend(handle, q, None)
+        layer.attend(handle, q)
     with pytest.raises(NotImplementedError, match="set_attn_implementation"):
         torch.matmul(q, handle)
 

@@ -19,11 +19,12 @@ from lowbit_attn.layout import PAGE_TOKENS
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
 ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
+PROGRAMMATIC_TARGET = "sm_90"  # of device kernels that may be launched while the kernel before them ends
 SHIPPED_FORMATS = ("k8v4", "k4v4", "k4v2", "k2v2", "k4tv4")
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_DTYPES = ("float16", "bfloat16")
-ROWS = (8, 16, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
-SHIPPED_ROWS = (8, 16)
+ROWS = (4, 8, 16, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
+SHIPPED_ROWS = (4, 8, 16)
 SHIPPED_APPEND_FORMATS, SHIPPED_APPEND_HEAD_DIMS = ("k4v4", "k2v2"), (128,)
 FEATURES = ("softcap", "window")  # of reference.Attention: compiled in only where a call asks for them
 READ_VARIANTS = ("256x4", "256x8", "512x4", "512x8")
@@ -83,7 +84,8 @@ def arch_package(arch: str):
 def trace(key: KernelKey):
     """The DSL program of a kernel: a TileKernel or a CuteKernel. Imports the DSL."""
     if key.op == "combine":
-        return import_module("lowbit_attn.device.combine").combine_kernel(key.head_dim, key.dtype)
+        return import_module("lowbit_attn.device.combine").combine_kernel(
+            key.head_dim, key.dtype, key.target == PROGRAMMATIC_TARGET)
     if key.op == "read":
         threads, unroll = map(int, key.variant.split("x"))
         return import_module("lowbit_attn.device.read").read_kernel(threads, unroll)
@@ -189,6 +191,8 @@ def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str
     reasons = [] if dtype in QUANTIZE_DTYPES else [f"dtype {dtype}, supported: {_listed(QUANTIZE_DTYPES)}"]
     if not isinstance(fmt.k, PerChannel | PerToken | Boosted) or not isinstance(fmt.v, PerToken):
         reasons.append(f"format {fmt}, supported: K per channel, per token or boosted, with V per token")
+    if fmt.k.weighs_queries:
+        reasons.append(f"format {fmt}: channels weighted by queries, supported: kitty, kitty-variance, kitty-random")
     if head_dim not in QUANTIZE_HEAD_DIMS:
         reasons.append(f"head_dim {head_dim}, supported: {_listed(QUANTIZE_HEAD_DIMS)}")
     return reasons

@@ -39,6 +39,7 @@ def main(
 
 def run(console: Console, gguf: Path, tokens: int, out: Path, extra: list[tuple[str, int]]) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+    from lowbit_attn import quality
     from lowbit_attn.demo import scoring
 
     cases = [*scoring.CASES, *(scoring.Case(f"{name}, {sinks} sinks", name, sinks) for name, sinks in extra)]
@@ -49,9 +50,9 @@ def run(console: Console, gguf: Path, tokens: int, out: Path, extra: list[tuple[
         model, tokenizer = models.load(gguf, device)
     console.print(f"Loaded SmolLM2-135M-Instruct in {time.perf_counter() - start:.0f} s ({model.dtype}).")
     ids = tokenizer(scoring.help_text(), return_tensors="pt").input_ids[:, :tokens].to(device)
-    console.print(f"Reading {ids.shape[1]:,} tokens of Python's help text in chunks of {scoring.CHUNK}, every token "
+    console.print(f"Reading {ids.shape[1]:,} tokens of Python's help text in chunks of {quality.CHUNK}, every token "
                   "predicted. 16 bit: transformers' cache and sdpa attention, K and V rounded to 16 bit.\n")
-    rows = _score_all(console, scoring, model, ids, cases)
+    rows = _score_all(console, scoring, quality, model, ids, cases)
     console.print(f"\nDecoding is served by: {rows[1].served_by}.\n")
     answers = _answer_all(console, scoring, model, tokenizer, cases)
     report.show_answers(console, answers, tokenizer.decode)
@@ -70,7 +71,7 @@ def _progress(console: Console) -> Progress:
                     TimeElapsedColumn(), console=console, transient=True)
 
 
-def _score_all(console: Console, scoring, model, ids, cases) -> list[report.Row]:
+def _score_all(console: Console, scoring, quality, model, ids, cases) -> list[report.Row]:
     """Print one row a case as it finishes."""
     rows, baseline = [], None
     console.print(report.header())
@@ -80,7 +81,7 @@ def _score_all(console: Console, scoring, model, ids, cases) -> list[report.Row]
             score = scoring.score(model, ids, case, lambda n, task=task: bar.advance(task, n))
             baseline = score if baseline is None else baseline
             rows.append(report.Row(case.label, case.format, case.sinks, case.range_search, score.bits_per_element,
-                                   score.cache_bytes, score.perplexity, scoring.agreement(score.top1, baseline.top1),
+                                   score.cache_bytes, score.perplexity, quality.agreement(score.top1, baseline.top1),
                                    score.tokens_per_s, score.served_by))
             bar.remove_task(task)
             bar.console.print(report.line(rows[-1].cells()))

@@ -1,18 +1,16 @@
 """Reading a text through a cache: perplexity, top-1 agreement, bytes and speed; and greedy answers."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
-from lowbit_attn import FORMATS, KVCache, dispatch, kernels, why_not
+from lowbit_attn import KVCache, dispatch, kernels, quality, why_not
 from lowbit_attn.integrations.hf import LowBitCache
 
-CHUNK = 128
 TOPICS = 40  # enough of Python's help texts for 2,048 tokens
 QUESTION = "Using the text above, explain the assert statement in Python in a few sentences."
 
@@ -25,6 +23,12 @@ class Case:
     format: str | None = None
     sinks: int = 0
     range_search: bool | None = None
+
+    @property
+    def options(self) -> dict | None:
+        """Of LowBitCache; None: 16 bit."""
+        return None if self.format is None else dict(format=self.format, sinks=self.sinks,
+                                                     range_search=self.range_search)
 
 
 CASES = (
@@ -53,72 +57,27 @@ class Score:
     agreement: float = 1.0
 
 
-class Rounded16Layer(DynamicLayer):
-    """transformers' own layer, K and V rounded to 16 bit on entry, whatever the model computes in."""
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        dtype = key_states.dtype
-        stored = torch.float16 if dtype == torch.float32 else dtype
-        k, v = super().update(key_states.to(stored), value_states.to(stored), *args, **kwargs)
-        return k.to(dtype), v.to(dtype)
-
-
 def help_text() -> str:
     """English prose that every Python installation has."""
     return "\n".join(topics[key] for key in sorted(topics)[:TOPICS])
 
 
-def new_cache(case: Case) -> Cache:
-    if case.format is None:
-        return Cache(layer_class_to_replicate=Rounded16Layer)
-    return LowBitCache(case.format, sinks=case.sinks, range_search=case.range_search)
-
-
 def score(model, ids: torch.Tensor, case: Case, on_tokens: Callable[[int], None] = lambda n: None) -> Score:
     """Read ids [1, tokens] in chunks of 128 through a fresh cache; every token but the first is predicted."""
-    cache = new_cache(case)
-    model.set_attn_implementation("sdpa" if case.format is None else "lowbit")
+    cache = quality.new_cache(case.options)
+    quality.use_cache_kind(model, case.options)
     nll, top1 = 0.0, []
     start = time.perf_counter()
-    for begin in range(0, ids.shape[1], CHUNK):
-        chunk = ids[:, begin : begin + CHUNK]
+    for chunk, targets in quality.chunks(ids):
         with torch.inference_mode():
             logits = model(chunk, past_key_values=cache).logits[0].float()
-        targets = ids[0, begin + 1 : begin + 1 + logits.shape[0]]
-        nll += negative_log_likelihood(logits[: len(targets)], targets)
+        nll += quality.negative_log_likelihood(logits[: len(targets)], targets)
         top1.append(logits.argmax(-1))
         on_tokens(chunk.shape[1])
     seconds = time.perf_counter() - start
-    return Score(case, bits_per_element(case, model), cache_bytes(cache), perplexity(nll, ids.shape[1] - 1),
-                 ids.shape[1] / seconds, served_by(cache, model), torch.cat(top1))
-
-
-def negative_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    """Sum over tokens of -log p(target); logits fp32 [tokens, vocabulary], targets int64 [tokens]."""
-    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
-
-
-def perplexity(nll: float, tokens: int) -> float:
-    return math.exp(nll / tokens)
-
-
-def agreement(top1: torch.Tensor, baseline: torch.Tensor) -> float:
-    """Share of places where both find the same token likeliest."""
-    return (top1 == baseline).double().mean().item()
-
-
-def bits_per_element(case: Case, model) -> float:
-    """Of packed pages, metadata included; sinks and the open block are counted by ``cache_bytes``."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 16.0 if case.format is None else FORMATS[case.format].bits_per_element(head_dim)
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Bytes that hold the present tokens of all layers."""
-    if isinstance(cache, LowBitCache):
-        return cache.nbytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return Score(case, quality.bits_per_element(case.options, model), quality.cache_bytes(cache),
+                 quality.perplexity(nll, ids.shape[1] - 1), ids.shape[1] / seconds, served_by(cache, model),
+                 torch.cat(top1))
 
 
 def served_by(cache: Cache, model) -> str:
@@ -147,11 +106,11 @@ def pick_device(num_heads: int = 9, num_heads_kv: int = 3, head_dim: int = 64) -
 def answer(model, prompt: torch.Tensor, case: Case, tokens: int,
            on_tokens: Callable[[int], None] = lambda n: None) -> list[int]:
     """The first ``tokens`` greedy tokens after prompt [1, tokens], by model.generate on a fresh cache."""
-    model.set_attn_implementation("sdpa" if case.format is None else "lowbit")
+    quality.use_cache_kind(model, case.options)
     with torch.inference_mode():
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=new_cache(case),
-                             do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0,
-                             streamer=_Counter(on_tokens))
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt),
+                             past_key_values=quality.new_cache(case.options), do_sample=False, max_new_tokens=tokens,
+                             min_new_tokens=tokens, pad_token_id=0, streamer=_Counter(on_tokens))
     return out[0, prompt.shape[1] :].tolist()
 
 

@@ -48,6 +48,8 @@ class BoostMatrix:
     def __init__(self, side: Boosted, head_dim: int):
         if (side.bits, side.boosted_bits) != BITS:
             raise NotImplementedError(f"K: {side.boosted_bits} bits boosted over {side.bits}, supported: 4 over 2")
+        if side.weighs_queries:
+            raise NotImplementedError("K: channels weighted by queries, supported: magnitude, variance, random")
         self.head_dim, self.selection = head_dim, side.selection
         self.bits, self.high_bits = side.bits, side.high_bits
         self.steps, self.boosted_steps = (1 << side.bits) - 1, (1 << side.boosted_bits) - 1

@@ -1,0 +1,275 @@
+"""One layer of a transformers cache whose K and V are a KVCache, or the 16-bit tail of a sliding window.
+
+A step's new queries attend to the cache as it is before the step (packed pages, sinks and the open block) by
+``lowbit_attn.decode`` and to the step's own tokens in 16 bit, causally; the two results are merged by their lse. Then
+the tokens enter the cache and full blocks are packed. No step dequantizes the cache, but one: several new
+tokens over low-bit pages under a sliding window.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from lowbit_attn.api import decode, merge_states
+from lowbit_attn.cache import DTYPES
+from lowbit_attn.formats import Format
+from lowbit_attn.integrations import dense
+from lowbit_attn.integrations.growth import grown, new_cache
+from lowbit_attn.reference import PLAIN, Attention
+
+NAME = "lowbit"
+FIRST_TOKENS = 1024  # room of a cache of unknown final length; doubled whenever it is full
+
+
+class Handle:
+    """Stands for K and V between ``LowBitCache.update`` and the attention function; not a tensor."""
+
+    def __init__(self, layer: "LowBitLayer", k: torch.Tensor, v: torch.Tensor):
+        self.layer, self.k, self.v = layer, k, v
+
+    def __getattr__(self, name: str):
+        raise NotImplementedError(f"key.{name}: K and V in a LowBitCache are read only by the attention function "
+                                  f"{NAME!r}; call model.set_attn_implementation({NAME!r})")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{getattr(func, '__name__', func)}: K and V in a LowBitCache are read only by the "
+                                  f"attention function {NAME!r}; call model.set_attn_implementation({NAME!r})")
+
+
+class LowBitLayer(CacheLayerMixin):
+    """One layer; what holds it is made at its first step, from the shapes and the window that the step brings.
+
+    ``kv``: the KVCache, None in a 16-bit sliding layer; ``tail``: (K, V) [batch, num_heads_kv, < window, head_dim] of
+    such a layer. ``length``: tokens of every row so far, the first ``pads[b]`` of them padding, which is not stored.
+    Options: see LowBitCache.
+    """
+
+    is_sliding = False  # the window is applied by ``attend``, so masks always count from the first token
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, format: Format, *, max_seqlen: int | None = None, dtype: torch.dtype | None = None,
+                 path: str | None = None, sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False,
+                 **options):
+        super().__init__()
+        self.format, self.max_seqlen, self.kv_dtype, self.path = format, max_seqlen, dtype, path
+        self.sliding, self.window, self.keep_sinks, self.options = sliding, window, keep_sinks, options
+        self.sinks = options.get("sinks", 0)
+        self.kv = self.tail = self.handle = None
+        self.length, self.pads = 0, ()
+
+    def __repr__(self) -> str:
+        kind = "16-bit window" if self.tail is not None else self.format
+        return f"{type(self).__name__}({kind}, {self.length} tokens)"
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take over dtype, device and batch from key_states [batch, num_heads_kv, tokens, head_dim]."""
+        self.dtype = self.kv_dtype or (key_states.dtype if key_states.dtype in DTYPES else torch.float16)
+        self.device, self.batch_size = key_states.device, key_states.shape[0]
+        self.pads = (0,) * self.batch_size
+        self.kv = self.tail = None
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
+        """Bring a step's K and V [batch, num_heads_kv, tokens, head_dim]; they are stored by ``attend``."""
+        if key_states.shape != value_states.shape:
+            raise NotImplementedError(f"value_states: got {list(value_states.shape)} beside keys of "
+                                      f"{list(key_states.shape)}; supported: K and V of one shape")
+        if not self.is_initialized or (self.length == 0 and self.batch_size != key_states.shape[0]):
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.batch_size:
+            raise ValueError(f"key_states: got batch {key_states.shape[0]}, supported: {self.batch_size}, the batch "
+                             "that this cache holds; reset() it or make a new one")
+        self.handle = Handle(self, key_states.detach(), value_states.detach())
+        return self.handle, self.handle
+
+    def attend(self, handle: Handle, query: torch.Tensor, options: Attention = PLAIN,
+               pads: Sequence[int] | None = None) -> torch.Tensor:
+        """Attention of query [batch, num_heads, q_len, head_dim] over the cache and the handle's tokens.
+
+        pads: of each row, how many of all tokens so far (these included) are padding, all of it at the start; None:
+        none. Returns [batch, q_len, num_heads, head_dim] in the query's dtype, without meaning where the query is
+        padding; afterwards the tokens are stored.
+        """
+        if handle is not self.handle:
+            raise NotImplementedError("key: these tokens are already stored; a step's K and V can be attended to "
+                                      "once (models whose layers share K and V are not supported)")
+        q_len = query.shape[2]
+        if handle.k.shape[2] != q_len:
+            raise NotImplementedError(f"query: {q_len} tokens beside {handle.k.shape[2]} new keys; supported: equal "
+                                      "counts")
+        pads = self._check_pads(pads, q_len)
+        k, v = self._entered(handle.k), self._entered(handle.v)
+        if self.tail is not None or (self.kv is None and options.window is not None and self.sliding == "16bit"):
+            out = self._attend_tail(query, k, v, options, pads)
+        else:
+            if options.window is None and self.window is not None:
+                options = replace(options, window=self.window, keep_sinks=self.keep_sinks)
+            out = self._attend_pages(query, k, v, options, pads)
+        self.length += q_len
+        self.pads, self.handle = pads, None
+        return out
+
+    def _check_pads(self, pads: Sequence[int] | None, q_len: int) -> tuple[int, ...]:
+        pads = (0,) * self.batch_size if pads is None else tuple(pads)
+        if len(pads) != self.batch_size or tuple(min(pad, self.length) for pad in pads) != self.pads:
+            raise NotImplementedError(f"attention_mask: padding of {list(pads)} tokens a row beside {list(self.pads)} "
+                                      f"in the {self.length} tokens of the cache; supported: the mask of all tokens "
+                                      "so far, padded as in the steps before")
+        return pads
+
+    def _entered(self, x: torch.Tensor) -> torch.Tensor:
+        """A step's K or V as the cache will hold it in 16 bit."""
+        if self.options.get("saturate"):
+            largest = torch.finfo(self.dtype).max
+            x = x.clamp(-largest, largest)
+        return x.to(self.dtype)
+
+    # ---- low-bit pages
+
+    def _attend_pages(self, query, k, v, options: Attention, pads) -> torch.Tensor:
+        q_len = query.shape[2]
+        held = [self.length - pad for pad in self.pads]  # tokens of each row before the step
+        skips = [new - old for new, old in zip(pads, self.pads)]  # padding among the step's tokens
+        self._make_room(k, max(self.length + q_len - pad for pad in pads))
+        if self.kv.query_weights is not None:
+            self._weigh(query, sum(held), skips)
+        if q_len == 1 and all(held) and not any(skips):
+            self.kv.append(k.transpose(1, 2), v.transpose(1, 2))
+            out, _ = self._decode(query.transpose(1, 2), options)
+            self.kv.flush()
+            return out.to(query.dtype)
+        if not any(held):
+            out = dense.attend(query, k.to(query.dtype), v.to(query.dtype), options, skips, self.sinks)
+        elif options.window is None:
+            out = self._merged(query, k, v, options, skips)
+        else:
+            out = self._gathered(query, k, v, options, skips)
+        for row, skip in enumerate(skips):
+            if skip < q_len:
+                self.kv.prefill(row, k[row, :, skip:].transpose(0, 1), v[row, :, skip:].transpose(0, 1))
+        return out
+
+    def _weigh(self, query: torch.Tensor, seen: int, skips: Sequence[int]) -> None:
+        """Fold a step's queries into the mean |q| that weighs channels of K; seen: tokens that are in it already."""
+        weights = self.kv.query_weights
+        rows = torch.cat([query[row, :, skip:] for row, skip in enumerate(skips)], 1).float()  # [heads, tokens, D]
+        if rows.shape[1]:
+            mean = rows.abs().unflatten(0, (weights.shape[0], -1)).mean((1, 2))
+            weights += (mean - weights) * (rows.shape[1] / (seen + rows.shape[1]))
+
+    def _merged(self, query, k, v, options: Attention, skips) -> torch.Tensor:
+        """A step over cached tokens, all of which every new query sees: decode over them, merged with the step's own.
+
+        The queries go to decode as heads of one token, since none of them is hidden from any cached token.
+        """
+        batch, num_heads, _, head_dim = query.shape
+        plain = replace(options, sink_logits=None)
+        past, past_lse = [], []
+        for block in query.split(dense.QUERY_BLOCK, 2):
+            folded = block.reshape(batch, 1, -1, head_dim)
+            o, lse = self._decode(folded, plain)
+            past.append(o.view(batch, num_heads, -1, head_dim).transpose(1, 2).float())
+            past_lse.append(lse.view(batch, num_heads, -1))
+        own, own_lse = dense.with_lse(query, k, v, plain, skips)
+        out, lse = merge_states(torch.stack((torch.cat(past, 1), own)), torch.stack((torch.cat(past_lse, 2), own_lse)))
+        if options.sink_logits is not None:
+            out *= torch.sigmoid(lse - options.sink_logits[:, None]).transpose(1, 2)[..., None]
+        return out.to(query.dtype)
+
+    def _decode(self, query: torch.Tensor, options: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, lse) of query [batch, 1, heads, head_dim] over the cache."""
+        query = query if query.dtype in (self.dtype, torch.float32) else query.to(self.dtype)
+        return decode(query, self.kv, softmax_scale=options.softmax_scale, softcap=options.softcap,
+                      window=options.window, keep_sinks=options.keep_sinks, sink_logits=options.sink_logits,
+                      path=self.path)
+
+    def _gathered(self, query, k, v, options: Attention, skips) -> torch.Tensor:
+        """A step over low-bit pages under a window: each query sees other cached tokens, so they are dequantized."""
+        out = torch.zeros_like(query).transpose(1, 2)
+        for row, skip in enumerate(skips):
+            if skip == query.shape[2]:
+                continue
+            past_k, past_v = self.kv.gather(row)
+            q, new_k = query[row, :, skip:], k[row, :, skip:]
+            if self.options.get("rotate_keys"):
+                q, new_k = self.kv.rotate(q), self.kv.rotate(new_k)
+            all_k, all_v = torch.cat((past_k, new_k.float()), 1), torch.cat((past_v, v[row, :, skip:].float()), 1)
+            out[row, skip:] = dense.with_lse(q[None], all_k[None], all_v[None], options, (0,), self.sinks)[0][0]
+        return out
+
+    def _make_room(self, k: torch.Tensor, tokens: int) -> None:
+        if self.kv is None:
+            room = max(FIRST_TOKENS, tokens) if self.max_seqlen is None else self.max_seqlen
+            weights = torch.zeros(k.shape[1], k.shape[3], device=self.device) if self.format.k.weighs_queries else None
+            self.kv = new_cache(self.format, room, self.batch_size, k.shape[1], k.shape[3], self.dtype, self.device,
+                                **self.options, query_weights=weights)
+        if tokens <= self.kv.max_seqlen:
+            return
+        if self.max_seqlen is not None:
+            raise ValueError(f"max_seqlen: the sequences would reach {tokens} tokens, supported: {self.max_seqlen} "
+                             "as given to LowBitCache; None lets the cache grow")
+        self.kv = grown(self.kv, max(tokens, 2 * self.kv.max_seqlen))
+
+    # ---- the 16-bit tail of a sliding window
+
+    def _attend_tail(self, query, k, v, options: Attention, pads) -> torch.Tensor:
+        if self.tail is not None:
+            k, v = (torch.cat((old, new), 2) for old, new in zip(self.tail, (k, v)))
+        shift = self.length + query.shape[2] - k.shape[2]  # tokens that left the window
+        out = dense.attend(query, k.to(query.dtype), v.to(query.dtype), options,
+                           [max(0, pad - shift) for pad in pads])
+        kept = slice(max(0, k.shape[2] - options.window + 1), None)
+        self.tail = k[:, :, kept].clone(), v[:, :, kept].clone()
+        return out
+
+    # ---- what transformers asks of a layer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that hold the present tokens."""
+        if self.tail is not None:
+            return sum(x.nbytes for x in self.tail)
+        return self.kv.nbytes if self.kv is not None else 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1 if self.max_seqlen is None else self.max_seqlen
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory of pages stays allocated."""
+        if self.kv is not None:
+            self.kv.clear([row for row, pad in enumerate(self.pads) if self.length > pad])
+        self.tail, self.length, self.handle, self.pads = None, 0, None, (0,) * len(self.pads)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            self._refuse("crop", "packed blocks cannot be taken apart")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._refuse("reorder_cache", "beam search copies sequences, and pages are not shared between them")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse("batch_repeat_interleave", "pages are not shared between sequences; repeat the inputs instead")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._refuse("batch_select_indices", "all sequences of the batch stay in the cache")
+
+    def offload(self) -> None:
+        self._refuse("offload", "the pages stay on the model's device")
+
+    def prefetch(self) -> None:
+        self._refuse("prefetch", "the pages stay on the model's device")
+
+    def _refuse(self, call: str, reason: str) -> None:
+        raise NotImplementedError(f"{call}: LowBitCache does not support it: {reason}")
+

@@ -1,0 +1,223 @@
+"""How much a low-bit cache changes a model: perplexity, KL divergence, top-1 agreement, cosine by layer.
+
+A text is read in chunks of 128 tokens under the cache's own semantics: earlier pages packed, sinks and the open
+block in 16 bit, each chunk's own tokens in 16 bit; every token but the first is predicted. What a format is compared
+with is the same model over a 16-bit cache, read in lockstep, so that no logits need to be kept.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.integrations.hf import NAME, LowBitCache
+from lowbit_attn.integrations.simulator import SimulatedCache
+
+CHUNK = 128
+SIXTEEN_BIT = "16 bit"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model does with one cache, beside the same model with a 16-bit cache.
+
+    tokens: read; all but the first were predicted. perplexity of them. kl: mean over positions of
+    KL(16 bit || this), in nats. top1: share of positions whose likeliest next token is the same. cosine: for each
+    attention layer, the mean over positions of the cosine between the attention block's outputs in the two runs
+    (errors of earlier layers included). bits_per_element: of packed pages, metadata included; cache_bytes: all that
+    holds the tokens at the end, sinks and open blocks included. seconds: of the forward calls.
+    """
+
+    tokens: int
+    perplexity: float
+    kl: float
+    top1: float
+    cosine: tuple[float, ...]
+    bits_per_element: float
+    cache_bytes: int
+    seconds: float
+
+
+class Rounded16Layer(DynamicLayer):
+    """transformers' own layer, K and V rounded to 16 bit on entry, whatever the model computes in."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        dtype = key_states.dtype
+        stored = torch.float16 if dtype == torch.float32 else dtype
+        k, v = super().update(key_states.to(stored), value_states.to(stored), *args, **kwargs)
+        return k.to(dtype), v.to(dtype)
+
+
+def evaluate(model, tokens: torch.Tensor, cache_options: Mapping | None,
+             on_tokens: Callable[[int], None] = lambda n: None) -> Scores:
+    """Scores of one cache: the options of LowBitCache, such as dict(format="k4v4", sinks=32); None: 16 bit.
+
+    model: a causal language model of transformers in eval mode; tokens: int64 [n] or [1, n] on its device.
+    """
+    return compare(model, tokens, {"": cache_options}, on_tokens)[""]
+
+
+def compare(model, tokens: torch.Tensor, cases: Mapping[str, Mapping | None],
+            on_tokens: Callable[[int], None] = lambda n: None) -> dict[str, Scores]:
+    """Scores of several caches by label, over one reading of the 16-bit baseline.
+
+    cases: label -> options of LowBitCache, or of SimulatedCache if "v_step" is one of them; None: 16 bit itself.
+    on_tokens is told the tokens of each chunk that all cases have read. Raises ValueError for fewer than two tokens.
+    """
+    tokens = check_tokens(tokens)
+    baseline = _Reader(model, None)
+    readers = {label: baseline if options is None else _Reader(model, options) for label, options in cases.items()}
+    sums = {label: _Sums() for label in cases}
+    with _restored_attention(model):
+        for chunk, targets in chunks(tokens):
+            expected = baseline.read(chunk)
+            for label, reader in readers.items():
+                sums[label].add(expected if reader is baseline else reader.read(chunk), expected, targets)
+            on_tokens(chunk.shape[1])
+    return {label: sums[label].scores(tokens.shape[1], reader) for label, reader in readers.items()}
+
+
+def check_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """tokens as [1, n]; ValueError unless there are two or more of one text."""
+    if tokens.dim() not in (1, 2) or tokens.numel() < 2 or (tokens.dim() == 2 and tokens.shape[0] != 1):
+        raise ValueError(f"tokens: got shape {list(tokens.shape)}, supported: [n] or [1, n] with n of 2 or more")
+    return tokens.reshape(1, -1)
+
+
+def chunks(tokens: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(chunk [1, <= 128], the tokens it predicts [<= 128]) of tokens [1, n]; the last chunk predicts one fewer."""
+    for begin in range(0, tokens.shape[1], CHUNK):
+        chunk = tokens[:, begin : begin + CHUNK]
+        yield chunk, tokens[0, begin + 1 : begin + 1 + chunk.shape[1]]
+
+
+def is_simulated(options: Mapping | None) -> bool:
+    """Whether these are options of SimulatedCache, which packs V by steps of ``v_step`` tokens."""
+    return options is not None and "v_step" in options
+
+
+def new_cache(options: Mapping | None) -> Cache:
+    """An empty cache: LowBitCache(**options), SimulatedCache(**options) if they have a ``v_step``, or for None
+    transformers' own with K and V rounded to 16 bit."""
+    if options is None:
+        return Cache(layer_class_to_replicate=Rounded16Layer)
+    return (SimulatedCache if is_simulated(options) else LowBitCache)(**options)
+
+
+def use_cache_kind(model, options: Mapping | None) -> None:
+    """Make the model attend with what reads the cache of these options."""
+    model.set_attn_implementation("sdpa" if options is None or is_simulated(options) else NAME)
+
+
+def negative_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    """Sum over tokens of -log p(target); logits fp32 [tokens, vocabulary], targets int64 [tokens]."""
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+
+
+def kl_divergence(baseline: torch.Tensor, logits: torch.Tensor) -> float:
+    """Sum over tokens of KL(baseline || logits) in nats; both fp32 logits [tokens, vocabulary]."""
+    mine, theirs = logits.log_softmax(-1), baseline.log_softmax(-1)
+    return torch.nn.functional.kl_div(mine, theirs, reduction="sum", log_target=True).item()
+
+
+def perplexity(nll: float, tokens: int) -> float:
+    return math.exp(nll / tokens)
+
+
+def agreement(top1: torch.Tensor, baseline: torch.Tensor) -> float:
+    """Share of places where both find the same token likeliest."""
+    return (top1 == baseline).double().mean().item()
+
+
+def head_dim_of(config) -> int:
+    """Channels of a head, from a model's config."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def bits_per_element(options: Mapping | None, model) -> float:
+    """Of packed pages, metadata included; sinks and the open block are counted by ``cache_bytes``."""
+    if options is None:
+        return 16.0
+    fmt = options["format"]
+    return (fmt if isinstance(fmt, Format) else FORMATS[fmt]).bits_per_element(head_dim_of(model.config))
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that hold the present tokens of all layers."""
+    if isinstance(cache, LowBitCache | SimulatedCache):
+        return cache.nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def attention_modules(model) -> list[torch.nn.Module]:
+    """A model's self-attention blocks, by layer."""
+    found = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
+    return sorted(found, key=lambda module: module.layer_idx)
+
+
+@dataclass
+class _Step:
+    """One chunk: logits fp32 [tokens, vocabulary] and each attention block's output fp32 [tokens, hidden]."""
+
+    logits: torch.Tensor
+    outputs: list[torch.Tensor]
+
+
+class _Reader:
+    """A model with a cache of its own, read chunk by chunk."""
+
+    def __init__(self, model, options: Mapping | None):
+        self.model, self.options, self.cache, self.seconds = model, options, new_cache(options), 0.0
+
+    def read(self, chunk: torch.Tensor) -> _Step:
+        outputs = []
+        use_cache_kind(self.model, self.options)
+        hooks = [module.register_forward_hook(lambda _, __, out: outputs.append(out[0][0].float()))
+                 for module in attention_modules(self.model)]
+        start = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                logits = self.model(chunk, past_key_values=self.cache).logits[0].float()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.seconds += time.perf_counter() - start
+        return _Step(logits, outputs)
+
+
+class _Sums:
+    """Running sums over positions."""
+
+    def __init__(self):
+        self.nll = self.kl = self.same = self.positions = self.predicted = 0
+        self.cosine: list[float] = []
+
+    def add(self, step: _Step, baseline: _Step, targets: torch.Tensor) -> None:
+        self.nll += negative_log_likelihood(step.logits[: len(targets)], targets)
+        self.kl += kl_divergence(baseline.logits, step.logits)
+        self.same += int((step.logits.argmax(-1) == baseline.logits.argmax(-1)).sum())
+        self.positions += step.logits.shape[0]
+        self.predicted += len(targets)
+        cosine = [torch.nn.functional.cosine_similarity(a, b, dim=-1).sum().item()
+                  for a, b in zip(step.outputs, baseline.outputs, strict=True)]
+        self.cosine = [a + b for a, b in zip(self.cosine, cosine)] if self.cosine else cosine
+
+    def scores(self, tokens: int, reader: _Reader) -> Scores:
+        return Scores(tokens, perplexity(self.nll, self.predicted), self.kl / self.positions,
+                      self.same / self.positions, tuple(x / self.positions for x in self.cosine),
+                      bits_per_element(reader.options, reader.model), cache_bytes(reader.cache), reader.seconds)
+
+
+@contextmanager
+def _restored_attention(model):
+    """Afterwards the model attends as it did before."""
+    before = model.config._attn_implementation
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

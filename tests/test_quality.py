@@ -1,0 +1,72 @@
+"""quality.py: its arithmetic, and scores of a tiny model that can be had another way."""
+
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from lowbit_attn import quality  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                                      num_key_value_heads=1, head_dim=64, vocab_size=50, max_position_embeddings=512,
+                                      initializer_range=0.1)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_arithmetic():
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+    nll = quality.negative_log_likelihood(logits, torch.tensor([0, 1]))
+    assert nll == pytest.approx(-math.log(0.5) - math.log(0.1), rel=1e-6)
+    assert quality.perplexity(nll, 2) == pytest.approx(math.sqrt(20), rel=1e-6)
+    assert quality.agreement(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 4])) == 0.75
+    a, b = torch.log(torch.tensor([[0.5, 0.5]])), torch.log(torch.tensor([[0.9, 0.1]]))
+    assert quality.kl_divergence(a, b) == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(5), rel=1e-5)
+
+
+def test_chunks_predict_every_token_but_the_first():
+    ids = torch.arange(300)[None]
+    parts = list(quality.chunks(ids))
+    assert [c.shape[1] for c, _ in parts] == [128, 128, 44]
+    assert torch.cat([t for _, t in parts]).tolist() == list(range(1, 300))
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 5), (1, 1), (1, 1, 4)])
+def test_tokens_are_checked(shape):
+    with pytest.raises(ValueError, match="tokens: got shape"):
+        quality.check_tokens(torch.zeros(shape, dtype=torch.long))
+
+
+def test_scores_are_those_of_whole_passes(tiny):
+    """300 tokens; the 16-bit model in one pass and a 2-bit cache read by hand are what the sums must come to."""
+    ids, counts = torch.randint(3, 50, (1, 300)), []
+    options = dict(format="k2v2", sinks=16)
+    before = tiny.config._attn_implementation
+    scores = quality.compare(tiny, ids, {"a": None, "b": options, "c": dict(format="k8v8")}, counts.append)
+    assert counts == [128, 128, 44] and tiny.config._attn_implementation == before
+    with torch.no_grad():
+        whole = tiny(ids, labels=ids)
+    assert scores["a"].perplexity == pytest.approx(whole.loss.exp().item(), rel=1e-3)
+    assert (scores["a"].kl, scores["a"].top1, scores["a"].bits_per_element) == (0, 1, 16)
+    assert scores["a"].cosine == pytest.approx((1, 1), abs=1e-5) and scores["a"].cache_bytes == 300 * 2 * 2 * 64 * 2
+    # by hand: logits and layer outputs of the 2-bit run against the one-pass run
+    cache, logits = quality.new_cache(options), []
+    quality.use_cache_kind(tiny, options)
+    with torch.no_grad():
+        for chunk, _ in quality.chunks(ids):
+            logits.append(tiny(chunk, past_key_values=cache).logits[0])
+    quality.use_cache_kind(tiny, None)
+    logits = torch.cat(logits)
+    kl = quality.kl_divergence(whole.logits[0], logits) / 300
+    assert scores["b"].kl == pytest.approx(kl, rel=2e-2) and kl > 0
+    assert scores["b"].top1 == pytest.approx(quality.agreement(logits.argmax(-1), whole.logits[0].argmax(-1)), abs=0.02)
+    assert scores["b"].cache_bytes == cache.nbytes < scores["c"].cache_bytes < scores["a"].cache_bytes
+    assert scores["c"].kl < scores["b"].kl and scores["c"].top1 > scores["b"].top1
+    assert all(b < c < 1 for b, c in zip(scores["b"].cosine, scores["c"].cosine)) and len(scores["b"].cosine) == 2
+    alone = quality.evaluate(tiny, ids[0], options)
+    assert (alone.kl, alone.perplexity) == (scores["b"].kl, scores["b"].perplexity)
