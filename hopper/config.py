@@ -13,6 +13,7 @@ from lowbit_attn import layout
 from lowbit_attn.formats.contract import Format
 from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.hopper import PATHS
+from lowbit_attn.hopper.integer import config as integer
 from lowbit_attn.hopper.register import config as register
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, Checks
 
@@ -371,8 +372,8 @@ def expected_counts(cfg: DecodeConfig) -> dict[str, int]:
 
 def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = FEW_ROWS,
            dtype: str = "float16", without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> Checks:
-    """What the SASS of the decode kernel of a path must show; without: register path only."""
-    if path == "register":
-        return register.checks(fmt, head_dim, dtype, rows, without, features)
+    """What the SASS of the decode kernel of a path must show; without: not the tile path."""
+    if path != "tile":
+        return (integer if path == "integer" else register).checks(fmt, head_dim, dtype, rows, without, features)
     cfg = make_config(fmt, head_dim, dtype, rows, features)
     return Checks(SASS_NEED, SASS_FORBID, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

@@ -182,7 +182,9 @@ def main(
         rows = case.num_heads // case.num_heads_kv * case.q_len
         picked = [kernels.pick(name, cache.format, case.head_dim, cache.dtype, rows, p)[0] for p in path or [None]]
         chosen_paths = [shape[0] for shape in picked if shape]
-        for chosen, without in product(chosen_paths, ((), *gpu_matrix.ABLATED) if ablate else ((),)):
+        calls = [(p, without) for p in chosen_paths
+                 for without in ((), *gpu_matrix.ABLATED * (ablate and p == "register"))]
+        for chosen, without in calls:
             os.environ["LOWBIT_ATTN_WITHOUT"] = ",".join(without)
             line = measure(case, cache, name, chosen) | {"without": without}
             append_result(output, origin | line)

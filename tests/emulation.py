@@ -335,17 +335,23 @@ def merge(results: list) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decode(q: torch.Tensor, cache: KVCache, num_splits: int = 2, warps: int = 2, centring: bool = True,
-           softmax_scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [batch, 1, num_heads, head_dim] -> o fp32 of its shape and lse fp32 [batch, num_heads, 1]."""
+           softmax_scale: float | None = None, make_warp=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [batch, 1, num_heads, head_dim] -> o fp32 of its shape and lse fp32 [batch, num_heads, 1].
+
+    make_warp: from (cache, q of a KV head, scale_log2) to a Warp; None: the register path's.
+    """
     batch, _, num_heads, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     o = torch.full((num_splits, batch, 1, num_heads, head_dim), float("nan"))
     lse = torch.full((num_splits, batch, num_heads, 1), float("nan"))
     ratio = num_heads // cache.num_heads_kv
     columns = COLUMNS if ratio <= COLUMNS else 2 * COLUMNS
+    if make_warp is None:
+        def make_warp(cache, q, scale_log2):
+            return Warp(cache, q, columns, scale_log2, centring)
     for split, seq, head in np.ndindex(num_splits, batch, cache.num_heads_kv):
         rows = slice(head * ratio, (head + 1) * ratio)
-        crew = [Warp(cache, q[seq, 0, rows], columns, scale * LOG2_E, centring) for _ in range(warps)]
+        crew = [make_warp(cache, q[seq, 0, rows], scale * LOG2_E) for _ in range(warps)]
         _run_split(cache, crew, split, num_splits, seq, head)
         part, part_lse = merge([warp.result() for warp in crew])
         o[split, seq, 0, rows] = torch.from_numpy(part[:ratio])

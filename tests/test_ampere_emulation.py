@@ -294,7 +294,7 @@ def poisoned_cache(head_dim: int, lengths, sinks: int, num_heads_kv: int = 1) ->
     cache.pool.fill_(0xFF)
     for store in (cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v):
         store.fill_(float("nan"))
-    cache.free_list.copy_(cache.free_list[torch.randperm(pages)])
+    cache.book.free = [cache.book.free[i] for i in torch.randperm(pages).tolist()]
     for seq, n in enumerate(lengths):
         k, v = torch.randn(2, n, num_heads_kv, head_dim).half()
         cache.prefill(seq, k, v)

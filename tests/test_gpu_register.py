@@ -1,4 +1,4 @@
-"""The register path on a CUDA device: the kernels of gpu_matrix against fp64, hard inputs too, and the tile path."""
+"""The register and the integer path on a CUDA device: the kernels of gpu_matrix against fp64, hard inputs too."""
 
 from dataclasses import replace
 
@@ -16,7 +16,16 @@ pytestmark = [
 ]
 LENGTHS = (0, 1, 127, 128, 129, 300, 1100)
 NEEDS_BF16 = {"meta-beyond-fp16": "-bf16", "q-1e6-k-1e-6": ""}  # these inputs overflow fp16; the first its metadata too
-MATRIX = pytest.mark.parametrize("kernel", gpu_matrix.REGISTER, ids=str)
+PAGE_PATHS = gpu_matrix.REGISTER + gpu_matrix.INTEGER
+MATRIX = pytest.mark.parametrize("kernel", PAGE_PATHS, ids=str)
+
+
+def path_of(arch: str, kernel) -> str:
+    """The path a kernel of REGISTER or INTEGER is for; skips the test where the architecture has none."""
+    path = "integer" if kernel in gpu_matrix.INTEGER else "register"
+    if path not in kernels.arch_package(arch).PATHS:
+        pytest.skip(f"no {path} path on {arch}")
+    return path
 
 
 def case_of(kernel, **changes) -> testing.Case:
@@ -48,17 +57,18 @@ def options_of(kernel, window: int = 200) -> Attention:
 @pytest.mark.parametrize("part", (1, 0))
 @MATRIX
 def test_decode(arch, kernel, part, sinks, num_splits, record_property):
-    """part 1: all rows of the kernel are heads; 0: fewer (1, 3, 5, 7 or 9 .. 15 by the kernel)."""
+    """part 1: all rows of the kernel are heads; 0: another number (1, 3, 5, 7 or 9 .. 15 by the kernel)."""
     few = (1, 3, 5, 7)[len(str(kernel)) % 4] + (8 if kernel.rows == 16 else 0)
     case = case_of(kernel, ratio=kernel.rows if part else few, lengths=LENGTHS, sinks=sinks, seed=sinks)
-    check_decode(case, "register", f"{arch} register {kernel.format}", record_property, num_splits, options_of(kernel))
+    path = path_of(arch, kernel)
+    check_decode(case, path, f"{arch} {path} {kernel.format}", record_property, num_splits, options_of(kernel))
 
 
-@pytest.mark.parametrize("kernel", gpu_matrix.REGISTER + gpu_matrix.WIDE + gpu_matrix.KITTY, ids=str)
+@pytest.mark.parametrize("kernel", PAGE_PATHS + gpu_matrix.WIDE + gpu_matrix.KITTY, ids=str)
 def test_one_small_case(arch, kernel, record_property):
     """Every variant once, over all segments: what compute-sanitizer is run on (perf/sanitize.py)."""
     is_wide = kernel.rows > 16
-    path = kernel.shape(arch)[0] if is_wide else "register"
+    path = kernel.shape(arch)[0] if is_wide else path_of(arch, kernel)
     ratio, q_len = (6, 4) if is_wide else (kernel.rows // 2, 2)
     case = case_of(kernel, ratio=ratio, q_len=q_len, lengths=(3, 700), sinks=5)
     check_decode(case, path, f"{arch} small {path}", record_property, 2, options_of(kernel))
@@ -68,8 +78,9 @@ def test_one_small_case(arch, kernel, record_property):
 @MATRIX
 def test_hard_data(arch, kernel, data, record_property):
     skip_overflow(kernel, data)
-    case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=4 if kernel.rows == 8 else 12)
-    check_decode(case, "register", f"{arch} register hard data {data}", record_property, options=options_of(kernel))
+    case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=4 if kernel.rows <= 8 else 12)
+    path = path_of(arch, kernel)
+    check_decode(case, path, f"{arch} {path} hard data {data}", record_property, options=options_of(kernel))
 
 
 @pytest.mark.parametrize("kernel", [k for k in gpu_matrix.REGISTER if "+w" in k.format], ids=str)
@@ -83,23 +94,25 @@ def test_packed_keys_beside_values_in_16_bit(arch, kernel, record_property):
 
 @pytest.mark.parametrize("num_splits, keep_sinks", ((None, True), (1, False), (7, True)))
 @pytest.mark.parametrize("window", (1, 128, 500))
-@pytest.mark.parametrize("kernel", [k for k in gpu_matrix.REGISTER if "window" in k.features], ids=str)
+@pytest.mark.parametrize("kernel", [k for k in PAGE_PATHS if "window" in k.features], ids=str)
 def test_windows(arch, kernel, window, num_splits, keep_sinks, record_property):
     case = case_of(kernel, lengths=(3, 130, 300, 1000), sinks=40, q_len=4, ratio=kernel.rows // 4)
     options = replace(options_of(kernel, window), keep_sinks=keep_sinks)
-    check_decode(case, "register", f"{arch} register window", record_property, num_splits, options)
+    path = path_of(arch, kernel)
+    check_decode(case, path, f"{arch} {path} window", record_property, num_splits, options)
 
 
 @pytest.mark.parametrize("q_len, ratio", ((1, 2), (2, 3), (3, 1), (5, 1), (8, 1), (2, 8), (16, 1), (7, 2)))
-@pytest.mark.parametrize("kernel", [k for k in gpu_matrix.REGISTER if k.format in ("k4v4", "k2v2", "k4v4+w128")
+@pytest.mark.parametrize("kernel", [k for k in PAGE_PATHS if k.format in ("k4v4", "k2v2", "k4v4+w128")
                                     and not k.features], ids=str)
 def test_several_queries(arch, kernel, q_len, ratio, record_property):
     """The causal mask within a step's own tokens; more rows than the kernel holds go in blocks."""
     case = case_of(kernel, lengths=(2, 17, 130, 300, 1000), sinks=6, q_len=q_len, ratio=ratio)
-    support = kernels.arch_package(arch).PATHS["register"]
-    if support.rows_for(q_len * ratio, kernel.head_dim) != kernel.shape(arch, "register")[1]:
+    path = path_of(arch, kernel)
+    support = kernels.arch_package(arch).PATHS[path]
+    if support.rows_for(q_len * ratio, kernel.head_dim) != kernel.shape(arch, path)[1]:
         pytest.skip("another kernel")
-    check_decode(case, "register", f"{arch} register q_len", record_property)
+    check_decode(case, path, f"{arch} {path} q_len", record_property)
 
 
 @pytest.mark.parametrize("num_splits", (None, 3))
@@ -180,7 +193,20 @@ def test_ablated_kernels_serve_ordinary_data(arch, monkeypatch, name, without, r
 
 @MATRIX
 def test_many_launches_beside_another_stream_are_bitwise_equal(arch, kernel):
-    assert_repeatable(kernel, "register", kernel.rows)
+    assert_repeatable(kernel, path_of(arch, kernel), kernel.rows)
+
+
+@pytest.mark.parametrize("ratio, q_len, path", ((1, 1, "integer"), (4, 1, "integer"), (2, 2, "integer"),
+                                                (5, 1, "register"), (2, 3, "register")))
+@pytest.mark.parametrize("kernel", [k for k in gpu_matrix.INTEGER if k.format in ("k4v4", "k2v2")], ids=str)
+def test_up_to_four_rows_take_the_integer_path(arch, kernel, ratio, q_len, path):
+    """What decode picks is bit for bit the path asked for by name."""
+    if arch != "hopper":
+        pytest.skip("no integer path")
+    options = options_of(kernel)
+    problem, _ = problem_and_expected(case_of(kernel, lengths=(300, 1100), q_len=q_len, ratio=ratio), path, options)
+    picked, asked = (lowbit_attn.decode(problem.q, problem.cache, path=p, **vars(options)) for p in (None, path))
+    assert torch.equal(picked[0], asked[0]) and torch.equal(picked[1], asked[1])
 
 
 def test_one_page_read_in_any_order(arch):

@@ -20,6 +20,7 @@ WORD = 4  # bytes
 META_BYTES = 8  # of one access to metadata
 COLUMNS = 8  # query rows of one m16n8k16
 MAX_WARPS, MIN_SLOTS, MAX_SLOTS = 8, 3, 8
+MANY_WARPS, MANY_WARPS_SLOTS = 12, 2  # where 168 registers a lane are enough: more warps hide more latency
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
 UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time: each lane copies one row of K or of V
@@ -144,6 +145,9 @@ class RegisterConfig:
     features: tuple[str, ...] = ()  # of kernels.FEATURES
     boost: BoostPlan | None = None
 
+    is_integer = False  # the arithmetic of hopper/integer, with 4 query rows
+    max_warps, min_slots = MAX_WARPS, MIN_SLOTS
+
     @property
     def has_softcap(self) -> bool:
         return "softcap" in self.features
@@ -156,6 +160,11 @@ class RegisterConfig:
     def col_blocks(self) -> int:
         """Blocks of 8 query rows: the n of the multiplies."""
         return self.rows // COLUMNS
+
+    @property
+    def lane_rows(self) -> int:
+        """Query rows that a lane has in its accumulators."""
+        return 2 * self.col_blocks
 
     @property
     def chunk_tiles(self) -> int:
@@ -256,6 +265,11 @@ class RegisterConfig:
         """Dynamic shared memory of the launch."""
         return sum(self.smem_plan.values())
 
+    @property
+    def row_choices(self) -> list[int]:
+        """What ``rows`` may be."""
+        return [n for n in (COLUMNS, 2 * COLUMNS) if n <= MAX_ROWS.get(self.head_dim, n)]
+
     def problems(self) -> list[str]:
         """Reasons why this configuration cannot run; empty if it can."""
         found = []
@@ -266,9 +280,9 @@ class RegisterConfig:
             found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit needs {self.unit_bytes} B")
         if self.head_dim not in HEAD_DIMS:
             found.append(f"head_dim: got {self.head_dim}, supported: {', '.join(map(str, HEAD_DIMS))}")
-        rows = [n for n in (COLUMNS, 2 * COLUMNS) if n <= MAX_ROWS.get(self.head_dim, n)]
-        if self.rows not in rows:
-            found.append(f"rows: got {self.rows}, supported at head_dim {self.head_dim}: {', '.join(map(str, rows))}")
+        if self.rows not in self.row_choices:
+            rows = ", ".join(map(str, self.row_choices))
+            found.append(f"rows: got {self.rows}, supported at head_dim {self.head_dim}: {rows}")
         if unknown := [name for name in self.features if name not in FEATURES]:
             found.append(f"features: got {', '.join(unknown)}, supported: {', '.join(FEATURES)}")
         if self.boost and not self.k.bits == self.boost.high.bits == BOOST_BITS:
@@ -303,19 +317,23 @@ def plan_boost(side: Side, planes: tuple[Plane, ...], k: SidePlan) -> BoostPlan 
 
 
 def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
-                features: tuple[str, ...] = ()) -> RegisterConfig:
-    """The configuration of a format: as many warps as leave three slots each, then as many slots as fit."""
+                features: tuple[str, ...] = (), kind: type[RegisterConfig] = RegisterConfig) -> RegisterConfig:
+    """The configuration of a format: as many warps as leave enough slots each, then as many slots as fit."""
     record = fmt.record(head_dim)
     k = plan_side(fmt.k, record.k_planes, 0, record.v_offset, head_dim)
     v = plan_side(fmt.v, record.v_planes, record.v_offset, record.nbytes, head_dim)
     boost = plan_boost(fmt.k, record.k_planes, k)
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * 2 * (2 if boost else 1)  # q', once more by channel
-    free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 5  # barriers: at most 72 of 8 bytes
-    warps = max(1, min(MAX_WARPS, free // (MIN_SLOTS * slot)))
-    slots = min(MAX_SLOTS, free // (warps * slot))
+    free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
-    return RegisterConfig(k, v, head_dim, rows, dtype, options, warps, slots, has_third, features, boost).check()
+    warps, slots = kind.max_warps, kind.min_slots
+    is_slim = rows == COLUMNS and head_dim <= 128 and k.groups == v.groups == 1 and not has_third
+    if is_slim and MANY_WARPS * MANY_WARPS_SLOTS * slot <= free:
+        warps, slots = MANY_WARPS, MANY_WARPS_SLOTS
+    warps = max(1, min(warps, free // (slots * slot)))
+    slots = min(MAX_SLOTS, free // (warps * slot))
+    return kind(k, v, head_dim, rows, dtype, options, warps, slots, has_third, features, boost).check()
 
 
 def expected_counts(cfg: RegisterConfig) -> dict[str, int]:

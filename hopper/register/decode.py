@@ -17,6 +17,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from lowbit_attn.hopper.integer import scores as integer_scores
+from lowbit_attn.hopper.integer import values as integer_values
 from lowbit_attn.hopper.register import load, masks, merge, plain, query, scores, softmax, third, values, walk
 from lowbit_attn.hopper.register.config import WORD, RegisterConfig
 
@@ -52,7 +54,7 @@ class RegisterSm90:
                  table_b: Int32, table_h: Int32, stream):
         ratio = q.shape[2] // ring_k.shape[1]
         row_blocks = (ratio * q.shape[1] + self.cfg.rows - 1) // self.cfg.rows
-        grid = (o_partial.shape[0] * row_blocks, ring_k.shape[1], q.shape[0])
+        grid = (ring_k.shape[1] * row_blocks, q.shape[0], o_partial.shape[0])
         # without a third segment n_qv equals n_qk
         packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
         self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial,
@@ -68,9 +70,9 @@ class RegisterSm90:
                page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, ratio: Int32, row_blocks: Int32):
         cfg = self.cfg
         limits = masks.Limits(cap_growth, cap_span, window, sink_window)
-        x, head_idx, batch_idx = cute.arch.block_idx()
-        split_idx = Int32(Uint32(x) // Uint32(row_blocks))  # blocks that read the same pages are neighbours
-        rows = query.make_rows(cfg, batch_idx, head_idx, x - split_idx * row_blocks, ratio, q.shape[1])
+        x, batch_idx, split_idx = cute.arch.block_idx()
+        head_idx = Int32(Uint32(x) // Uint32(row_blocks))  # blocks that read the same pages are neighbours
+        rows = query.make_rows(cfg, batch_idx, head_idx, x - head_idx * row_blocks, ratio, q.shape[1])
         lane = Uint32(cute.arch.lane_idx())
         me = load.Lane(cute.arch.make_warp_uniform(cute.arch.warp_idx()), lane, lane // 4, lane % 4)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
@@ -89,11 +91,16 @@ class RegisterSm90:
         pages = load.Pages(pool, table, first_entry + work.first_page, work.num_pages, page_stride,
                            Int64(head_idx) * Int64(head_stride))
         ids = load.start(cfg, pages, ring, me)
+        cute.arch.griddepcontrol_launch_dependents()  # combine may take its place now; it waits for this grid's end
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
-        queries = query.prepare(cfg, query.load(cfg, q, rows, me), scale_log2, me, smem.query.data_ptr(), channels)
+        words = query.load(cfg, q, rows, me)
+        if cutlass.const_expr(cfg.is_integer):
+            queries = integer_scores.prepare(cfg, words, scale_log2, me, channels)
+        else:
+            queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits)
-        values.true_scale(cfg, state)
+        (integer_values.add_zeros if cfg.is_integer else values.true_scale)(cfg, state)
 
         def rows_of(x):
             return x.iterator.toint() + Int64((batch_idx * x.shape[1] + head_idx) * x.shape[2]) * cfg.row_bytes
@@ -113,25 +120,29 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
                  limits: masks.Limits):
     """The warp's pages, one after the other; slot and phase follow the pieces."""
     slot, phase = Int32(0), Int32(0)
-    new_max = cute.make_rmem_tensor(2 * cfg.col_blocks, Float32)
+    new_max = cute.make_rmem_tensor(cfg.lane_rows, Float32)
     for page in cutlass.range(pages.count, unroll=1):
         cute.arch.mbarrier_wait(ring.full + slot, phase)
         piece = load.Piece(ring.buffer, me.warp, slot)
         # S = K Q^T
-        found = scores.of_page(cfg, piece, me, queries)
+        found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries)
         ids = load.refill(cfg, 0, pages, ring, me, page, slot, ids)
         slot, phase = load.advance(cfg, slot, phase)
         found = masks.of_page(cfg, found, work.first_page + page * cfg.warps, work, rows, limits, me)
         # P = exp2(S - maximum)
         maxima = softmax.page_max(cfg, found, state)
-        for column in cutlass.range_constexpr(2 * cfg.col_blocks):
+        for column in cutlass.range_constexpr(cfg.lane_rows):
             new_max[column] = maxima[column]
         softmax.exponentiate(cfg, found, maxima)
         # O += P V
         cute.arch.mbarrier_wait(ring.full + slot, phase)
         piece = load.Piece(ring.buffer, me.warp, slot)
-        exponent = values.page_exponent(cfg, piece, me, state)
-        softmax.rescale(cfg, state, new_max, exponent)
-        values.accumulate(cfg, piece, me, state, found.acc, exponent)
+        if cutlass.const_expr(cfg.is_integer):
+            softmax.rescale(cfg, state, new_max, state.exponent[0])
+            integer_values.accumulate(cfg, piece, me, state, found.acc)
+        else:
+            exponent = values.page_exponent(cfg, piece, me, state)
+            softmax.rescale(cfg, state, new_max, exponent)
+            values.accumulate(cfg, piece, me, state, found.acc, exponent)
         ids = load.refill(cfg, 1, pages, ring, me, page, slot, ids)
         slot, phase = load.advance(cfg, slot, phase)

@@ -53,7 +53,7 @@ def of_page(cfg: RegisterConfig, found: Scores, page: Int32, walk: Walk, rows: R
 
 def cap_page(cfg: RegisterConfig, found: Scores, limits: Limits) -> Scores:
     """The accumulator becomes capped logits."""
-    for column in range(2 * cfg.col_blocks):
+    for column in range(cfg.lane_rows):
         for at, power in zip(softmax.places(found.acc, column, cfg.col_blocks), found.powers):
             found.acc[at] = capped(limits, softmax.logit(found, column, found.acc[at], power))
     return Scores(found.acc, (0,) * len(found.powers), None, None)
@@ -63,8 +63,8 @@ def cap_page(cfg: RegisterConfig, found: Scores, limits: Limits) -> Scores:
 def hide(cfg: cutlass.Constexpr[RegisterConfig], acc: cute.Tensor, first_seen: Int32, rows: Rows, me: Lane):
     """Tokens of a page below number first_seen + j become -inf for query j; pages without any such token skip this."""
     if first_seen + rows.q_len > 1:
-        for column in cutlass.range_constexpr(2 * cfg.col_blocks):
-            query, _ = place(rows, Int32(column_row(me.t, column)))
+        for column in cutlass.range_constexpr(cfg.lane_rows):
+            query, _ = place(rows, Int32(column_row(cfg, me.t, column)))
             hidden = first_seen + query - Int32(me.g)
             for row, at in enumerate(softmax.places(acc, column, cfg.col_blocks)):
                 acc[at] = cutlass.select_(8 * row < hidden, Float32(NEG_INF), acc[at])
@@ -72,7 +72,7 @@ def hide(cfg: cutlass.Constexpr[RegisterConfig], acc: cute.Tensor, first_seen: I
 
 def queries_of(cfg: RegisterConfig, rows: Rows, me: Lane) -> list[Int32]:
     """[column] the query of each row of this lane."""
-    return [place(rows, Int32(column_row(me.t, column)))[0] for column in range(2 * cfg.col_blocks)]
+    return [place(rows, Int32(column_row(cfg, me.t, column)))[0] for column in range(cfg.lane_rows)]
 
 
 def of_unit(cfg: RegisterConfig, unit: Unit, query: Int32, token: Int32, limits: Limits):

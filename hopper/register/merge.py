@@ -59,8 +59,8 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, rows: Rows
 @cute.jit
 def leave(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, me: Lane, state: State):
     """This warp's O, maximum and sum."""
-    for column in cutlass.range_constexpr(2 * cfg.col_blocks):
-        row = Int32(column_row(me.t, column))
+    for column in cutlass.range_constexpr(cfg.lane_rows):
+        row = Int32(column_row(cfg, me.t, column))
         total = numbers.over_lanes(state.row_sum[column], numbers.OVER_G, numbers.add)
         for tile_row, at in enumerate(softmax.places(state.acc_o, column, cfg.col_blocks)):
             shared.o[8 * tile_row + Int32(me.g), row, me.warp] = state.acc_o[at]

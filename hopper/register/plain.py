@@ -57,7 +57,7 @@ def attend(cfg: RegisterConfig, ring: Ring, me: Lane, operand: cute.Tensor, stat
         cute.copy(read_k, rows[None, 2 * ct + col8, row, me.warp], a)
         for nt in range(blocks):
             numbers.multiply(atom, acc, nt, a, operand[None, ct * blocks + nt])
-    for column in range(2 * blocks):
+    for column in range(cfg.lane_rows):
         at = softmax.places(acc, column, blocks)
         logits = [acc[place] * scale_log2 for place in at]
         if cfg.has_softcap:
@@ -82,12 +82,12 @@ def row_view(cfg: RegisterConfig, ring: Ring, element, width: int, count: int) -
 
 
 def probabilities(cfg: RegisterConfig, p: cute.Tensor, tile: int) -> cute.Tensor:
-    """B operand (4, col_blocks) of a token tile of P, fp32 accumulators, in the cache's dtype."""
+    """B operand (4, col_blocks) of a token tile of P, fp32 accumulators, in the cache's dtype; no row, no P."""
     element, blocks = numbers.ELEMENT[cfg.dtype], cfg.col_blocks
     operand, words = numbers.fragments(blocks, element)
     for nt in range(blocks):
         for half in (0, 1):
-            pair = [p[2 * half + e, tile * blocks + nt] for e in (0, 1)]
+            pair = [p[2 * half + e, tile * blocks + nt] if e < cfg.lane_rows else Float32(0.0) for e in (0, 1)]
             words[half, nt] = ptx.movmatrix(numbers.pack(*pair, element))
     return operand
 

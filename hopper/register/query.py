@@ -33,9 +33,14 @@ class Query(NamedTuple):
     channels: cute.Pointer  # boosted K: q' by channel in shared memory (boost.py)
 
 
-def column_row(t, column: int):
-    """Query row of accumulator column ``column`` of a lane: its col_blocks * 2 columns, block by block."""
-    return COLUMNS * (column // 2) + 2 * t + column % 2
+def column_row(cfg: RegisterConfig, t, column: int):
+    """Query row of accumulator column ``column`` of a lane: its ``lane_rows`` columns, block by block."""
+    return t if cfg.is_integer else COLUMNS * (column // 2) + 2 * t + column % 2
+
+
+def operand_row(cfg: RegisterConfig, g, block: int):
+    """Query row in column g of a B operand; the integer path's columns come in pairs."""
+    return g // 2 if cfg.is_integer else g + COLUMNS * block
 
 
 def make_rows(cfg: RegisterConfig, batch_idx, head_idx, block, ratio, q_len) -> Rows:
@@ -58,7 +63,7 @@ def load(cfg: cutlass.Constexpr[RegisterConfig], q: cute.Tensor, rows: Rows, me:
     words.fill(0)
     q_words = cute.recast_tensor(q, Uint32)
     for block in cutlass.range_constexpr(cfg.col_blocks):
-        row = Int32(me.g) + COLUMNS * block
+        row = operand_row(cfg, Int32(me.g), block)
         if row < rows.count:
             query, head = place(rows, row)
             for col_tile in cutlass.range_constexpr(cfg.k.col_tiles):

@@ -25,7 +25,7 @@ class State(NamedTuple):
 
 
 def make_state(cfg: RegisterConfig) -> State:
-    columns = 2 * cfg.col_blocks
+    columns = cfg.lane_rows
     state = State(cute.make_rmem_tensor((4, cfg.v.row_tiles * cfg.col_blocks), Float32),
                   *(cute.make_rmem_tensor(columns, Float32) for _ in range(2)),
                   cute.make_rmem_tensor((columns, cfg.v.groups), Float32), cute.make_rmem_tensor(1, Int32))
@@ -46,7 +46,7 @@ def places(acc: cute.Tensor, column: int, col_blocks: int) -> list[tuple[int, in
 def page_max(cfg: RegisterConfig, scores: Scores, state: State) -> list[Float32]:
     """[column] the running maximum with this page. Slopes are positive, so the maximum is taken before them."""
     found = []
-    for column in range(2 * cfg.col_blocks):
+    for column in range(cfg.lane_rows):
         values = [scores.acc[at] for at in places(scores.acc, column, cfg.col_blocks)]
         logits = []
         for k in sorted(set(scores.powers)):
@@ -74,7 +74,7 @@ def exponentiate(cfg: RegisterConfig, scores: Scores, new_max: list) -> None:
 
 def add_sums(cfg: RegisterConfig, state: State, p: cute.Tensor) -> None:
     """The sums take a page's P."""
-    for column in range(2 * cfg.col_blocks):
+    for column in range(cfg.lane_rows):
         total = numbers.tree([p[at] for at in places(p, column, cfg.col_blocks)], numbers.add)
         state.row_sum[column] = state.row_sum[column] + total
 
@@ -83,11 +83,11 @@ def add_sums(cfg: RegisterConfig, state: State, p: cute.Tensor) -> None:
 def rescale(cfg: cutlass.Constexpr[RegisterConfig], state: State, new_max: cute.Tensor, exponent: Int32):
     """Bring O, z and the sums to a new maximum and a new E, if either moved in any lane of the warp."""
     moved = Int32(exponent < state.exponent[0])
-    for column in cutlass.range_constexpr(2 * cfg.col_blocks):
+    for column in cutlass.range_constexpr(cfg.lane_rows):
         moved = moved | Int32(new_max[column] > state.row_max[column])
     if cute.arch.vote_any_sync(moved != 0):
         down = numbers.pow2(cutlass.max(exponent - state.exponent[0], Int32(-126)))
-        for column in cutlass.range_constexpr(2 * cfg.col_blocks):
+        for column in cutlass.range_constexpr(cfg.lane_rows):
             apply_alpha(cfg, state, column, new_max[column], down)
         state.exponent[0] = exponent
 

@@ -1,8 +1,9 @@
 """O^T += V^T P^T over a packed page, on raw codes: P takes the scales, the zero-points become one sum a query row.
 
-Centring: the rounding of p s to fp16 would meet codes of one sign, while what they stand for cancels over tokens that
-weigh alike. With (ps)~ the rounded operand and N = 2^b - 1, z = sum p (m + N/2 s) - N/2 sum (ps)~: the error meets
-c - N/2.
+Centring: codes have one sign, while what they stand for cancels over tokens that weigh alike. With (ps)~ the rounded
+operand and N = 2^b - 1, every page takes N/2 sum (ps)~ from O again, and z is sum p (m + N/2 s): the rounding of p s
+meets c - N/2, and O stays as small as what it stands for, however many pages it sums up. (The tensor core truncates its
+sums. Left in, the codes would add up to a thousand times of O at 128K tokens.)
 """
 
 import cutlass
@@ -34,25 +35,38 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
     up = numbers.pow2(exponent + registers.PROBABILITY_SHIFT)
     softmax.add_sums(cfg, state, p)
     group_tiles = side.group // layout.TILE
-    down = numbers.pow2(-registers.PROBABILITY_SHIFT - exponent) * Float32(-side.levels / 2)
+    rounded_sums = [[Float32(0.0)] * side.groups for _ in range(2 * blocks)]
     for ct in range(side.col_tiles):
         if side.groups > 1:
             cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
         first = ct * side.row_tiles
         words = load.codes(cfg, side, piece, me, first, side.row_tiles)
         for j in range(side.groups):
-            operand = scaled_p(cfg, state, p, ct, j, up, down, load.token_meta(cfg, side, piece, me, j, ct))
+            operand = scaled_p(cfg, state, p, ct, j, up, rounded_sums, load.token_meta(cfg, side, piece, me, j, ct))
             for rt in range(j * group_tiles, (j + 1) * group_tiles):
                 a = numbers.operand_a(load.operand(side, words, first + rt))
                 for nt in range(blocks):
                     numbers.multiply(atom, state.acc_o, rt * blocks + nt, a, operand[None, nt])
+    if cfg.options.centring:
+        recentre(cfg, state, rounded_sums)
 
 
-def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32, down: Float32,
-             words) -> cute.Tensor:
-    """B operand (4, col_blocks) of a token tile: fp16(p * s * up), transposed; z takes p (m + N/2 s) - N/2 (ps)~.
+def recentre(cfg: RegisterConfig, state: State, rounded_sums: list) -> None:
+    """O -= N/2 sum (ps)~ of a page, in the accumulators' units; rounded_sums: [column][group] this lane's share."""
+    side = cfg.v
+    for column, sums in enumerate(rounded_sums):
+        totals = [numbers.over_lanes(total, numbers.OVER_G, numbers.add) for total in sums]
+        for row, at in enumerate(softmax.places(state.acc_o, column, cfg.col_blocks)):
+            rt, row8 = divmod(row, 2)
+            half = Float32(-side.levels / 2 * 2.0 ** (side.power(rt, row8) - registers.SUBNORMAL_SHIFT))
+            state.acc_o[at] = totals[layout.TILE * rt // side.group] * half + state.acc_o[at]
 
-    up: 2^(E + 15); down: -N/2 2^-(E + 15).
+
+def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32,
+             rounded_sums: list, words) -> cute.Tensor:
+    """B operand (4, col_blocks) of a token tile: (ps)~ = fp16(p * s * up), transposed; z takes p (m + N/2 s).
+
+    up: 2^(E + 15). With centring rounded_sums [column][group] take (ps)~.
     """
     blocks = cfg.col_blocks
     operand, operand_words = numbers.fragments(blocks)
@@ -69,8 +83,7 @@ def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group
             packed = numbers.pack(pair[0] * scale, pair[1] * scale)
             if cfg.options.centring:
                 for e, rounded in enumerate(numbers.widen(packed, "float16")):
-                    column = 2 * nt + e
-                    state.zeros[column, group] = rounded * down + state.zeros[column, group]
+                    rounded_sums[2 * nt + e][group] = rounded_sums[2 * nt + e][group] + rounded
             operand_words[row8, nt] = ptx.movmatrix(packed)
     return operand
 

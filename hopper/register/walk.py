@@ -16,7 +16,7 @@ class Walk(NamedTuple):
     num_pages: Int32
     third_page: Int32  # pages with V in 16 bit: third_page, third_page + warps, ... of the sequence
     num_third: Int32
-    first_unit: Int32  # units first_unit, first_unit + warps, ... below num_units
+    first_unit: Int32  # units first_unit, first_unit + warps, ... below num_units; late warps come first
     num_units: Int32  # of the CTA: units of sinks, then of the residual
     sink_units: Int32
     n_sink: Int32
@@ -55,8 +55,9 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     n_residual = is_last * (n_tok - n_sink - n_qk)
     n_sink = is_last * n_sink
     sink_units = units_of(n_sink)
+    first_unit = warps - 1 - warp_idx  # the last warps have the fewer pages
     return Walk(first + warp_idx, dealt(count, warp_idx, warps), third_start + warp_idx,
-                dealt(third, warp_idx, warps), warp_idx, sink_units + units_of(n_residual), sink_units, n_sink,
+                dealt(third, warp_idx, warps), first_unit, sink_units + units_of(n_residual), sink_units, n_sink,
                 n_residual, n_qk, first_seen)
 
 

@@ -5,7 +5,7 @@ Shapes: batch, q_len, num_heads (query heads), num_heads_kv, head_dim, seqlen (t
 
 import torch
 
-from lowbit_attn import dispatch, layout, reference
+from lowbit_attn import dispatch, layout, ops, reference
 from lowbit_attn.cache import KVCache
 from lowbit_attn.checks import check_rank, check_tensor
 
@@ -41,6 +41,36 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
 
     Raises ValueError, TypeError or NotImplementedError, before anything is written, for what is not supported.
     """
+    is_compiling = torch.compiler.is_compiling()
+    if isinstance(q, torch.Tensor) and not is_compiling:
+        plan = dispatch.planned(q, cache, (softmax_scale, softcap, window, keep_sinks, num_splits, path))
+        if plan is not None:
+            return _repeat(plan, q, cache, out, lse, sink_logits)
+    options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
+    _check(q, cache, out, lse, num_splits, options)
+    if is_compiling:
+        return ops.traced_decode(q, cache, out, lse, options, num_splits, path)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    lse = q.new_empty(_lse_shape(q), dtype=torch.float32) if lse is None else lse
+    dispatch.decode(q, cache, out, lse, options, num_splits, path)
+    return out, lse
+
+
+def _lse_shape(q: torch.Tensor) -> tuple[int, int, int]:
+    return q.shape[0], q.shape[2], q.shape[1]
+
+
+def _repeat(plan, q, cache: KVCache, out, lse, sink_logits) -> tuple[torch.Tensor, torch.Tensor]:
+    """A planned call: what the plan's key does not settle is checked here, the rest was when the plan was made."""
+    if q.device != plan.device:
+        raise ValueError(f"q: got device {q.device}, supported: {plan.device}")
+    if not q.is_contiguous() or out is not None or lse is not None or sink_logits is not None:
+        _check_tensors(q, cache, out, lse, sink_logits)
+    return plan.run(cache.rotate(q) if cache.rotate_keys else q, out, lse, sink_logits)
+
+
+def _check(q, cache: KVCache, out, lse, num_splits: int | None, options: reference.Attention) -> None:
+    """Raise for what is not supported; None stands for what decode allocates or picks itself."""
     if cache.layout_id != layout.LAYOUT_ID:
         raise LayoutMismatchError(f"cache: layout id {cache.layout_id}, supported: {layout.LAYOUT_ID}; "
                                   "pack the cache again with this version")
@@ -51,25 +81,27 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
         raise ValueError(f"q: q_len {q_len}, supported: 1 to the cache's max_q_len = {cache.max_q_len}")
     if num_heads == 0 or num_heads % cache.num_heads_kv:
         raise ValueError(f"q: {num_heads} heads, supported: multiples of num_heads_kv = {cache.num_heads_kv}")
-    check_tensor("q", q, (batch, q_len, num_heads, cache.head_dim), (cache.dtype, torch.float32), cache.device)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    check_tensor("out", out, q.shape, (q.dtype,), cache.device)
-    lse = q.new_empty((batch, num_heads, q_len), dtype=torch.float32) if lse is None else lse
-    check_tensor("lse", lse, (batch, num_heads, q_len), (torch.float32,), cache.device)
-    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+    _check_tensors(q, cache, out, lse, options.sink_logits)
+    for name, value in (("softmax_scale", options.softmax_scale), ("softcap", options.softcap)):
         if value is not None and not SMALLEST_FACTOR <= value <= 1 / SMALLEST_FACTOR:
             raise ValueError(f"{name}: got {value}, supported: positive, 2^-64 to 2^64")
-    if window is not None and window < 1:
-        raise ValueError(f"window: got {window}, supported: 1 or more positions")
-    if keep_sinks and window is None:
+    if options.window is not None and options.window < 1:
+        raise ValueError(f"window: got {options.window}, supported: 1 or more positions")
+    if options.keep_sinks and options.window is None:
         raise ValueError("keep_sinks: got True without a window, supported: beside window=")
-    if sink_logits is not None:
-        check_tensor("sink_logits", sink_logits, (num_heads,), (torch.float32,), cache.device)
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits: got {num_splits}, supported: 1 or more")
-    options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
-    dispatch.decode(q, cache, out, lse, options, num_splits, path)
-    return out, lse
+
+
+def _check_tensors(q, cache: KVCache, out, lse, sink_logits) -> None:
+    batch, q_len, num_heads, _ = q.shape
+    check_tensor("q", q, (batch, q_len, num_heads, cache.head_dim), (cache.dtype, torch.float32), cache.device)
+    if out is not None:
+        check_tensor("out", out, q.shape, (q.dtype,), cache.device)
+    if lse is not None:
+        check_tensor("lse", lse, _lse_shape(q), (torch.float32,), cache.device)
+    if sink_logits is not None:
+        check_tensor("sink_logits", sink_logits, (num_heads,), (torch.float32,), cache.device)
 
 
 def merge_states(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

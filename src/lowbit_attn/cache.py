@@ -4,44 +4,27 @@ Positions of one sequence, in order:
 
     sinks (16 bit) | pages: K packed, V packed | K packed, V still 16 bit | residual ring (16 bit)
 
-Counters are per sequence, int32, on the cache's device: ``n_sink``, ``n_qk`` and ``n_qv`` (packed tokens
-of each side, multiples of 128, n_qk >= n_qv) and ``n_tok``. The token at position p >= n_sink sits at slot
-``(p - n_sink) % ring`` of its side's ring until it is packed. A step is: ``append``, ``decode``, ``flush``:
-the tokens of a block are packed after the step that fills it has read them in 16 bit. ``append`` flushes
-what an earlier step left.
+The token at position p >= n_sink sits at slot ``(p - n_sink) % ring`` of its side's ring until it is packed. A step
+is: ``append``, ``decode``: the tokens of a block are packed by the step after the one that fills it, which has read
+them in 16 bit; ``flush`` packs them at once. On a CUDA device a step of ``append`` is done by kernels from the device's
+counters alone.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.checks import check_rank, check_tensor, one_of
-from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.formats.rotation import hadamard
-from lowbit_attn.formats.uniform import PerToken
+from lowbit_attn.backend import BACKENDS, Backend
+from lowbit_attn.checks import check_rank, check_tensor
+from lowbit_attn.pages import FREED, PageExhaustedError
+from lowbit_attn.state import DTYPES, MAX_Q_LEN, CacheFaultError, CacheState, Strides
 
-DTYPES = (torch.float16, torch.bfloat16)
-MAX_Q_LEN = 16
-RING_ALIGN = 64  # ring slots come in whole tiles of this many tokens, so that no tile wraps around
+__all__ = ["BACKENDS", "DTYPES", "MAX_Q_LEN", "Backend", "CacheFaultError", "KVCache", "PageExhaustedError", "Strides"]
 
 
-class Strides(NamedTuple):
-    """Where records are, in units of RECORD_ALIGN bytes of the pool and in entries of the table: the record of page j
-    of (sequence b, KV head h) is at unit table[b * table_b + h * table_h + j] * page + h * head."""
-
-    page: int
-    head: int
-    table_b: int
-    table_h: int
-
-
-class PageExhaustedError(RuntimeError):
-    """The pool has fewer free pages than the call needs; nothing was written."""
-
-
-class KVCache:
+class KVCache(CacheState):
     """KV cache of a batch of sequences in pages of one low-bit format.
 
     Args:
@@ -64,171 +47,205 @@ class KVCache:
             of each KV head, from a calibration. For formats that choose channels by it ("kitty-weighted", ...), which
             need it; read whenever a page is packed, so it may be updated in place.
 
-    Public state, read by kernels: ``pool`` uint8 [num_pages, num_heads_kv, record_bytes]; ``table`` int32
-    [max_batch, max_pages]; ``n_sink``, ``n_qk``, ``n_qv``, ``n_tok`` int32 [max_batch]; ``sink_k``, ``sink_v``
-    [max_batch, num_heads_kv, max(1, sinks), head_dim]; ``ring_k``, ``ring_v`` [max_batch, num_heads_kv, ring,
-    head_dim]; ``strides``, how pool and table are addressed.
+        pool: memory for the pages, uint8 [num_pages, num_heads_kv, record_bytes], which the caller owns; None: new.
+
+    A sequence is a row. Every row may be used at once; ``add`` gives a vacant one, ``free`` vacates one, and a freed
+    one takes no step before ``add`` or ``prefill`` starts it anew. Calls know from the host's copy of the counters
+    (``counts``) what to do, so that none waits for the device. Steps captured in a CUDA graph run without the host's
+    knowledge: once one was captured, every call that needs the counters reads them first (``sync``). A captured step
+    cannot take pages: ``reserve`` them ahead. A step that finds no room, a freed or an unknown sequence on the device
+    changes nothing for this sequence and leaves a mark, from which ``check`` and ``sync`` raise CacheFaultError.
+
+    Public state, read by kernels: ``pool``; ``table`` int32 [max_batch, max_pages]; ``n_sink``, ``n_qk``, ``n_qv``,
+    ``n_tok`` int32 [max_batch]; ``sink_k``, ``sink_v`` [max_batch, num_heads_kv, max(1, sinks), head_dim];
+    ``ring_k``, ``ring_v`` [max_batch, num_heads_kv, ring, head_dim]; ``strides``, how pool and table are addressed;
+    ``limit`` int32 [max_batch], the tokens that a sequence's pages serve, 0 for a freed one; ``faults`` int32
+    [max_batch + 1], nonzero after a step that could not be done (last: of an unknown row).
     """
-
-    def __init__(self, format: str | Format, num_pages: int, num_heads_kv: int, head_dim: int,
-                 dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu", sinks: int = 0,
-                 range_search: bool | None = None, *, max_batch: int = 1, max_q_len: int = 1,
-                 max_seqlen: int | None = None, saturate: bool = False, rotate_keys: bool = False,
-                 query_weights: torch.Tensor | None = None):
-        one_of("dtype", dtype, DTYPES)
-        if not isinstance(format, str | Format):
-            raise TypeError(f"format: got {format!r}, supported: a Format or a name: {', '.join(FORMATS)}, or any of "
-                            f"{', '.join(FORMATS.grammars)}")
-        for name, value, low, high in (
-            ("num_pages", num_pages, 1, None), ("num_heads_kv", num_heads_kv, 1, None), ("sinks", sinks, 0, None),
-            ("max_batch", max_batch, 1, None), ("max_q_len", max_q_len, 1, MAX_Q_LEN),
-            ("max_seqlen", 1 if max_seqlen is None else max_seqlen, 1, None),
-        ):
-            if value < low or (high is not None and value > high):
-                raise ValueError(f"{name}: got {value}, supported: {low} to {high or 'any'}")
-        self.format = FORMATS[format] if isinstance(format, str) else format
-        self.record = self.format.record(head_dim)
-        self.layout_id = layout.LAYOUT_ID
-        self.num_pages, self.num_heads_kv, self.head_dim = num_pages, num_heads_kv, head_dim
-        self.dtype, self.device = dtype, torch.device(device)
-        self.sinks, self.range_search, self.saturate, self.rotate_keys = sinks, range_search, saturate, rotate_keys
-        if rotate_keys and not isinstance(self.format.k, PerToken):
-            raise ValueError(f"rotate_keys: format {self.format} groups K per channel, supported: K per token, whose "
-                             "groups a rotation evens out")
-        self.rotation = hadamard(head_dim).to(self.device) if rotate_keys else None
-        self.query_weights = self._checked_weights(query_weights)
-        self.max_batch, self.max_q_len = max_batch, max_q_len
-        self.window_k = max(self.format.window_k, max_q_len - 1)
-        self.window_v = max(self.format.window_v, max_q_len - 1)
-        reach = num_pages * layout.PAGE_TOKENS + self._open_tokens(self.window_k) + sinks
-        self.max_seqlen = reach if max_seqlen is None else max_seqlen
-        one_of("device", self.device.type, list(BACKENDS))
-        BACKENDS[self.device.type].check(self)
-        self._allocate()
-
-    def _checked_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
-        shape = (self.num_heads_kv, self.head_dim)
-        if (weights is not None) != self.format.k.weighs_queries:
-            raise ValueError(f"query_weights: got {'none' if weights is None else 'some'} for format {self.format}, "
-                             f"supported: fp32 {list(shape)} for formats that choose channels by them, None for others")
-        if weights is not None:
-            check_tensor("query_weights", weights, shape, (torch.float32,), self.device)
-            if not bool((weights.isfinite() & (weights >= 0)).all()):
-                raise ValueError("query_weights: got negative or non-finite values, supported: means of |q|")
-        return weights
-
-    def _allocate(self) -> None:
-        # at least one table entry and one sink row, never read, so that kernels always get a valid pointer
-        max_pages = max(1, self._num_packed(self.max_seqlen, self.window_k) // layout.PAGE_TOKENS)
-        ints = dict(dtype=torch.int32, device=self.device)
-        tokens = dict(dtype=self.dtype, device=self.device)
-        side = (self.max_batch, self.num_heads_kv)
-        self.pool = torch.zeros((self.num_pages, self.num_heads_kv, self.record.nbytes), dtype=torch.uint8,
-                                device=self.device)
-        self.table = torch.full((self.max_batch, max_pages), -1, **ints)
-        units = self.record.nbytes // layout.RECORD_ALIGN
-        self.strides = Strides(self.num_heads_kv * units, units, max_pages, 0)
-        self.n_sink, self.n_qk, self.n_qv, self.n_tok = (torch.zeros(self.max_batch, **ints) for _ in range(4))
-        self.sink_k = torch.zeros((*side, max(1, self.sinks), self.head_dim), **tokens)
-        self.sink_v = torch.zeros_like(self.sink_k)
-        self.ring_k = torch.zeros((*side, self._ring(self.window_k), self.head_dim), **tokens)
-        self.ring_v = torch.zeros((*side, self._ring(self.window_v), self.head_dim), **tokens)
-        self.n_pages = torch.zeros(self.max_batch, **ints)  # table entries in use, one block ahead of n_qk at most
-        self.free_list = torch.arange(self.num_pages - 1, -1, -1, **ints)
-        self.n_free = torch.full((1,), self.num_pages, **ints)
-
-    # ---- sizes
-
-    def _open_tokens(self, window: int) -> int:
-        return window + layout.PAGE_TOKENS - 1
-
-    def _ring(self, window: int) -> int:
-        return -(-(self._open_tokens(window) + self.max_q_len) // RING_ALIGN) * RING_ALIGN
-
-    def _num_packed(self, seqlen: int, window: int) -> int:
-        """Packed tokens of a sequence of this length: however it was cut into steps."""
-        return max(0, seqlen - min(seqlen, self.sinks) - window) // layout.PAGE_TOKENS * layout.PAGE_TOKENS
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that hold the present tokens: packed sides of pages, sinks and 16-bit tails of both sides."""
-        token = 2 * self.num_heads_kv * self.head_dim
-        n_qk, n_qv, n_tok = (int(counter.sum()) for counter in (self.n_qk, self.n_qv, self.n_tok))
-        packed = n_qk * self.record.v_offset + n_qv * (self.record.nbytes - self.record.v_offset)
-        tails = 2 * n_tok - n_qk - n_qv  # sinks included
-        return packed // layout.PAGE_TOKENS * self.num_heads_kv + tails * token
 
     # ---- the steps
 
     def prefill(self, seq: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Add any number of tokens to one sequence and pack every full block.
+        """Add any number of tokens to one sequence and pack every full block; a freed sequence starts anew.
 
         k, v: [tokens, num_heads_kv, head_dim], the cache's dtype or fp32. The state equals that of
         appending the tokens one by one and flushing. Raises before anything is written.
         """
-        seq = self._check_rows([seq])[0]
+        self.settle("prefill")
+        rows = self.check_rows([seq], alive=False)
         tokens, = check_rank("k", k, ("tokens", self.num_heads_kv, self.head_dim))[:1]
         k, v = self._enter("k", k, (tokens,)), self._enter("v", v, (tokens,))
-        old = int(self.n_tok[seq])
-        self._reserve([seq], [old + k.shape[0]])
-        fresh = min(k.shape[0], self.sinks - int(self.n_sink[seq]))
-        if fresh:
-            at = int(self.n_sink[seq])
-            self.sink_k[seq, :, at : at + fresh] = k[:fresh].transpose(0, 1)
-            self.sink_v[seq, :, at : at + fresh] = v[:fresh].transpose(0, 1)
-            self.n_sink[seq] += fresh
-        self.n_tok[seq] += k.shape[0]
-        first = max(0, old - self.sinks)  # relative position of the first token that is no sink
-        self._extend_side(seq, k[fresh:], first, self.ring_k, self.n_qk, self.window_k, "k")
-        self._extend_side(seq, v[fresh:], first, self.ring_v, self.n_qv, self.window_v, "v")
+        self.take_pages(rows, self.counts.n_tok[rows] + tokens)
+        self.start_rows(rows)
+        self._extend(int(rows[0]), k, v, pack=True)
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, seqs: Sequence[int] | None = None) -> None:
-        """Add the same number of new tokens to each of several sequences.
+    def append(self, k: torch.Tensor, v: torch.Tensor, seqs: Sequence[int] | torch.Tensor | None = None) -> None:
+        """Add the same number of new tokens to each of several sequences, after packing what earlier steps filled.
 
         k, v: [batch, tokens, num_heads_kv, head_dim] with 1 <= tokens <= max_q_len, the cache's dtype or
-        fp32. seqs: the batch's rows of the cache, default 0 .. batch - 1. Blocks that earlier steps filled
-        are packed first. Raises before anything is written.
+        fp32. seqs: the batch's rows of the cache, default 0 .. batch - 1. Raises before anything is written.
+
+        While a CUDA graph is captured nothing is reserved and no length is checked but on the device; seqs may then
+        also be an int32 tensor [batch] of distinct rows on the device, which each replay reads. The same holds for
+        a step that torch.compile compiles.
         """
-        check_rank("k", k, ("batch", "tokens", self.num_heads_kv, self.head_dim))
-        rows = self._check_rows(range(k.shape[0]) if seqs is None else seqs)
-        if not 1 <= k.shape[1] <= self.max_q_len:
-            raise ValueError(f"k: {k.shape[1]} tokens a step, supported: 1 to max_q_len = {self.max_q_len}; "
+        if torch.compiler.is_compiling():
+            self._append_traced(k, v, seqs)
+            return
+        batch, tokens = check_rank("k", k, ("batch", "tokens", self.num_heads_kv, self.head_dim))[:2]
+        capturing = self.is_capturing()
+        if capturing and isinstance(seqs, torch.Tensor):
+            check_tensor("seqs", seqs, (batch,), (torch.int32,), self.device)
+            rows, picked = None, seqs
+        else:
+            if not capturing:
+                self.settle("append")
+            rows = self.check_rows(seqs, batch)
+            picked = self.row_tensor(rows)
+        if not 1 <= tokens <= self.max_q_len:
+            raise ValueError(f"k: {tokens} tokens a step, supported: 1 to max_q_len = {self.max_q_len}; "
                              "use prefill for more")
-        k, v = (self._enter(n, x, (len(rows), k.shape[1])) for n, x in (("k", k), ("v", v)))
-        lengths = self.n_tok[rows].tolist()
-        self._reserve(rows, [length + k.shape[1] for length in lengths])
-        self.flush(rows)
-        row = torch.tensor(rows, device=self.device)
-        for i in range(k.shape[1]):
-            position = self.n_tok[row]
-            sink = position < self.sinks
-            self._put(self.sink_k, row[sink], position[sink], k[sink, i])
-            self._put(self.sink_v, row[sink], position[sink], v[sink, i])
-            relative = position[~sink] - self.sinks
-            self._put(self.ring_k, row[~sink], relative % self.ring_k.shape[2], k[~sink, i])
-            self._put(self.ring_v, row[~sink], relative % self.ring_v.shape[2], v[~sink, i])
-            self.n_sink[row] += sink.int()
-            self.n_tok[row] += 1
+        lead = (batch if rows is None else len(rows), tokens)
+        k, v = self._enter("k", k, lead), self._enter("v", v, lead)
+        step = BACKENDS[self.device.type].append
+        if capturing:
+            self.is_captured = True
+            step(self, picked, k, v)
+            return
+        self.take_pages(rows, self.counts.n_tok[rows] + tokens)
+        self.start_rows(rows)
+        if step:
+            step(self, picked, k, v)
+            self._follow_step(rows, tokens)
+        else:
+            self._flush(rows)
+            for i, row in enumerate(rows.tolist()):
+                self._extend(row, k[i], v[i], pack=False)
+
+    def _append_traced(self, k: torch.Tensor, v: torch.Tensor, seqs: torch.Tensor | None) -> None:
+        """``append`` as the operator lowbit_attn::append, which ops.py defines."""
+        batch, tokens = check_rank("k", k, ("batch", "tokens", self.num_heads_kv, self.head_dim))[:2]
+        if batch > self.max_batch or not 1 <= tokens <= self.max_q_len:
+            raise ValueError(f"k: {batch} sequences of {tokens} tokens, supported: at most max_batch = "
+                             f"{self.max_batch} of 1 to max_q_len = {self.max_q_len} tokens")
+        k, v = (self._enter(name, x, (batch, tokens)) for name, x in (("k", k), ("v", v)))
+        rows = self.all_rows[:batch] if seqs is None else seqs
+        check_tensor("seqs", rows, (batch,), (torch.int32,), self.device)
+        self.is_captured = True
+        torch.ops.lowbit_attn.append(
+            k, v, rows, self.pool, self.table, *self.counters(), self.sink_k, self.sink_v, self.ring_k, self.ring_v,
+            self.limit, self.faults, self.arrivals, self.format.name, list(self.strides), self.range_search, self.sinks,
+            self.window_k, self.window_v)
 
     def flush(self, seqs: Sequence[int] | None = None) -> None:
         """Pack every full block beyond the windows of these sequences (default: all). Idempotent."""
-        for seq in range(self.max_batch) if seqs is None else self._check_rows(seqs):
-            empty = self.ring_k[seq, :, :0].transpose(0, 1)
-            relative = max(0, int(self.n_tok[seq]) - self.sinks)
-            self._extend_side(seq, empty, relative, self.ring_k, self.n_qk, self.window_k, "k")
-            self._extend_side(seq, empty, relative, self.ring_v, self.n_qv, self.window_v, "v")
+        self.settle("flush")
+        self._flush(self.check_rows(seqs))
+
+    def reserve(self, seqs: Sequence[int], lengths: int | Sequence[int]) -> None:
+        """Take the pages that these sequences need to reach these lengths, one for each or one for all.
+
+        Steps up to there then need nothing of the host, so they may be captured in a CUDA graph. Raises
+        PageExhaustedError, or ValueError beyond max_seqlen, before anything is written.
+        """
+        self.settle("reserve")
+        rows = self.check_rows(seqs)
+        self.take_pages(rows, np.broadcast_to(np.asarray(lengths, dtype=np.int64), rows.shape))
+        self.start_rows(rows)
+
+    def rewind(self, seqs: Sequence[int], tokens: int | Sequence[int]) -> None:
+        """Drop the last tokens of these sequences (rejected drafts), a number for each or one for all.
+
+        As many as a sequence holds in 16 bit on both sides can be dropped, which is max_q_len - 1 at least. Packed
+        blocks stay, so n_qk and n_qv may be a block ahead of what the new length alone would give.
+        """
+        self.settle("rewind")
+        rows = self.check_rows(seqs)
+        n_sink, n_qk, _, n_tok = (count[rows] for count in self.counts)
+        most = np.where(n_qk > 0, n_tok - n_sink - n_qk, n_tok)
+        tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), rows.shape)
+        if (tokens < 0).any() or (tokens > most).any():
+            raise ValueError(f"tokens: got {tokens.tolist()} for sequences {rows.tolist()}, supported: 0 to "
+                             f"{most.tolist()}, the last tokens that are held in 16 bit")
+        self._set_lengths(rows, n_tok - tokens)
+
+    def add(self) -> int:
+        """The lowest vacant row, in use from now on; RuntimeError if every row holds a sequence."""
+        self.settle("add")
+        row = self.book.first_vacant()
+        if row is None:
+            raise RuntimeError(f"add: all max_batch = {self.max_batch} rows hold sequences; free one or allocate with "
+                               "a larger max_batch")
+        self.start_rows(np.array([row]))
+        return row
 
     def free(self, seqs: Sequence[int]) -> None:
-        """Empty these sequences and return their pages to the pool."""
-        for seq in self._check_rows(seqs):
-            used, free = int(self.n_pages[seq]), int(self.n_free)
-            self.free_list[free : free + used] = self.table[seq, :used].flip(0)
-            self.n_free += used
-            self.table[seq] = -1
-            for counter in (self.n_sink, self.n_qk, self.n_qv, self.n_tok, self.n_pages):
-                counter[seq] = 0
+        """End these sequences and return their pages, where no other sequence holds them, to the pool."""
+        self.settle("free")
+        rows = self.check_rows(seqs, alive=False)
+        if (self.book.state[rows] == FREED).any():
+            raise ValueError(f"seqs: {rows[self.book.state[rows] == FREED].tolist()} were freed before, supported: "
+                             "rows in use")
+        for row in rows.tolist():
+            self._empty_row(row)
+            self.book.state[row] = FREED
+            self.limit[row] = 0
+
+    def clear(self, seqs: Sequence[int]) -> None:
+        """Forget the tokens of these sequences and return their pages; the rows stay in use."""
+        self.settle("clear")
+        for row in self.check_rows(seqs).tolist():
+            self._empty_row(row)
+
+    def share(self, src: int, dst: int, tokens: int | None = None) -> None:
+        """Make the empty row dst a copy of the first ``tokens`` tokens of src (default: all), with common pages.
+
+        Pages whose both sides are packed are held by both sequences; a page whose V is still in 16 bit, the sinks and
+        the open block are copied. A prefix must end where its pages do: up to n_sink, n_sink plus whole packed pages,
+        or anywhere in what src holds of K in 16 bit. Raises before anything is written.
+        """
+        self.settle("share")
+        src, dst = int(self.check_rows([src])[0]), int(self.check_rows([dst], alive=False)[0])
+        if src == dst or self.counts.n_tok[dst] or self.book.held[dst]:
+            raise ValueError(f"dst: row {dst} is src or holds tokens or pages, supported: an empty row")
+        n_sink, n_qk, n_qv, n_tok = (int(count[src]) for count in self.counts)
+        tokens = n_tok if tokens is None else tokens
+        rest = max(0, tokens - n_sink)
+        if not 0 <= tokens <= n_tok or (rest % layout.PAGE_TOKENS and rest < n_qk):
+            raise ValueError(f"tokens: got {tokens}, supported for sequence {src}: 0 to {n_sink}, then multiples of "
+                             f"{layout.PAGE_TOKENS} beyond {n_sink}, or {n_sink + n_qk} to {n_tok}")
+        n_qk, n_qv = (min(n, rest // layout.PAGE_TOKENS * layout.PAGE_TOKENS) for n in (n_qk, n_qv))
+        pages = self.book.held[src][: n_qk // layout.PAGE_TOKENS]
+        common, own = pages[: n_qv // layout.PAGE_TOKENS], pages[n_qv // layout.PAGE_TOKENS :]
+        self.book.require(len(own))
+        self.start_rows(np.array([dst]))
+        self.book.hold(dst, common)
+        fresh = self.book.take(dst, len(own))
+        if own:
+            self.pool[self.upload(fresh).long()] = self.pool[self.upload(own).long()]
+        if pages:
+            self.table[dst, : len(pages)] = self.upload(self.book.held[dst])
+        for store in (self.sink_k, self.sink_v, self.ring_k, self.ring_v):
+            store[dst] = store[src]
+        self.limit[dst] = self._limit(len(pages))
+        self._set_counter("n_qk", dst, n_qk)
+        self._set_counter("n_qv", dst, n_qv)
+        self._set_lengths(np.array([dst]), np.array([tokens]))
 
     # ---- reading
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that hold the present tokens: packed sides of pages, sinks and 16-bit tails of both sides.
+
+        A page that several sequences hold counts for each of them.
+        """
+        self.settle("nbytes")
+        token = 2 * self.num_heads_kv * self.head_dim
+        _, n_qk, n_qv, n_tok = (int(count.sum()) for count in self.counts)
+        packed = n_qk * self.record.v_offset + n_qv * (self.record.nbytes - self.record.v_offset)
+        tails = 2 * n_tok - n_qk - n_qv  # sinks included
+        return packed // layout.PAGE_TOKENS * self.num_heads_kv + tails * token
 
     def dequantize_pages(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page ids int [n] -> K, V fp32 [n, num_heads_kv, 128, head_dim]."""
@@ -236,9 +253,9 @@ class KVCache:
 
     def gather(self, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All of one sequence as the cache holds it: K, V fp32 [num_heads_kv, seqlen, head_dim]."""
-        seq = self._check_rows([seq])[0]
-        n_sink, n_tok = int(self.n_sink[seq]), int(self.n_tok[seq])
-        n_qk, n_qv = int(self.n_qk[seq]), int(self.n_qv[seq])
+        self.settle("gather")
+        seq = int(self.check_rows([seq], alive=False)[0])
+        n_sink, n_qk, n_qv, n_tok = (int(count[seq]) for count in self.counts)
         k, v = self.dequantize_pages(self.table[seq, : n_qk // layout.PAGE_TOKENS])
         packed = (x.transpose(0, 1).flatten(1, 2) for x in (k, v))
         return tuple(
@@ -248,26 +265,11 @@ class KVCache:
                                               (self.ring_k, self.ring_v))
         )
 
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or queries [..., head_dim] in the cache's dtype, rotated (in fp32, rounded once) if it rotates keys."""
+        return (x if self.rotation is None else x.float() @ self.rotation).to(self.dtype)
+
     # ---- parts of the steps
-
-    def _slots(self, start: int, stop: int, ring: torch.Tensor) -> torch.Tensor:
-        return torch.arange(start, stop, device=self.device) % ring.shape[2]
-
-    def _extend_side(self, seq, new, first, ring, n_packed, window, side: str) -> None:
-        """Add tokens new [tokens, H, D], whose relative positions start at ``first``, to one side."""
-        start, stop = int(n_packed[seq]), first + new.shape[0]
-        end = start + max(0, stop - start - window) // layout.PAGE_TOKENS * layout.PAGE_TOKENS
-        if end > start:
-            tokens = torch.cat((ring[seq][:, self._slots(start, first, ring)].transpose(0, 1), new))
-            blocks = tokens[: end - start].unflatten(0, (-1, layout.PAGE_TOKENS)).transpose(1, 2)
-            pages = self.table[seq, start // layout.PAGE_TOKENS : end // layout.PAGE_TOKENS]
-            BACKENDS[self.device.type].write_blocks(self, pages, blocks, side)
-            n_packed[seq] = end
-        kept = max(first, end)
-        ring[seq][:, self._slots(kept, stop, ring)] = new[kept - first :].transpose(0, 1)
-
-    def _put(self, store, rows, slots, tokens) -> None:
-        store[rows.long(), :, slots.long()] = tokens
 
     def _enter(self, name: str, x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
         check_tensor(name, x, (*lead, self.num_heads_kv, self.head_dim), (self.dtype, torch.float32), self.device)
@@ -275,58 +277,75 @@ class KVCache:
         largest = torch.finfo(self.dtype).max
         return x.clamp(-largest, largest) if self.saturate else x
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or queries [..., head_dim] in the cache's dtype, rotated (in fp32, rounded once) if it rotates keys."""
-        return (x if self.rotation is None else x.float() @ self.rotation).to(self.dtype)
+    def _slots(self, start: int, stop: int, ring: torch.Tensor) -> torch.Tensor:
+        return torch.arange(start, stop, device=self.device) % ring.shape[2]
 
-    def _check_rows(self, seqs: Sequence[int]) -> list[int]:
-        rows = [int(s) for s in seqs]
-        if len(set(rows)) != len(rows) or any(not 0 <= s < self.max_batch for s in rows):
-            raise ValueError(f"seqs: got {rows}, supported: distinct rows 0 to max_batch - 1 = {self.max_batch - 1}")
-        return rows
+    def _set_counter(self, name: str, rows, values) -> None:
+        """Set a counter of some rows to host values, here and on the device, without waiting for it."""
+        getattr(self.counts, name)[rows] = values
+        if self.device.type != "cpu":
+            if isinstance(rows, np.ndarray):
+                getattr(self, name)[self.row_tensor(rows).long()] = self.upload(values)
+            else:
+                getattr(self, name)[rows] = values
 
-    def _reserve(self, rows: list[int], lengths: list[int]) -> None:
-        """Take from the pool the pages that these lengths will fill; raise before anything is written."""
-        if rows and max(lengths) > self.max_seqlen:
-            raise ValueError(f"k: a sequence would reach {max(lengths)} tokens, "
-                             f"supported: max_seqlen = {self.max_seqlen}")
-        wanted = [self._num_packed(n, self.window_k) // layout.PAGE_TOKENS for n in lengths]
-        missing = [max(0, n - int(self.n_pages[s])) for s, n in zip(rows, wanted)]
-        if sum(missing) > int(self.n_free):
-            raise PageExhaustedError(f"the call needs {sum(missing)} pages, {int(self.n_free)} of {self.num_pages} "
-                                     "are free; free sequences or allocate with a larger num_pages")
-        for seq, count in zip(rows, missing):
-            used, free = int(self.n_pages[seq]), int(self.n_free)
-            self.table[seq, used : used + count] = self.free_list[free - count : free].flip(0)
-            self.n_pages[seq] += count
-            self.n_free -= count
+    def _set_lengths(self, rows: np.ndarray, n_tok: np.ndarray) -> None:
+        self._set_counter("n_tok", rows, n_tok)
+        self._set_counter("n_sink", rows, np.minimum(n_tok, self.sinks))
 
+    def _empty_row(self, row: int) -> None:
+        """Give back a row's pages and set its counters to 0."""
+        self.book.release(row)
+        self.table[row] = -1
+        self.limit[row] = self._limit(0)
+        for name in self.counts._fields:
+            self._set_counter(name, row, 0)
 
-def write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, side: str) -> None:
-    """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool, in torch."""
-    records, blocks = cache.pool[pages.long()].flatten(0, 1), blocks.flatten(0, 1).float()
-    if side == "k":
-        weights = None if cache.query_weights is None else cache.query_weights.repeat(pages.shape[0], 1)
-        cache.format.write_k(records, blocks, cache.range_search, weights)
-    else:
-        cache.format.write_v(records, blocks, cache.range_search)
-    cache.pool[pages.long()] = records.unflatten(0, (-1, cache.num_heads_kv))
+    def _follow_step(self, rows: np.ndarray, tokens: int) -> None:
+        """What a step of ``append`` on the device does to the counters, done to the host's copy."""
+        n_sink, n_qk, n_qv, n_tok = self.counts
+        filled = n_tok[rows] - n_sink[rows]
+        for n_packed, window in ((n_qk, self.window_k), (n_qv, self.window_v)):
+            full = filled - n_packed[rows] >= window + layout.PAGE_TOKENS
+            n_packed[rows] += layout.PAGE_TOKENS * full.astype(np.int32)
+        n_tok[rows] += tokens
+        n_sink[rows] = np.minimum(n_tok[rows], self.sinks)
 
+    def _flush(self, rows: np.ndarray) -> None:
+        n_sink, n_qk, n_qv, n_tok = (count[rows] for count in self.counts)
+        filled = n_tok - n_sink
+        for side, n_packed, window in (("k", n_qk, self.window_k), ("v", n_qv, self.window_v)):
+            for row in rows[filled - n_packed >= window + layout.PAGE_TOKENS].tolist():
+                ring = self.ring_k if side == "k" else self.ring_v
+                first = int(self.counts.n_tok[row] - self.counts.n_sink[row])
+                self._extend_side(row, ring[row, :, :0].transpose(0, 1), first, side, pack=True)
 
-def read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dequantize pages int [n]: K, V fp32 [n, num_heads_kv, 128, head_dim], in torch."""
-    records = cache.pool[pages.long()].flatten(0, 1)
-    k = cache.format.dequantize_k(records, cache.head_dim).unflatten(0, (-1, cache.num_heads_kv))
-    return k, cache.format.dequantize_v(records, cache.head_dim).unflatten(0, (-1, cache.num_heads_kv))
+    def _extend(self, row: int, k: torch.Tensor, v: torch.Tensor, pack: bool) -> None:
+        """Add tokens k, v [tokens, num_heads_kv, head_dim] to a row; pack: with every block that they fill."""
+        old, at = int(self.counts.n_tok[row]), int(self.counts.n_sink[row])
+        fresh = min(k.shape[0], self.sinks - at)
+        if fresh:
+            self.sink_k[row, :, at : at + fresh] = k[:fresh].transpose(0, 1)
+            self.sink_v[row, :, at : at + fresh] = v[:fresh].transpose(0, 1)
+        first = max(0, old - self.sinks)  # relative position of the first token that is no sink
+        self._extend_side(row, k[fresh:], first, "k", pack)
+        self._extend_side(row, v[fresh:], first, "v", pack)
+        self._set_counter("n_sink", row, at + fresh)
+        self._set_counter("n_tok", row, old + k.shape[0])
 
-
-class Backend(NamedTuple):
-    """What fills and reads pages on one type of device."""
-
-    check: Callable[[KVCache], None]  # raises NotImplementedError for a cache it cannot serve
-    write_blocks: Callable[[KVCache, torch.Tensor, torch.Tensor, str], None]
-    read_pages: Callable[[KVCache, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-# By device type; dispatch adds the kernels' "cuda" entry, so that this file needs to know of no kernel.
-BACKENDS: dict[str, Backend] = {"cpu": Backend(lambda cache: None, write_blocks, read_pages)}
+    def _extend_side(self, row: int, new: torch.Tensor, first: int, side: str, pack: bool) -> None:
+        """Add tokens new [tokens, H, D], whose relative positions start at ``first``, to one side."""
+        ring, name, window = ((self.ring_k, "n_qk", self.window_k) if side == "k"
+                              else (self.ring_v, "n_qv", self.window_v))
+        start, stop = int(getattr(self.counts, name)[row]), first + new.shape[0]
+        full = max(0, stop - start - window) // layout.PAGE_TOKENS if pack else 0
+        end = start + full * layout.PAGE_TOKENS
+        if full:
+            tokens = torch.cat((ring[row][:, self._slots(start, first, ring)].transpose(0, 1), new))
+            blocks = tokens[: end - start].unflatten(0, (-1, layout.PAGE_TOKENS)).transpose(1, 2)
+            pages = self.table[row, start // layout.PAGE_TOKENS : end // layout.PAGE_TOKENS]
+            BACKENDS[self.device.type].write_blocks(self, pages, blocks, side)
+            self._set_counter(name, row, end)
+        kept = max(first, end)
+        if stop > kept:
+            ring[row][:, self._slots(kept, stop, ring)] = new[kept - first :].transpose(0, 1)

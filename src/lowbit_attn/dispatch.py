@@ -9,6 +9,7 @@ from lowbit_attn import kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
+from lowbit_attn.plan import DecodePlan, is_capturing, plans_of
 from lowbit_attn.reference import Attention
 
 LOG2_E = 1.4426950408889634
@@ -16,6 +17,10 @@ NO_WINDOW = 1 << 30  # positions: more than any sequence has
 CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"), (8, 9): ("ampere", "sm_89")}
 FORCED_TARGETS = {("ampere", (9, 0)): "sm_90"}  # Ampere kernels also run on Hopper, built for it
 CTAS_PER_SM = 1
+# os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
+_ENVIRONMENT = os.environ._data
+_ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
+ACCESS_BYTES = 16  # of the kernels' widest loads
 
 
 def target_of(device: torch.device) -> tuple[str, str]:
@@ -39,12 +44,16 @@ def _target_of(index: int, forced: str | None) -> tuple[str, str]:
     return forced, FORCED_TARGETS[forced, capability]
 
 
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def why_not(cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = None) -> list[str]:
     """Reasons why no kernel serves decode over this cache on its device; empty if one does.
 
     path: None asks for any path, else for that one. The reference (path="reference") serves everything, slowly.
     """
-    if cache.device.type != "cuda":
+    if not _has_kernels(cache.device):
         return [f"device: {cache.device} has no kernels, supported: a CUDA device, or path='reference'"]
     try:
         arch, _ = target_of(cache.device)
@@ -83,7 +92,7 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) ->
         out.copy_(o)
         lse.copy_(logsumexp)
         return
-    if cache.device.type != "cuda":
+    if not _has_kernels(cache.device):
         raise NotImplementedError("; ".join(why_not(cache, q.shape[2], q.shape[1], path)))
     compiled_for = _specialisation(cache)
     features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
@@ -93,40 +102,42 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) ->
     ablated = os.environ.get("LOWBIT_ATTN_WITHOUT")
     key = KernelKey("decode", *compiled_for, cache.format.name, *picked,
                     without=tuple(ablated.split(",")) if ablated else (), features=features)
-    _run_decode(q, cache, out, lse, options, num_splits, key)
+    _run_decode(q, cache, out, lse, options, num_splits, key, path)
 
 
-def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key: KernelKey) -> None:
+def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key: KernelKey, path) -> None:
+    """Plan the call, keep the plan for calls like it, and launch."""
+    plan = _make_plan(q, cache, options, num_splits, key)
+    if not is_capturing(q.device):  # memory of a captured step belongs to its graph
+        plans_of(cache).keep(_call(q, (options.softmax_scale, options.softcap, options.window, options.keep_sinks,
+                                       num_splits, path)), plan)
+    plan.run(q, out, lse, options.sink_logits)
+
+
+def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey) -> DecodePlan:
     batch, q_len, num_heads, head_dim = q.shape
     blocks = -(-(num_heads // cache.num_heads_kv * q_len) // key.rows)
     splits = num_splits or default_splits(cache, batch * blocks)
-    o_partial = q.new_empty((splits, *q.shape), dtype=torch.float32)
-    lse_partial = q.new_empty((splits, *q.shape[:3]), dtype=torch.float32)
-    state = (x[:batch] for x in (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v,
-                                 cache.ring_k, cache.ring_v))
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
-    loader.load(key)(
-        q.to(cache.dtype).contiguous(), _part(cache, "k").view(torch.uint32), cache.table.view(-1), *state, o_partial,
-        lse_partial, scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, window,
-        NO_WINDOW if options.keep_sinks else window, *cache.strides,
-    )
-    target = out if out.is_contiguous() and out.dtype == cache.dtype else torch.empty_like(
-        q, dtype=cache.dtype, memory_format=torch.contiguous_format)
-    flat_lse = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    sink_logits = _no_sink_logit(q.device) if options.sink_logits is None else options.sink_logits.contiguous()
-    loader.load(kernels.combine_key(key.target, key.dtype, key.head_dim))(
-        o_partial.view(splits, -1, head_dim), lse_partial.view(splits, -1), target.view(-1, head_dim),
-        flat_lse.view(-1), sink_logits, num_heads, q_len)
-    if target is not out:
-        out.copy_(target)
-    if flat_lse is not lse:
-        lse.copy_(flat_lse)
+    scalars = (scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, window, NO_WINDOW if options.keep_sinks else window,
+               *cache.strides)
+    functions = loader.load(key), loader.load(kernels.combine_key(key.target, key.dtype, key.head_dim))
+    return DecodePlan(cache, q, functions, splits, scalars, _part(cache, "k").view(torch.uint32))
 
 
-@cache
-def _no_sink_logit(device: torch.device) -> torch.Tensor:
-    return torch.full((1,), -torch.inf, device=device)
+def planned(q: torch.Tensor, cache: KVCache, options: tuple) -> DecodePlan | None:
+    """The plan of an earlier call that differs from this one in values of tensors only, if there is one.
+
+    options: softmax_scale, softcap, window, keep_sinks, num_splits, path.
+    """
+    plans = getattr(cache, "plans", None)
+    plan = None if plans is None else plans.get(_call(q, options))
+    return plan if plan is not None and plan.serves(cache) else None
+
+
+def _call(q: torch.Tensor, options: tuple) -> tuple:
+    return q.shape, q.dtype, options, _ENVIRONMENT.get(_ARCH), _ENVIRONMENT.get(_WITHOUT)
 
 
 def default_splits(cache: KVCache, batch: int) -> int:
@@ -161,6 +172,20 @@ def _write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, sid
                      cache.strides.page, cache.strides.head)
 
 
+def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A step of ``KVCache.append`` on the device: k, v [batch, tokens, heads, head_dim] to rows int32 [batch]."""
+    for side, x, sink, ring in (("k", k, cache.sink_k, cache.ring_k), ("v", v, cache.sink_v, cache.ring_v)):
+        x = x.contiguous()
+        if x.data_ptr() % ACCESS_BYTES:
+            x = x.clone()
+        key = kernels.append_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
+        part = _part(cache, side)
+        loader.load(key)(
+            x, rows, sink, ring, cache.table, part.view(torch.uint32), part.view(torch.uint16), *cache.counters(),
+            cache.limit, cache.faults, cache.arrivals, cache.sinks, cache.window_k, cache.window_v, cache.strides.page,
+            cache.strides.head)
+
+
 def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantize pages int [n]: K, V fp32 [n, num_heads_kv, 128, head_dim]."""
     shape = (pages.shape[0], cache.num_heads_kv, PAGE_TOKENS, cache.head_dim)
@@ -183,4 +208,4 @@ def _check_cuda(cache: KVCache) -> None:
         raise NotImplementedError(f"{arch}: {'; '.join(reasons)}")
 
 
-BACKENDS["cuda"] = Backend(_check_cuda, _write_blocks, _read_pages)
+BACKENDS["cuda"] = Backend(_check_cuda, _write_blocks, _read_pages, _append)

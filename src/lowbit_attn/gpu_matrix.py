@@ -31,7 +31,7 @@ F16, BF16 = "float16", "bfloat16"
 ABLATED = (("centring",), ("exponents",), ("centring", "exponents"))  # registers.Options, left out
 BITS = (8, 4, 2, 1)
 HEAD_DIMS = (64, 96, 128, 256)
-ROW_CLASSES = ((1, 8), (9, 16), (17, 64), (65, 512))  # query rows of a KV head: each needs another kernel, or blocks
+ROW_CLASSES = ((1, 4), (5, 8), (9, 16), (17, 64), (65, 512))  # query rows of a KV head: another kernel each, or blocks
 TILE_HEAD_DIMS = (64, 128)  # of the paper's own case on the tile path
 LENGTHS = (0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300, 383, 700, 1100, 2051, 4097)
 CASES_OF_A_KERNEL = 7
@@ -93,6 +93,16 @@ REGISTER = tuple(MatrixKernel(*kernel) for kernel in (
     ("k2v2-g32", BF16, 64, 8, ("softcap", "window")), ("k4tv4", F16, 128, 8, ("window",)),
     ("k4v4+w128", F16, 128, 8, ("softcap", "window")), ("k4v4", F16, 256, 8, ("softcap", "window")),
 ))
+INTEGER = tuple(MatrixKernel(*kernel) for kernel in (  # Hopper's path for up to 4 rows
+    ("k4v4", F16, 128, 4), ("k4v4", F16, 64, 4), ("k4v4", BF16, 128, 4), ("k2v2", F16, 128, 4), ("k2v2", BF16, 64, 4),
+    ("k4v2", F16, 128, 4), ("k8v4", F16, 128, 4), ("k8v8", BF16, 128, 4), ("k1v1", F16, 64, 4), ("k2v8", F16, 64, 4),
+    ("k1v4", F16, 128, 4), ("k4v4-g32-vg32", F16, 128, 4), ("k2v2-g64-vg64", BF16, 64, 4),
+    ("k1v1-g32-vg64", F16, 128, 4), ("k4v4-bf16", BF16, 128, 4), ("k2v2-g32-vg32-bf16", BF16, 128, 4),
+    ("k4v4", F16, 96, 4), ("k2v2-vg32", F16, 96, 4),
+    ("k4v4", F16, 256, 4), ("k8v4", BF16, 256, 4), ("k2v2-g32-vg128-bf16", BF16, 256, 4),
+    ("k4v4", F16, 128, 4, ("softcap",)), ("k2v2", F16, 128, 4, ("window",)),
+    ("k4v4-g64", F16, 64, 4, ("softcap", "window")), ("k8v8", F16, 256, 4, ("softcap", "window")),
+))
 WIDE = tuple(MatrixKernel(*kernel) for kernel in (
     # many query rows at once
     ("k4v4", F16, 128, 64), ("k2v2", BF16, 128, 64), ("k8v4", F16, 64, 64), ("k4tv4", F16, 128, 64),
@@ -117,11 +127,19 @@ QUANTIZED = (
     ("kitty-pro", F16, 256), ("k8tv8-g32", BF16, 96), ("k2v4", BF16, 256), ("k4tv1-vg128", F16, 256),
 )
 
+# formats, dtype and head_dim whose steps on the device are compared with the CPU's, byte by byte
+APPENDED = (
+    ("k4v4", F16, 128), ("k4v4", F16, 64), ("k2v2", F16, 128), ("k8v4", F16, 64), ("k4tv4", F16, 128),
+    ("kitty", F16, 128), ("kitty-pro-bf16", BF16, 64), ("k4v4-bf16", BF16, 128), ("k8tv8-g32", BF16, 96),
+    ("k4v4", F16, 256),
+)
+
 
 def keys(arch: str) -> list[KernelKey]:
     """What the fast subset needs beyond the shipped set, for the one target of an architecture that runs on Hopper."""
     target = kernels.ARCH_TARGETS[arch][-1]
     wanted = [key for kernel in REGISTER for key in kernel.keys(arch, "register")]
+    wanted += [key for kernel in INTEGER for key in kernel.keys(arch, "integer")]
     wanted += [key for kernel in WIDE + KITTY for key in kernel.keys(arch)]
     wanted += [key for head_dim in TILE_HEAD_DIMS for key in MatrixKernel("k4v4", F16, head_dim, 8).keys(arch, "tile")]
     wanted += [replace(key, without=parts) for key in wanted for parts in ABLATED
@@ -129,6 +147,8 @@ def keys(arch: str) -> list[KernelKey]:
                and key.format in ("k4v4", "k2v2")]
     wanted += [key for name, dtype, head_dim in QUANTIZED
                for key in kernels.packing_keys(target, dtype, head_dim, FORMATS[name])]
+    wanted += [key for name, dtype, head_dim in APPENDED
+               for key in kernels.step_keys(target, dtype, head_dim, FORMATS[name])]
     return list(dict.fromkeys(wanted))
 
 

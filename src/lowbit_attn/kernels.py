@@ -3,7 +3,7 @@
 An arch package (hopper, ampere) declares what its decode kernels support; ``device`` holds the kernels both share.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -19,11 +19,13 @@ from lowbit_attn.layout import PAGE_TOKENS
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
 ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
+PROGRAMMATIC_TARGET = "sm_90"  # of device kernels that may be launched while the kernel before them ends
 SHIPPED_FORMATS = ("k8v4", "k4v4", "k4v2", "k2v2", "k4tv4")
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_DTYPES = ("float16", "bfloat16")
-ROWS = (8, 16, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
-SHIPPED_ROWS = (8, 16)
+ROWS = (4, 8, 16, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
+SHIPPED_ROWS = (4, 8, 16)
+SHIPPED_APPEND_FORMATS, SHIPPED_APPEND_HEAD_DIMS = ("k4v4", "k2v2"), (128,)
 FEATURES = ("softcap", "window")  # of reference.Attention: compiled in only where a call asks for them
 READ_VARIANTS = ("256x4", "256x8", "512x4", "512x8")
 WIDE_HEAD_DIM = 128  # above it the accumulators of a query row take so many registers that fewer rows fit
@@ -35,13 +37,13 @@ QUANTIZE_HEAD_DIMS = (64, 96, 128, 256)
 class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
-    op: str  # "decode", "quantize", "dequantize", "combine" or "read"
+    op: str  # "decode", "quantize", "dequantize", "append", "combine" or "read"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
     head_dim: int
     format: str = ""  # "" where no packed data is touched (combine)
-    variant: str = ""  # decode: path; quantize: k, v, k-search, v-search; dequantize: k, v; read: threads x unroll
+    variant: str = ""  # decode: path; quantize, append: side, or side-search; dequantize: side; read: threads x unroll
     rows: int = 0  # decode: query rows of one KV head that it multiplies at once
     without: tuple[str, ...] = ()  # decode, register path: parts left out (registers.Options), to measure them
     features: tuple[str, ...] = ()  # decode: those of FEATURES it has, in that order
@@ -82,7 +84,8 @@ def arch_package(arch: str):
 def trace(key: KernelKey):
     """The DSL program of a kernel: a TileKernel or a CuteKernel. Imports the DSL."""
     if key.op == "combine":
-        return import_module("lowbit_attn.device.combine").combine_kernel(key.head_dim, key.dtype)
+        return import_module("lowbit_attn.device.combine").combine_kernel(
+            key.head_dim, key.dtype, key.target == PROGRAMMATIC_TARGET)
     if key.op == "read":
         threads, unroll = map(int, key.variant.split("x"))
         return import_module("lowbit_attn.device.read").read_kernel(threads, unroll)
@@ -96,6 +99,9 @@ def trace(key: KernelKey):
     side = fmt.k if side_name == "k" else fmt.v
     if key.op == "quantize":
         return quantize.quantize_kernel(side, key.head_dim, key.dtype, search == "search")
+    if key.op == "append":
+        append = import_module("lowbit_attn.device.append")
+        return append.append_kernel(side, side_name, key.head_dim, key.dtype, search == "search")
     return quantize.dequantize_kernel(side, key.head_dim)
 
 
@@ -215,6 +221,12 @@ def quantize_key(target: str, dtype: str, head_dim: int, fmt: Format, side_name:
                      f"{side_name}-search" if search else side_name)
 
 
+def append_key(target: str, dtype: str, head_dim: int, fmt: Format, side_name: str,
+               range_search: bool | None = None) -> KernelKey:
+    """The kernel that does one side of a step of ``KVCache.append``."""
+    return replace(quantize_key(target, dtype, head_dim, fmt, side_name, range_search), op="append")
+
+
 def dequantize_key(target: str, head_dim: int, fmt: Format, side_name: str) -> KernelKey:
     """The kernel that reads one side of pages, into fp32."""
     side = fmt.k if side_name == "k" else fmt.v
@@ -225,6 +237,11 @@ def packing_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[Ke
     """The kernels that fill and read the pages of a format with its default range search."""
     return [quantize_key(target, dtype, head_dim, fmt, side) for side in "kv"] + [
         dequantize_key(target, head_dim, fmt, side) for side in "kv"]
+
+
+def step_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:
+    """The kernels of ``KVCache.append`` and of what else fills and reads the pages."""
+    return packing_keys(target, dtype, head_dim, fmt) + [append_key(target, dtype, head_dim, fmt, s) for s in "kv"]
 
 
 def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, path: str | None = None,
@@ -265,7 +282,8 @@ def shipped(arch: str) -> list[KernelKey]:
         common = (target, dtype, head_dim)
         wanted = [combine_key(*common)]
         for name in SHIPPED_FORMATS:
-            wanted += packing_keys(*common, FORMATS[name])
+            has_steps = name in SHIPPED_APPEND_FORMATS and head_dim in SHIPPED_APPEND_HEAD_DIMS
+            wanted += (step_keys if has_steps else packing_keys)(*common, FORMATS[name])
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             wanted += [KernelKey("decode", arch, *common, name, *shape) for shape in shapes]
         keys |= dict.fromkeys(wanted)

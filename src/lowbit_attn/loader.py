@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable
 from functools import cache
 
+import torch
+
 from lowbit_attn import compile, toolchain
 from lowbit_attn.kernels import KernelKey
 
@@ -31,6 +33,13 @@ def load(key: KernelKey) -> Callable:
     import tvm_ffi
 
     return tvm_ffi.load_module(str(path))[entry["function"]]
+
+
+def argument(tensor: torch.Tensor) -> object:
+    """A tensor as kernels take it: converted once, it costs a later call a fifth. It keeps the memory alive."""
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(tensor)
 
 
 def _remedy(key: KernelKey) -> str:

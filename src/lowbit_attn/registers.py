@@ -25,6 +25,19 @@ MIN_QUERY_LOG2 = -100  # the same for max |q|; a row of zeros has e_q = 0
 MAX_VALUE_EXPONENT = -MIN_SCALE_LOG2  # E of a warp that has seen no page: the largest e_v, so min() needs no first case
 FP32_BIAS, FP32_MANTISSA_BITS = 127, 23
 
+# The integer path multiplies raw masked bytes, m16n8k32 with u8 codes: value = code * 2^k. The other operand is a
+# 16-bit fixed-point number X in two 8-bit digits, X = 256 high + low, each with a column of its own. The s32 sums start
+# at the bits of an fp32 number whose ulp is 1, so that as fp32 they are start + sum.
+DIGIT_BASE = 256
+BYTE_STEP = 32  # k of one multiply: two column tiles
+SIGNED_START_BITS, SIGNED_START = 0x4B40_0000, 1.5 * 2.0**23  # -2^22 <= sum < 2^22: q s, digits of -128 .. 127
+UNSIGNED_START_BITS, UNSIGNED_START = 0x4B00_0000, 2.0**23  # 0 <= sum < 2^23: p s, digits of 0 .. 255
+SIGNED_COLUMNS = UNSIGNED_COLUMNS = 128  # columns summed before a restart: 128 * 255 * 128 and 128 * 255 * 255 fit
+HALF_DIGIT = 128  # added to X for its high digit to round to nearest; the low byte then is low + 128
+SIGNED_TOP, SIGNED_GUARD = 14, 1 + 2.0**-7  # X = rn(x 2^a), a = 14 - floor(log2(guard max |x|)): |X| <= 32,514
+UNSIGNED_TOP, UNSIGNED_GUARD = 15, 1 + 2.0**-15  # a = 15 - floor(log2(guard max x)): X <= 65,534
+MIN_FIXED_POINT = 2.0**-100  # maxima are clamped here before their exponent is taken
+
 
 def floor_log2(bits):
     """floor(log2 x) of a positive normal fp32 x given as its bits."""
@@ -96,6 +109,16 @@ def row_power(row, bits: int):
     if bits == 8:
         return 0 * row
     return bits * ((row % layout.TILE) // 8 + 2 * ((row // layout.TILE) % layout.tiles_per_word(bits)))
+
+
+def byte_mask(row, bits: int):
+    """Mask of the codes of a row of the code matrix in their word: the four bytes of an A register of m16n8k32."""
+    return (((1 << bits) - 1) << row_power(row, bits)) * 0x01010101
+
+
+def byte_column(byte):
+    """Column within a 16x16 tile, less 2t, of a byte of a word: the order of the digits in the B operand."""
+    return 8 * (byte % 2) + byte // 2
 
 
 def accumulator_row(lane, index):

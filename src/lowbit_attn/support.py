@@ -65,7 +65,8 @@ def _calls() -> Iterator[tuple[str, str, tuple]]:
         yield "head_dim", str(head_dim), ("k4v4", head_dim, FP16, 1)
     yield "head_dim 96", "`k4v1`", ("k4v1", 96, FP16, 1)
     yield "head_dim 96", "`k4v4-vg64`", ("k4v4-vg64", 96, FP16, 1)
-    for rows, text in ((8, "1 to 8"), (16, "9 to 16"), (64, "17 to 64"), (512, "65 and more, in blocks")):
+    for rows, text in ((4, "1 to 4"), (8, "5 to 8"), (16, "9 to 16"), (64, "17 to 64"),
+                       (512, "65 and more, in blocks")):
         yield "query rows of a KV head (ratio x q_len)", text, ("k4v4", 128, FP16, rows)
         yield "the same at head_dim 256", text, ("k4v4", 256, FP16, rows)
     yield "option", "softcap", ("k4v4", 128, FP16, 1, ("softcap",))

@@ -121,7 +121,7 @@ def permute_pages(cache: KVCache, seed: int) -> None:
     cache.pool = pool
     used = cache.table >= 0
     cache.table[used] = place[cache.table[used].long()].int()
-    cache.free_list = place[cache.free_list.long()].int()
+    cache.book.renumber(place.cpu().numpy())
 
 
 def share_pages(cache: KVCache) -> None:
@@ -169,6 +169,9 @@ def to_device(cache: KVCache, device: torch.device | str) -> KVCache:
     for name, value in vars(cache).items():
         if isinstance(value, torch.Tensor):
             setattr(moved, name, value.to(device, copy=True))
+    moved.book = cache.book.copy()
+    moved._row_tensors = {}
+    moved.bind()
     return moved
 
 

@@ -1,12 +1,40 @@
-"""Steps of the affine quantizer that both quantize kernels share: reductions over held values, and stored values."""
+"""Steps of the affine quantizer (``formats.affine``) that all quantize kernels share.
+
+A group lies in several lanes: each holds some of its values, and together they are ``Lanes``. fp32 steps are those of
+the reference, one rounding each (compile with EXACT), so that the bytes are the same.
+"""
+
+from dataclasses import dataclass
 
 import tilelang.language as T
 
-from lowbit_attn.formats.affine import MIN_SCALE
+from lowbit_attn.formats.affine import MIN_SCALE, SEARCH_FACTORS, SEARCH_GRID, SEARCH_TENTHS, SEARCH_TRIMS, folds
 
 EXACT = ("-fmad=false",)
 STORED_NAN = {"float16": 0x7E00, "bfloat16": 0x7FC0}
 UNIT_WORDS = 32  # the pool is addressed in units of 128 bytes
+ROUND = 1.5 * 2**23  # adding it rounds an fp32 value below 2^22 to an integer, half to even, in the low bits of the sum
+ROUND_BITS = 0x4B400000
+NAN_BITS = 0x7FC00000
+BYTES = 0x01010101
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes that share a group: those at all exclusive-or sums of these distances, in the order of tree_sum."""
+
+    distances: tuple[int, ...]
+
+    def mask(self, lane):
+        """Bit of every lane that shares this lane's group."""
+        bits = {0}
+        for distance in self.distances:
+            bits |= {bit ^ distance for bit in bits}
+        return T.uint32(sum(1 << bit for bit in bits)) << T.cast(lane & (31 ^ sum(self.distances)), "uint32")
+
+
+ROW_LANES = Lanes((16, 8, 4))  # those of one column: rows g
+QUAD_LANES = Lanes((2, 1))  # those of one row: columns t
 
 
 @T.macro
@@ -48,3 +76,177 @@ def storage_bits(value, storage: str):
     """Bits of an fp32 value that storage represents exactly; every NaN as the one positive quiet NaN."""
     return T.if_then_else(T.isnan(value), T.uint16(STORED_NAN[storage]),
                           T.reinterpret(T.cast(value, storage), "uint16"))
+
+
+# By function, not T.reinterpret: the code generator keeps the value of a reinterpreted expression in a variable and
+# reuses it for the same text further on, also when a register in it has changed.
+def bits_of(value):
+    """Bits of an fp32 value as uint32."""
+    return T.call_pure_extern("uint32", "__float_as_uint", value)
+
+
+def rounded_bits(value):
+    """ROUND_BITS plus an fp32 value of less than 2^22, rounded to an integer, half to even."""
+    return bits_of(value + T.float32(ROUND))
+
+
+def clamped(x, zero, inverse, steps):
+    """The code of a value before it is rounded; not a number gives 0."""
+    return T.min(T.max((x - zero) * inverse, T.float32(0.0)), steps)
+
+
+def code_bits(x, zero, inverse, steps):
+    """ROUND_BITS plus the code of a value."""
+    return rounded_bits(clamped(x, zero, inverse, steps))
+
+
+def empty_word(bits: int) -> int:
+    """What a word of codes starts as, so that adding all its shifted ``code_bits`` leaves the codes alone."""
+    return -sum(ROUND_BITS << shift for shift in range(0, 32, bits)) % (1 << 32)
+
+
+def static(count: int) -> tuple[int, ...]:
+    """0 .. count - 1 as a tuple: a loop over it is unrolled while the kernel is traced, with Python ints."""
+    return tuple(range(count))
+
+
+def number(is_nan, value):
+    return T.if_then_else(is_nan, T.call_pure_extern("float32", "__uint_as_float", T.uint32(NAN_BITS)), value)
+
+
+@T.macro
+def limits(values, lanes, lane, low, high):
+    """Smallest and largest of a group, both not a number if one of its values is."""
+    low[0] = fold(values, T.min)
+    high[0] = fold(values, T.max)
+    spoiled = fold([T.isnan(x) for x in values], T.Or)
+    for distance in lanes.distances:
+        low[0] = T.min(low[0], T.shfl_xor(low[0], distance))
+        high[0] = T.max(high[0], T.shfl_xor(high[0], distance))
+    votes = T.alloc_var("uint32")
+    votes = T.cast(T.ballot(spoiled), "uint32") & lanes.mask(lane)
+    low[0] = number(votes != T.uint32(0), low[0])
+    high[0] = number(votes != T.uint32(0), high[0])
+
+
+@T.macro
+def group_sum(strands, lanes, total):
+    """affine.tree_sum of a group: what a lane holds, then its lanes, then the strands (columns 2t and 2t + 1)."""
+    parts = T.alloc_local((len(strands),), "float32")
+    for e, strand in enumerate(strands):
+        parts[e] = tree_sum(strand)
+        for distance in lanes.distances:
+            parts[e] = parts[e] + T.shfl_xor(parts[e], distance)
+    total[0] = tree_sum([parts[e] for e in range(len(strands))])
+
+
+@T.macro
+def inverse_of(scale, inverse):
+    inverse[0] = T.if_then_else(scale[0] == T.float32(0.0), T.float32(0.0), T.float32(1.0) / scale[0])
+
+
+def fold_words(bits: int):
+    """affine.folds of a factor as a function of its tenths, each distance in all four bytes of a word."""
+    return lambda tenths: [T.uint32(fold * BYTES) for fold in folds(tenths, bits)]
+
+
+def grid_word(values, middle, inverse):
+    """affine.search's distances from the midpoint of four values, a byte each."""
+    low, high = (T.call_pure_extern("uint32", "__byte_perm", *pair, T.uint32(0x0040)) for pair in (
+        [rounded_bits(T.abs((x - middle) * inverse)) for x in values[i : i + 2]] for i in (0, 2)))
+    return T.call_pure_extern("uint32", "__byte_perm", low, high, T.uint32(0x5410))
+
+
+@T.macro
+def squared_misses(words, count, fold_words, total):
+    """Sum of the squared misses of ``count`` words of four distances each, at the levels of one factor."""
+    total[0] = T.uint32(0)
+    for i in static(count):
+        miss = T.alloc_var("uint32")
+        miss = words[i]
+        for fold in fold_words:
+            miss = T.call_pure_extern("uint32", "__vabsdiffu4", miss, fold)
+        total[0] = T.call_pure_extern("uint32", "__dp4a", miss, miss, total[0])
+
+
+@T.macro
+def scatter_sums(sums, lanes, lane, first):
+    """Add a lane's sums, one a factor, over the lanes: each lane is left with those of factors first[0] .. of its own.
+
+    Each distance halves the factors that a lane keeps, so that eight sums over eight lanes take seven exchanges.
+    """
+    first[0] = 0
+    for i, distance in enumerate(lanes.distances):
+        count = len(SEARCH_TENTHS) >> (i + 1)
+        upper = (lane & distance) != 0
+        for f in tuple(range(count)):
+            kept, sent = T.alloc_var("uint32"), T.alloc_var("uint32")
+            kept = T.if_then_else(upper, sums[f + count], sums[f])
+            sent = T.if_then_else(upper, sums[f], sums[f + count])
+            sums[f] = kept + T.shfl_xor(sent, distance)
+        first[0] = first[0] + T.if_then_else(upper, count, 0)
+
+
+@T.macro
+def search(values, lanes, lane, factor_folds, low, high, width):
+    """affine.search: low and width of a group become those of the factor with the least squared error."""
+    half, middle, inverse = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+    half = (high[0] - low[0]) * T.float32(0.5)
+    middle = (low[0] + high[0]) * T.float32(0.5)
+    inverse = T.float32(SEARCH_GRID) / half
+    words = T.alloc_local((len(values) // 4,), "uint32")
+    for i in static(len(values) // 4):
+        words[i] = grid_word(values[4 * i : 4 * i + 4], middle, inverse)
+    errors, error = T.alloc_local((len(SEARCH_TENTHS),), "uint32"), T.alloc_local((1,), "uint32")
+    for f, tenths in enumerate(SEARCH_TENTHS):
+        squared_misses(words, len(values) // 4, factor_folds(tenths), error)
+        errors[f] = error[0]
+    first, best, index = T.alloc_local((1,), "int32"), T.alloc_var("uint32"), T.alloc_var("int32")
+    scatter_sums(errors, lanes, lane, first)
+    best = fold([errors[f] * T.uint32(8) + T.cast(first[0] + f, "uint32")
+                 for f in range(len(SEARCH_TENTHS) >> len(lanes.distances))], T.min)
+    for distance in lanes.distances:
+        best = T.min(best, T.shfl_xor(best, distance))
+    index = T.if_then_else(T.And(inverse > T.float32(0.0), inverse < T.infinity("float32")),
+                           T.cast(best & T.uint32(7), "int32"), 0)
+    width[0] = (high[0] - low[0]) * pick(SEARCH_FACTORS, index)
+    if index != 0:
+        low[0] = low[0] + half * pick(SEARCH_TRIMS, index)
+
+
+@T.macro
+def span_of(values, lanes, lane, factor_folds, low, high, steps, storage, scale, zero):
+    """A group's scale and zero between two levels at its ends or, given ``factor_folds``, within."""
+    width = T.alloc_local((1,), "float32")
+    width[0] = high[0] - low[0]
+    if factor_folds is not None:
+        search(values, lanes, lane, factor_folds, low, high, width)
+    stored_span(low[0], width[0] / steps, scale, zero, storage)
+
+
+@T.macro
+def two_means(strands, count, lanes, low, high, storage, scale, zero):
+    """A group's two levels: the means of its ``count`` values below and from the midpoint."""
+    middle = T.alloc_var("float32")
+    middle = (high[0] + low[0]) * T.float32(0.5)
+    below, above, num_below = (T.alloc_local((1,), "float32") for _ in range(3))
+    zeroed = T.float32(0.0)
+    group_sum([[T.if_then_else(x < middle, x, zeroed) for x in s] for s in strands], lanes, below)
+    group_sum([[T.if_then_else(x < middle, zeroed, x) for x in s] for s in strands], lanes, above)
+    group_sum([[T.if_then_else(x < middle, T.float32(1.0), zeroed) for x in s] for s in strands], lanes, num_below)
+    mean_below, mean_above = T.alloc_var("float32"), T.alloc_var("float32")
+    mean_below = T.if_then_else(num_below[0] > zeroed, below[0] / num_below[0], low[0])
+    mean_above = T.if_then_else(num_below[0] > zeroed, above[0] / (T.float32(count) - num_below[0]), high[0])
+    stored_span(mean_below, mean_above - mean_below, scale, zero, storage)
+
+
+def two_means_bits(x, scale, zero):
+    """ROUND_BITS plus the code of a value between two means."""
+    reaches = T.And(x >= zero + scale * T.float32(0.5), scale != T.float32(0.0))
+    return T.uint32(ROUND_BITS) + T.cast(reaches, "uint32")
+
+
+@T.macro
+def store_meta(pool_meta, unit, offset, value, storage):
+    """An fp32 value that ``storage`` represents exactly -> the 16 bits at a byte offset of a record."""
+    pool_meta[unit + offset // 128, offset % 128 // 2] = storage_bits(value, storage)

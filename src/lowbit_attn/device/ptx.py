@@ -45,3 +45,18 @@ def movmatrix(a: Uint32) -> Uint32:
     """Transpose an 8x8 matrix of 16-bit values of which each lane holds two: by the whole warp."""
     return cute.arch.inline_ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Uint32],
                                 read_only_args=[a])
+
+
+def permute(a: Uint32, b: Uint32, selector) -> Uint32:
+    """Bytes of a (0 .. 3) and b (4 .. 7), chosen by the selector's nibbles, lowest first; selector: int or Uint32."""
+    return cute.arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32],
+                                read_only_args=[a, b, Uint32(selector)])
+
+
+def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signed: bool) -> list[Uint32]:
+    """m16n8k32: acc + a b in s32; a: 4 registers of u8, b: 2 registers of s8 or u8, acc: 4 registers."""
+    kind = "s8" if is_signed else "u8"
+    operands = ("{ {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, "
+                "{ {$r6}, {$r7}, {$r8}, {$r9} };")
+    return list(cute.arch.inline_ptx(f"mma.sync.aligned.m16n8k32.row.col.s32.u8.{kind}.s32 " + operands,
+                                     write_only_types=[Uint32] * 4, read_only_args=[*a, *b, *acc]))

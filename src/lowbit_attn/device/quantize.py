@@ -7,15 +7,31 @@ each lane holds exactly the elements whose codes land in its own words, so packi
 ``formats.affine`` step by step, without contraction (-fmad=false), so the bytes are the reference's.
 """
 
+from itertools import product
+from math import gcd
+
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.device import groups
-from lowbit_attn.device.groups import EXACT, UNIT_WORDS, pick, storage_bits, stored_span, tree_sum
+from lowbit_attn.device.groups import (
+    EXACT,
+    ROW_LANES,
+    UNIT_WORDS,
+    code_bits,
+    empty_word,
+    fold_words,
+    inverse_of,
+    limits,
+    span_of,
+    static,
+    store_meta,
+    two_means,
+    two_means_bits,
+)
 from lowbit_attn.device.quantize_boost import boosted_dequantize_kernel, boosted_quantize_kernel, plain_side
 from lowbit_attn.device.quantize_token import token_dequantize_kernel, token_quantize_kernel
 from lowbit_attn.device.tilelang_kernel import TileKernel
-from lowbit_attn.formats.affine import SEARCH_FACTORS
+from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, load_tokens, swizzled
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel
 
@@ -40,6 +56,10 @@ class CodeMatrix:
         self.held_per_group = self.group_rows // 8
         self.words = layout.words_per_lane(self.rows, layout.TILE, self.bits)  # a lane's words of one column tile
         self.meta_bytes = side.plane_sizes(head_dim)["codes"]  # metadata follow the codes
+        self.store_words = gcd(self.words, layout.BLOCK_WORDS)  # that a lane stores at once
+        self.head_dim = head_dim
+        self.row_accesses = head_dim // ACCESS_HALVES  # of a token
+        self.accesses = layout.PAGE_TOKENS * self.row_accesses
 
     def word_and_shift(self, held, column):
         """(word within the column tile, bit position) of a lane's element: row 8*held + g, column 8*col8 + 2t + e."""
@@ -49,20 +69,72 @@ class CodeMatrix:
     def column_of(self, column_tile, t, column):
         return layout.TILE * column_tile + 8 * (column // 2) + 2 * t + column % 2
 
-    def meta_offset(self, group, is_zero, col, head_dim):
+    def meta_offset(self, group, is_zero, col):
         """Byte offset of a column's scale or zero from the start of the side's planes."""
         if self.transposed:
             return self.meta_bytes + layout.token_meta_offset(group, is_zero, col)
-        return self.meta_bytes + layout.channel_meta_offset(group, is_zero, col, head_dim)
+        return self.meta_bytes + layout.channel_meta_offset(group, is_zero, col, self.head_dim)
 
-    def source(self, x, page, head, row, col):
-        """Element (row, col) of the code matrix in x [n, heads, 128 tokens, head_dim]."""
-        return x[page, head, col, row] if self.transposed else x[page, head, row, col]
+    def place(self, column_tile, col8, first, lane):
+        """Access that a lane names of four matrices of the tile of tokens: rows 8 * first .. of eight columns."""
+        if self.transposed:
+            token = layout.TILE * column_tile + 8 * col8 + lane % 8
+            return swizzled(token, first + lane // 8, self.row_accesses)
+        return swizzled(8 * first + lane, 2 * column_tile + col8, self.row_accesses)
 
 
 def runs_along_columns(side) -> bool:
     """Whether a group is consecutive columns of one row (K per token); else rows of one column."""
     return not isinstance(side, PerChannel) and not side.transposed
+
+
+@T.macro
+def quantize_rows(m, range_search, tile, pool, pool_meta, unit, tx):
+    """The tile of one block's tokens in shared memory -> codes and metadata of the record at ``unit``."""
+    column_tile, lane = tx // layout.LANES, tx % layout.LANES
+    words = T.alloc_local((m.words,), "uint32")
+    pairs = T.alloc_local((m.held, 2), tile.dtype)
+    for w in T.unroll(m.words):
+        words[w] = T.uint32(empty_word(m.bits))
+    for col8 in static(2):
+        for i in static(m.held // MATRICES):
+            load_fragment(m.transposed, tile, m.place(column_tile, col8, MATRICES * i, lane), pairs, MATRICES * i)
+        for e, group in product(range(2), range(m.groups)):
+            held = range(group * m.held_per_group, (group + 1) * m.held_per_group)
+            quantize_group(m, range_search, pairs, held, 2 * col8 + e, group, words, pool_meta, unit, column_tile, lane)
+    for w in T.unroll(m.words // m.store_words):
+        offset = layout.word_offset(column_tile * m.words + w * m.store_words, lane)
+        for i in T.vectorized(m.store_words):
+            pool[unit + offset // 128, offset % 128 // 4 + i] = words[w * m.store_words + i]
+
+
+@T.macro
+def quantize_group(m, range_search, pairs, held, column, group, words, pool_meta, unit, column_tile, lane):
+    """One group, the elements ``held`` of a lane's column -> its codes into the words, its metadata into the record."""
+    v = T.alloc_local((m.held_per_group,), "float32")
+    for i, at in enumerate(held):
+        v[i] = T.cast(pairs[at, column % 2], "float32")
+    values = [v[i] for i in range(m.held_per_group)]
+    low, high, scale, zero, inverse = (T.alloc_local((1,), "float32") for _ in range(5))
+    limits(values, ROW_LANES, lane, low, high)
+    if m.bits == 1 and not range_search:
+        two_means([values], m.group_rows, ROW_LANES, low, high, m.storage, scale, zero)
+    else:
+        factor_folds = fold_words(m.bits) if range_search and m.bits < 8 else None
+        span_of(values, ROW_LANES, lane, factor_folds, low, high, T.float32(m.steps), m.storage, scale, zero)
+        inverse_of(scale, inverse)
+    for x, at in zip(values, held):
+        word, shift = m.word_and_shift(at, column)
+        bits = T.alloc_var("uint32")
+        if m.bits == 1 and not range_search:
+            bits = two_means_bits(x, scale[0], zero[0])
+        else:
+            bits = code_bits(x, zero[0], inverse[0], T.float32(m.steps))
+        words[word] = words[word] + (bits << T.uint32(shift))
+    if lane < 4:
+        col = m.column_of(column_tile, lane, column)
+        store_meta(pool_meta, unit, m.meta_offset(group, 0, col), scale[0], m.storage)
+        store_meta(pool_meta, unit, m.meta_offset(group, 1, col), zero[0], m.storage)
 
 
 def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
@@ -78,72 +150,6 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
         return token_quantize_kernel(side, head_dim, dtype, range_search)
     m = CodeMatrix(side, head_dim)
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
-    factors = SEARCH_FACTORS if range_search else SEARCH_FACTORS[:1]
-    two_means = m.bits == 1 and not range_search
-
-    @T.macro
-    def span_codes(v, codes, group, c, scale, zero):
-        inverse = T.alloc_var("float32")
-        inverse = T.if_then_else(scale[0] == T.float32(0.0), T.float32(0.0), T.float32(1.0) / scale[0])
-        for i in T.unroll(m.held_per_group):
-            code = T.alloc_var("float32")
-            code = T.nearbyint((v[group * m.held_per_group + i, c] - zero[0]) * inverse)
-            codes[i] = T.if_then_else(code > T.float32(0.0), T.min(code, T.float32(m.steps)), T.float32(0.0))
-
-    @T.macro
-    def best_span(v, codes, group, c, low, high, scale, zero):
-        """A.2 with factor 1, then A.2b: the least squared error over the factors, the larger factor on ties."""
-        middle, half = T.alloc_var("float32"), T.alloc_var("float32")
-        middle = (low + high) * T.float32(0.5)
-        half = (high - low) * T.float32(0.5)
-        best = T.alloc_var("float32")
-        tried = T.alloc_local((m.held_per_group,), "float32")
-        s, z = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
-        stored_span(low, (high - low) / T.float32(m.steps), scale, zero, m.storage)
-        span_codes(v, codes, group, c, scale, zero)
-        if len(factors) > 1:
-            best = squared_error(m, v, codes, group, c, scale, zero)
-            for r in T.serial(3):
-                best = best + T.shfl_xor(best, T.shift_right(16, r))
-            for f in T.unroll(len(factors) - 1):
-                factor = T.alloc_var("float32")
-                factor = pick(factors[1:], f)
-                bottom, top = T.alloc_var("float32"), T.alloc_var("float32")
-                bottom = middle - half * factor
-                top = middle + half * factor
-                stored_span(bottom, (top - bottom) / T.float32(m.steps), s, z, m.storage)
-                span_codes(v, tried, group, c, s, z)
-                error = T.alloc_var("float32")
-                error = squared_error(m, v, tried, group, c, s, z)
-                for r in T.serial(3):
-                    error = error + T.shfl_xor(error, T.shift_right(16, r))
-                if error < best:
-                    best = error
-                    scale[0] = s[0]
-                    zero[0] = z[0]
-                    for i in T.unroll(m.held_per_group):
-                        codes[i] = tried[i]
-
-    @T.macro
-    def two_mean_levels(v, codes, group, c, low, high, scale, zero):
-        """A.4: the two levels are the means below and from the midpoint."""
-        middle = T.alloc_var("float32")
-        middle = (high + low) * T.float32(0.5)
-        below, above, count = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
-        below = masked_sum(m, v, group, c, lambda x: T.if_then_else(x < middle, x, T.float32(0.0)))
-        above = masked_sum(m, v, group, c, lambda x: T.if_then_else(x < middle, T.float32(0.0), x))
-        count = masked_sum(m, v, group, c, lambda x: T.if_then_else(x < middle, T.float32(1.0), T.float32(0.0)))
-        for r in T.serial(3):
-            below = below + T.shfl_xor(below, T.shift_right(16, r))
-            above = above + T.shfl_xor(above, T.shift_right(16, r))
-            count = count + T.shfl_xor(count, T.shift_right(16, r))
-        mean_below, mean_above = T.alloc_var("float32"), T.alloc_var("float32")
-        mean_below = T.if_then_else(count > T.float32(0.0), below / count, low)
-        mean_above = T.if_then_else(count > T.float32(0.0), above / (T.float32(m.group_rows) - count), high)
-        stored_span(mean_below, mean_above - mean_below, scale, zero, m.storage)
-        for i in T.unroll(m.held_per_group):
-            reaches = v[group * m.held_per_group + i, c] >= zero[0] + scale[0] * T.float32(0.5)
-            codes[i] = T.if_then_else(T.And(reaches, scale[0] != T.float32(0.0)), T.float32(1.0), T.float32(0.0))
 
     @T.prim_func
     def quantize(
@@ -156,48 +162,12 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
     ):
         with T.Kernel(heads, n, threads=m.threads) as (head, page):
             tx = T.get_thread_binding()
-            column_tile, lane = tx // layout.LANES, tx % layout.LANES
-            g, t = lane // 4, lane % 4
             unit = T.alloc_var("int32")
             unit = pages[page] * page_stride + head * head_stride
-            v = T.alloc_local((m.held, COLUMNS), "float32")
-            words = T.alloc_local((m.words,), "uint32")
-            codes = T.alloc_local((m.held_per_group,), "float32")
-            scale, zero = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
-            for i in T.unroll(m.held):
-                for c in T.unroll(COLUMNS):
-                    v[i, c] = T.cast(m.source(x, page, head, 8 * i + g, m.column_of(column_tile, t, c)), "float32")
-            for w in T.unroll(m.words):
-                words[w] = T.uint32(0)
-            for group in T.unroll(m.groups):
-                for c in T.unroll(COLUMNS):
-                    low, high, is_nan = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("int32")
-                    low = fold(m, v, group, c, T.min)
-                    high = fold(m, v, group, c, T.max)
-                    is_nan = any_nan(m, v, group, c)
-                    for r in T.serial(3):
-                        low = T.min(low, T.shfl_xor(low, T.shift_right(16, r)))
-                        high = T.max(high, T.shfl_xor(high, T.shift_right(16, r)))
-                        is_nan = is_nan | T.shfl_xor(is_nan, T.shift_right(16, r))
-                    if is_nan != 0:
-                        low = T.reinterpret(T.uint32(0x7FC00000), "float32")
-                        high = low
-                    if two_means:
-                        two_mean_levels(v, codes, group, c, low, high, scale, zero)
-                    else:
-                        best_span(v, codes, group, c, low, high, scale, zero)
-                    for i in T.unroll(m.held_per_group):
-                        word, shift = m.word_and_shift(group * m.held_per_group + i, c)
-                        words[word] = words[word] | (T.cast(codes[i], "uint32") << T.cast(shift, "uint32"))
-                    if g == 0:
-                        col = m.column_of(column_tile, t, c)
-                        at_scale = m.meta_offset(group, 0, col, head_dim)
-                        at_zero = m.meta_offset(group, 1, col, head_dim)
-                        pool_meta[unit + at_scale // 128, at_scale % 128 // 2] = storage_bits(scale[0], m.storage)
-                        pool_meta[unit + at_zero // 128, at_zero % 128 // 2] = storage_bits(zero[0], m.storage)
-            for w in T.unroll(m.words):
-                offset = layout.word_offset(column_tile * m.words + w, lane)
-                pool[unit + offset // 128, offset % 128 // 4] = words[w]
+            tile = T.alloc_shared((m.accesses, ACCESS_HALVES), dtype)
+            load_tokens(x, page, head, 0, layout.PAGE_TOKENS, m.row_accesses, tile, tx, m.threads)
+            T.sync_threads()
+            quantize_rows(m, range_search, tile, pool, pool_meta, unit, tx)
 
     return TileKernel(quantize, compile_flags=EXACT)
 
@@ -234,8 +204,8 @@ def dequantize_kernel(side, head_dim: int) -> TileKernel:
             for group in T.unroll(m.groups):
                 for c in T.unroll(COLUMNS):
                     col = m.column_of(column_tile, t, c)
-                    at_scale = m.meta_offset(group, 0, col, head_dim)
-                    at_zero = m.meta_offset(group, 1, col, head_dim)
+                    at_scale = m.meta_offset(group, 0, col)
+                    at_zero = m.meta_offset(group, 1, col)
                     scale, zero = T.alloc_var("float32"), T.alloc_var("float32")
                     scale = T.cast(pool_meta[unit + at_scale // 128, at_scale % 128 // 2], "float32")
                     zero = T.cast(pool_meta[unit + at_zero // 128, at_zero % 128 // 2], "float32")
@@ -248,29 +218,3 @@ def dequantize_kernel(side, head_dim: int) -> TileKernel:
                         out[page, head, col if m.transposed else row, row if m.transposed else col] = value
 
     return TileKernel(dequantize, compile_flags=EXACT)
-
-
-def _group(m: CodeMatrix, v, group, c) -> list:
-    return [v[group * m.held_per_group + i, c] for i in range(m.held_per_group)]
-
-
-def fold(m: CodeMatrix, v, group, c, step):
-    """step (T.min or T.max) over the elements of a group that a lane holds."""
-    return groups.fold(_group(m, v, group, c), step)
-
-
-def any_nan(m: CodeMatrix, v, group, c):
-    flags = [T.cast(T.isnan(x), "int32") for x in _group(m, v, group, c)]
-    total = flags[0]
-    for flag in flags[1:]:
-        total = total | flag
-    return total
-
-
-def masked_sum(m: CodeMatrix, v, group, c, of):
-    return tree_sum([of(x) for x in _group(m, v, group, c)])
-
-
-def squared_error(m: CodeMatrix, v, codes, group, c, scale, zero):
-    misses = [x - (codes[i] * scale[0] + zero[0]) for i, x in enumerate(_group(m, v, group, c))]
-    return tree_sum([miss * miss for miss in misses])

@@ -13,10 +13,22 @@ import tilelang.language as T
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.device.groups import EXACT, UNIT_WORDS, fold, pick, storage_bits, stored_span, tree_sum
-from lowbit_attn.device.quantize_token import code_of, miss_squared
+from lowbit_attn.device.groups import (
+    BYTES,
+    EXACT,
+    ROW_LANES,
+    UNIT_WORDS,
+    code_bits,
+    group_sum,
+    inverse_of,
+    limits,
+    span_of,
+    static,
+    store_meta,
+)
 from lowbit_attn.device.tilelang_kernel import TileKernel
-from lowbit_attn.formats.affine import SEARCH_FACTORS
+from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, load_tokens, swizzled
+from lowbit_attn.formats.affine import folds
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel
 
@@ -53,6 +65,7 @@ class BoostMatrix:
         offsets = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         self.high_at, self.index_at, self.meta_at = (offsets[name] for name in ("high", "index", "meta"))
         self.masks, self.num_masks = head_dim, head_dim // MASK_BITS
+        self.row_accesses = head_dim // ACCESS_HALVES
         self.staged = self.masks + self.num_masks
         self.staged_words = (self.meta_at - self.high_at) // layout.WORD_BYTES
         self.staged_rounds = -(-self.staged_words // self.threads)
@@ -60,10 +73,6 @@ class BoostMatrix:
 
     def column_of(self, column_tile, t, c):
         return layout.TILE * column_tile + 8 * (c // 2) + 2 * t + c % 2
-
-    def column(self, v, c) -> list:
-        """The elements of a column that a lane holds, rows 8 * i + g."""
-        return [v[i, c] for i in range(self.held)]
 
     def word_and_shift(self, held, c):
         """(word within the column tile, bit position) of the low bits of a lane's element."""
@@ -83,6 +92,14 @@ class BoostMatrix:
 
     def meta_offset(self, is_zero, channel):
         return self.meta_at + layout.channel_meta_offset(0, is_zero, channel, self.head_dim)
+
+    def fold_words(self, boosted):
+        """groups.fold_words of a column: a fold about 0 changes nothing, so that all have as many."""
+        def of(tenths):
+            plain, deep = (folds(tenths, bits) for bits in BITS)
+            plain += [0] * (len(deep) - len(plain))
+            return [T.if_then_else(boosted, T.uint32(d * BYTES), T.uint32(p * BYTES)) for d, p in zip(deep, plain)]
+        return of
 
     def fixed_mask(self, index):
         """Word ``index`` of the masks where the boosted channels do not depend on the data."""
@@ -117,26 +134,30 @@ def plain_side(side, head_dim: int):
 
 
 @T.macro
-def column_sum(m, v, c, of, total):
-    """affine.tree_sum of a column: the rows that a lane holds, then the eight lanes that share it."""
-    total[0] = tree_sum([of(x) for x in m.column(v, c)])
-    for r in T.serial(3):
-        total[0] = total[0] + T.shfl_xor(total[0], T.shift_right(16, r))
+def load_column(m, tile, column_tile, col8, lane, pairs):
+    """The columns of ``col8`` that a lane holds -> pairs [held, 2]."""
+    for i in static(m.held // MATRICES):
+        place = swizzled(BYTE * MATRICES * i + lane, 2 * column_tile + col8, m.row_accesses)
+        load_fragment(False, tile, place, pairs, MATRICES * i)
 
 
 @T.macro
-def score_columns(m, v, scores, column_tile, g, t):
+def score_columns(m, tile, scores, column_tile, lane):
     """kitty.magnitude or kitty.variance of every column, not a number as infinity -> scores [head_dim]."""
     total, mean = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
-    for c in T.unroll(COLUMNS):
+    pairs = T.alloc_local((m.held, 2), tile.dtype)
+    for c in static(COLUMNS):
+        if c % 2 == 0:
+            load_column(m, tile, column_tile, c // 2, lane, pairs)
+        values = [T.cast(pairs[i, c % 2], "float32") for i in range(m.held)]
         if m.selection == "variance":
-            column_sum(m, v, c, lambda x: x, mean)
+            group_sum([values], ROW_LANES, mean)
             mean[0] = mean[0] / T.float32(layout.PAGE_TOKENS)
-            column_sum(m, v, c, lambda x: (x - mean[0]) * (x - mean[0]), total)
+            group_sum([[(x - mean[0]) * (x - mean[0]) for x in values]], ROW_LANES, total)
         else:
-            column_sum(m, v, c, T.abs, total)
-        if g == 0:
-            scores[m.column_of(column_tile, t, c)] = T.if_then_else(
+            group_sum([[T.abs(x) for x in values]], ROW_LANES, total)
+        if lane < 4:
+            scores[m.column_of(column_tile, lane, c)] = T.if_then_else(
                 T.isnan(total[0]), T.infinity("float32"), total[0])
 
 
@@ -159,66 +180,29 @@ def mark_largest(m, scores, shared, tx):
 
 
 @T.macro
-def limits(m, v, c, low, high):
-    """Smallest and largest value of a column, both not a number if one of its values is."""
-    is_nan = T.alloc_var("int32")
-    low[0] = fold(m.column(v, c), T.min)
-    high[0] = fold(m.column(v, c), T.max)
-    is_nan = fold([T.cast(T.isnan(x), "int32") for x in m.column(v, c)], lambda a, b: a | b)
-    for r in T.serial(3):
-        low[0] = T.min(low[0], T.shfl_xor(low[0], T.shift_right(16, r)))
-        high[0] = T.max(high[0], T.shfl_xor(high[0], T.shift_right(16, r)))
-        is_nan = is_nan | T.shfl_xor(is_nan, T.shift_right(16, r))
-    if is_nan != 0:
-        low[0] = T.reinterpret(T.uint32(0x7FC00000), "float32")
-        high[0] = low[0]
-
-
-@T.macro
-def inverse_of(scale, inverse):
-    inverse[0] = T.if_then_else(scale[0] == T.float32(0.0), T.float32(0.0), T.float32(1.0) / scale[0])
-
-
-@T.macro
-def best_span(m, v, c, steps, range_search, scale, zero, inverse):
-    """A.2 with factor 1, then A.2b: the least squared error over the factors, the larger factor on ties."""
-    low, high = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
-    limits(m, v, c, low, high)
-    stored_span(low[0], (high[0] - low[0]) / steps[0], scale, zero, m.storage)
+def quantize_column(m, range_search, pairs, c, boosted, words, high_words, scale, zero):
+    """A column -> its low bits into the lane's words, the rest into ``high_words``, a byte a word; scale and zero."""
+    v = T.alloc_local((m.held,), "float32")
+    for i in static(m.held):
+        v[i] = T.cast(pairs[i, c % 2], "float32")
+    values = [v[i] for i in range(m.held)]
+    low, high, inverse, steps = (T.alloc_local((1,), "float32") for _ in range(4))
+    steps[0] = T.if_then_else(boosted, T.float32(m.boosted_steps), T.float32(m.steps))
+    lane = T.get_thread_binding() % layout.LANES
+    limits(values, ROW_LANES, lane, low, high)
+    factor_folds = m.fold_words(boosted) if range_search else None
+    span_of(values, ROW_LANES, lane, factor_folds, low, high, steps[0], m.storage, scale, zero)
     inverse_of(scale, inverse)
-    if range_search:
-        middle, half = T.alloc_var("float32"), T.alloc_var("float32")
-        middle = (low[0] + high[0]) * T.float32(0.5)
-        half = (high[0] - low[0]) * T.float32(0.5)
-        s, z, r, best, error = (T.alloc_local((1,), "float32") for _ in range(5))
-        column_sum(m, v, c, lambda x: miss_squared(x, scale[0], zero[0], inverse[0], steps[0]), best)
-        for f in T.serial(len(SEARCH_FACTORS) - 1):
-            factor, bottom, top = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
-            factor = pick(SEARCH_FACTORS[1:], f)
-            bottom = middle - half * factor
-            top = middle + half * factor
-            stored_span(bottom, (top - bottom) / steps[0], s, z, m.storage)
-            inverse_of(s, r)
-            column_sum(m, v, c, lambda x: miss_squared(x, s[0], z[0], r[0], steps[0]), error)
-            if error[0] < best[0]:
-                best[0] = error[0]
-                scale[0] = s[0]
-                zero[0] = z[0]
-                inverse[0] = r[0]
-
-
-@T.macro
-def pack_column(m, v, c, scale, zero, inverse, steps, words, high):
-    """Codes of a column: low bits into the lane's words of its column tile, the rest into ``high``, a byte a word."""
     for w in T.unroll(m.high_words):
-        high[w] = T.uint32(0)
-    for i in T.unroll(m.held):
+        high_words[w] = T.uint32(0)
+    for i in static(m.held):
         code = T.alloc_var("uint32")
-        code = T.cast(code_of(v[i, c], scale[0], zero[0], inverse[0], steps[0]), "uint32")
+        code = code_bits(v[i], zero[0], inverse[0], steps[0])
         word, shift = m.word_and_shift(i, c)
-        words[word] = words[word] | ((code & T.uint32(m.steps)) << T.cast(shift, "uint32"))
+        words[word] = words[word] + ((code & T.uint32(m.steps)) << T.uint32(shift))
         high_word, high_shift = m.high_and_shift(i)
-        high[high_word] = high[high_word] | ((code >> T.uint32(m.bits)) << T.cast(high_shift, "uint32"))
+        rest = (code & T.uint32(m.boosted_steps)) >> T.uint32(m.bits)
+        high_words[high_word] = high_words[high_word] + (rest << T.uint32(high_shift))
 
 
 @T.macro
@@ -253,13 +237,13 @@ def store_staged(m, pool, unit, shared, tx):
 
 
 @T.macro
-def choose(m, v, scores, shared, tx, column_tile, g, t):
+def choose(m, tile, scores, shared, tx, column_tile, lane):
     """The masks of boosted channels -> shared; ends with a barrier."""
     if m.selection == "random":
         if tx < m.num_masks:
             shared[m.masks + tx] = m.fixed_mask(tx)
     else:
-        score_columns(m, v, scores, column_tile, g, t)
+        score_columns(m, tile, scores, column_tile, lane)
         T.sync_threads()
         mark_largest(m, scores, shared, tx)
     T.sync_threads()
@@ -281,45 +265,53 @@ def boosted_quantize_kernel(side: Boosted, head_dim: int, dtype: str, range_sear
     ):
         with T.Kernel(heads, n, threads=m.threads) as (head, page):
             tx = T.get_thread_binding()
-            column_tile, lane = tx // layout.LANES, tx % layout.LANES
-            g, t = lane // 4, lane % 4
             unit = T.alloc_var("int32")
             unit = pages[page] * page_stride + head * head_stride
+            tile = T.alloc_shared((layout.PAGE_TOKENS * m.row_accesses, ACCESS_HALVES), dtype)
             shared = T.alloc_shared((m.shared_words,), "uint32")
-            scores = T.view(shared, (m.shared_words,), "float32")
-            octets = T.view(shared, (m.shared_words * layout.WORD_BYTES,), "uint8")
-            v = T.alloc_local((m.held, COLUMNS), "float32")
-            words = T.alloc_local((m.words,), "uint32")
-            high = T.alloc_local((m.high_words,), "uint32")
-            scale, zero, inverse, steps = (T.alloc_local((1,), "float32") for _ in range(4))
-            for i in T.unroll(m.held):
-                for c in T.unroll(COLUMNS):
-                    v[i, c] = T.cast(x[page, head, 8 * i + g, m.column_of(column_tile, t, c)], "float32")
-            clear_staged(m, shared, tx)
-            choose(m, v, scores, shared, tx, column_tile, g, t)
-            for w in T.unroll(m.words):
-                words[w] = T.uint32(0)
-            for c in T.unroll(COLUMNS):
-                channel = m.column_of(column_tile, t, c)
-                boosted = m.is_boosted(shared, channel)
-                steps[0] = T.if_then_else(boosted, T.float32(m.boosted_steps), T.float32(m.steps))
-                best_span(m, v, c, steps, range_search, scale, zero, inverse)
-                pack_column(m, v, c, scale, zero, inverse, steps, words, high)
-                if boosted:
-                    slot = T.alloc_var("int32")
-                    slot = m.slot_of(shared, channel)
-                    stage_column(m, octets, high, slot, channel, g)
-                if g == 0:
-                    at_scale, at_zero = m.meta_offset(0, channel), m.meta_offset(1, channel)
-                    pool_meta[unit + at_scale // 128, at_scale % 128 // 2] = storage_bits(scale[0], m.storage)
-                    pool_meta[unit + at_zero // 128, at_zero % 128 // 2] = storage_bits(zero[0], m.storage)
-            for w in T.unroll(m.words):
-                offset = layout.word_offset(column_tile * m.words + w, lane)
-                pool[unit + offset // 128, offset % 128 // 4] = words[w]
+            load_tokens(x, page, head, 0, layout.PAGE_TOKENS, m.row_accesses, tile, tx, m.threads)
             T.sync_threads()
-            store_staged(m, pool, unit, shared, tx)
+            quantize_boosted(m, range_search, tile, shared, pool, pool_meta, unit, tx)
 
     return TileKernel(quantize, compile_flags=EXACT)
+
+
+@T.macro
+def quantize_boosted(m, range_search, tile, shared, pool, pool_meta, unit, tx):
+    """The tile of one block's tokens in shared memory -> codes, high plane, index, metadata of the record at ``unit``.
+
+    shared: uint32 [m.shared_words] of scratch.
+    """
+    column_tile, lane = tx // layout.LANES, tx % layout.LANES
+    scores = T.view(shared, (m.shared_words,), "float32")
+    octets = T.view(shared, (m.shared_words * layout.WORD_BYTES,), "uint8")
+    pairs = T.alloc_local((m.held, 2), tile.dtype)
+    words = T.alloc_local((m.words,), "uint32")
+    high_words = T.alloc_local((m.high_words,), "uint32")
+    scale, zero = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
+    clear_staged(m, shared, tx)
+    choose(m, tile, scores, shared, tx, column_tile, lane)
+    for w in T.unroll(m.words):
+        words[w] = T.uint32(0)
+    for c in static(COLUMNS):
+        if c % 2 == 0:
+            load_column(m, tile, column_tile, c // 2, lane, pairs)
+        channel = m.column_of(column_tile, lane % 4, c)
+        boosted = m.is_boosted(shared, channel)
+        quantize_column(m, range_search, pairs, c, boosted, words, high_words, scale, zero)
+        if boosted:
+            slot = T.alloc_var("int32")
+            slot = m.slot_of(shared, channel)
+            stage_column(m, octets, high_words, slot, channel, lane // 4)
+        if lane < 4:
+            store_meta(pool_meta, unit, m.meta_offset(0, channel), scale[0], m.storage)
+            store_meta(pool_meta, unit, m.meta_offset(1, channel), zero[0], m.storage)
+    for w in T.unroll(m.words // layout.BLOCK_WORDS):
+        offset = layout.word_offset(column_tile * m.words + w * layout.BLOCK_WORDS, lane)
+        for i in T.vectorized(layout.BLOCK_WORDS):
+            pool[unit + offset // 128, offset % 128 // 4 + i] = words[w * layout.BLOCK_WORDS + i]
+    T.sync_threads()
+    store_staged(m, pool, unit, shared, tx)
 
 
 def boosted_dequantize_kernel(side: Boosted, head_dim: int) -> TileKernel:

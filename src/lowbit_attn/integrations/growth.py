@@ -5,7 +5,7 @@ import torch
 from lowbit_attn import layout
 from lowbit_attn.cache import KVCache
 
-COUNTERS = ("n_sink", "n_qk", "n_qv", "n_tok", "n_pages")
+COUNTERS = ("n_sink", "n_qk", "n_qv", "n_tok")
 TOKENS = ("sink_k", "sink_v", "ring_k", "ring_v")
 
 
@@ -33,8 +33,7 @@ def grown(old: KVCache, tokens: int) -> KVCache:
     new.table[:, : old.table.shape[1]] = old.table
     for name in COUNTERS + TOKENS:
         getattr(new, name).copy_(getattr(old, name))
-    added, free = new.num_pages - old.num_pages, int(old.n_free)
-    # The list is a stack: pages that were free before are handed out before the new ones.
-    new.free_list[added : added + free] = old.free_list[:free]
-    new.n_free.fill_(added + free)
+    new.book = old.book.grown(new.num_pages)
+    new.bind()
+    new.refresh_limits()
     return new

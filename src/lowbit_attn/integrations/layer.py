@@ -248,7 +248,7 @@ class LowBitLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens; the memory of pages stays allocated."""
         if self.kv is not None:
-            self.kv.free([row for row, pad in enumerate(self.pads) if self.length > pad])
+            self.kv.clear([row for row, pad in enumerate(self.pads) if self.length > pad])
         self.tail, self.length, self.handle, self.pads = None, 0, None, (0,) * len(self.pads)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -1,0 +1,94 @@
+"""What an integer-path kernel fixes at compile time, beside what it shares with the register path."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowbit_attn import layout
+from lowbit_attn.formats.contract import Format
+from lowbit_attn.hopper import PATHS
+from lowbit_attn.hopper.register import config as register
+from lowbit_attn.hopper.register.config import RegisterConfig
+from lowbit_attn.kernels import Checks
+from lowbit_attn.registers import BYTE_STEP
+
+ROWS = 4  # query rows: two columns each
+MAX_WARPS, MIN_SLOTS = 8, 3  # 12 and 2 work too: 168 registers a thread, which spill outside of the page loop
+STEP_TILES = BYTE_STEP // layout.TILE  # column tiles of one multiply
+SASS_NEED = ("IMMA", "HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
+
+
+@dataclass(frozen=True)
+class IntegerConfig(RegisterConfig):
+    """A register-path kernel with the integer path's arithmetic: a lane has one query row, its t."""
+
+    is_integer = True
+    max_warps, min_slots = MAX_WARPS, MIN_SLOTS
+
+    @property
+    def may_spill(self) -> bool:
+        return self.warps > register.MAX_WARPS
+
+    @property
+    def col_blocks(self) -> int:
+        return 1
+
+    @property
+    def lane_rows(self) -> int:
+        return 1
+
+    @property
+    def has_shared_query(self) -> bool:
+        return False
+
+    @property
+    def merge_pitch(self) -> int:
+        """8 floats more than a row: the four rows of a warp's lanes then lie in different banks."""
+        return self.head_dim + 8
+
+    @property
+    def row_choices(self) -> list[int]:
+        return [ROWS]
+
+
+def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = ROWS, without: tuple[str, ...] = (),
+                features: tuple[str, ...] = ()) -> IntegerConfig:
+    """The configuration of a format; ValueError with the reasons if there is none."""
+    if without:
+        raise ValueError(f"without: got {', '.join(without)}, supported on the integer path: nothing to leave out")
+    if found := PATHS["integer"].missing(fmt, head_dim, getattr(torch, dtype)):
+        raise ValueError("; ".join(found))
+    return register.make_config(fmt, head_dim, dtype, rows, (), features, IntegerConfig)
+
+
+def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
+    """Predicted static SASS counts: one warp's share of one packed page and of one 16-bit unit."""
+    k, v = cfg.k, cfg.v
+    tiles = k.row_tiles * k.col_tiles + v.row_tiles * v.col_tiles
+    plain = k.col_tiles + v.row_tiles
+    steps = k.col_tiles // STEP_TILES
+    masked = sum(2 * side.row_tiles * side.col_tiles for side in (k, v) if side.bits < 8)
+    logits = 2 * k.row_tiles
+    counts = {
+        "IMMA": tiles // STEP_TILES,
+        "HMMA": plain,
+        "LDSM": plain,
+        "MOVM": v.col_tiles * v.groups + 2,
+        "MUFU.EX2": logits + 4,
+        # an AND a register, two sign flips a step and token group; dead tokens of V; addresses and parities
+        "LOP3": masked + 2 * steps * k.groups + 4 * v.row_tiles + 70,
+        # digits of q s to two words and back from the other lane; of p s
+        "PRMT": 4 * steps * k.groups + v.col_tiles * v.groups + 10,
+    }
+    if cfg.has_softcap:
+        counts["MUFU.EX2"] += logits + 2
+        counts["MUFU.RCP"] = logits + 2
+    return counts
+
+
+def checks(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
+           features: tuple[str, ...] = ()) -> Checks:
+    """What the SASS of the integer-path kernel must show."""
+    cfg = make_config(fmt, head_dim, dtype, rows, without, features)
+    forbid = register.SASS_FORBID if cfg.may_spill else register.SPILLS + register.SASS_FORBID
+    return Checks(SASS_NEED, forbid, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

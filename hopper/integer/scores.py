@@ -1,0 +1,118 @@
+"""Scores of a packed page on the integer path: q s in two signed digits, the zero-points as one fp32 sum a query row.
+
+A lane of row t reads its logits from columns 2t and 2t + 1, one a digit. Making the operand, lane 4g + t works for
+column g: query row g // 2, digit g % 2. The two lanes of a row share its products: lane parity p = g % 2 takes column
+tile 2i + p of each step i, then gives the other lane that lane's digit of it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from lowbit_attn import layout, registers
+from lowbit_attn.device import ptx
+from lowbit_attn.hopper.integer import multiply
+from lowbit_attn.hopper.integer.config import STEP_TILES, IntegerConfig
+from lowbit_attn.hopper.register import load, numbers
+from lowbit_attn.hopper.register.config import META_BYTES, WORD, SidePlan
+from lowbit_attn.hopper.register.load import Lane, Piece
+from lowbit_attn.hopper.register.query import Query
+from lowbit_attn.hopper.register.scores import ROW_TILES, Scores
+
+OVER_ROW = (*numbers.OVER_T, 4)  # lane distances of the eight lanes that share a query row
+SIGN_FLIPS = 0x8080_0000  # low + 128 as a byte, its highest bit flipped, is low; of the two low digits of a pair
+LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors
+
+
+def prepare(cfg: IntegerConfig, words: cute.Tensor, scale_log2: Float32, me: Lane, unused: cute.Pointer) -> Query:
+    """words: q as B operand (query.load). Operand: fp32 (4, step), q * softmax_scale_log2 in the order of a word."""
+    own = cute.make_rmem_tensor((layout.WORD_BYTES, cfg.k.col_tiles // STEP_TILES), Float32)
+    is_odd = me.g % 2 != 0
+    for step in range(cfg.k.col_tiles // STEP_TILES):
+        for col8 in (0, 1):
+            word = Uint32(cutlass.select_(is_odd, words[col8, STEP_TILES * step + 1], words[col8, STEP_TILES * step]))
+            for e, half in enumerate(numbers.widen(word, cfg.dtype)):
+                own[col8 + 2 * e, step] = half * scale_log2
+    return Query(own, (), unused)
+
+
+def of_page(cfg: IntegerConfig, piece: Piece, me: Lane, rows: Query) -> Scores:
+    """S of the page whose K part is ``piece``: elements 0 and 2 of each row tile."""
+    side = cfg.k
+    acc = cute.make_rmem_tensor((4, ROW_TILES), Float32)
+    tiles = side.group // layout.TILE
+    for j in range(side.groups):
+        digits, slope, offset = query_digits(cfg, piece, me, rows.operand, j)
+        row_tiles = range(j * tiles, (j + 1) * tiles)
+        found = page_sums(cfg, piece, me, digits, row_tiles)
+        for rt, pair in zip(row_tiles, found):
+            for row8, value in enumerate(pair):
+                if side.groups > 1:
+                    value = value * (slope * Float32(2.0 ** -side.power(rt, row8))) + offset
+                acc[2 * row8, rt] = value
+    if side.groups > 1:
+        return Scores(acc, (0,) * (2 * ROW_TILES), None, None)
+    powers = tuple(side.power(rt, row8) for rt in range(ROW_TILES) for row8 in (0, 1))
+    return Scores(acc, powers, (slope,), (offset,))
+
+
+def page_sums(cfg: IntegerConfig, piece: Piece, me: Lane, digits: list, row_tiles: range) -> list:
+    """[row tile][row8] sum over all channels, in runs that the accumulators hold."""
+    run = registers.SIGNED_COLUMNS // registers.BYTE_STEP
+    total = None
+    for first in range(0, len(digits), run):
+        steps = range(first, min(first + run, len(digits)))
+        part = multiply.sums(cfg, cfg.k, piece, me, digits, row_tiles, steps, True)
+        total = part if total is None else [[x + y for x, y in zip(*pairs)] for pairs in zip(total, part)]
+    return total
+
+
+def query_digits(cfg: IntegerConfig, piece: Piece, me: Lane, rows: cute.Tensor,
+                 group: int) -> tuple[list, Float32, Float32]:
+    """([step] B operand of two registers, slope, offset) of a token group; the last two are of row t."""
+    steps = range(cfg.k.col_tiles // STEP_TILES)
+    scales, zeros = ([own_metadata(cfg, piece, me, group, is_zero, step) for step in steps] for is_zero in (0, 1))
+    products = [[rows[i, step] * scales[step][i] for i in range(layout.WORD_BYTES)] for step in steps]
+    largest = numbers.tree([cute.math.absf(x) for step in products for x in step], cute.arch.fmax)
+    largest = numbers.over_lanes(largest, OVER_ROW, cute.arch.fmax)
+    up = numbers.pow2(fixed_point(largest))
+    digits = [exchanged(me, [x * up + Float32(registers.SIGNED_START + registers.HALF_DIGIT) for x in step])
+              for step in products]
+    bias = Float32(0.0)
+    for step in steps:
+        for i in range(layout.WORD_BYTES):
+            bias = rows[i, step] * zeros[step][i] + bias
+    bias = numbers.over_lanes(bias, OVER_ROW, numbers.add)
+    largest, offset = (cute.arch.shuffle_sync(x, Int32(8 * me.t)) for x in (largest, bias))  # row t has lane 4 * 2t
+    return digits, multiply.down(largest, fixed_point(largest)), offset
+
+
+def fixed_point(largest: Float32) -> Int32:
+    return multiply.exponent(largest, registers.SIGNED_GUARD, registers.SIGNED_TOP)
+
+
+def own_metadata(cfg: IntegerConfig, piece: Piece, me: Lane, group: int, is_zero: int, step: int) -> list[Float32]:
+    """Scales or zero-points of the lane's column tile of a step, in the order of a word's bytes."""
+    side = cfg.k
+    accesses = (side.part_bytes - side.meta_offset) // META_BYTES
+    view = load.part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, accesses)
+    words = load.read(view, own_access(side, group, is_zero, step, Int32(me.g), Int32(me.t)))
+    halves = [numbers.widen(word, side.storage) for word in words]
+    return [halves[i % 2][i // 2] for i in range(layout.WORD_BYTES)]  # byte i: word col8 = i % 2, half e = i // 2
+
+
+def own_access(side: SidePlan, group: int, is_zero: int, step: int, g, t):
+    """Index of the 8 bytes with the metadata of column tile 2 * step + g % 2: words col8 = 0 and 1."""
+    return side.channel_access(group, is_zero, STEP_TILES * step, t) + g % 2 * side.channel_access(0, 0, 1, 0)
+
+
+def exchanged(me: Lane, values: list[Float32]) -> list[Uint32]:
+    """B operand of a step from the four products of the lane's column tile, as start + 128 + X."""
+    words = [x.bitcast(Uint32) for x in values]
+    pairs = [ptx.permute(*words[i : i + 2], multiply.DIGITS_OF_TWO) ^ Uint32(SIGN_FLIPS) for i in (0, 2)]
+    is_odd = me.g % 2 != 0
+    mine, theirs = (LOW_HALVES, HIGH_HALVES), (HIGH_HALVES, LOW_HALVES)
+    own, other = (ptx.permute(*pairs, Uint32(cutlass.select_(is_odd, Uint32(odd), Uint32(even))))
+                  for even, odd in (mine, theirs))
+    got = cute.arch.shuffle_sync_bfly(other, offset=4)
+    return [Uint32(cutlass.select_(is_odd, *pair)) for pair in ((got, own), (own, got))]

@@ -1,0 +1,252 @@
+"""Decode steps of a whole model from captured CUDA graphs: 16-bit and low-bit KV caches in the same memory.
+
+    python perf/e2e.py                                      Llama-3.1-8B's shape: 4K, 32K, 128K; batch 1 and largest
+    python perf/e2e.py --model qwen3-8b --generation 8192   tokens/s over a generation, largest batches
+
+One JSON line a case in perf/results/e2e.jsonl, tables on screen. Weights and tokens are random; packs are random K and
+V quantized by the cache's own kernels, every sequence in pages of its own. A step is embedding, all layers with append
+and decode, output head and argmax, in one graph; its time is the mean over a flush period (128 tokens), flush included.
+"""
+
+import gc
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+import typer
+from e2e_report import generation_lines, generation_table, result_table, target_table
+from llama import SHAPES, Decoder, LowBitStore, Shape, SixteenBitStore
+from provenance import append_result, provenance
+from rich.console import Console
+
+from lowbit_attn import layout
+from lowbit_attn.budget import SIXTEEN_BIT, Gpu, parse_tokens
+
+KEPT_FREE_BYTES = 3 << 30
+PERIOD = layout.PAGE_TOKENS  # steps that are timed: every sequence flushes once in them
+PART_REPLAYS = 16  # of graphs of parts that change nothing
+WARM_UP = 3
+SPARE_TOKENS = 2 * (PERIOD + WARM_UP) + 2  # appended by the step's and the append's graph, and before their capture
+ATTENTION_REPLAYS = 10  # of each candidate for 16-bit attention
+READ_MIB = (16, 64, 256, 1024)
+LARGEST = 0
+POINTS = 5  # lengths at which a generation is measured
+
+
+@dataclass(frozen=True)
+class Result:
+    """Mean milliseconds of one decode step and of its parts, each part from a graph of its own; floors are plain reads
+    of the same bytes. layer_bytes: of one layer's cache. attention_by: what computed it."""
+
+    model: str
+    format: str
+    seqlen: int
+    batch: int
+    largest: bool
+    step_ms: float
+    tokens_per_s: float
+    weights_ms: float
+    attention_ms: float
+    append_ms: float
+    append_attention_ms: float
+    other_ms: float
+    floor_weights_ms: float
+    floor_attention_ms: float
+    layer_bytes: int
+    attention_by: str
+
+
+def store_class(format: str):
+    return SixteenBitStore if format == SIXTEEN_BIT else LowBitStore
+
+
+def activation_bytes(shape: Shape) -> int:
+    """At most of a sequence's bytes beside its cache: logits in 16 bit and for the argmax, a layer's activations."""
+    return 8 * shape.vocab + 8 * (shape.ffn + shape.hidden) + 8 * shape.num_heads * shape.head_dim
+
+
+def largest_batch(memory: int, shape: Shape, format: str, seqlen: int, spare: int, most: int) -> int:
+    """Sequences of this length whose caches fit beside the weights; memory in bytes; at least 0, at most ``most``."""
+    sequence = shape.layers * store_class(format).sequence_bytes(shape, format, seqlen, spare)
+    left = memory - KEPT_FREE_BYTES - shape.weights_bytes
+    return max(0, min(most, left // (sequence + activation_bytes(shape))))
+
+
+class Runner:
+    """Captures steps and times their replays; on a CPU the steps run as they are."""
+
+    def __init__(self, device: str):
+        self.is_cuda = device == "cuda"
+
+    def ms(self, step, replays: int) -> float:
+        """Mean time of a replay of the captured step, after WARM_UP more runs of it."""
+        step()
+        replay = self._capture(step) if self.is_cuda else step
+        for _ in range(WARM_UP - 1):
+            replay()
+        started = self._now()
+        for _ in range(replays):
+            replay()
+        return (self._now() - started) / replays * 1e3
+
+    def _now(self) -> float:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @staticmethod
+    def _capture(step):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
+
+
+def best_attention(store: SixteenBitStore, q: torch.Tensor, runner: Runner) -> str:
+    """Set the store to the fastest of torch's attention backends for this shape; returns its name."""
+    times = {}
+    # torch says at length why a backend has no kernel for the shape
+    warnings.filterwarnings("ignore", message=".*(kernel|attention).*")
+    for candidate in store.candidates():
+        store.attend_with = candidate
+        try:
+            times[candidate] = runner.ms(lambda: store.attend(0, q), ATTENTION_REPLAYS)
+        except RuntimeError:
+            continue  # this backend has no kernel for the shape
+    store.attend_with = min(times, key=times.get)
+    backend, folded = store.attend_with
+    return f"sdpa {backend.name.lower()}{' folded' * folded}"
+
+
+def read_points() -> Gpu:
+    """Times of a plain read by its size, measured here."""
+    from bench import read_us
+
+    points = [(float(mib << 20), read_us(mib << 20)[0]) for mib in READ_MIB]
+    return Gpu(torch.cuda.get_device_name(), 0.0, tuple(points), "measured")
+
+
+def measure(name: str, model: Decoder, format: str, batch: int, seqlen: int, largest: bool, gpu: Gpu,
+            runner: Runner) -> Result:
+    """Time one case; the caches are built, filled and dropped here."""
+    shape, head = model.shape, model.head
+    like = dict(dtype=head.dtype, device=head.device)
+    store = store_class(format)(*((shape,) if format == SIXTEEN_BIT else (shape, format)), batch, seqlen, SPARE_TOKENS,
+                                head.dtype, head.device.type)
+    store.fill()
+    q = torch.randn(batch, 1, shape.num_heads, shape.head_dim, **like)
+    k, v = (torch.randn(batch, 1, shape.num_heads_kv, shape.head_dim, **like) for _ in range(2))
+    tokens = torch.randint(shape.vocab, (batch,), device=head.device)
+    position = torch.full((batch,), seqlen - 1, device=head.device)
+    by = best_attention(store, q, runner) if format == SIXTEEN_BIT else "lowbit_attn"
+    layers, inputs = range(shape.layers), model.linear_inputs(batch)
+    layer_bytes = store.layer_bytes
+
+    def append_all():
+        for i in layers:
+            store.append(i, k, v)
+
+    def attend_all():
+        for i in layers:
+            store.attend(i, q)
+
+    weights = runner.ms(lambda: model.linear_step(inputs), PART_REPLAYS)
+    attention = runner.ms(attend_all, PART_REPLAYS)
+    step = runner.ms(lambda: model.step(tokens, position, store), PERIOD)
+    append = runner.ms(append_all, PERIOD)
+    return Result(
+        name, format, seqlen, batch, largest, step, batch / step * 1e3, weights, attention, append, append + attention,
+        step - weights - attention - append, gpu.read_us(shape.linear_bytes) * 1e-3,
+        shape.layers * gpu.read_us(layer_bytes) * 1e-3, layer_bytes, by)
+
+
+def release() -> None:
+    """Give the last case's memory back before the next one is built."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class Bench:
+    """One model's weights and what all of its cases share."""
+
+    def __init__(self, name: str, positions: int, most: int, device: str, output: str, fuse: bool = True,
+                 dtype: torch.dtype = torch.float16):
+        self.name, self.shape, self.most, self.output = name, SHAPES[name], most, output
+        self.gpu = read_points()
+        release()
+        self.memory = torch.cuda.mem_get_info()[0]
+        self.model = Decoder(self.shape, positions + SPARE_TOKENS + 1, dtype, device, fuse)
+        self.runner, self.origin = Runner(device), provenance()
+
+    def batch(self, format: str, seqlen: int, wanted: int) -> int:
+        """``wanted``, or the largest; 0 where it does not fit."""
+        largest = largest_batch(self.memory, self.shape, format, seqlen, SPARE_TOKENS, self.most)
+        return largest if wanted == LARGEST else wanted * (wanted <= largest)
+
+    def run(self, format: str, batch: int, seqlen: int, is_largest: bool) -> Result:
+        result = measure(self.name, self.model, format, batch, seqlen, is_largest, self.gpu, self.runner)
+        release()
+        append_result(self.output, self.origin | asdict(result))
+        return result
+
+
+def contexts(bench: Bench, lengths: list[int], formats: list[str], batches: list[int], console: Console) -> None:
+    """Every context, batch and format; the table and the targets that the results allow to judge."""
+    results = []
+    for seqlen in lengths:
+        for wanted in batches:
+            for format in formats:
+                if batch := bench.batch(format, seqlen, wanted):
+                    results.append(bench.run(format, batch, seqlen, wanted == LARGEST))
+                else:
+                    console.print(f"{format} {seqlen} tokens, batch {wanted or 'largest'}: does not fit")
+    console.print(result_table(results), target_table(results))
+
+
+def generation(bench: Bench, prompt: int, generated: int, formats: list[str], console: Console) -> None:
+    """Tokens a second over a generation, each format at the largest batch that holds its end."""
+    runs = {}
+    for format in formats:
+        if not (batch := bench.batch(format, prompt + generated, LARGEST)):
+            console.print(f"{format}: one sequence of {prompt + generated} tokens does not fit")
+            continue
+        lengths = [prompt + generated * i // (POINTS - 1) for i in range(POINTS)]
+        runs[format] = [bench.run(format, batch, seqlen, True) for seqlen in lengths]
+    lines = generation_lines(runs)
+    for line in lines:
+        what = {"model": bench.name, "prompt": prompt, "generated": generated}
+        append_result(bench.output, bench.origin | what | line)
+    console.print(result_table([result for run in runs.values() for result in run]), generation_table(lines))
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "llama-3.1-8b",
+    contexts_of: Annotated[list[str], typer.Option("--contexts", help="tokens, such as 32K")] = ["4K", "32K", "128K"],
+    formats: Annotated[list[str], typer.Option(help="cache formats beside 16 bit")] = ["k4v4", "k4v2", "k2v2"],
+    batch: Annotated[list[int], typer.Option(help="sequences; 0: as many as fit")] = [1, LARGEST],
+    generated: Annotated[int, typer.Option("--generation", help="tokens; 0: steps at fixed contexts")] = 0,
+    prompt: Annotated[str, typer.Option(help="tokens before a generation")] = "1K",
+    most: Annotated[int, typer.Option(help="largest batch ever taken")] = 1024,
+    fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
+    output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/e2e.jsonl",
+) -> None:
+    """Time decode steps of a model with 16-bit and low-bit caches in the same memory."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("this benchmark needs a CUDA device")
+    lengths = [parse_tokens(text) for text in contexts_of]
+    start = parse_tokens(prompt)
+    bench = Bench(model, start + generated if generated else max(lengths), most, "cuda", output, fuse)
+    everything, console = [SIXTEEN_BIT, *formats], Console(width=170)
+    with torch.no_grad():
+        if generated:
+            generation(bench, start, generated, everything, console)
+        else:
+            contexts(bench, lengths, everything, batch, console)
+
+
+if __name__ == "__main__":
+    typer.run(main)

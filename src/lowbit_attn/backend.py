@@ -1,0 +1,39 @@
+"""What fills and reads the pages of a cache on one type of device; here in torch, for the CPU."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Backend(NamedTuple):
+    """The device's part of a cache's work. The first argument of each is the KVCache."""
+
+    check: Callable[[Any], None]  # raises NotImplementedError for a cache it cannot serve
+    write_blocks: Callable[[Any, torch.Tensor, torch.Tensor, str], None]
+    read_pages: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    # (cache, rows int32 [batch] on the device, k, v [batch, tokens, num_heads_kv, head_dim]): a whole step on the
+    # device, from its counters alone; None: steps go through the host
+    append: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+
+
+def write_blocks(cache, pages: torch.Tensor, blocks: torch.Tensor, side: str) -> None:
+    """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool, in torch."""
+    records, blocks = cache.pool[pages.long()].flatten(0, 1), blocks.flatten(0, 1).float()
+    if side == "k":
+        weights = None if cache.query_weights is None else cache.query_weights.repeat(pages.shape[0], 1)
+        cache.format.write_k(records, blocks, cache.range_search, weights)
+    else:
+        cache.format.write_v(records, blocks, cache.range_search)
+    cache.pool[pages.long()] = records.unflatten(0, (-1, cache.num_heads_kv))
+
+
+def read_pages(cache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dequantize pages int [n]: K, V fp32 [n, num_heads_kv, 128, head_dim], in torch."""
+    records = cache.pool[pages.long()].flatten(0, 1)
+    k = cache.format.dequantize_k(records, cache.head_dim).unflatten(0, (-1, cache.num_heads_kv))
+    return k, cache.format.dequantize_v(records, cache.head_dim).unflatten(0, (-1, cache.num_heads_kv))
+
+
+# By device type; dispatch adds the kernels' "cuda" entry, so that this file needs to know of no kernel.
+BACKENDS: dict[str, Backend] = {"cpu": Backend(lambda cache: None, write_blocks, read_pages)}

@@ -1,0 +1,53 @@
+"""Blocks of 16-bit tokens in shared memory: coalesced copies in, ldmatrix fragments out, free of bank conflicts."""
+
+import tilelang.language as T
+
+ACCESS_BYTES = 16  # one cp.async, one row of an ldmatrix
+ACCESS_HALVES = 8
+MATRICES = 4  # 8 x 8 matrices of one ldmatrix
+
+
+def token_place(index, row_accesses):
+    """(row of the tile, 16-byte access of the row) of a copy of 16-bit tokens."""
+    return index // row_accesses, index % row_accesses
+
+
+def ring_slot(slot, slots):
+    """Slot of a ring, for one that may lie a round ahead."""
+    return T.if_then_else(slot < slots, slot, slot - slots)
+
+
+def swizzled(row, access, row_accesses):
+    """Where one 16-byte access of a row of 16-bit data sits in a slot.
+
+    Eight consecutive rows, which one phase of ldmatrix reads at the same column, fall into eight groups of banks. Rows
+    of 12 accesses (head_dim 96) start in two of them by turns, so four places within a group of four do.
+    """
+    return row * row_accesses + (access ^ (row % 8 if row_accesses % 8 == 0 else row // 2 % 4))
+
+
+@T.macro
+def load_tokens(x, page, head, first, count, row_accesses, tile, thread, threads, is_ring=False):
+    """Rows first .. first + count of x [page, head] -> shared tile [accesses, 8], by ``threads`` threads; waits.
+
+    The caller synchronises these threads. ``count`` rows are a multiple of ``threads`` accesses. is_ring: the row
+    after the last one of x is its first.
+    """
+    for i in T.unroll(count * row_accesses // threads):
+        row, access = token_place(i * threads + thread, row_accesses)
+        T.ptx_cp_async(T.access_ptr(tile[swizzled(row, access, row_accesses), 0], "w", ACCESS_HALVES),
+                       T.access_ptr(x[page, head, ring_slot(first + row, x.shape[2]) if is_ring else first + row,
+                                      access * ACCESS_HALVES], "r", ACCESS_HALVES),
+                       ACCESS_HALVES)
+    T.ptx_commit_group()
+    T.ptx_wait_group(0)
+
+
+@T.macro
+def load_fragment(transposed, tile, place, pairs, first):
+    """Four 8 x 8 matrices, whose rows the lanes name by their ``place``, -> pairs[first : first + 4, 2] of a lane.
+
+    Lane 4g + t gets row g, columns 2t and 2t + 1 of each, or, transposed, rows 2t and 2t + 1, column g.
+    """
+    T.ptx_ldmatrix(T.bool(transposed), MATRICES, T.access_ptr(tile[place, 0], "r", ACCESS_HALVES),
+                   T.access_ptr(pairs[first, 0], "w", 2 * MATRICES))

@@ -1,0 +1,139 @@
+"""torch operators: decode and append as torch.compile, export and functional transforms see them.
+
+    lowbit_attn::decode(q, <state of a cache>, sink_logits, <plain values>) -> (o, lse)
+    lowbit_attn::decode_out(q, out!, lse!, ...)                             into the caller's buffers
+    lowbit_attn::append(k, v, rows, <state of a cache>!, <plain values>)    a step of the cache, pages reserved ahead
+
+They take a cache's public state tensor by tensor, so a graph that holds them holds no Python object. q, k and v are
+rotated as the cache's keys are, of its dtype, and checked: ``lowbit_attn.decode`` and ``KVCache.append`` do all that
+and, while they are being compiled, call these. Shapes and defaults are theirs.
+"""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from lowbit_attn import dispatch, kernels
+from lowbit_attn.cache import BACKENDS, KVCache, Strides
+from lowbit_attn.formats import FORMATS
+from lowbit_attn.reference import Attention
+from lowbit_attn.state import Counts
+
+STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v")
+STEP_STATE = (*STATE, "limit", "faults", "arrivals")
+STEP_VALUES = ("range_search", "sinks", "window_k", "window_v")
+_READ_BY_STEPS = ("table", "limit")
+_STATE_SCHEMA = ", ".join(f"Tensor {name}" for name in STATE)
+_STEP_SCHEMA = ", ".join(f"Tensor{'' if name in _READ_BY_STEPS else f'({chr(97 + i)}!)'} {name}"
+                         for i, name in enumerate(STEP_STATE))
+_VALUES_SCHEMA = ("str format, int[] strides, float? softmax_scale, float? softcap, int? window, bool keep_sinks, "
+                  "int? num_splits, str? path")
+
+# Library.impl, not torch.library.custom_op: its calls take a sixth of the host time.
+_LIBRARY = torch.library.Library("lowbit_attn", "DEF")
+_LIBRARY.define(f"decode(Tensor q, {_STATE_SCHEMA}, Tensor? sink_logits, {_VALUES_SCHEMA}) -> (Tensor, Tensor)",
+                tags=torch.Tag.pt2_compliant_tag)
+_LIBRARY.define(f"decode_out(Tensor q, Tensor(a!) out, Tensor(b!) lse, {_STATE_SCHEMA}, Tensor? sink_logits, "
+                f"{_VALUES_SCHEMA}) -> ()", tags=torch.Tag.pt2_compliant_tag)
+_LIBRARY.define(f"append(Tensor k, Tensor v, Tensor rows, {_STEP_SCHEMA}, str format, int[] strides, "
+                "bool? range_search, int sinks, int window_k, int window_v) -> ()", tags=torch.Tag.pt2_compliant_tag)
+
+
+class HeldCache(KVCache):
+    """A cache for the length of one operator: made of its arguments, without a host's part."""
+
+    def __init__(self, format: str, strides: list[int], state: dict[str, torch.Tensor], **values):
+        vars(self).update(state, **values)
+        self.format, self.strides = FORMATS[format], Strides(*strides)
+        self.device, self.dtype, self.rotate_keys = self.pool.device, self.ring_k.dtype, False
+        self.max_batch, self.num_heads_kv, _, self.head_dim = self.ring_k.shape
+        self.record = self.format.record(self.head_dim)
+
+    def settle(self, call: str) -> None:
+        """There is no copy of the counters to refresh: ``counts`` reads them."""
+
+    def check_rows(self, seqs, count: int | None = None, alive: bool = True) -> np.ndarray:
+        return np.asarray(seqs)
+
+    @cached_property
+    def counts(self) -> Counts:
+        """On the CPU the counters themselves."""
+        return Counts(*(x.cpu().numpy() for x in self.counters()))
+
+
+_unnamed = torch.compiler.assume_constant_result(kernels.unnamed)  # a format does not change; tracing it would warn
+
+
+def traced_decode(q: torch.Tensor, cache: KVCache, out: torch.Tensor | None, lse: torch.Tensor | None,
+                  options: Attention, num_splits: int | None, path: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``lowbit_attn.decode`` after its checks, as operators. The cache's format must be one that FORMATS names."""
+    if reasons := _unnamed(cache.format):
+        raise NotImplementedError("; ".join(reasons))
+    state = [getattr(cache, name) for name in STATE]
+    values = (options.sink_logits, cache.format.name, list(cache.strides), options.softmax_scale, options.softcap,
+              options.window, options.keep_sinks, num_splits, path)
+    rotated = cache.rotate(q) if cache.rotate_keys else q
+    if out is None and lse is None and rotated.dtype == q.dtype:
+        return torch.ops.lowbit_attn.decode(rotated, *state, *values)
+    fresh, fresh_lse = _outputs(q)
+    out, lse = fresh if out is None else out, fresh_lse if lse is None else lse
+    torch.ops.lowbit_attn.decode_out(rotated, out, lse, *state, *values)
+    return out, lse
+
+
+def mark_static(cache: KVCache) -> None:
+    """Tell torch.compile that the cache's memory stays where it is, before anything that uses it is compiled.
+
+    With mode="reduce-overhead" a graph then reads the cache in place; otherwise each call would copy all of it to
+    where the graph was captured.
+    """
+    for name in STEP_STATE:
+        torch._dynamo.mark_static_address(getattr(cache, name), guard=True)
+
+
+def _outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, q_len, num_heads, _ = q.shape
+    return (torch.empty_like(q, memory_format=torch.contiguous_format),
+            q.new_empty((batch, num_heads, q_len), dtype=torch.float32))
+
+
+def _decode_out(q, out, lse, *arguments) -> None:
+    state, sink_logits = arguments[: len(STATE)], arguments[len(STATE)]
+    format, strides, softmax_scale, softcap, window, keep_sinks, num_splits, path = arguments[len(STATE) + 1 :]
+    cache = HeldCache(format, strides, dict(zip(STATE, state)))
+    dispatch.decode(q, cache, out, lse, Attention(softmax_scale, softcap, window, keep_sinks, sink_logits), num_splits,
+                    path)
+
+
+def _decode(q, *arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = _outputs(q)
+    _decode_out(q, *outputs, *arguments)
+    return outputs
+
+
+def _append(k, v, rows, *arguments) -> None:
+    state, (format, strides, *values) = arguments[: len(STEP_STATE)], arguments[len(STEP_STATE) :]
+    cache = HeldCache(format, strides, dict(zip(STEP_STATE, state)), **dict(zip(STEP_VALUES, values)))
+    step = BACKENDS[cache.device.type].append or _append_in_torch
+    step(cache, rows, k, v)
+
+
+def _append_in_torch(cache: HeldCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """What the kernels do, marks in ``faults`` included."""
+    for i, row in enumerate(rows.tolist()):
+        if not 0 <= row < cache.max_batch:
+            cache.faults[-1] = 1
+        elif cache.n_tok[row] + k.shape[1] > cache.limit[row]:
+            cache.faults[row] = 1
+        else:
+            cache._flush(np.array([row]))
+            cache._extend(row, k[i], v[i], pack=False)
+
+
+for _device in ("CPU", "CUDA"):
+    for _name, _function in (("decode", _decode), ("decode_out", _decode_out), ("append", _append)):
+        _LIBRARY.impl(_name, _function, _device)
+torch.library.register_fake("lowbit_attn::decode", lambda q, *arguments: _outputs(q), lib=_LIBRARY)
+for _name in ("decode_out", "append"):
+    torch.library.register_fake(f"lowbit_attn::{_name}", lambda *arguments: None, lib=_LIBRARY)

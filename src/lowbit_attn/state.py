@@ -1,0 +1,277 @@
+"""The memory of a cache, its counters on the device and the host's copy of them.
+
+Counters are per sequence, int32, on the cache's device: ``n_sink``, ``n_qk`` and ``n_qv`` (packed tokens of each
+side, multiples of 128, n_qk >= n_qv) and ``n_tok``. Kernels follow them alone; the host's copy says what a call must
+do without reading the device.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lowbit_attn import layout
+from lowbit_attn.backend import BACKENDS
+from lowbit_attn.checks import check_tensor, one_of
+from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats.rotation import hadamard
+from lowbit_attn.formats.uniform import PerToken
+from lowbit_attn.pages import FREED, LIVE, UNUSED, PageBook
+
+DTYPES = (torch.float16, torch.bfloat16)
+MAX_Q_LEN = 16
+RING_ALIGN = 64  # ring slots come in whole tiles of this many tokens, so that no tile wraps around
+
+
+class Strides(NamedTuple):
+    """Where records are, in units of RECORD_ALIGN bytes of the pool and in entries of the table: the record of page j
+    of (sequence b, KV head h) is at unit table[b * table_b + h * table_h + j] * page + h * head."""
+
+    page: int
+    head: int
+    table_b: int
+    table_h: int
+
+
+class CacheFaultError(RuntimeError):
+    """A step on the device could not be done; the sequences it names lost its tokens and are otherwise unchanged."""
+
+
+class Counts(NamedTuple):
+    """The host's copy of the counters, int32 arrays [max_batch]; on the CPU they share the tensors' memory."""
+
+    n_sink: np.ndarray
+    n_qk: np.ndarray
+    n_qv: np.ndarray
+    n_tok: np.ndarray
+
+
+class CacheState:
+    """What a KVCache holds, documented there; ``counts``, ``book`` and ``is_captured`` are the host's."""
+
+    def __init__(self, format: str | Format, num_pages: int, num_heads_kv: int, head_dim: int,
+                 dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu", sinks: int = 0,
+                 range_search: bool | None = None, *, max_batch: int = 1, max_q_len: int = 1,
+                 max_seqlen: int | None = None, saturate: bool = False, rotate_keys: bool = False,
+                 query_weights: torch.Tensor | None = None, pool: torch.Tensor | None = None):
+        one_of("dtype", dtype, DTYPES)
+        if not isinstance(format, str | Format):
+            raise TypeError(f"format: got {format!r}, supported: a Format or a name: {', '.join(FORMATS)}, or any of "
+                            f"{', '.join(FORMATS.grammars)}")
+        for name, value, low, high in (
+            ("num_pages", num_pages, 1, None), ("num_heads_kv", num_heads_kv, 1, None), ("sinks", sinks, 0, None),
+            ("max_batch", max_batch, 1, None), ("max_q_len", max_q_len, 1, MAX_Q_LEN),
+            ("max_seqlen", 1 if max_seqlen is None else max_seqlen, 1, None),
+        ):
+            if value < low or (high is not None and value > high):
+                raise ValueError(f"{name}: got {value}, supported: {low} to {high or 'any'}")
+        self.format = FORMATS[format] if isinstance(format, str) else format
+        self.record = self.format.record(head_dim)
+        self.layout_id = layout.LAYOUT_ID
+        self.num_pages, self.num_heads_kv, self.head_dim = num_pages, num_heads_kv, head_dim
+        self.dtype, self.device = dtype, torch.device(device)
+        self.sinks, self.range_search, self.saturate, self.rotate_keys = sinks, range_search, saturate, rotate_keys
+        if rotate_keys and not isinstance(self.format.k, PerToken):
+            raise ValueError(f"rotate_keys: format {self.format} groups K per channel, supported: K per token, whose "
+                             "groups a rotation evens out")
+        self.rotation = hadamard(head_dim).to(self.device) if rotate_keys else None
+        self.query_weights = self._checked_weights(query_weights)
+        self.max_batch, self.max_q_len = max_batch, max_q_len
+        self.window_k = max(self.format.window_k, max_q_len - 1)
+        self.window_v = max(self.format.window_v, max_q_len - 1)
+        reach = num_pages * layout.PAGE_TOKENS + self._open_tokens(self.window_k) + sinks
+        self.max_seqlen = reach if max_seqlen is None else max_seqlen
+        one_of("device", self.device.type, list(BACKENDS))
+        BACKENDS[self.device.type].check(self)
+        self._allocate(pool)
+
+    def _checked_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
+        shape = (self.num_heads_kv, self.head_dim)
+        if (weights is not None) != self.format.k.weighs_queries:
+            raise ValueError(f"query_weights: got {'none' if weights is None else 'some'} for format {self.format}, "
+                             f"supported: fp32 {list(shape)} for formats that choose channels by them, None for others")
+        if weights is not None:
+            check_tensor("query_weights", weights, shape, (torch.float32,), self.device)
+            if not bool((weights.isfinite() & (weights >= 0)).all()):
+                raise ValueError("query_weights: got negative or non-finite values, supported: means of |q|")
+        return weights
+
+    def _allocate(self, pool: torch.Tensor | None) -> None:
+        # at least one table entry and one sink row, never read, so that kernels always get a valid pointer
+        max_pages = max(1, int(self._num_packed(self.max_seqlen, self.window_k)) // layout.PAGE_TOKENS)
+        ints = dict(dtype=torch.int32, device=self.device)
+        tokens = dict(dtype=self.dtype, device=self.device)
+        side = (self.max_batch, self.num_heads_kv)
+        shape = (self.num_pages, self.num_heads_kv, self.record.nbytes)
+        if pool is None:
+            pool = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        check_tensor("pool", pool, shape, (torch.uint8,), self.device)
+        aligned = self.device.type == "cpu" or pool.data_ptr() % layout.RECORD_ALIGN == 0
+        if not pool.is_contiguous() or not aligned:
+            raise ValueError(f"pool: got strides {pool.stride()} at address {pool.data_ptr():#x}, supported: "
+                             f"contiguous, on a GPU aligned to {layout.RECORD_ALIGN} bytes")
+        self.pool = pool
+        self.table = torch.full((self.max_batch, max_pages), -1, **ints)
+        units = self.record.nbytes // layout.RECORD_ALIGN
+        self.strides = Strides(self.num_heads_kv * units, units, max_pages, 0)
+        self.n_sink, self.n_qk, self.n_qv, self.n_tok = (torch.zeros(self.max_batch, **ints) for _ in range(4))
+        self.sink_k = torch.zeros((*side, max(1, self.sinks), self.head_dim), **tokens)
+        self.sink_v = torch.zeros_like(self.sink_k)
+        self.ring_k = torch.zeros((*side, self._ring(self.window_k), self.head_dim), **tokens)
+        self.ring_v = torch.zeros((*side, self._ring(self.window_v), self.head_dim), **tokens)
+        self.limit = torch.full((self.max_batch,), self._limit(0), **ints)
+        self.faults = torch.zeros(self.max_batch + 1, **ints)
+        self.arrivals = torch.zeros(self.max_batch, **ints)  # blocks of a step's kernel that have read the counters
+        self.all_rows = torch.arange(self.max_batch, **ints)
+        self.book = PageBook(self.num_pages, self.max_batch)
+        self.is_captured = False  # whether a CUDA graph or compiled code holds a step, which may run at any time
+        self._row_tensors: dict[tuple[int, ...], torch.Tensor] = {}
+        self.bind()
+
+    # ---- sizes
+
+    def _open_tokens(self, window: int) -> int:
+        return window + layout.PAGE_TOKENS - 1
+
+    def _ring(self, window: int) -> int:
+        return -(-(self._open_tokens(window) + self.max_q_len) // RING_ALIGN) * RING_ALIGN
+
+    def _num_packed(self, seqlen, window: int):
+        """Packed tokens of a sequence of this length (int or array): however it was cut into steps."""
+        blocks = (seqlen - np.minimum(seqlen, self.sinks) - window) // layout.PAGE_TOKENS
+        return np.maximum(blocks, 0) * layout.PAGE_TOKENS
+
+    def _limit(self, pages: int) -> int:
+        """Tokens that a sequence may have whose packed blocks fill so many pages."""
+        reach = self.sinks + self._open_tokens(self.window_k) + pages * layout.PAGE_TOKENS
+        return min(self.max_seqlen, reach)
+
+    # ---- the host's copy
+
+    def counters(self) -> tuple[torch.Tensor, ...]:
+        return self.n_sink, self.n_qk, self.n_qv, self.n_tok
+
+    def bind(self) -> None:
+        """Make the host's copy of the counters anew, from their tensors."""
+        if self.device.type == "cpu":
+            self.counts = Counts(*(x.numpy() for x in self.counters()))
+        else:
+            self.counts = Counts(*torch.stack(self.counters()).cpu().numpy())
+
+    def sync(self) -> None:
+        """Read the counters of the device, which captured steps move; waits for it. Raises as ``check`` does."""
+        self._refuse_capture("sync")
+        read = torch.cat((*self.counters(), self.faults)).cpu().numpy()
+        for mine, theirs in zip(self.counts, read[: 4 * self.max_batch].reshape(4, -1)):
+            mine[:] = theirs
+        started = (self.counts.n_tok > 0) & (self.book.state == UNUSED)
+        self.book.state[started] = LIVE
+        self._raise_faults(read[4 * self.max_batch :])
+
+    def check(self) -> None:
+        """Raise CacheFaultError if a step on the device could not be done since the last such error; waits for it."""
+        self._refuse_capture("check")
+        self._raise_faults(np.array(self.faults.tolist()))
+
+    def _raise_faults(self, faults: np.ndarray) -> None:
+        if not faults.any():
+            return
+        self.faults.zero_()
+        rows = np.flatnonzero(faults[:-1]).tolist()
+        named = [f"sequences {rows} were freed or had no room (reserve pages ahead; at most max_seqlen = "
+                 f"{self.max_seqlen} tokens)"] if rows else []
+        named += [f"a row beyond 0 to max_batch - 1 = {self.max_batch - 1} was asked for"] if faults[-1] else []
+        raise CacheFaultError(f"append: steps were refused on the device: {'; '.join(named)}")
+
+    def settle(self, call: str) -> None:
+        """Make the host's copy good for a call: after a captured step, read the counters."""
+        self._refuse_capture(call)
+        if self.is_captured:
+            self.sync()
+
+    def is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _refuse_capture(self, call: str) -> None:
+        if self.is_capturing():
+            raise RuntimeError(f"{call}: called while a CUDA graph is captured, supported there: append and decode")
+
+    # ---- rows
+
+    def check_rows(self, seqs: Sequence[int] | None, count: int | None = None, alive: bool = True) -> np.ndarray:
+        """Rows as an int array; ValueError unless they are distinct rows, and none freed if they must be alive.
+
+        seqs: None stands for the first ``count`` rows (default: all).
+        """
+        count = self.max_batch if count is None else count
+        rows = np.arange(count) if seqs is None else np.array([int(s) for s in seqs], dtype=np.int64)
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.max_batch or len(set(rows.tolist())) != len(rows)):
+            raise ValueError(f"seqs: got {rows.tolist()}, supported: distinct rows 0 to max_batch - 1 = "
+                             f"{self.max_batch - 1}")
+        if alive and (self.book.state[rows] == FREED).any():
+            freed = rows[self.book.state[rows] == FREED].tolist()
+            raise ValueError(f"seqs: {freed} were freed, supported: rows in use; add or prefill starts one anew")
+        return rows
+
+    def row_tensor(self, rows: np.ndarray) -> torch.Tensor:
+        """Rows as int32 on the device; made once for each selection, so that captured steps may use it."""
+        key = tuple(rows.tolist())
+        if key == tuple(range(len(key))):
+            return self.all_rows[: len(key)]
+        if key not in self._row_tensors:
+            self._refuse_capture(f"append to rows {list(key)} for the first time")
+            self._row_tensors[key] = self.upload(rows)
+        return self._row_tensors[key]
+
+    def upload(self, values) -> torch.Tensor:
+        """Host integers as int32 on the device, without waiting for it."""
+        host = torch.as_tensor(np.asarray(values, dtype=np.int32))
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    def start_rows(self, rows: np.ndarray) -> None:
+        """Mark rows as in use; a freed one may take steps again."""
+        for row in rows[self.book.state[rows] != LIVE].tolist():
+            if self.book.state[row] == FREED:
+                self.limit[row] = self._limit(len(self.book.held[row]))
+            self.book.state[row] = LIVE
+
+    # ---- pages
+
+    def take_pages(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Take the pages that these lengths fill and enter them in the table; raise before anything is written."""
+        if len(rows) and lengths.max() > self.max_seqlen:
+            raise ValueError(f"k: a sequence would reach {lengths.max()} tokens, "
+                             f"supported: max_seqlen = {self.max_seqlen}")
+        missing = self._num_packed(lengths, self.window_k) // layout.PAGE_TOKENS - self.book.n_pages[rows]
+        if not (missing > 0).any():
+            return
+        self.book.require(int(missing.clip(0).sum()))
+        for row, count in zip(rows.tolist(), missing.tolist()):
+            if count > 0:
+                used = len(self.book.held[row])
+                self.table[row, used : used + count] = self.upload(self.book.take(row, count))
+                self.limit[row] = self._limit(used + count)
+
+    def refresh_limits(self) -> None:
+        """Work out ``limit`` anew from the pages that each sequence holds."""
+        limits = [0 if state == FREED else self._limit(int(pages))
+                  for state, pages in zip(self.book.state, self.book.n_pages)]
+        self.limit.copy_(self.upload(limits))
+
+    # ---- pages as tensors, for readers
+
+    @property
+    def n_free(self) -> int:
+        """Free pages of the pool."""
+        return len(self.book.free)
+
+    @property
+    def free_list(self) -> torch.Tensor:
+        """Free page ids int32 [n_free], the last is handed out next; a copy."""
+        return torch.tensor(self.book.free, dtype=torch.int32)
+
+    @property
+    def n_pages(self) -> torch.Tensor:
+        """Pages that each sequence holds, int32 [max_batch]; a copy."""
+        return torch.from_numpy(self.book.n_pages.astype(np.int32))

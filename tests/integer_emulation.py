@@ -1,0 +1,165 @@
+"""The integer path on the CPU: numpy lanes and registers, bytes and s32 sums, around what the register path shares.
+
+m16n8k32 is written from the PTX definition; its sums are exact integers, read as the fp32 numbers whose bits they are.
+The query rows stand in pairs of columns (row, digit); 16-bit tokens and the merge see each row twice.
+"""
+
+import emulation
+import numpy as np
+import torch
+from emulation import C_COL, C_ROW, LANE, PAGE_TILES, G, T, bits_of, over_lanes, pow2
+
+from lowbit_attn import layout, registers
+from lowbit_attn.cache import KVCache
+
+ROWS = 4
+BYTE = np.arange(4)
+ROW_T = T  # query row of a lane's accumulators
+ROW_G = G // 2  # query row of a lane's column of a B operand
+OVER_ROW = (1, 2, 4)  # lanes that share a row where operands are made
+A_ROW = G[:, None] + 8 * (np.arange(4) % 2)[:, None, None] + 0 * BYTE  # [register, lane, byte]
+A_COL = 4 * T[:, None] + BYTE + 16 * (np.arange(4) // 2)[:, None, None]
+B_ROW = 4 * T[:, None] + BYTE + 16 * np.arange(2)[:, None, None]
+B_COL = np.broadcast_to(G[:, None], (2, layout.LANES, 4))
+
+
+def multiply(a: np.ndarray, b: np.ndarray, start_bits: int, low: int, high: int) -> np.ndarray:
+    """m16n8k32 over steps: a u8 [row tile, step, 4, lane, byte], b [step, 2, lane, byte] -> fp32 [row tile, lane, 4].
+
+    The sums must stay in low <= sum < high, where start + sum is an fp32 number.
+    """
+    left, right = np.zeros((*a.shape[:-3], 16, 32), np.int64), np.zeros((len(b), 32, 8), np.int64)
+    left[..., A_ROW, A_COL] = a
+    right[:, B_ROW, B_COL] = b
+    sums = (left @ right).sum(1)[..., C_ROW, C_COL]
+    assert sums.min() >= low and sums.max() < high
+    return (start_bits + sums).astype(np.int32).view(np.float32)
+
+
+def a_bytes(words: np.ndarray, rows: int, bits: int) -> np.ndarray:
+    """Words [word, lane] of a plane -> masked bytes [row tile, step, register, lane, byte]."""
+    row_tiles = rows // layout.TILE
+    cols = words.size * layout.WORD_BYTES * 8 // bits // rows
+    found = np.zeros((row_tiles, cols // registers.BYTE_STEP, 4, layout.LANES), np.uint32)
+    for rt, ct, row8 in np.ndindex(row_tiles, cols // layout.TILE, 2):
+        row = layout.TILE * rt + 8 * row8
+        word, _, _, _ = layout.code_slot(row, layout.TILE * ct, rows, bits)
+        found[rt, ct // 2, row8 + 2 * (ct % 2)] = words[word] & np.uint32(registers.byte_mask(row, bits))
+    return found.view(np.uint8).reshape(*found.shape, 4)
+
+
+def fused(x, y, z) -> np.ndarray:
+    """fp32 of x * y + z, rounded once."""
+    return (np.asarray(x, np.float64) * y + z).astype(np.float32)
+
+
+def joined(acc: np.ndarray, start: float) -> np.ndarray:
+    """fp32 [..., lane, 4] -> 256 high + low [..., lane, row8]."""
+    high = fused(acc[..., 0::2], registers.DIGIT_BASE, -(registers.DIGIT_BASE + 1) * start)
+    return (high + acc[..., 1::2]).astype(np.float32)
+
+
+def exponent(largest: np.ndarray, guard: float, top: int) -> np.ndarray:
+    clamped = np.maximum(largest * np.float32(guard), np.float32(registers.MIN_FIXED_POINT))
+    return top - registers.floor_log2(bits_of(clamped))
+
+
+class Warp(emulation.Warp):
+    """Up to 4 query rows q [R, head_dim]; K per channel."""
+
+    def __init__(self, cache: KVCache, q: torch.Tensor, scale_log2: float):
+        super().__init__(cache, q.repeat_interleave(2, 0), 2 * ROWS, scale_log2, False)
+        rows = np.zeros((ROWS, self.head_dim), np.float32)
+        rows[: len(q)] = q.float().numpy()
+        self.q_scaled = rows * self.scale
+        self.steps = self.head_dim // registers.BYTE_STEP
+
+    def _own(self, values: np.ndarray) -> np.ndarray:
+        """Values by channel [..., head_dim] -> those of each lane's column tile of a step, [..., step, lane, byte]."""
+        tile = 2 * np.arange(self.steps)[:, None, None] + (G % 2)[:, None]
+        return values[..., layout.TILE * tile + 2 * T[:, None] + registers.byte_column(BYTE)]
+
+    def _logits_per_channel(self, side, a, power, meta) -> np.ndarray:
+        """-> [1, token tile, lane, element]: elements 0, 1 are tokens g, 2, 3 tokens g + 8, of row t."""
+        groups = layout.PAGE_TOKENS // side.group_size
+        codes = a_bytes(self._words(self.record_now, self.record.k_planes), layout.PAGE_TOKENS, side.bits)
+        meta = meta.reshape(groups, 2, self.head_dim)[..., layout.channel_meta_index(np.arange(self.head_dim))]
+        rows = self._own(self.q_scaled)[ROW_G, :, LANE].swapaxes(0, 1)  # [step, lane, byte]
+        tiles, logits = PAGE_TILES // groups, []
+        for j, (scale, zero) in enumerate(meta):
+            products = (rows * self._own(scale)).astype(np.float32)
+            largest = np.abs(products).max((0, 2))
+            bias = np.float32(0)
+            for step, byte in np.ndindex(self.steps, 4):
+                bias = fused(rows[step, :, byte], self._own(zero)[step, :, byte], bias)
+            for distance in OVER_ROW:
+                largest, bias = np.maximum(largest, largest[LANE ^ distance]), bias + bias[LANE ^ distance]
+            e = exponent(largest, registers.SIGNED_GUARD, registers.SIGNED_TOP)
+            start = registers.SIGNED_START + registers.HALF_DIGIT
+            b = self._exchanged(fused(products, pow2(e)[:, None], start))
+            sums = np.float32(0)
+            run = registers.SIGNED_COLUMNS // registers.BYTE_STEP
+            for first in range(0, self.steps, run):
+                at = slice(first, first + run)
+                acc = multiply(codes[j * tiles : (j + 1) * tiles, at], b[at], registers.SIGNED_START_BITS,
+                               -(2**22), 2**22)
+                sums = sums + joined(acc, registers.SIGNED_START)
+            down = pow2(-e[8 * ROW_T])[:, None] * pow2(-power[j * tiles : (j + 1) * tiles, :, ::2])
+            logits.append(fused(sums, down, bias[8 * ROW_T][:, None]))
+        return np.repeat(np.concatenate(logits), 2, -1)[None]
+
+    def _exchanged(self, values: np.ndarray) -> np.ndarray:
+        """start + 128 + X [step, lane, byte] of each lane's own tile -> s8 digits of B [step, register, lane, byte]."""
+        word = values.view(np.uint32)
+        digits = np.stack([(word >> np.uint32(8)) & np.uint32(255), (word & np.uint32(255)) ^ np.uint32(128)])
+        digits = digits.astype(np.uint8).view(np.int8).astype(np.int64)
+        odd = (G % 2 != 0)[:, None]
+        own, other = np.where(odd, digits[1], digits[0]), np.where(odd, digits[0], digits[1])
+        got = other[:, LANE ^ 4]
+        return np.stack((np.where(odd, got, own), np.where(odd, own, got)), 1)
+
+    def packed_values(self, record: np.ndarray, p: np.ndarray) -> None:
+        side = self.format.v
+        meta = emulation.metadata(record, self.record.v_planes, side.storage)
+        meta = meta.reshape(self.groups_v, layout.PAGE_TOKENS, 2)
+        token = layout.TILE * np.arange(PAGE_TILES)[:, None, None] + C_ROW[:, ::2]  # [tile, lane, row8]
+        codes = a_bytes(self._words(record, self.record.v_planes), self.head_dim, side.bits)
+        power, own = emulation.powers(len(codes), side.bits)[..., ::2], p[0, ..., ::2]
+        tiles = len(codes) // self.groups_v
+        for j in range(self.groups_v):
+            scale, zero = np.moveaxis(meta[j, layout.token_meta_index(token)], -1, 0)
+            self.z[j, 0] += (own * zero).sum((0, 2), dtype=np.float32)[:, None]
+            products = (own * scale).astype(np.float32)
+            largest = over_lanes(products.max((0, 2))[:, None], np.maximum)[:, 0]
+            e = exponent(largest, registers.UNSIGNED_GUARD, registers.UNSIGNED_TOP)
+            word = fused(products, pow2(e)[:, None], registers.UNSIGNED_START).view(np.uint32)
+            x = (word & np.uint32(0xFFFF)).astype(np.int64)
+            assert (word >> np.uint32(16) == registers.UNSIGNED_START_BITS >> 16).all()
+            digits = np.stack((x >> 8, x & 255), 2)  # [tile, lane, column of the lane's pair, byte: token g, g + 8]
+            pairs = emulation.movmatrix((digits[..., 0] + 256 * digits[..., 1]).astype(np.int64))
+            b = np.stack((pairs & 255, pairs >> 8), -1).reshape(PAGE_TILES // 2, 2, layout.LANES, 4)
+            at = slice(j * tiles, (j + 1) * tiles)
+            acc = multiply(codes[at], b, registers.UNSIGNED_START_BITS, 0, 2**23)
+            down = pow2(-e)[:, None] * pow2(-power[at])
+            added = fused(joined(acc, registers.UNSIGNED_START), down, self.acc_o[0, at, :, ::2])
+            self.acc_o[0, at] = np.repeat(added, 2, -1)
+
+    def to_true_scale(self) -> None:
+        if not self.true_scale:
+            z = np.tile(over_lanes(self.z, np.add), 2)[:, 0]
+            self.acc_o[0] += np.repeat(z, self.acc_o.shape[1] // self.groups_v, 0)
+            self.true_scale = True
+
+    def page(self, record: np.ndarray, v: torch.Tensor | None = None) -> None:
+        assert v is None, "V in 16 bit beside packed K"
+        self.record_now = record
+        super().page(record)
+
+    def result(self):
+        """The base class's columns 2t, 2t + 1 of a packed page are both row t: as 16-bit tokens' are."""
+        return tuple(x[::2] for x in super().result())
+
+    @staticmethod
+    def _words(record: np.ndarray, planes) -> np.ndarray:
+        return emulation.load_words(emulation.plane(record, planes, "codes"))
+

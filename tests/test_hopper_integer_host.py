@@ -1,0 +1,151 @@
+"""The Hopper integer path without a GPU: what each lane reads, its compile-time plan, which calls take it."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit_attn import kernels, layout, registers
+from lowbit_attn.formats import FORMATS, packing
+
+pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
+
+from lowbit_attn.hopper import PATHS, decode  # noqa: E402
+from lowbit_attn.hopper.integer import config, multiply, scores, values  # noqa: E402
+from lowbit_attn.hopper.register import config as register  # noqa: E402
+
+NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16")
+PAGES = [(name, d) for name, d in itertools.product(NAMES, (64, 96, 128, 256))
+         if d != 96 or ("v1" not in name and "vg64" not in name)]
+LANES = np.arange(32)
+G, T = LANES // 4, LANES % 4
+
+
+def config_of(name: str, head_dim: int, features=()) -> config.IntegerConfig:
+    return config.make_config(FORMATS[name], head_dim, "float16", features=features)
+
+
+def pages(name: str, head_dim: int):
+    """(config, bytes of a record, its K part and V part)."""
+    fmt, cfg = FORMATS[name], config_of(name, head_dim)
+    record = fmt.quantize(*torch.randn(2, 1, 128, head_dim))
+    return cfg, record, [record[0, s.part_offset : s.part_offset + s.part_bytes].numpy() for s in (cfg.k, cfg.v)]
+
+
+def lane_words(side: register.SidePlan, part: np.ndarray, col_tile: int, row_tiles: range) -> dict[int, np.ndarray]:
+    """What multiply.tile_words brings each lane; every access lies on a multiple of its size."""
+    first_tile, tiles = multiply.run_of(side, col_tile, row_tiles)
+    first, count = side.words_of(first_tile), side.words_of(tiles)
+    width = math.gcd(count, layout.BLOCK_WORDS)
+    assert first % width == 0
+    accesses = part[: layout.plane_bytes(side.rows, side.cols, side.bits)].view(np.uint32).reshape(-1, width)
+    return {word + i: accesses[side.code_access(word, width, LANES), i]
+            for word in range(first, first + count, width) for i in range(width)}
+
+
+@pytest.mark.parametrize("name, head_dim", PAGES)
+def test_lanes_read_the_codes_of_their_rows_group_by_group(name, head_dim):
+    cfg, record, parts = pages(name, head_dim)
+    fmt = FORMATS[name]
+    for side, part, spec in zip((cfg.k, cfg.v), parts, (fmt.k, fmt.v)):
+        plane = torch.from_numpy(part[None, : layout.plane_bytes(side.rows, side.cols, side.bits)])
+        want = packing.unpack_codes(plane, side.rows, side.cols, spec.bits)[0].numpy()
+        tiles = min(side.group // layout.TILE, multiply.MAX_TILES)
+        for col_tile, first in itertools.product(range(side.col_tiles), range(0, side.row_tiles, tiles)):
+            row_tiles = range(first, min(first + tiles, side.row_tiles))
+            words = lane_words(side, part, col_tile, row_tiles)
+            for rt in row_tiles:
+                for row8, (word, mask) in enumerate(multiply.masks_of(side, rt, col_tile)):
+                    found = (words[word] & np.uint32(mask)).view(np.uint8).reshape(32, 4) >> side.power(rt, row8)
+                    for byte in range(4):
+                        column = 16 * col_tile + 2 * T + registers.byte_column(byte)
+                        assert np.array_equal(found[:, byte], want[16 * rt + 8 * row8 + G, column])
+
+
+@pytest.mark.parametrize("name, head_dim", PAGES)
+def test_lanes_read_the_metadata_of_their_channels_and_tokens(name, head_dim):
+    cfg, record, (k_part, v_part) = pages(name, head_dim)
+    for is_zero, group, step in itertools.product((0, 1), range(cfg.k.groups), range(head_dim // 32)):
+        at = scores.own_access(cfg.k, group, is_zero, step, G, T)
+        halves = k_part[cfg.k.meta_offset :].view(np.uint16).reshape(-1, 4)[at]
+        for byte in range(4):  # of a word: half e = byte // 2 of metadata word col8 = byte % 2
+            channel = 16 * (2 * step + G % 2) + 2 * T + registers.byte_column(byte)
+            offset = np.array([layout.channel_meta_offset(group, is_zero, int(c), head_dim) for c in channel])
+            want = k_part[cfg.k.meta_offset :].view(np.uint16)[offset // 2]
+            assert np.array_equal(halves[:, 2 * (byte % 2) + byte // 2], want)
+    plane = v_part[cfg.v.meta_offset :].view(np.uint32)
+    for group, first in itertools.product(range(cfg.v.groups), range(0, 128, values.SPAN)):
+        quads = plane.reshape(-1, 4)[values.quad_access(group, first, G)]
+        for j in range(4):
+            offset = layout.token_meta_offset(group, 0, first + 8 * j + G)
+            assert np.array_equal(quads[:, j], plane[offset // 4])
+
+
+def test_the_two_lanes_of_a_row_share_its_column_tiles():
+    """Over the two column tiles of a step and all bytes, the eight lanes of a query row have each channel once."""
+    for row in range(config.ROWS):
+        channels = [16 * (lane // 4 % 2) + 2 * (lane % 4) + registers.byte_column(byte)
+                    for lane in LANES[G // 2 == row] for byte in range(4)]
+        assert sorted(channels) == list(range(registers.BYTE_STEP))
+
+
+def test_selectors_order_the_digits():
+    """prmt by the manual: nibble i of the selector names byte i of the result among those of (a, b)."""
+    def permute(a: list, b: list, selector: int) -> list:
+        return [(a + b)[selector >> 4 * i & 7] for i in range(4)]
+
+    def fixed(i: int) -> list:  # bytes of start + X
+        return [f"low{i}", f"high{i}", "", ""]
+
+    pairs = [permute(fixed(i), fixed(i + 1), multiply.DIGITS_OF_TWO) for i in (0, 2)]
+    assert permute(*pairs, scores.LOW_HALVES) == [f"high{i}" for i in range(4)]
+    assert permute(*pairs, scores.HIGH_HALVES) == [f"low{i}" for i in range(4)]
+    flips = [scores.SIGN_FLIPS >> 8 * i & 0xFF for i in range(4)]
+    assert [bool(flip) for flip in flips] == [name.startswith("low") for name in pairs[0]] and max(flips) == 0x80
+
+
+@pytest.mark.parametrize("name, head_dim", PAGES)
+def test_shared_memory_plan(name, head_dim, monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    cfg = config_of(name, head_dim)
+    assert cfg.warps >= (2 if head_dim == 256 else 4) and cfg.slots >= cfg.min_slots
+    assert cfg.smem_bytes <= register.SMEM_LIMIT
+    assert decode.RegisterSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes
+    banks = {int((g + cfg.merge_pitch * t) % 32) for g, t in itertools.product(range(8), range(4))}
+    assert len(banks) == 32, "the lanes of a warp write O to the same bank at the merge"
+
+
+def test_only_calls_of_up_to_four_rows_take_the_path():
+    for rows in range(1, 20):
+        for name, head_dim in (("k4v4", 128), ("k1v8-g32-vg64-bf16", 256)):
+            path, _ = kernels.pick("hopper", FORMATS[name], head_dim, torch.float16, rows)[0]
+            assert (path == "integer") == (rows <= config.ROWS)
+    for fmt in (FORMATS["k4tv4"], FORMATS["kitty"], dataclasses.replace(FORMATS["k4v4"], window_v=128)):
+        assert PATHS["integer"].missing(fmt, 128, torch.float16)
+        assert kernels.pick("hopper", fmt, 128, torch.float16, 4)[0] == ("register", 8)
+    forced, _ = kernels.pick("hopper", FORMATS["k4v4"], 128, torch.float16, 8, "integer")
+    assert forced == ("integer", 4), "more rows go in blocks"
+
+
+def test_unsupported_calls_say_why():
+    for wrong, message in (({"rows": 8}, "rows: got 8, supported at head_dim 128: 4"),
+                           ({"without": ("centring",)}, "without: got centring, supported on the integer path"),
+                           ({"features": ("alibi",)}, "features: got alibi, supported: softcap, window")):
+        with pytest.raises(ValueError, match=message):
+            decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="integer", **{"rows": 4} | wrong)
+    for name in ("k4tv4", "kitty"):
+        with pytest.raises(ValueError, match="supported: K per channel with V per token"):
+            decode.decode_kernel(FORMATS[name], 128, "float16", path="integer", rows=4)
+    with pytest.raises(ValueError, match="V window beyond K's 128, supported: 0"):
+        decode.decode_kernel(dataclasses.replace(FORMATS["k4v4"], window_v=128), 128, "float16", path="integer", rows=4)
+
+
+def test_predicted_instructions_of_a_page():
+    """Half the multiplies of the register path, one AND for four codes, one transpose for 16 tokens."""
+    counts = config.expected_counts(config_of("k4v4", 128))
+    assert counts["IMMA"] == 2 * 128 * 128 // (16 * 32) and counts["MOVM"] == 128 // 16 + 2
+    assert counts["LOP3"] >= 2 * 128 * 128 // (4 * 32)
+    assert config.expected_counts(config_of("k8v8", 128))["LOP3"] < counts["LOP3"] / 2

@@ -1,0 +1,198 @@
+"""Planned decode calls on the host: stand-ins for the kernels show what they get and return known results."""
+
+import copy
+import pickle
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from lowbit_attn import KVCache, decode, dispatch, loader
+from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
+from lowbit_attn.plan import Plans
+from lowbit_attn.testing import permute_pages
+
+sys.path.append(str(Path(__file__).parent.parent / "perf"))
+tvm_ffi = pytest.importorskip("tvm_ffi", reason="kernels are called through it")
+
+HOST_BOUND_US = 60  # of a planned call on a slow machine; one measured 16, and 150 for the call that makes the plan
+
+
+class Stage:
+    """Two stand-ins: the decode kernel keeps its arguments, combine writes 1, 2, 3, ... into its outputs."""
+
+    def __init__(self):
+        self.loaded, self.calls = [], []
+
+    def load(self, key):
+        self.loaded.append(key)
+        return self.decode if key.op == "decode" else self.combine
+
+    def decode(self, *arguments):
+        self.calls.append(arguments)
+
+    def combine(self, o, lse, rows, lse_rows, sink_logits, num_heads, q_len):
+        self.merged = o, lse, sink_logits, num_heads, q_len
+        for x in (rows, lse_rows):
+            x.copy_(torch.arange(1, x.numel() + 1).view(x.shape))
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    found = Stage()
+    monkeypatch.setattr(loader, "load", found.load)
+    monkeypatch.setattr(loader, "argument", lambda tensor: tensor)
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
+    monkeypatch.setattr(dispatch, "default_splits", lambda cache, batch: 3)
+    return found
+
+
+@pytest.fixture
+def cache():
+    found = KVCache("k4v4", 6, 2, 64, sinks=2, max_batch=3, max_q_len=2)
+    found.prefill(0, torch.randn(200, 2, 64), torch.randn(200, 2, 64))
+    return found
+
+
+def queries(dtype=torch.float16) -> torch.Tensor:
+    return torch.randn(2, 2, 4, 64, dtype=dtype)
+
+
+def call(q, cache, **options):
+    return decode(q, cache, path="register", **options)
+
+
+def test_the_kernels_get_the_call(stage, cache):
+    q = queries()
+    call(q, cache, softmax_scale=0.5, softcap=2.0, window=9, keep_sinks=True)
+    given = stage.calls[0]
+    assert [key.op for key in stage.loaded] == ["decode", "combine"] and stage.loaded[0].features == (
+        "softcap", "window")
+    state = (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v)
+    for mine, theirs in zip(given, (q, cache.pool, cache.table, *state)):
+        assert mine.data_ptr() == theirs.data_ptr()
+    assert given[1].shape == (cache.pool.numel() // 128, 32) and given[1].dtype == torch.uint32
+    assert all(len(x) == 2 for x in given[3:11])
+    assert given[11].shape == (3, 2, 2, 4, 64) and given[12].shape == (3, 2, 2, 4)
+    assert given[13:] == (0.5 * LOG2_E, 2.0 * LOG2_E, 9, NO_WINDOW, *cache.strides)
+    o, lse, sink_logits, num_heads, q_len = stage.merged
+    assert o.data_ptr() == given[11].data_ptr() and o.shape == (3, 16, 64) and lse.shape == (3, 16)
+    assert sink_logits.tolist() == [-torch.inf] and (num_heads, q_len) == (4, 2)
+
+
+def test_the_second_call_repeats_the_plan(stage, cache):
+    first, second = queries(), queries()
+    logits = torch.randn(4)
+    call(first, cache)
+    call(second, cache, sink_logits=logits)
+    assert len(stage.loaded) == 2 and len(cache.plans) == 1
+    (a, *rest), (b, *others) = stage.calls
+    assert a.data_ptr() == first.data_ptr() and b.data_ptr() == second.data_ptr()
+    assert all(x is y for x, y in zip(rest[:12], others[:12])) and rest[12:] == others[12:]
+    assert stage.merged[2] is logits
+
+
+@pytest.mark.parametrize("planned", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+@pytest.mark.parametrize("layout", ("fresh", "own", "strided"))
+def test_outputs(stage, cache, layout, dtype, planned):
+    """Whatever the buffers' layout: o in the order of rows, lse too, in q's dtype, in the buffers given."""
+    q = queries(dtype)
+    if planned:
+        call(q, cache)
+    buffers = {}
+    if layout != "fresh":
+        step = 1 + (layout == "strided")
+        buffers = {"out": torch.zeros(2, 2 * step, 4, 64, dtype=dtype)[:, ::step],
+                   "lse": torch.zeros(2, 4 * step, 2)[:, ::step]}
+    o, lse = call(q, cache, **buffers)
+    assert torch.equal(o.flatten(), torch.arange(1, 2 * 2 * 4 * 64 + 1).half().to(dtype)) and o.dtype == dtype
+    assert torch.equal(lse.flatten(), torch.arange(1, 17).float()) and lse.shape == (2, 4, 2)
+    for name, x in (("out", o), ("lse", lse)):
+        assert name not in buffers or x is buffers[name]
+    assert stage.calls[-1][0].dtype == torch.float16 and len(cache.plans) == 1
+
+
+def test_queries_that_are_not_contiguous(stage, cache):
+    wide = torch.randn(2, 2, 8, 64, dtype=torch.float16)
+    for q in (wide[:, :, :4], wide[:, :, 4:]):
+        call(q, cache)
+        assert torch.equal(stage.calls[-1][0], q) and stage.calls[-1][0].is_contiguous()
+    assert len(cache.plans) == 1
+    with pytest.raises(ValueError, match="q: got strides"):
+        call(wide.transpose(2, 3).contiguous().transpose(2, 3)[:, :, :4], cache)
+
+
+@pytest.mark.parametrize("wrong, words", (
+    (dict(out=torch.zeros(2, 2, 4, 32)), "out: got shape"), (dict(lse=torch.zeros(2, 2, 4)), "lse: got shape"),
+    (dict(sink_logits=torch.zeros(3)), "sink_logits: got shape"), (dict(out=[]), "out: got list"),
+    (dict(lse=torch.zeros(2, 4, 2).half()), "lse: got torch.float16"),
+))
+def test_a_planned_call_still_checks(stage, cache, wrong, words):
+    call(queries(), cache)
+    with pytest.raises((ValueError, TypeError), match=words):
+        call(queries(), cache, **wrong)
+    assert len(stage.calls) == 1
+
+
+def test_another_call_is_another_plan(stage, cache, monkeypatch):
+    kinds = (dict(), dict(softcap=3.0), dict(softcap=4.0), dict(window=5), dict(num_splits=2), dict(softmax_scale=0.1))
+    for options in kinds:
+        call(queries(), cache, **options)
+    call(queries()[:1], cache)
+    call(queries()[:, :1], cache)
+    assert len(cache.plans) == len(kinds) + 2
+    monkeypatch.setenv("LOWBIT_ATTN_WITHOUT", "centring")
+    call(queries(), cache)
+    assert stage.loaded[-2].without == ("centring",) and len(cache.plans) == len(kinds) + 3
+
+
+def test_a_plan_ends_with_the_memory_it_reads(stage, cache):
+    q = queries()
+    call(q, cache)
+    permute_pages(cache, seed=3)
+    call(q, cache)
+    assert stage.calls[1][1].data_ptr() == cache.pool.data_ptr() != stage.calls[0][1].data_ptr()
+    view = copy.copy(cache)
+    view.table = cache.table.clone()
+    loaded = len(stage.loaded)
+    for x in (view, cache, view, cache):
+        call(q, x)
+        assert stage.calls[-1][2].data_ptr() == x.table.data_ptr()
+    assert len(stage.loaded) == loaded + 2 and view.plans is not cache.plans  # a plan for the view, none twice
+
+
+def test_a_copied_cache_starts_without_plans(stage, cache):
+    call(queries(), cache)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert not other.plans
+        call(queries(), other)
+        assert stage.calls[-1][1].data_ptr() == other.pool.data_ptr()
+
+
+def test_plans_are_bounded(stage, cache):
+    for i in range(Plans.LIMIT + 3):
+        call(queries(), cache, softmax_scale=1.0 + i)
+    assert len(cache.plans) == 3
+
+
+def test_scratch_is_shared_by_calls_and_not_by_plans(stage, cache):
+    for _ in range(2):
+        call(queries(), cache)
+    call(queries(), cache, softcap=1.0)
+    first, second, other = (x[11].data_ptr() for x in stage.calls)
+    assert first == second != other
+
+
+def test_host_time_of_a_planned_call():
+    import host_time
+
+    with host_time.kernels_that_do_nothing():
+        step = host_time.decode_steps("k4v4", 1, "cpu")["decode"]
+        step()
+        with mock.patch.object(dispatch, "decode", side_effect=AssertionError("no plan was found")):
+            us = host_time.call_us(step, calls=200, rounds=15, over=min)
+    assert us < HOST_BOUND_US
