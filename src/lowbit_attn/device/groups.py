@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
+from lowbit_attn import layout
 from lowbit_attn.formats.affine import MIN_SCALE, SEARCH_FACTORS, SEARCH_GRID, SEARCH_TENTHS, SEARCH_TRIMS, folds
 
 EXACT = ("-fmad=false",)
@@ -25,12 +26,17 @@ class Lanes:
 
     distances: tuple[int, ...]
 
-    def mask(self, lane):
-        """Bit of every lane that shares this lane's group."""
-        bits = {0}
+    @property
+    def first_mask(self) -> int:
+        """Bit of every lane that shares the group of lane 0."""
+        lanes = [0]
         for distance in self.distances:
-            bits |= {bit ^ distance for bit in bits}
-        return T.uint32(sum(1 << bit for bit in bits)) << T.cast(lane & (31 ^ sum(self.distances)), "uint32")
+            lanes += [lane + distance for lane in lanes]
+        return sum(1 << lane for lane in lanes)
+
+    def first_of(self, lane):
+        """The first of the lanes that share a lane's group."""
+        return lane & (layout.LANES - 1 - sum(self.distances))
 
 
 ROW_LANES = Lanes((16, 8, 4))  # those of one column: rows g
@@ -124,7 +130,8 @@ def limits(values, lanes, lane, low, high):
         low[0] = T.min(low[0], T.shfl_xor(low[0], distance))
         high[0] = T.max(high[0], T.shfl_xor(high[0], distance))
     votes = T.alloc_var("uint32")
-    votes = T.cast(T.ballot(spoiled), "uint32") & lanes.mask(lane)
+    votes = T.cast(T.ballot(spoiled), "uint32") & (
+        T.uint32(lanes.first_mask) << T.cast(lanes.first_of(lane), "uint32"))
     low[0] = number(votes != T.uint32(0), low[0])
     high[0] = number(votes != T.uint32(0), high[0])
 
@@ -190,10 +197,10 @@ def scatter_sums(sums, lanes, lane, first):
 @T.macro
 def search(values, lanes, lane, factor_folds, low, high, width):
     """affine.search: low and width of a group become those of the factor with the least squared error."""
-    half, middle, inverse = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
-    half = (high[0] - low[0]) * T.float32(0.5)
+    reach, middle, inverse = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+    reach = (high[0] - low[0]) * T.float32(0.5)
     middle = (low[0] + high[0]) * T.float32(0.5)
-    inverse = T.float32(SEARCH_GRID) / half
+    inverse = T.float32(SEARCH_GRID) / reach
     words = T.alloc_local((len(values) // 4,), "uint32")
     for i in static(len(values) // 4):
         words[i] = grid_word(values[4 * i : 4 * i + 4], middle, inverse)
@@ -211,7 +218,7 @@ def search(values, lanes, lane, factor_folds, low, high, width):
                            T.cast(best & T.uint32(7), "int32"), 0)
     width[0] = (high[0] - low[0]) * pick(SEARCH_FACTORS, index)
     if index != 0:
-        low[0] = low[0] + half * pick(SEARCH_TRIMS, index)
+        low[0] = low[0] + reach * pick(SEARCH_TRIMS, index)
 
 
 @T.macro

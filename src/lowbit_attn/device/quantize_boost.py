@@ -72,6 +72,10 @@ class BoostMatrix:
     def column_of(self, column_tile, t, c):
         return layout.TILE * column_tile + 8 * (c // 2) + 2 * t + c % 2
 
+    def place(self, column_tile, col8, first, lane):
+        """Access that a lane names of four matrices of the tile: rows 8 * first .. of eight columns."""
+        return swizzled(8 * first + lane, 2 * column_tile + col8, self.row_accesses)
+
     def word_and_shift(self, held, c):
         """(word within the column tile, bit position) of the low bits of a lane's element."""
         word, _, byte, slot = layout.code_slot(8 * held, 8 * (c // 2) + c % 2, layout.PAGE_TOKENS, self.bits)
@@ -135,8 +139,7 @@ def plain_side(side, head_dim: int):
 def load_column(m, tile, column_tile, col8, lane, pairs):
     """The columns of ``col8`` that a lane holds -> pairs [held, 2]."""
     for i in static(m.held // MATRICES):
-        place = swizzled(BYTE * MATRICES * i + lane, 2 * column_tile + col8, m.row_accesses)
-        load_fragment(False, tile, place, pairs, MATRICES * i)
+        load_fragment(False, tile, m.place(column_tile, col8, MATRICES * i, lane), pairs, MATRICES * i)
 
 
 @T.macro

@@ -61,6 +61,10 @@ class TokenMatrix:
     def column_of(self, atom, t, e):
         return ATOM * atom + 2 * t + e
 
+    def place(self, warp, slot, first, lane):
+        """Access that a lane names of four matrices of the tile: eight rows of a warp, atoms first .. first + 3."""
+        return swizzled(self.row_of(warp, slot, lane % ATOM), first + lane // ATOM, self.row_accesses)
+
     def code_word(self, span, col_tile):
         """Word that holds the codes of these rows and of one column tile."""
         return layout.code_slot(self.row_of(span, 0, 0), layout.TILE * col_tile, layout.PAGE_TOKENS, self.bits)[0]
@@ -86,10 +90,8 @@ def quantize_tokens(m, range_search, tile, part, pool, pool_meta, unit, tx):
     for w in T.unroll(m.col_tiles):
         words[w] = T.uint32(empty_word(m.bits))
     for slot in T.serial(m.slots):
-        row = m.row_of(warp, slot, lane % ATOM)
         for i in static(m.atoms // MATRICES):
-            place = swizzled(row, MATRICES * i + lane // ATOM, m.row_accesses)
-            load_fragment(False, tile, place, pairs, MATRICES * i)
+            load_fragment(False, tile, m.place(warp, slot, MATRICES * i, lane), pairs, MATRICES * i)
         for group in static(m.groups):
             quantize_group(m, range_search, pairs, slot, group, words, pool_meta, unit, span, lane)
     for w in T.unroll(m.col_tiles):
