@@ -75,7 +75,7 @@ def searched(group, bits, storage):
         levels = [15 * tenths * (2 * i - steps) // steps for i in range(steps + 1)]
         errors[tenths] = sum(min((x - level) ** 2 for level in levels) for x in grid)
     tenths = min(errors, key=lambda t: (errors[t], -t))
-    bottom = low + half * F((10 - tenths) / 10) if tenths < 10 else low
+    bottom = low + half * (F(1) - F(tenths / 10)) if tenths < 10 else low
     return encode(group, bottom, (high - low) * F(tenths / 10), bits, storage)
 
 

@@ -86,7 +86,7 @@ def quantize_tokens(m, range_search, tile, part, pool, pool_meta, unit, tx):
     lane, warp = tx % layout.LANES, tx // layout.LANES
     span = part * m.warps + warp
     words = T.alloc_local((m.col_tiles,), "uint32")
-    pairs = T.alloc_local((m.atoms, STRANDS), tile.dtype)
+    pairs = T.alloc_local((m.atoms * STRANDS,), tile.dtype)
     for w in T.unroll(m.col_tiles):
         words[w] = T.uint32(empty_word(m.bits))
     for slot in T.serial(m.slots):
@@ -104,7 +104,7 @@ def quantize_group(m, range_search, pairs, slot, group, words, pool_meta, unit, 
     """One group of a row -> its codes into the lane's words, its metadata into the record."""
     v = T.alloc_local((m.atoms_per_group, STRANDS), "float32")
     for i, e in product(static(m.atoms_per_group), static(STRANDS)):
-        v[i, e] = T.cast(pairs[group * m.atoms_per_group + i, e], "float32")
+        v[i, e] = T.cast(pairs[(group * m.atoms_per_group + i) * STRANDS + e], "float32")
     strands = [[v[i, e] for i in range(m.atoms_per_group)] for e in range(STRANDS)]
     values = [x for strand in strands for x in strand]
     low, high, scale, zero, inverse = (T.alloc_local((1,), "float32") for _ in range(5))
