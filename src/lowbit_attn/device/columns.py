@@ -12,6 +12,7 @@ from lowbit_attn.device.groups import (
     ROW_LANES,
     errors_of,
     fold,
+    fold_words,
     grid_word,
     inverse_of,
     not_a_number,
@@ -24,7 +25,7 @@ from lowbit_attn.formats.affine import SEARCH_GRID, SEARCH_TENTHS
 
 COLUMNS = 4  # (col8, e)
 SM_REGISTERS = 65536
-REGISTERS = 80  # of a thread that holds 16 rows of its columns, so that three blocks of 256 threads hide their loads
+REGISTERS = 64  # of a thread that holds 16 rows of its columns, so that three blocks of 256 threads hide their loads
 
 
 def blocks_per_sm(threads: int, held: int) -> int:
@@ -80,7 +81,7 @@ def spoil_limits(pairs, held, rows, lane, low, high):
     for i in T.vectorized(4):
         checks[i] = T.cast(0.0, pairs.dtype)
     for col8 in static(2):
-        for i in rows:
+        for i in tuple(rows):
             checks[T.Ramp(2 * col8, 1, 2)] = T.fma2(pairs[pair(held, col8, i)], zeros[T.Ramp(0, 1, 2)],
                                                     checks[T.Ramp(2 * col8, 1, 2)])
     suspect = fold([T.isnan(T.cast(checks[c], "float32")) for c in range(COLUMNS)], T.Or)
@@ -95,10 +96,16 @@ def spoil_limits(pairs, held, rows, lane, low, high):
 
 
 @T.macro
-def search_columns(pairs, held, rows, lane, folds_of, low, high, width):
+def plain_errors(bits, column, words, count, errors):
+    """groups.errors_of any column of ``bits`` bits."""
+    errors_of(words, count, fold_words(bits), errors)
+
+
+@T.macro
+def search_columns(pairs, held, rows, lane, column_errors, low, high, width):
     """affine.search: low and width of the own column become those of the factor with the least squared error.
 
-    folds_of(column): its factor_folds (groups.fold_words).
+    column_errors(column, words, count, errors): plain_errors of as many bits, or another macro.
     """
     middle, inverse = T.alloc_var("float32"), T.alloc_var("float32")
     middle = (low[0] + high[0]) * T.float32(0.5)
@@ -113,7 +120,7 @@ def search_columns(pairs, held, rows, lane, folds_of, low, high, width):
         for i in static(len(values) // 4):
             words[i] = grid_word(values[4 * i : 4 * i + 4], center, scaling)
         errors = T.alloc_local((len(SEARCH_TENTHS),), "uint32")
-        errors_of(words, len(values) // 4, folds_of(c), errors)
+        column_errors(c, words, len(values) // 4, errors)
         scatter(errors, len(SEARCH_TENTHS), (16, 8, 4), lane, lambda a, b: a + b)
         keys[c] = errors[0] * T.uint32(8) + T.cast(lane // 4, "uint32")
     scatter(keys, COLUMNS, (16, 8), lane, T.min)
@@ -121,12 +128,12 @@ def search_columns(pairs, held, rows, lane, folds_of, low, high, width):
 
 
 @T.macro
-def span_columns(pairs, held, rows, lane, folds_of, steps, storage, low, high, scale, zero, inverse):
-    """Scale, zero and the scale's inverse of the own column; range search if ``folds_of`` is given."""
+def span_columns(pairs, held, rows, lane, column_errors, steps, storage, low, high, scale, zero, inverse):
+    """Scale, zero and the scale's inverse of the own column; range search if ``column_errors`` is given."""
     width = T.alloc_local((1,), "float32")
     width[0] = high[0] - low[0]
-    if folds_of is not None:
-        search_columns(pairs, held, rows, lane, folds_of, low, high, width)
+    if column_errors is not None:
+        search_columns(pairs, held, rows, lane, column_errors, low, high, width)
     stored_span(low[0], width[0] / steps, scale, zero, storage)
     inverse_of(scale, inverse)
 

@@ -7,6 +7,7 @@ each lane holds exactly the elements whose codes land in its own words, so packi
 ``formats.affine`` step by step, without contraction (-fmad=false), so the bytes are the reference's.
 """
 
+from functools import partial
 from itertools import product
 from math import gcd
 
@@ -21,6 +22,7 @@ from lowbit_attn.device.columns import (
     is_writer,
     own_column,
     owner,
+    plain_errors,
     span_columns,
     store_words,
 )
@@ -30,7 +32,6 @@ from lowbit_attn.device.groups import (
     UNIT_WORDS,
     code_bits,
     empty_word,
-    fold_words,
     static,
     store_meta,
     two_means,
@@ -119,8 +120,8 @@ def quantize_group(m, range_search, pairs, group, words, pool_meta, unit, column
     if m.bits == 1 and not range_search:
         pack_two_means(m, pairs, rows, lane, low, high, words, scale, zero)
     else:
-        folds_of = (lambda column: fold_words(m.bits)) if range_search and m.bits < 8 else None
-        span_columns(pairs, m.held, rows, lane, folds_of, T.float32(m.steps), m.storage, low, high, scale, zero,
+        column_errors = partial(plain_errors, m.bits) if range_search and m.bits < 8 else None
+        span_columns(pairs, m.held, rows, lane, column_errors, T.float32(m.steps), m.storage, low, high, scale, zero,
                      inverse)
         for c in static(COLUMNS):
             from_zero, scaling = T.alloc_var("float32"), T.alloc_var("float32")

@@ -7,6 +7,7 @@ word of its slot: those bytes and the index are staged in shared memory. Sums ru
 without contraction (-fmad=false), so the bytes are the reference's.
 """
 
+from functools import partial
 from itertools import accumulate, product
 
 import tilelang.language as T
@@ -21,10 +22,21 @@ from lowbit_attn.device.columns import (
     is_writer,
     own_column,
     owner,
+    plain_errors,
     span_columns,
     store_words,
 )
-from lowbit_attn.device.groups import BYTES, EXACT, ROW_LANES, UNIT_WORDS, code_bits, group_sum, static, store_meta
+from lowbit_attn.device.groups import (
+    BYTES,
+    EXACT,
+    ROW_LANES,
+    UNIT_WORDS,
+    code_bits,
+    errors_of,
+    group_sum,
+    static,
+    store_meta,
+)
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, load_tokens, swizzled
 from lowbit_attn.formats.affine import folds
@@ -173,6 +185,15 @@ def mark_largest(m, scores, shared, tx):
 
 
 @T.macro
+def boosted_errors(m, boosted, column, words, count, errors):
+    """groups.errors_of a column; without the folds of boosted ones where the warp holds none at this place."""
+    if T.cast(T.ballot(boosted[column] != 0), "uint32") != T.uint32(0):
+        errors_of(words, count, m.fold_words(boosted[column] != 0), errors)
+    else:
+        plain_errors(m.bits, column, words, count, errors)
+
+
+@T.macro
 def pack_column(m, pairs, c, zero, inverse, steps, words, high_words):
     """A column -> its low bits into the lane's words, the rest into ``high_words``, a byte a word."""
     for w in T.unroll(m.high_words):
@@ -284,8 +305,8 @@ def quantize_boosted(m, range_search, tile, shared, pool, pool_meta, unit, tx):
     steps[0] = m.steps_of(m.is_boosted(shared, own))
     rows = range(m.held)
     column_limits(pairs, m.held, rows, lane, low, high)
-    folds_of = (lambda column: m.fold_words(boosted[column] != 0)) if range_search else None
-    span_columns(pairs, m.held, rows, lane, folds_of, steps[0], m.storage, low, high, scale, zero, inverse)
+    column_errors = partial(boosted_errors, m, boosted) if range_search else None
+    span_columns(pairs, m.held, rows, lane, column_errors, steps[0], m.storage, low, high, scale, zero, inverse)
     if is_writer(lane):
         store_meta(pool_meta, unit, m.meta_offset(0, own), scale[0], m.storage)
         store_meta(pool_meta, unit, m.meta_offset(1, own), zero[0], m.storage)
