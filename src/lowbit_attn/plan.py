@@ -128,7 +128,10 @@ class Plans(dict):
     def __reduce__(self):
         return Plans, ()
 
-    def keep(self, call: tuple, plan: DecodePlan) -> None:
+    def keep(self, call: tuple, plan: DecodePlan, cache) -> None:
+        """Add a plan; those of memory that the cache has given up go, and with them that memory."""
+        for old in [name for name, kept in self.items() if not kept.serves(cache)]:
+            del self[old]
         if len(self) >= self.LIMIT:
             self.clear()
         self[call] = plan
