@@ -6,15 +6,17 @@ results merge:
 
     page i of a warp      wait K part -> S^T = K Q^T -> refill slot -> wait V part -> softmax
     (pages.walk)          -> P^T, O^T += V^T P^T -> refill slot
-    last split only       pages whose V is still in 16 bit (formats with two windows), then sinks and the 16-bit
-    (tokens.walk)         residual, tiles of 32 (or 16) tokens dealt out to the warps, through the emptied ring
+    last split only       pages whose V is still in 16 bit (formats with two windows), shared out by chunks of V
+    (third.walk)
+    last split only       sinks and the 16-bit residual, tiles of 32 (or 16) tokens dealt out to the warps, through
+    (tokens.walk)         the emptied ring
     end (merge)           O, row maxima and sums of the warps -> shared memory -> one (o, lse) of the split
 
 A block of 64 rows: every warp has rows of its own, all walk the same pages through one ring, with a barrier of the
 block where a lone warp meets itself, and each writes its rows' (o, lse) without a merge (config.shares_pages).
 
 What becomes of a packed part is the path's: register (codes are multiplied as they are) or tile (scale and zero-point
-applied to every code); both modules define the same steps. Read pages, register, tokens, merge next.
+applied to every code); both modules define the same steps. Read pages, register, third, tokens, merge next.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import merge, mma, pages, queries, softmax, tokens
+from lowbit_attn.ampere import merge, mma, pages, queries, softmax, third, tokens
 from lowbit_attn.ampere.config import LANES, DecodeConfig, decode_config
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.formats import Format
@@ -77,20 +79,15 @@ def attend(config, pool_of, rows, state, ring, warp, thread, regs, ops, work, q,
     first, last = T.alloc_var("int32"), T.alloc_var("int32")
     first = begin + T.truncdiv((count - begin) * split, num_splits)
     last = begin + T.truncdiv((count - begin) * (split + 1), num_splits)
-    if config.third_segment:
-        for third in T.serial(2):
-            pages.walk(config, pool_of, pages.Range(first, last, third, state), rows, ring, walker, member, lane, regs,
-                       ops, work, scales)
-            if third == 0:
-                steps.finish(config, work, regs.acc_o)
-            first = T.max(queries.first_page(rows, state.num_sink), count) if config.window else count
-            first = T.if_then_else(split == num_splits - 1, first, 0)
-            last = T.if_then_else(split == num_splits - 1, T.truncdiv(state.num_packed, layout.PAGE_TOKENS), 0)
-    else:
-        pages.walk(config, pool_of, pages.Range(first, last, None, state), rows, ring, walker, member, lane, regs, ops,
-                   work, scales)
-        steps.finish(config, work, regs.acc_o)
+    pages.walk(config, pool_of, pages.Range(first, last, state), rows, ring, walker, member, lane, regs, ops, work,
+               scales)
+    steps.finish(config, work, regs.acc_o)
     if split == num_splits - 1:
+        if config.third_segment:
+            first = T.max(queries.first_page(rows, state.num_sink), count) if config.window else count
+            last = T.truncdiv(state.num_packed, layout.PAGE_TOKENS)
+            third.walk(config, pool_of, pages.Range(first, last, state), rows, ring, walker, member, lane, regs, ops,
+                       work, scales)
         steps.query_for_tokens(config, q, rows, lane, ops)
         tokens.walk(config, state, rows, ring, walker, member, lane, regs, ops, scales)
 

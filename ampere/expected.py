@@ -2,7 +2,7 @@
 
 The code of a page is straight-line and appears once in the SASS, so static counts (``expected_static``) are those of
 one packed page and warp (``per_page``) plus what stands outside the page loop: the copies of the first ``slots`` parts,
-one tile of 16-bit tokens, the pages whose V is in 16 bit, and the merge. Integer instructions of addresses, masks and
+one tile of 16-bit tokens, a page whose V is in 16 bit, and the merge. Integer instructions of addresses, masks and
 guards are not predicted: LOP3 comes out up to half as much again. Softcap and window are not counted either.
 """
 
@@ -10,7 +10,7 @@ from collections import Counter
 from math import gcd
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import dequant, load
+from lowbit_attn.ampere import dequant, load, third
 from lowbit_attn.ampere.config import LANES, TILE, DecodeConfig
 
 TOKEN_TILES = layout.PAGE_TOKENS // TILE
@@ -33,32 +33,46 @@ def _code_loads(words: int) -> int:
 
 
 def _register_page(config: DecodeConfig) -> dict[str, int]:
-    k, v, n = config.k, config.v, config.columns
-    tiles = k.row_tiles * k.column_tiles + v.row_tiles * v.column_tiles
-    k_run = layout.BLOCK_WORDS if k.per_token else k.row_tiles  # row tiles of a column tile multiplied in one go
-    words_k, words_v = layout.words_per_lane(TILE * k_run, TILE, k.bits), v.column_words
-    loads = k.column_tiles * (k.row_tiles // k_run) * _code_loads(words_k)
-    loads += v.column_tiles * _code_loads(words_v)
-    loads += k.column_tiles * (k.row_tiles // k_run)  # q'
-    loads += TOKEN_TILES * v.groups + v.groups * layout.PAGE_TOKENS // LANES  # (scale, zero) pairs; their largest scale
-    multiplies, largest = n * tiles, 1
-    if config.boost is not None:
-        high, halves = config.boost.high, -(-config.boost.channels // (TILE // 2))  # eights of slots, padding left out
+    return dict(Counter(_k_part(config)) + Counter(_v_part(config)))
+
+
+def _k_part(config: DecodeConfig) -> dict[str, int]:
+    """Logits of a packed page; without its copies."""
+    k, n = config.k, config.columns
+    tiles = k.row_tiles * k.column_tiles
+    run = layout.BLOCK_WORDS if k.per_token else k.row_tiles  # row tiles of a column tile multiplied in one go
+    visits = k.column_tiles * (k.row_tiles // run)  # each loads q' too: by ldmatrix where channels are gathered
+    loads = visits * _code_loads(layout.words_per_lane(TILE * run, TILE, k.bits))
+    multiplies, largest, gathers = n * tiles, 0, 0
+    if config.boost is None:
+        loads += visits
+    else:
+        high = config.boost.high
         tiles += high.row_tiles * high.column_tiles
-        loads += high.column_tiles * _code_loads(high.column_words)
-        loads += halves * (1 + 2 + 2 * n)  # two channels' numbers in one load, two scales, two values of q' a row
+        loads += high.column_tiles * (_code_loads(high.column_words) + 2)  # the lane's slot: its channel, its scale
+        gathers = visits + high.column_tiles
         multiplies += n * high.column_tiles * (high.row_tiles + 2 * config.options.centring)
     if k.per_token:
         loads += TOKEN_TILES * k.groups
     else:
         both = 1 if k.meta_dtype == "float16" else 2  # the zero-points' largest too
-        largest += both * k.groups
+        largest = both * k.groups
         loads += k.column_tiles * (k.groups + 1 + (config.options.centring and k.groups > 1))
         loads += both * k.groups * -(-config.head_dim // 2 // LANES)
         multiplies += n * k.column_tiles * (1 + config.options.centring * k.groups)
-    return {"HMMA": multiplies, "LDS": loads, "LOP3": REGISTERS * tiles,
+    return {"HMMA": multiplies, "LDS": loads, "LDSM": gathers, "LOP3": REGISTERS * tiles,
+            "REDUX": largest if config.options.exponents else 0}
+
+
+def _v_part(config: DecodeConfig) -> dict[str, int]:
+    """O of a packed page, and the copies of one."""
+    k, v, n = config.k, config.v, config.columns
+    tiles = v.row_tiles * v.column_tiles
+    loads = v.column_tiles * _code_loads(v.column_words)
+    loads += TOKEN_TILES * v.groups + v.groups * layout.PAGE_TOKENS // LANES  # (scale, zero) pairs; their largest scale
+    return {"HMMA": n * tiles, "LDS": loads, "LOP3": REGISTERS * tiles,
             "LDGSTS": _copies(config, k.accesses) + _copies(config, v.accesses),
-            "MOVM": 2 * TOKEN_TILES * v.groups * n, "REDUX": largest if config.options.exponents else 0}
+            "MOVM": 2 * TOKEN_TILES * v.groups * n, "REDUX": int(config.options.exponents)}
 
 
 def _tile_page(config: DecodeConfig) -> dict[str, int]:
@@ -94,10 +108,10 @@ def expected_static(config: DecodeConfig) -> dict[str, int]:
         "MOVM": 2 * tiles * n,
     })
     if config.third_segment:
-        page = TOKEN_TILES * config.o_tiles  # V of a page: all its tiles are in the SASS
-        counts += Counter({"HMMA": n * page, "LDSM": page, "MOVM": 2 * TOKEN_TILES * n,
-                           "LDGSTS": layout.PAGE_TOKENS // config.tile16_tokens * tile_copies})
-        del counts["LDS"], counts["LOP3"]  # ptxas gives both segments code of their own, or not
+        fragments = third.own_tiles(config) * config.o_tiles
+        counts += Counter(_k_part(config))
+        counts += Counter({"HMMA": n * fragments, "LDSM": fragments, "MOVM": 2 * third.own_tiles(config) * n,
+                           "LDGSTS": _copies(config, config.k.accesses) + third.own_chunks(config) * tile_copies})
     if config.path == "register" and config.k.per_token:
         counts["HMMA"] += n * config.o_tiles  # sums of q'
     return dict(counts)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import load, mma, queries, register, softmax, tile
+from lowbit_attn.ampere import load, queries, register, softmax, tile
 from lowbit_attn.ampere.config import SIDE_K, SIDE_V, static
 
 STEPS = {"register": register, "tile": tile}
@@ -26,11 +26,10 @@ class Pool(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Pages first .. last - 1 of a sequence; third, a run-time flag or None: their V is still in 16 bit."""
+    """Pages first .. last - 1 of a sequence."""
 
     first: Any
     last: Any
-    third: Any
     state: Any  # tokens.Tokens
 
 
@@ -57,26 +56,6 @@ def refill(config, pages, ahead, i, mine, side, ring, slot, member):
 
 
 @T.macro
-def values_16bit(config, state, rows, page, ring, slot, member, lane, ops, acc_o):
-    """O^T += V^T P^T over the 128 tokens of a page whose V is in ring_v; the part in ``slot`` is overwritten.
-
-    No tile wraps around the ring: pages start at multiples of 128, and the ring is a multiple of 64.
-    """
-    size = config.tile16_tokens
-    if queries.present(config, rows):
-        mma.probabilities(config, ops, config.k.row_tiles)
-    for chunk in T.unroll(layout.PAGE_TOKENS // size):
-        load.meet(config)
-        at = T.truncmod(page * layout.PAGE_TOKENS + chunk * size, state.slots_v)
-        load.issue_tokens(config, state.ring_v, state.seq, state.head, at, size, ring.halves, slot, member)
-        T.ptx_commit_group()
-        T.ptx_wait_group(0)
-        load.meet(config)
-        if queries.present(config, rows):
-            mma.tokens_pv(config, ring.halves, slot, lane, ops, chunk * (size // layout.TILE), acc_o)
-
-
-@T.macro
 def logits(config, work_range, page, rows, ring, slot, lane, ops, work, scales):
     """Logits of a packed page in ops.acc_s, with what the kernel's features do to them."""
     STEPS[config.path].scores(config, ring.words, slot, lane, work, ops, scales.softmax_log2)
@@ -87,13 +66,12 @@ def logits(config, work_range, page, rows, ring, slot, lane, ops, work, scales):
 
 
 @T.macro
-def probabilities(config, work_range, ring, slot, lane, regs, ops, work):
-    """Logits -> probabilities in ops.acc_s; E follows the V part in ``slot`` where there is one."""
+def probabilities(config, ring, slot, lane, regs, ops, work):
+    """Logits -> probabilities in ops.acc_s; E follows the V part in ``slot``."""
     o_factor, moved = T.alloc_local((1,), "float32"), T.alloc_local((1,), "int32")
     o_factor[0] = T.float32(1.0)
     moved[0] = 0
-    if work_range.third is None or work_range.third == 0:
-        STEPS[config.path].lower_exponent(config, ring.words, slot, lane, work, o_factor, moved)
+    STEPS[config.path].lower_exponent(config, ring.words, slot, lane, work, o_factor, moved)
     softmax.online_softmax(config, ops.acc_s, config.k.row_tiles, regs, o_factor[0], moved[0], work.z,
                            0 if work.z is None else config.v.groups)
 
@@ -136,16 +114,12 @@ def walk(config, pages, work_range, rows, ring, walker, member, lane, regs, ops,
             T.ptx_wait_group(config.slots - 1)
             load.meet(config)
         if queries.present(config, rows):
-            probabilities(config, work_range, ring, slot, lane, regs, ops, work)
+            probabilities(config, ring, slot, lane, regs, ops, work)
         if not steps.VALUES_BEFORE_SOFTMAX:
             T.ptx_wait_group(config.slots - 1)
             load.meet(config)
-        if work_range.third is None or work_range.third == 0:
-            if queries.present(config, rows):
-                steps.values(config, ring.words, slot, lane, work, ops, regs.acc_o)
-        else:
-            values_16bit(config, work_range.state, rows, begin + i * config.rings, ring, slot, member, lane, ops,
-                         regs.acc_o)
+        if queries.present(config, rows):
+            steps.values(config, ring.words, slot, lane, work, ops, regs.acc_o)
         load.meet(config)
         refill(config, pages, ahead, i, mine, SIDE_V, ring, slot, member)
         slot = T.if_then_else(slot == walker * config.slots + (config.slots - 1), walker * config.slots, slot + 1)

@@ -5,6 +5,7 @@ Driven by the kernel's own helpers, as test_ampere_emulation; what other formats
 
 import dataclasses
 import itertools
+from typing import NamedTuple
 
 import emulation
 import numpy as np
@@ -47,25 +48,45 @@ def test_boosted_parts_are_where_the_record_has_them(name, head_dim):
         assert halves == [8 * i >= channels for i in range(high.cols // 8)]
 
 
-@pytest.mark.parametrize("head_dim, columns", ((64, 1), (96, 2), (128, 2), (256, 1)))
-def test_gathered_channels_are_those_of_the_slots(head_dim, columns):
-    """Index, q' in shared memory and metadata, element by element; the lanes' slots are the channels of a B operand."""
-    slots = np.arange(16)
-    place = {}
-    for col8, e in np.ndindex(2, 2):
-        word, bit = boost.index_place(T, col8)
-        for lane in LANE:
-            place[2 * T[lane] + e + 8 * col8] = 4 * word[lane] + (bit[lane] + 8 * e) // 8
-    assert [place[slot] for slot in slots] == slots.tolist()
-    q = np.arange(8 * columns * head_dim).reshape(8 * columns, head_dim)
-    query_of = np.empty((head_dim // 16, 64, 4 * columns), int)  # two row groups
-    for tile, member, n, col8, e in np.ndindex(head_dim // 16, 64, columns, 2, 2):  # as load_query takes them
-        query_of[tile, member, 4 * n + 2 * col8 + e] = q[8 * n + member % 32 // 4, 16 * tile + 8 * col8
-                                                         + 2 * (member % 4) + e]
-    channel, member = np.arange(head_dim), np.arange(64)[:, None]
-    tile, other, element = boost.query_place(channel, member)
-    for n in range(columns):
-        assert (query_of[tile, other, 4 * n + element] == q[8 * n + member % 32 // 4, channel]).all()
+class Shape(NamedTuple):
+    """What of a configuration places q': 8 * columns query rows of each row group."""
+
+    columns: int
+    row_groups: int = 1
+    head_dim: int = 128
+
+
+def stored(shape: Shape, q_own: np.ndarray, group: int = 0) -> np.ndarray:
+    """q' of a row group by channel, as start() leaves it, from B registers [column, column tile, half, lane, pair]."""
+    query_of = np.full(boost.query_shape(shape), np.nan, np.float32)
+    for n, half, v in np.ndindex(shape.columns, shape.head_dim // 8, 2):
+        query_of[group, n, 8 * half + 2 * T + v, LANE // 4] = q_own[n, half // 2, half % 2, :, v]
+    return query_of
+
+
+def load_query(shape: Shape, query_of: np.ndarray, channel: np.ndarray, group: int = 0) -> np.ndarray:
+    """ldmatrix, transposed, of the rows that the lanes name: B registers [column, half, lane, pair]."""
+    named = query_of[boost.row_of(LANE, channel, shape, 32 * group + LANE)]  # lane 8m + r: row r of matrix m
+    matrices = named[: 16 * shape.columns].reshape(shape.columns, 2, 8, 8)
+    return np.stack([matrices[:, :, 2 * T + e, LANE // 4] for e in (0, 1)], -1)
+
+
+@pytest.mark.parametrize("head_dim, columns, group", ((64, 1, 0), (96, 2, 0), (128, 2, 3), (256, 1, 7)))
+def test_gathered_channels_are_those_of_the_slots(head_dim, columns, group):
+    """q' in shared memory and metadata, element by element: slot s of a B operand is the channel that lane s names."""
+    shape = Shape(columns, group + 1, head_dim)
+    q = np.arange(8 * columns * head_dim, dtype=np.float32).reshape(8 * columns, head_dim)
+    row = 8 * np.arange(columns)[:, None, None, None, None] + emulation.B_COL
+    channel_of = 16 * np.arange(head_dim // 16)[:, None, None, None] + emulation.B_ROW
+    query_of = stored(shape, q[row, channel_of], group)
+    assert not np.isnan(query_of[group]).any()
+    for channels in (16 + np.arange(16), np.random.default_rng(0).permutation(head_dim)[:16]):
+        b = emulation.b_matrix(load_query(shape, query_of, channels[LANE % 16], group))  # [column, slot, row]
+        for n in range(columns):
+            assert (b[n] == q[8 * n : 8 * n + 8, channels].T).all()
+    for col8 in (0, 1):
+        assert ((boost.slot_lane(LANE, col8) % 16) == 8 * col8 + 2 * T).all()
+    channel = np.arange(head_dim)
     access, value = boost.scale_place(channel)
     assert (16 * access + 2 * value == layout.channel_meta_offset(0, 0, channel, head_dim)).all()
 
@@ -105,17 +126,17 @@ class BoostedWarp(emulation.Warp):
 
     def gathered(self, cfg, part: np.ndarray, column_tile: int):
         """4 q' [query tile, half, lane, pair] and scales [half, lane, pair] at the slots of a column tile."""
-        query_of = self.q_own.transpose(1, 3, 0, 2, 4).reshape(cfg.o_tiles, 32, -1)  # as the kernel stores q'
-        q, bits = np.zeros((self.tiles, 2, 32, 2), np.float32), np.zeros((2, 32, 2), np.int16)
-        for col8, e in np.ndindex(2, 2):
-            if not cfg.boost.is_padding(column_tile, col8):
-                word, bit = boost.index_place(T, col8)
-                channel = part[cfg.boost.index + column_tile, word] >> bit.astype(np.uint32) >> np.uint32(8 * e) & 0xFF
-                access, value = boost.scale_place(channel.astype(int))
-                bits[col8, :, e] = part.view(np.int16)[cfg.k.meta + access, value]
-                tile, member, element = boost.query_place(channel.astype(int), LANE)
-                for n in range(self.tiles):
-                    q[n, col8, :, e] = 4 * query_of[tile, member, 4 * n + element]
+        shape = Shape(self.tiles, head_dim=self.head_dim)
+        channel = part.view(np.uint8)[cfg.boost.index + column_tile, LANE % 16].astype(int)
+        q, bits = 4 * load_query(shape, stored(shape, self.q_own), channel), np.zeros((2, 32, 2), np.int16)
+        access, value = boost.scale_place(channel)
+        own = part.view(np.int16)[cfg.k.meta + access, value]
+        for col8 in (0, 1):
+            if cfg.boost.is_padding(column_tile, col8):
+                q[:, col8] = 0
+            else:
+                lane = boost.slot_lane(LANE, col8)
+                bits[col8] = np.stack((own[lane], own[lane ^ 1]), -1)
         return q, torch.from_numpy(bits).view(self.format.k.storage).float().numpy()
 
     def high(self, cfg, part: np.ndarray, column_tile: int) -> np.ndarray:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lowbit_attn import kernels, layout
+from lowbit_attn import gpu_matrix, kernels, layout
 from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
 
-from lowbit_attn.ampere import codes, dequant, expected, load, mma, softmax  # noqa: E402
+from lowbit_attn.ampere import codes, dequant, expected, load, mma, softmax, third  # noqa: E402
 from lowbit_attn.ampere import config as sizes  # noqa: E402
 
 LANE = np.arange(32)
@@ -166,13 +166,33 @@ def test_register_counts_are_those_of_the_arithmetic():
 
 
 def test_boost_counts_are_those_of_the_arithmetic():
-    """16 boosted of 128 channels: one more column tile of 8 multiplies and 2 of the centring; 4 gathers of each."""
+    """16 boosted of 128 channels: one more column tile of 8 multiplies and 2 of the centring; one look-up of each."""
     for rows in (8, 16):
         kitty, plain = (expected.per_page(sizes.decode_config(FORMATS[name], 128, "float16", "sm_80", "register", rows))
                         for name in ("kitty", "kitty-b0"))
         assert kitty["HMMA"] - plain["HMMA"] == 10 * rows // 8
-        assert kitty["LDS"] - plain["LDS"] == 1 + 2 + 4 + 4 * rows // 8
+        assert kitty["LDS"] - plain["LDS"] == 1 + 2 - 8  # codes, channel and scale; q' comes by ldmatrix
+        assert kitty["LDSM"] == 8 + 1 and "LDSM" not in plain
         assert kitty["LOP3"] - plain["LOP3"] == 32
+
+
+@pytest.mark.parametrize("name", ("kitty-b16", "kitty-pro-vg32", "k4v4+w128", "k8v8+w256", "k1tv1+w128"))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("target", kernels.ARCH_TARGETS["ampere"])
+def test_a_third_page_is_shared_out(target, head_dim, name):
+    """Every chunk of V belongs to one ring that has its logits, and fits the slot it is loaded into."""
+    fmt = FORMATS[name] if "+" not in name else gpu_matrix.parse_windowed(name)
+    for rows in sizes.rows_of(head_dim):
+        cfg = sizes.decode_config(fmt, head_dim, "float16", target, "register", rows)
+        size, own, tiles = cfg.tile16_tokens, third.own_chunks(cfg), third.own_tiles(cfg)
+        assert cfg.third_segment and cfg.slots >= 2 and size * cfg.row_accesses <= cfg.slot_accesses
+        walkers = [walker for walker in range(cfg.rings) if third.has_chunks(cfg, walker)]
+        assert [w * own + i for w in walkers for i in range(own)] == list(range(third.chunks(cfg)))
+        count = 4 * tiles * cfg.columns  # accumulators that take_own moves to the front
+        for walker, i in itertools.product(walkers, range(count)):
+            token = softmax.token(cfg, walker * count + i, 0)
+            assert token == walker * own * size + softmax.token(cfg, i, 0) < layout.PAGE_TOKENS
+            assert softmax.row_value(cfg, walker * count + i) == softmax.row_value(cfg, i)
 
 
 @pytest.mark.parametrize("arguments, message", [

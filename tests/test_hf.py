@@ -199,6 +199,44 @@ def test_state_does_not_depend_on_the_steps():
         assert layer.nbytes == expected.nbytes
 
 
+@pytest.mark.parametrize("name", ("kitty", "kitty-pro"))
+def test_generate_with_kitty(model, name):
+    """Its own 32 sinks unless told otherwise; V is packed a page later than K."""
+    ids = tokens(300)
+    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, min_new_tokens=24)
+    cache, told = hf.LowBitCache(name), hf.LowBitCache(name, sinks=32)
+    out = model.generate(ids, past_key_values=cache, **options)
+    kv = cache.layers[0].kv
+    assert (kv.sinks, int(kv.n_sink[0]), int(kv.n_qk[0]), int(kv.n_qv[0])) == (32, 32, 256, 128)
+    assert torch.equal(out, model.generate(ids, past_key_values=told, **options)) and told.nbytes == cache.nbytes
+    bare = hf.LowBitCache(name, sinks=0)
+    feed(model, ids, bare, 300)
+    assert bare.layers[0].kv.sinks == 0 and hf.LowBitCache("k2v2").layer_class_to_replicate().options["sinks"] == 0
+    got = feed(model, ids, hf.LowBitCache(name), 128, 128, 44)[:, -1]
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        exact = model(ids).logits[:, -1]
+    error = (got - exact).norm() / exact.norm()
+    assert 1e-4 < error < 0.25
+
+
+def test_weighted_kitty_learns_from_the_queries_it_sees(model):
+    """The mean |q| of every query so far, over the query heads of each KV head, whatever the steps were."""
+    k, v, q = random_steps(500)
+    for sizes in ((500,), (300, 1, 199)):
+        layer = hf.LowBitCache("kitty-weighted", sinks=0).layer_class_to_replicate()
+        new_kv((k, v, q), layer, *sizes)
+        want = q[0].abs().unflatten(0, (HEADS_KV, -1)).mean((1, 2))
+        torch.testing.assert_close(layer.kv.query_weights, want)
+    blocks = k[0, :, 256:384].half().float()
+    stored = layer.kv.pool[layer.kv.table[0, 2]]
+    at = next(p.offset for p in layer.kv.record.k_planes if p.name == "index")
+    assert stored[:, at : at + 8].tolist() == layer.format.k.boosted_channels(blocks, want).tolist()
+    out = model.generate(tokens(200), past_key_values=hf.LowBitCache("kitty-weighted"), do_sample=False,
+                         attention_mask=torch.ones(1, 200), max_new_tokens=5, min_new_tokens=5)
+    assert out.shape == (1, 205)
+
+
 def test_pool_grows_without_changing_its_contents(monkeypatch):
     monkeypatch.setattr(layers, "FIRST_TOKENS", 130)
     steps = random_steps(900)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit_attn import FORMATS, Format, KVCache, decode, layout
+from lowbit_attn import FORMATS, Format, KVCache, decode, kernels, layout
 from lowbit_attn.formats import packing
 from lowbit_attn.formats.affine import dequantize_groups, quantize_groups
 from lowbit_attn.formats.kitty import SELECTIONS, Boosted, magnitude, variance
+from lowbit_attn.integrations.growth import grown
 from lowbit_attn.testing import Case, assert_decode, assert_same_bytes, assert_same_state, build, expected, to_device
 
 F, INF, NAN = np.float32, float("inf"), float("nan")
@@ -211,6 +212,91 @@ def test_equal_scores_take_the_lower_channel():
     assert chosen(k, channels=0) == [[]]
 
 
+# ---- channels weighted by queries
+
+
+def test_query_weights_choose_what_matters_to_the_logits():
+    """A large channel that no query reads loses to a small one that they read; equal scores: the lower channel."""
+    k, weights = torch.ones(2, 128, 64), torch.ones(2, 64)
+    k[..., 8:16], weights[0, 8:16], weights[1, 8:24] = 10, 0.05, 2
+    side = Boosted(channels=8, selection="weighted")
+    assert side.boosted_channels(k, weights).tolist() == [[*range(8)], [*range(8, 16)]]
+    assert chosen(k, channels=8) == [[*range(8, 16)]] * 2
+
+
+@pytest.mark.parametrize("name", ("kitty-weighted", "kitty-pro-weighted-bf16"))
+def test_weighted_scores_are_one_product_of_the_magnitude(name):
+    side, k, weights = FORMATS[name].k, keys(128, 3), torch.rand(3, 128) * 10
+    scores = magnitude(k.transpose(1, 2)) * weights
+    channels = side.boosted_channels(k, weights)
+    assert channels.tolist() == [largest(row, side.boost(128)) for row in scores]
+    assert not torch.equal(channels, FORMATS[name.replace("-weighted", "")].k.boosted_channels(k))
+    planes = side.quantize(k, True, weights)
+    assert torch.equal(planes["index"].long(), channels)
+    for page in range(3):
+        for channel in (int(channels[page, 0]), 77):
+            value = element(side, planes, page, 100, channel, 128)
+            assert value == F(side.dequantize(planes, 128)[page, 100, channel])
+
+
+def test_equal_weights_choose_as_the_magnitude():
+    k, v = keys(64), torch.randn(2, 128, 64)
+    assert_same_bytes("records", FORMATS["kitty-weighted"].quantize(k, v, query_weights=torch.full((2, 64), 0.5)),
+                      FORMATS["kitty"].quantize(k, v))
+
+
+def test_a_cache_weighs_each_kv_head_by_its_own():
+    """Pages are self-contained: weights that change later matter to later pages only."""
+    tokens, weights = torch.randn(256, 2, 64).half(), torch.rand(2, 64)
+    cache = KVCache("kitty-weighted", 4, 2, 64, query_weights=weights)
+    cache.prefill(0, tokens[:128], tokens[:128])
+    first = weights.clone()
+    weights[:] = torch.rand(2, 64)
+    cache.prefill(0, tokens[128:], tokens[128:])
+    at = next(p.offset for p in cache.record.k_planes if p.name == "index")
+    for page, used in enumerate((first, weights)):
+        k = tokens[128 * page : 128 * page + 128].transpose(0, 1).float()
+        want = cache.format.k.boosted_channels(k, used)
+        assert cache.pool[cache.table[0, page], :, at : at + 8].tolist() == want.tolist()
+    grown_cache = grown(cache, 2000)
+    assert grown_cache.query_weights is weights and torch.equal(grown_cache.gather(0)[0], cache.gather(0)[0])
+
+
+def test_decode_over_weighted_pages():
+    k, v = torch.randn(2, 500, 2, 64).half()
+    cache = KVCache("kitty-pro-weighted", 4, 2, 64, sinks=32, query_weights=torch.rand(2, 64))
+    q = torch.randn(1, 1, 4, 64)
+    cache.prefill(0, k, v)
+    gathered_k, gathered_v = (x.repeat_interleave(2, 0) for x in cache.gather(0))
+    logits = torch.einsum("hd,htd->ht", q[0, 0].half().float(), gathered_k) / 8
+    want = torch.einsum("ht,htd->hd", logits.softmax(-1), gathered_v)
+    assert torch.allclose(decode(q.half(), cache)[0][0, 0].float(), want, atol=2e-3)
+
+
+@pytest.mark.parametrize("name, weights, error, words", [
+    ("kitty-weighted", None, ValueError, r"query_weights: got none for format kitty-weighted, supported: fp32 \[2, 64"),
+    ("kitty", torch.ones(2, 64), ValueError, "query_weights: got some for format kitty"),
+    ("k4v4", torch.ones(2, 64), ValueError, "query_weights: got some for format k4v4"),
+    ("kitty-weighted", torch.ones(64), ValueError, r"query_weights: got shape \[64\], supported: \[2, 64\]"),
+    ("kitty-weighted", torch.ones(2, 64).half(), TypeError, "query_weights: got torch.float16"),
+    ("kitty-weighted", torch.full((2, 64), NAN), ValueError, "negative or non-finite"),
+    ("kitty-weighted", torch.full((2, 64), -1.0), ValueError, "negative or non-finite"),
+])
+def test_query_weights_are_checked(name, weights, error, words):
+    with pytest.raises(error, match=words):
+        KVCache(name, 1, 2, 64, query_weights=weights)
+
+
+def test_weights_and_selections_go_together():
+    with pytest.raises(ValueError, match="query_weights: got None for selection 'weighted'"):
+        FORMATS["kitty-weighted"].k.quantize(keys(64), True)
+    with pytest.raises(ValueError, match="query_weights: got .2, 64. for selection 'variance'"):
+        FORMATS["kitty-variance"].k.boosted_channels(keys(64), torch.ones(2, 64))
+    reasons = kernels.quantize_missing(FORMATS["kitty-weighted"], 128, torch.float16)
+    assert reasons == ["format kitty-weighted: channels weighted by queries, supported: kitty, kitty-variance, "
+                       "kitty-random"]
+
+
 def halving_sum(values) -> np.float32:
     while len(values) > 1:
         values = values[: len(values) // 2] + values[len(values) // 2 :]
@@ -385,6 +471,8 @@ def test_no_boost_takes_the_kernels_of_k2v2():
     assert plain_side(kitty, 64) is kitty
     with pytest.raises(NotImplementedError, match="K: 8 bits boosted over 2, supported: 4 over 2"):
         BoostMatrix(Boosted(2, 8), 64)
+    with pytest.raises(NotImplementedError, match="K: channels weighted by queries, supported: magnitude, variance"):
+        BoostMatrix(FORMATS["kitty-weighted"].k, 64)
 
 
 # ---- names and errors
@@ -398,6 +486,8 @@ def test_names():
     assert (fmt.k.selection, fmt.k.channels, fmt.v.group_size, fmt.v.bits) == ("variance", 8, 32, 2)
     assert fmt.k.storage == fmt.v.storage == torch.bfloat16
     assert {"kitty", "kitty-pro"} <= set(FORMATS)
+    assert FORMATS["kitty-b8-weighted"].k.selection == "weighted"
+    assert [FORMATS[name].sinks for name in ("kitty", "kitty-pro-random", "k2v2")] == [32, 32, 0]
 
 
 @pytest.mark.parametrize("name", ("kitty-b12", "kitty-b08", "kitty-b-8", "kitty-pro-b8", "kitty-vg16",
@@ -427,7 +517,7 @@ def test_unsupported_head_dims_are_refused(name, head_dim, words):
     (dict(bits=4), "4 bits boosted over 4, supported: more, up to 8"),
     (dict(boosted_bits=9), "9 bits boosted over 2, supported: more, up to 8"),
     (dict(bits=3), "3 bits is not supported"),
-    (dict(selection="entropy"), "selection 'entropy', supported: magnitude, variance, random"),
+    (dict(selection="entropy"), "selection 'entropy', supported: magnitude, variance, weighted, random"),
 ])
 def test_unsupported_sides_are_refused(change, words):
     with pytest.raises(ValueError, match=f"K: {words}"):

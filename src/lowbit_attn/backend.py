@@ -19,9 +19,12 @@ class Backend(NamedTuple):
 
 def write_blocks(cache, pages: torch.Tensor, blocks: torch.Tensor, side: str) -> None:
     """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool, in torch."""
-    records = cache.pool[pages.long()].flatten(0, 1)
-    write = cache.format.write_k if side == "k" else cache.format.write_v
-    write(records, blocks.flatten(0, 1).float(), cache.range_search)
+    records, blocks = cache.pool[pages.long()].flatten(0, 1), blocks.flatten(0, 1).float()
+    if side == "k":
+        weights = None if cache.query_weights is None else cache.query_weights.repeat(pages.shape[0], 1)
+        cache.format.write_k(records, blocks, cache.range_search, weights)
+    else:
+        cache.format.write_v(records, blocks, cache.range_search)
     cache.pool[pages.long()] = records.unflatten(0, (-1, cache.num_heads_kv))
 
 

@@ -43,6 +43,9 @@ class KVCache(CacheState):
         rotate_keys: store K H with a random-sign Hadamard matrix H (QuaRot; formats of K per token, head_dim a power
             of two), which spreads outlier channels over a token's group; ``decode`` rotates queries likewise, so
             logits stay the same. ``gather`` and ``dequantize_pages`` give the rotated keys.
+        query_weights: fp32 [num_heads_kv, head_dim], finite and not negative: mean |q| by channel over the query heads
+            of each KV head, from a calibration. For formats that choose channels by it ("kitty-weighted", ...), which
+            need it; read whenever a page is packed, so it may be updated in place.
 
         pool: memory for the pages, uint8 [num_pages, num_heads_kv, record_bytes], which the caller owns; None: new.
 
@@ -125,6 +128,9 @@ class KVCache(CacheState):
         if batch > self.max_batch or not 1 <= tokens <= self.max_q_len:
             raise ValueError(f"k: {batch} sequences of {tokens} tokens, supported: at most max_batch = "
                              f"{self.max_batch} of 1 to max_q_len = {self.max_q_len} tokens")
+        if self.query_weights is not None:
+            raise NotImplementedError(f"query_weights: format {self.format} under torch.compile, supported: eager "
+                                      "calls, or formats that choose channels without them")
         k, v = (self._enter(name, x, (batch, tokens)) for name, x in (("k", k), ("v", v)))
         rows = self.all_rows[:batch] if seqs is None else seqs
         check_tensor("seqs", rows, (batch,), (torch.int32,), self.device)

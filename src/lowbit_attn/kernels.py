@@ -191,6 +191,8 @@ def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str
     reasons = [] if dtype in QUANTIZE_DTYPES else [f"dtype {dtype}, supported: {_listed(QUANTIZE_DTYPES)}"]
     if not isinstance(fmt.k, PerChannel | PerToken | Boosted) or not isinstance(fmt.v, PerToken):
         reasons.append(f"format {fmt}, supported: K per channel, per token or boosted, with V per token")
+    if fmt.k.weighs_queries:
+        reasons.append(f"format {fmt}: channels weighted by queries, supported: kitty, kitty-variance, kitty-random")
     if head_dim not in QUANTIZE_HEAD_DIMS:
         reasons.append(f"head_dim {head_dim}, supported: {_listed(QUANTIZE_HEAD_DIMS)}")
     return reasons
@@ -267,7 +269,7 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
     def picked(rows: int, path: str | None = None):
         return pick(arch, FORMATS[name], head_dim, getattr(torch, dtype), rows, path)[0]
 
-    shapes = [picked(rows) for rows in SHIPPED_ROWS]
+    shapes = [picked(rows) for rows in SHIPPED_ROWS if head_dim <= WIDE_HEAD_DIM or rows < SHIPPED_ROWS[-1]]
     if (name, dtype) == ("k4v4", "float16"):
         shapes += [picked(ROWS[-1]), picked(ROWS[0], "tile")]
     return sorted({shape for shape in shapes if shape})

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.integrations.hf import NAME, LowBitCache
+from lowbit_attn.integrations.simulator import SimulatedCache
 
 CHUNK = 128
 SIXTEEN_BIT = "16 bit"
@@ -65,8 +66,8 @@ def compare(model, tokens: torch.Tensor, cases: Mapping[str, Mapping | None],
             on_tokens: Callable[[int], None] = lambda n: None) -> dict[str, Scores]:
     """Scores of several caches by label, over one reading of the 16-bit baseline.
 
-    cases: label -> options of LowBitCache, None: 16 bit itself. on_tokens is told the tokens of each chunk that all
-    cases have read. Raises ValueError for fewer than two tokens.
+    cases: label -> options of LowBitCache, or of SimulatedCache if "v_step" is one of them; None: 16 bit itself.
+    on_tokens is told the tokens of each chunk that all cases have read. Raises ValueError for fewer than two tokens.
     """
     tokens = check_tokens(tokens)
     baseline = _Reader(model, None)
@@ -95,14 +96,22 @@ def chunks(tokens: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield chunk, tokens[0, begin + 1 : begin + 1 + chunk.shape[1]]
 
 
+def is_simulated(options: Mapping | None) -> bool:
+    """Whether these are options of SimulatedCache, which packs V by steps of ``v_step`` tokens."""
+    return options is not None and "v_step" in options
+
+
 def new_cache(options: Mapping | None) -> Cache:
-    """An empty cache: LowBitCache(**options), or for None transformers' own with K and V rounded to 16 bit."""
-    return Cache(layer_class_to_replicate=Rounded16Layer) if options is None else LowBitCache(**options)
+    """An empty cache: LowBitCache(**options), SimulatedCache(**options) if they have a ``v_step``, or for None
+    transformers' own with K and V rounded to 16 bit."""
+    if options is None:
+        return Cache(layer_class_to_replicate=Rounded16Layer)
+    return (SimulatedCache if is_simulated(options) else LowBitCache)(**options)
 
 
 def use_cache_kind(model, options: Mapping | None) -> None:
     """Make the model attend with what reads the cache of these options."""
-    model.set_attn_implementation("sdpa" if options is None else NAME)
+    model.set_attn_implementation("sdpa" if options is None or is_simulated(options) else NAME)
 
 
 def negative_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> float:
@@ -140,7 +149,7 @@ def bits_per_element(options: Mapping | None, model) -> float:
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes that hold the present tokens of all layers."""
-    if isinstance(cache, LowBitCache):
+    if isinstance(cache, LowBitCache | SimulatedCache):
         return cache.nbytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 

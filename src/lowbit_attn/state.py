@@ -54,7 +54,7 @@ class CacheState:
                  dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu", sinks: int = 0,
                  range_search: bool | None = None, *, max_batch: int = 1, max_q_len: int = 1,
                  max_seqlen: int | None = None, saturate: bool = False, rotate_keys: bool = False,
-                 pool: torch.Tensor | None = None):
+                 query_weights: torch.Tensor | None = None, pool: torch.Tensor | None = None):
         one_of("dtype", dtype, DTYPES)
         if not isinstance(format, str | Format):
             raise TypeError(f"format: got {format!r}, supported: a Format or a name: {', '.join(FORMATS)}, or any of "
@@ -76,6 +76,7 @@ class CacheState:
             raise ValueError(f"rotate_keys: format {self.format} groups K per channel, supported: K per token, whose "
                              "groups a rotation evens out")
         self.rotation = hadamard(head_dim).to(self.device) if rotate_keys else None
+        self.query_weights = self._checked_weights(query_weights)
         self.max_batch, self.max_q_len = max_batch, max_q_len
         self.window_k = max(self.format.window_k, max_q_len - 1)
         self.window_v = max(self.format.window_v, max_q_len - 1)
@@ -84,6 +85,17 @@ class CacheState:
         one_of("device", self.device.type, list(BACKENDS))
         BACKENDS[self.device.type].check(self)
         self._allocate(pool)
+
+    def _checked_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
+        shape = (self.num_heads_kv, self.head_dim)
+        if (weights is not None) != self.format.k.weighs_queries:
+            raise ValueError(f"query_weights: got {'none' if weights is None else 'some'} for format {self.format}, "
+                             f"supported: fp32 {list(shape)} for formats that choose channels by them, None for others")
+        if weights is not None:
+            check_tensor("query_weights", weights, shape, (torch.float32,), self.device)
+            if not bool((weights.isfinite() & (weights >= 0)).all()):
+                raise ValueError("query_weights: got negative or non-finite values, supported: means of |q|")
+        return weights
 
     def _allocate(self, pool: torch.Tensor | None) -> None:
         # at least one table entry and one sink row, never read, so that kernels always get a valid pointer

@@ -28,6 +28,7 @@ class Side(ABC):
 
     bits: int
     searches_range: bool = False  # whether range search (which changes codes, never the layout) is on by default
+    weighs_queries: bool = False  # whether ``quantize`` takes query_weights, fp32 [n, head_dim], too
 
     def plainest(self) -> str:
         """Name of the plainest format that has this side: what kernels that touch one side only are named after."""
@@ -64,7 +65,8 @@ class Record:
 class Format:
     """A K side and a V side under one name.
 
-    ``window_k`` and ``window_v`` are the recent tokens that stay in 16 bit at least, multiples of 128.
+    ``window_k`` and ``window_v`` are the recent tokens that stay in 16 bit at least, multiples of 128. ``sinks`` are
+    the first tokens that its authors keep in 16 bit: the default of LowBitCache; a KVCache is told.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Format:
     v: Side
     window_k: int = 0
     window_v: int = 0
+    sinks: int = 0
 
     def __post_init__(self):
         for side, window in (("window_k", self.window_k), ("window_v", self.window_v)):
@@ -102,16 +105,22 @@ class Format:
         """Stored bits per K or V element, metadata and rounding of the record included."""
         return 8 * self.record_bytes(head_dim) / (2 * layout.PAGE_TOKENS * head_dim)
 
-    def quantize(self, k: torch.Tensor, v: torch.Tensor, range_search: bool | None = None) -> torch.Tensor:
-        """fp32 K and V [n, 128, head_dim] -> records uint8 [n, record bytes]."""
+    def quantize(self, k: torch.Tensor, v: torch.Tensor, range_search: bool | None = None,
+                 query_weights: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 K and V [n, 128, head_dim] -> records uint8 [n, record bytes]; query_weights: as in ``write_k``."""
         records = k.new_zeros((k.shape[0], self.record_bytes(k.shape[-1])), dtype=torch.uint8)
-        self.write_k(records, k, range_search)
+        self.write_k(records, k, range_search, query_weights)
         self.write_v(records, v, range_search)
         return records
 
-    def write_k(self, records: torch.Tensor, k: torch.Tensor, range_search: bool | None = None) -> None:
-        """Quantize fp32 K [n, 128, head_dim] into the K part of records uint8 [n, record bytes]."""
-        _write(self.k, self.record(k.shape[-1]).k_planes, records, k, range_search)
+    def write_k(self, records: torch.Tensor, k: torch.Tensor, range_search: bool | None = None,
+                query_weights: torch.Tensor | None = None) -> None:
+        """Quantize fp32 K [n, 128, head_dim] into the K part of records uint8 [n, record bytes].
+
+        query_weights: fp32 [n, head_dim], of formats whose K side weighs queries.
+        """
+        extra = {} if query_weights is None else {"query_weights": query_weights}
+        _write(self.k, self.record(k.shape[-1]).k_planes, records, k, range_search, **extra)
 
     def write_v(self, records: torch.Tensor, v: torch.Tensor, range_search: bool | None = None) -> None:
         """Quantize fp32 V [n, 128, head_dim] into the V part of records uint8 [n, record bytes]."""
@@ -138,8 +147,8 @@ def _slices(planes: tuple[Plane, ...], records: torch.Tensor) -> Planes:
     return {p.name: records[:, p.offset : p.offset + p.nbytes] for p in planes}
 
 
-def _write(side: Side, planes: tuple[Plane, ...], records, x, range_search: bool | None) -> None:
+def _write(side: Side, planes: tuple[Plane, ...], records, x, range_search: bool | None, **extra) -> None:
     search = side.searches_range if range_search is None else range_search
-    written = side.quantize(x.float(), search)
+    written = side.quantize(x.float(), search, **extra)
     for plane in planes:
         records[:, plane.offset : plane.offset + plane.nbytes] = written[plane.name]

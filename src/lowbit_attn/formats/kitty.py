@@ -6,7 +6,18 @@ plane of the same width, so a reader sees two plain matrices of codes and never 
     code = low + (high << bits)
     q . k_t = sum_d (q_d scale_d) low_td + 2^bits sum_s (q scale)_index[s] high_ts + sum_d q_d zero_d
 
-The paper keeps the first 32 tokens in 16 bit beside it: ``KVCache("kitty", ..., sinks=32)``.
+The paper keeps the first 32 tokens in 16 bit beside it (``Format.sinks``): ``LowBitCache("kitty")`` does by itself,
+``KVCache("kitty", ..., sinks=32)`` by its argument.
+
+When V is packed (section 4.3). K of a full block of 128 tokens is packed at once; V leaves a local window of 128
+tokens first. The paper has two versions of that, both served:
+
+    engine      the oldest 128 tokens of V are packed together when 128 more have left the window, so 128 to 255
+                tokens of V are in 16 bit: ``window_v`` of these formats, in every KVCache
+    simulator   V is quantized token by token as it leaves the window, so exactly 128 are in 16 bit:
+                ``integrations.simulator.SimulatedCache(..., v_step=1)``, for measuring quality
+
+A token's V has its own groups, so both give the same values once a token is packed.
 """
 
 import random
@@ -26,10 +37,12 @@ BOOST_MULTIPLE = 8  # boosted channels come in eights: half a column tile
 MAX_CHANNELS = 256  # that an index of one byte can name
 SEED = 20_251_123  # of the random selection: part of what a "-random" page means, so it never changes
 SHARES = {"kitty": 1 / 8, "kitty-pro": 1 / 4}
-GRAMMAR = "kitty[-pro|-b<channels, a multiple of 8>][-variance|-random][-vg<32|64|128>][-bf16]"
+SINKS = 32  # of the paper's caches
+WEIGHTED = "weighted"
+GRAMMAR = "kitty[-pro|-b<channels, a multiple of 8>][-variance|-weighted|-random][-vg<32|64|128>][-bf16]"
 PRESETS = tuple(SHARES)
 
-_NAME = re.compile(r"kitty(?:(-pro)|-b(0|[1-9]\d*))?(?:-(variance|random))?(?:-vg(32|64|128))?(-bf16)?")
+_NAME = re.compile(r"kitty(?:(-pro)|-b(0|[1-9]\d*))?(?:-(variance|weighted|random))?(?:-vg(32|64|128))?(-bf16)?")
 
 
 def magnitude(columns: torch.Tensor) -> torch.Tensor:
@@ -50,14 +63,23 @@ def fixed_random(columns: torch.Tensor) -> torch.Tensor:
     return columns.new_tensor(scores).expand(columns.shape[0], -1)
 
 
-SELECTIONS = {"magnitude": magnitude, "variance": variance, "random": fixed_random}
+def weighted(columns: torch.Tensor, query_weights: torch.Tensor) -> torch.Tensor:
+    """mean |q| mean |k| times 128: what rounding a channel does to logits. [n, head_dim, 128] -> [n, head_dim].
+
+    query_weights: fp32 [n, head_dim], the mean |q| of the query heads that read the page.
+    """
+    return magnitude(columns) * query_weights
+
+
+SELECTIONS = {"magnitude": magnitude, "variance": variance, WEIGHTED: weighted, "random": fixed_random}
 
 
 @dataclass(frozen=True)
 class Boosted(Side):
     """K per channel over 128 tokens, ``boosted_bits`` bits for the channels with the largest scores, ``bits`` else.
 
-    share: of the channels; channels: their number, in the place of the share. selection: a name in SELECTIONS.
+    share: of the channels; channels: their number, in the place of the share. selection: a name in SELECTIONS;
+    "weighted" needs the query_weights of a cache, and a page holds what it chose as it does for the others.
     Planes of a page, each a multiple of 16 bytes; ``high`` and ``index`` only if channels are boosted:
 
         codes  low ``bits`` bits of all codes: 128 tokens x head_dim, as in PerChannel
@@ -82,6 +104,10 @@ class Boosted(Side):
     def high_bits(self) -> int:
         """Bits of the high plane: the narrowest order of codes that holds what ``bits`` leave over."""
         return min(b for b in layout.CODE_BITS if b >= self.boosted_bits - self.bits)
+
+    @property
+    def weighs_queries(self) -> bool:
+        return self.selection == WEIGHTED
 
     def plainest(self) -> str:
         shares = {share: name for name, share in SHARES.items()}
@@ -123,18 +149,23 @@ class Boosted(Side):
             "meta": 2 * layout.META_BYTES * head_dim,
         }
 
-    def boosted_channels(self, x: torch.Tensor) -> torch.Tensor:
+    def boosted_channels(self, x: torch.Tensor, query_weights: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 K [n, 128, head_dim] -> channels int64 [n, boost], ascending: those with the largest scores.
 
-        Of equal scores the lower channel wins; NaN counts as infinity.
+        Of equal scores the lower channel wins; NaN counts as infinity. query_weights: fp32 [n, head_dim], only for
+        the selection "weighted", which cannot do without.
         """
-        scores = SELECTIONS[self.selection](x.transpose(1, 2))
+        if (query_weights is not None) != self.weighs_queries:
+            raise ValueError(f"query_weights: got {None if query_weights is None else list(query_weights.shape)} for "
+                             f"selection {self.selection!r}, supported: weights for {WEIGHTED!r}, None for all others")
+        extra = () if query_weights is None else (query_weights,)
+        scores = SELECTIONS[self.selection](x.transpose(1, 2), *extra)
         scores = torch.where(scores.isnan(), torch.inf, scores)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         return order[:, : self.boost(x.shape[2])].sort(-1).values
 
-    def quantize(self, x: torch.Tensor, range_search: bool) -> Planes:
-        columns, channels = x.transpose(1, 2), self.boosted_channels(x)
+    def quantize(self, x: torch.Tensor, range_search: bool, query_weights: torch.Tensor | None = None) -> Planes:
+        columns, channels = x.transpose(1, 2), self.boosted_channels(x, query_weights)
         rows = channels[..., None].expand(-1, -1, layout.PAGE_TOKENS)
         plain, boosted = (quantize_groups(group, bits, self.storage, levels(bits, range_search))
                           for group, bits in ((columns, self.bits), (columns.gather(1, rows), self.boosted_bits)))
@@ -183,4 +214,4 @@ def parse(name: str) -> Format | None:
     k = Boosted(share=SHARES["kitty-pro" if pro else "kitty"], channels=int(channels) if channels else None,
                 selection=selection or "magnitude", storage=storage)
     v = PerToken(2, transposed=True, group_size=int(v_group) if v_group else None, storage=storage)
-    return Format(name, k, v, window_v=layout.PAGE_TOKENS)
+    return Format(name, k, v, window_v=layout.PAGE_TOKENS, sinks=SINKS)

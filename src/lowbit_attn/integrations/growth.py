@@ -26,7 +26,7 @@ def grown(old: KVCache, tokens: int) -> KVCache:
     """
     new = new_cache(old.format, tokens, old.max_batch, old.num_heads_kv, old.head_dim, old.dtype, old.device,
                     sinks=old.sinks, range_search=old.range_search, max_q_len=old.max_q_len, saturate=old.saturate,
-                    rotate_keys=old.rotate_keys)
+                    rotate_keys=old.rotate_keys, query_weights=old.query_weights)
     if new.max_seqlen < old.max_seqlen or new.num_pages < old.num_pages:
         raise ValueError(f"tokens: got {tokens}, supported: at least the old cache's {old.max_seqlen}")
     new.pool[: old.num_pages] = old.pool

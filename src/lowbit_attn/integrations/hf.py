@@ -42,7 +42,7 @@ class LowBitCache(Cache):
 
     Args:
         format: a name of FORMATS ("k4v4", "k2v2-vg32", ...) or a Format.
-        sinks, range_search, rotate_keys, saturate: as in KVCache.
+        sinks, range_search, rotate_keys, saturate: as in KVCache; sinks None: the format's own (Kitty's: 32).
         max_q_len: one more than the draft tokens that may be taken back at once (assisted generation, prompt lookup):
             so many recent tokens stay in 16 bit at least.
         max_seqlen: longest sequence, allocated at once and never moved; None: the pools double when they are full.
@@ -55,10 +55,11 @@ class LowBitCache(Cache):
             (StreamingLLM); pages are kept, not read.
 
     Sequences of one batch may be padded on the left to one length; padding is not stored. Soft-capped logits (Gemma 2)
-    and learned sink logits (gpt-oss) are served. Gradients do not flow into stored tokens.
+    and learned sink logits (gpt-oss) are served. Gradients do not flow into stored tokens. A format that weighs
+    channels by queries ("kitty-weighted", ...) takes the mean |q| of all that the layer has seen when a page is packed.
     """
 
-    def __init__(self, format: str | Format, *, sinks: int = 0, range_search: bool | None = None,
+    def __init__(self, format: str | Format, *, sinks: int | None = None, range_search: bool | None = None,
                  rotate_keys: bool = False, max_q_len: int = 1, max_seqlen: int | None = None,
                  dtype: torch.dtype | None = None, saturate: bool = False, path: str | None = None,
                  sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False):
@@ -68,6 +69,7 @@ class LowBitCache(Cache):
         if keep_sinks and window is None:
             raise ValueError("keep_sinks: got True without a window, supported: beside window=")
         self.format = FORMATS[format] if isinstance(format, str) else format
+        sinks = self.format.sinks if sinks is None else sinks
         layer = partial(LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype, path=path, sliding=sliding,
                         window=window, keep_sinks=keep_sinks, sinks=sinks, range_search=range_search,
                         saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)

@@ -135,6 +135,8 @@ class LowBitLayer(CacheLayerMixin):
         held = [self.length - pad for pad in self.pads]  # tokens of each row before the step
         skips = [new - old for new, old in zip(pads, self.pads)]  # padding among the step's tokens
         self._make_room(k, max(self.length + q_len - pad for pad in pads))
+        if self.kv.query_weights is not None:
+            self._weigh(query, sum(held), skips)
         if q_len == 1 and all(held) and not any(skips):
             self.kv.append(k.transpose(1, 2), v.transpose(1, 2))
             out, _ = self._decode(query.transpose(1, 2), options)
@@ -150,6 +152,14 @@ class LowBitLayer(CacheLayerMixin):
             if skip < q_len:
                 self.kv.prefill(row, k[row, :, skip:].transpose(0, 1), v[row, :, skip:].transpose(0, 1))
         return out
+
+    def _weigh(self, query: torch.Tensor, seen: int, skips: Sequence[int]) -> None:
+        """Fold a step's queries into the mean |q| that weighs channels of K; seen: tokens that are in it already."""
+        weights = self.kv.query_weights
+        rows = torch.cat([query[row, :, skip:] for row, skip in enumerate(skips)], 1).float()  # [heads, tokens, D]
+        if rows.shape[1]:
+            mean = rows.abs().unflatten(0, (weights.shape[0], -1)).mean((1, 2))
+            weights += (mean - weights) * (rows.shape[1] / (seen + rows.shape[1]))
 
     def _merged(self, query, k, v, options: Attention, skips) -> torch.Tensor:
         """A step over cached tokens, all of which every new query sees: decode over them, merged with the step's own.
@@ -194,8 +204,9 @@ class LowBitLayer(CacheLayerMixin):
     def _make_room(self, k: torch.Tensor, tokens: int) -> None:
         if self.kv is None:
             room = max(FIRST_TOKENS, tokens) if self.max_seqlen is None else self.max_seqlen
+            weights = torch.zeros(k.shape[1], k.shape[3], device=self.device) if self.format.k.weighs_queries else None
             self.kv = new_cache(self.format, room, self.batch_size, k.shape[1], k.shape[3], self.dtype, self.device,
-                                **self.options)
+                                **self.options, query_weights=weights)
         if tokens <= self.kv.max_seqlen:
             return
         if self.max_seqlen is not None:

@@ -1,0 +1,196 @@
+"""Quality of the formats on a small real model, as JSON lines and plots; needs no GPU.
+
+    python perf/quality.py run --preset table     16 bit, k2v2 and its remedies, Kitty, wider formats
+    python perf/quality.py run --preset boost     boost rates of Kitty by selection of channels
+    python perf/quality.py plot                   plots of the newest line of each case, beside the numbers
+
+SmolLM2-135M-Instruct reads the first 2,048 tokens of Python's help texts in chunks of 128 tokens, in fp32, over each
+cache; every token but the first is predicted (lowbit_attn.quality).
+"""
+
+import hashlib
+import json
+from dataclasses import asdict
+from itertools import product
+from typing import Annotated
+
+import typer
+from provenance import ROOT, append_result, provenance
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+MODEL = "SmolLM2-135M-Instruct"
+HEAD_DIM = 64  # of the model
+RESULTS = "perf/results/quality.jsonl"
+PLOTS = "perf/results/plots"
+SINKS = 32
+RATES = (0, 12.5, 25, 50, 75, 100)  # percent of K's channels that take 4 bits
+SELECTIONS = ("magnitude", "weighted", "variance", "random")
+TOGETHER = 6  # caches read in lockstep beside one 16-bit baseline
+
+
+def boosted(rate: float, selection: str) -> str:
+    """The Kitty format that boosts this share of the model's channels, chosen so."""
+    return f"kitty-b{int(rate / 100 * HEAD_DIM)}" + f"-{selection}" * (selection != "magnitude")
+
+
+def table_cases() -> dict[str, dict | None]:
+    """label -> options of the cache, as quality.compare takes them."""
+    plain, search = dict(range_search=False), dict(range_search=True)
+    kivi = dict(format="k2v2-g32-vg32", range_search=False, window_v=128, v_step=1)
+    return {
+        "16 bit": None,
+        "k2v2": dict(format="k2v2", **plain), "k2v2, search": dict(format="k2v2", **search),
+        "k2v2, sinks": dict(format="k2v2", sinks=SINKS, **plain),
+        "k2v2, sinks, search": dict(format="k2v2", sinks=SINKS, **search),
+        "KIVI (groups of 32, simulator)": kivi, "KIVI, sinks (simulator)": dict(**kivi, sinks=SINKS),
+        "kitty": dict(format="kitty", **plain), "kitty, search": dict(format="kitty", **search),
+        "kitty (simulator)": dict(format="kitty", v_step=1, **plain),
+        "kitty, search (simulator)": dict(format="kitty", v_step=1, **search),
+        "kitty-weighted, search": dict(format="kitty-weighted", **search),
+        "kitty-pro": dict(format="kitty-pro", **plain), "kitty-pro, search": dict(format="kitty-pro", **search),
+        "kitty-pro (simulator)": dict(format="kitty-pro", v_step=1, **plain),
+        "kitty-pro, search (simulator)": dict(format="kitty-pro", v_step=1, **search),
+        "kitty-pro-weighted, search": dict(format="kitty-pro-weighted", **search),
+        "k4v2": dict(format="k4v2"), "k4v2, sinks": dict(format="k4v2", sinks=SINKS),
+        "k4v4": dict(format="k4v4"), "k4v4, sinks": dict(format="k4v4", sinks=SINKS), "k8v4": dict(format="k8v4"),
+    }
+
+
+def boost_cases() -> dict[str, dict | None]:
+    """Every rate and selection, without range search (as published) and with it; 0 and 100 % need no selection."""
+    cases = {"16 bit": None}
+    for is_search, rate, selection in product((False, True), RATES, SELECTIONS):
+        if rate not in (0, 100) or selection == SELECTIONS[0]:
+            name = boosted(rate, selection)
+            cases[name + ", search" * is_search] = dict(format=name, range_search=is_search)
+    return cases
+
+
+PRESETS = {"table": table_cases, "boost": boost_cases}
+
+
+@app.command()
+def run(
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "table",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text that are read.")] = 2048,
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    only: Annotated[str, typer.Option(help="Only the cases whose label has this in it.")] = "",
+    output: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS,
+) -> None:
+    """Score the cases of a preset and append a line for each."""
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"{preset!r}, supported: {', '.join(PRESETS)}", param_hint="--preset")
+    import torch
+
+    from lowbit_attn import FORMATS, quality
+    from lowbit_attn.demo import model as models
+    from lowbit_attn.demo import scoring
+
+    torch.set_num_threads(threads)
+    model, tokenizer = models.load(models.fetch(models.default_folder()), "cpu")
+    ids = tokenizer(scoring.help_text(), return_tensors="pt").input_ids[:, :tokens]
+    text = tokenizer.decode(ids[0])
+    about = provenance() | {"preset": preset, "model": MODEL, "dtype": str(model.dtype), "tokens": ids.shape[1],
+                            "chunk": quality.CHUNK, "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    cases = {label: options for label, options in PRESETS[preset]().items() if only in label}
+    for start in range(0, len(cases), TOGETHER):
+        labels = list(cases)[start : start + TOGETHER]
+        scores = quality.compare(model, ids, {label: cases[label] for label in labels})
+        for label in labels:
+            line = _line(about, label, cases[label], scores[label], FORMATS)
+            append_result(output, line)
+            print(f"{label:32} {line['bits_per_element']:6.3f} bits  perplexity {line['perplexity']:8.4f}  "
+                  f"top-1 {line['top1']:.3f}  KL {line['kl']:.4f}", flush=True)
+
+
+def _line(about: dict, label: str, options: dict | None, score, formats) -> dict:
+    values = {name: round(value, 4) for name, value in asdict(score).items() if isinstance(value, float)}
+    fmt = formats[options["format"]] if options else None
+    wide = fmt.bits_per_element(128) if fmt else 16.0
+    whole = {"sinks": fmt.sinks} | options if fmt else None
+    return about | {"label": label, "options": whole} | values | {
+        "bits_per_element_at_128": round(wide, 4), "cache_bytes": score.cache_bytes,
+        "lowest_cosine": round(min(score.cosine), 4)}
+
+
+def newest(preset: str, path: str = RESULTS) -> dict[str, dict]:
+    """label -> its last line of a preset, for the most tokens that were read."""
+    lines = [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
+    lines = [line for line in lines if line["preset"] == preset]
+    most = max((line["tokens"] for line in lines), default=0)
+    return {line["label"]: line for line in lines if line["tokens"] == most}
+
+
+@app.command()
+def plot(
+    results: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS,
+    folder: Annotated[str, typer.Option(help="Where the plots go, in the repository.")] = PLOTS,
+) -> None:
+    """Draw boost-rate.svg and .png (curves that are complete), and quality.svg and .png, of the newest numbers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "lowbit_attn"  # the same numbers give the same file
+    target = ROOT / folder
+    target.mkdir(parents=True, exist_ok=True)
+    for name, preset, draw in (("boost-rate", "boost", boost_figure), ("quality", "table", table_figure)):
+        if lines := newest(preset, results):
+            figure = draw(lines)
+            figure.savefig(target / f"{name}.png", dpi=110, metadata={"Software": None})
+            figure.savefig(target / f"{name}.svg", metadata={"Date": None})
+            print(*(target / f"{name}.{kind}" for kind in ("png", "svg")))
+
+
+def boost_labels(selection: str, is_search: bool) -> list[str]:
+    """Labels of a selection's cases, by rate."""
+    names = (boosted(rate, SELECTIONS[0] if rate in (0, 100) else selection) for rate in RATES)
+    return [name + ", search" * is_search for name in names]
+
+
+def boost_figure(lines: dict[str, dict]):
+    """Perplexity against boost rate, a curve for each selection that is complete; the 16-bit baseline dashed."""
+    from matplotlib.figure import Figure
+
+    curves = {}
+    for is_search, selection in product((False, True), SELECTIONS):
+        labels = boost_labels(selection, is_search)
+        if lines.keys() >= set(labels):
+            curves[is_search, selection] = [lines[label]["perplexity"] for label in labels]
+    searches = sorted({is_search for is_search, _ in curves})
+    figure = Figure(figsize=(1 + 4.7 * len(searches), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(searches), sharey=True, squeeze=False)[0]
+    some = lines["16 bit"]
+    for axes, is_search in zip(panels, searches, strict=True):
+        for selection, marker in zip(SELECTIONS, "osd^", strict=True):
+            if values := curves.get((is_search, selection)):
+                axes.plot(RATES, values, marker=marker, markersize=4, label=selection)
+        axes.axhline(some["perplexity"], linestyle="--", linewidth=0.8, color="grey", label="16 bit")
+        axes.set(xlabel="K channels boosted from 2 to 4 bits (%)", xticks=RATES,
+                 title="with range search" if is_search else "plain ranges, as published")
+    panels[0].set_ylabel("perplexity")
+    panels[0].legend(title="channels chosen by")
+    figure.suptitle(f"{some['model']}, {some['tokens']:,} tokens, {SINKS} sinks, V of 2 bits", fontsize=10)
+    return figure
+
+
+def table_figure(lines: dict[str, dict]):
+    """A bar a case, in the table's order: how much its perplexity is above that of 16 bit, and its bits per element."""
+    from matplotlib.figure import Figure
+
+    base, cases = lines["16 bit"], [label for label in lines if lines[label]["options"] is not None]
+    excess = [100 * (lines[label]["perplexity"] / base["perplexity"] - 1) for label in cases]
+    figure = Figure(figsize=(8, 1.2 + 0.25 * len(cases)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([f"{label}, {lines[label]['bits_per_element']:.2f} bits" for label in cases], excess, height=0.7)
+    axes.bar_label(bars, [f"{lines[label]['perplexity']:.2f}" for label in cases], padding=3, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set(xlabel=f"perplexity above 16 bit's {base['perplexity']:.2f} (%)",
+             title=f"{base['model']}, {base['tokens']:,} tokens of help texts")
+    return figure
+
+
+if __name__ == "__main__":
+    app()
