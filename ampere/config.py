@@ -54,6 +54,11 @@ class Piece:
     codes: int = 0  # where the plane of codes starts
 
     @property
+    def levels(self) -> int:
+        """The largest code, N."""
+        return (1 << self.bits) - 1
+
+    @property
     def row_tiles(self) -> int:
         return self.rows // TILE
 

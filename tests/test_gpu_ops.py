@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ops import arguments, assert_same, fresh_compiler  # noqa: F401
+from test_ops import arguments, assert_same, fresh_compiler, step_arguments  # noqa: F401
 
 import lowbit_attn
 import lowbit_attn.ops
@@ -144,3 +144,31 @@ def test_host_time_of_an_eager_call(arch):
         steps[name]()
         us = host_time.call_us(steps[name], calls=200, rounds=20, over=min)
         assert us < HOST_BOUND_US, f"{name}: {us:.1f} us"
+
+
+def test_opcheck_of_append(arch, cache):
+    cache.reserve([0, 1], 900)
+    rows = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
+    given = (tokens(2, 2, 2, 128), tokens(2, 2, 2, 128), rows, *step_arguments(cache))
+    torch.library.opcheck(torch.ops.lowbit_attn.append.default, given)
+
+
+@pytest.mark.parametrize("mode", ("aot_eager", "inductor", "reduce-overhead"))
+def test_compiled_steps_are_eager_steps(arch, cache, mode):
+    """Append and decode in one graph over 150 steps, which pack blocks in both sequences."""
+    cache.reserve([0, 1], 1100)
+    eager = testing.to_device(cache, "cuda")
+    lowbit_attn.ops.mark_static(cache)
+
+    def both(q, k, v):
+        cache.append(k, v)
+        return lowbit_attn.decode(q, cache)
+
+    how = dict(mode=mode) if mode == "reduce-overhead" else dict(backend=mode)
+    step = torch.compile(both, fullgraph=True, **how)
+    for _ in range(150):
+        q, k, v = tokens(2, 2, 8, 128), tokens(2, 2, 2, 128), tokens(2, 2, 2, 128)
+        eager.append(k, v)
+        assert_same([x.clone() for x in step(q, k, v)], lowbit_attn.decode(q, eager))
+    cache.sync()
+    testing.assert_same_state(cache, eager)

@@ -16,7 +16,7 @@ import torch
 
 from lowbit_attn import dispatch, kernels
 from lowbit_attn.cache import BACKENDS, KVCache, Strides
-from lowbit_attn.formats import FORMATS
+from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.reference import Attention
 from lowbit_attn.state import Counts
 
@@ -47,6 +47,7 @@ class HeldCache(KVCache):
         vars(self).update(state, **values)
         self.format, self.strides = FORMATS[format], Strides(*strides)
         self.device, self.dtype, self.rotate_keys = self.pool.device, self.ring_k.dtype, False
+        self.query_weights = None
         self.max_batch, self.num_heads_kv, _, self.head_dim = self.ring_k.shape
         self.record = self.format.record(self.head_dim)
 
@@ -62,7 +63,12 @@ class HeldCache(KVCache):
         return Counts(*(x.cpu().numpy() for x in self.counters()))
 
 
-_unnamed = torch.compiler.assume_constant_result(kernels.unnamed)  # a format does not change; tracing it would warn
+def _unnamed(fmt: Format) -> list[str]:
+    return kernels.unnamed(fmt)
+
+
+# A format does not change. This is all that torch.compiler.assume_constant_result does, but that imports the compiler.
+_unnamed._dynamo_marked_constant = True
 
 
 def traced_decode(q: torch.Tensor, cache: KVCache, out: torch.Tensor | None, lse: torch.Tensor | None,

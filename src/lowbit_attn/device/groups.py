@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
-from lowbit_attn.formats.affine import MIN_SCALE, SEARCH_FACTORS, SEARCH_GRID, SEARCH_TENTHS, SEARCH_TRIMS, folds
+from lowbit_attn import layout
+from lowbit_attn.formats.affine import MIN_SCALE, SEARCH_FACTORS, SEARCH_GRID, SEARCH_TENTHS, folds
 
 EXACT = ("-fmad=false",)
 STORED_NAN = {"float16": 0x7E00, "bfloat16": 0x7FC0}
@@ -25,12 +26,17 @@ class Lanes:
 
     distances: tuple[int, ...]
 
-    def mask(self, lane):
-        """Bit of every lane that shares this lane's group."""
-        bits = {0}
+    @property
+    def first_mask(self) -> int:
+        """Bit of every lane that shares the group of lane 0."""
+        lanes = [0]
         for distance in self.distances:
-            bits |= {bit ^ distance for bit in bits}
-        return T.uint32(sum(1 << bit for bit in bits)) << T.cast(lane & (31 ^ sum(self.distances)), "uint32")
+            lanes += [lane + distance for lane in lanes]
+        return sum(1 << lane for lane in lanes)
+
+    def first_of(self, lane):
+        """The first of the lanes that share a lane's group."""
+        return lane & (layout.LANES - 1 - sum(self.distances))
 
 
 ROW_LANES = Lanes((16, 8, 4))  # those of one column: rows g
@@ -110,7 +116,8 @@ def static(count: int) -> tuple[int, ...]:
     return tuple(range(count))
 
 
-def number(is_nan, value):
+def not_a_number(is_nan, value):
+    """The value, or the one NaN in its place."""
     return T.if_then_else(is_nan, T.call_pure_extern("float32", "__uint_as_float", T.uint32(NAN_BITS)), value)
 
 
@@ -124,9 +131,10 @@ def limits(values, lanes, lane, low, high):
         low[0] = T.min(low[0], T.shfl_xor(low[0], distance))
         high[0] = T.max(high[0], T.shfl_xor(high[0], distance))
     votes = T.alloc_var("uint32")
-    votes = T.cast(T.ballot(spoiled), "uint32") & lanes.mask(lane)
-    low[0] = number(votes != T.uint32(0), low[0])
-    high[0] = number(votes != T.uint32(0), high[0])
+    votes = T.cast(T.ballot(spoiled), "uint32") & (
+        T.uint32(lanes.first_mask) << T.cast(lanes.first_of(lane), "uint32"))
+    low[0] = not_a_number(votes != T.uint32(0), low[0])
+    high[0] = not_a_number(votes != T.uint32(0), high[0])
 
 
 @T.macro
@@ -158,60 +166,67 @@ def grid_word(values, middle, inverse):
 
 
 @T.macro
-def squared_misses(words, count, fold_words, total):
-    """Sum of the squared misses of ``count`` words of four distances each, at the levels of one factor."""
-    total[0] = T.uint32(0)
-    for i in static(count):
-        miss = T.alloc_var("uint32")
-        miss = words[i]
-        for fold in fold_words:
-            miss = T.call_pure_extern("uint32", "__vabsdiffu4", miss, fold)
-        total[0] = T.call_pure_extern("uint32", "__dp4a", miss, miss, total[0])
+def errors_of(words, count, factor_folds, errors):
+    """Squared errors, one a factor, of a lane's ``count`` words of four distances each."""
+    for f, tenths in enumerate(SEARCH_TENTHS):
+        errors[f] = T.uint32(0)
+        for i in static(count):
+            miss = T.alloc_var("uint32")
+            miss = words[i]
+            for distance in factor_folds(tenths):
+                miss = T.call_pure_extern("uint32", "__vabsdiffu4", miss, distance)
+            errors[f] = T.call_pure_extern("uint32", "__dp4a", miss, miss, errors[f])
 
 
 @T.macro
-def scatter_sums(sums, lanes, lane, first):
-    """Add a lane's sums, one a factor, over the lanes: each lane is left with those of factors first[0] .. of its own.
+def scatter(values, count, distances, lane, step):
+    """Reduce ``count`` values over lanes by ``step``; each distance halves those that a lane keeps, from values[0] on.
 
-    Each distance halves the factors that a lane keeps, so that eight sums over eight lanes take seven exchanges.
+    A lane whose number has the bit of the first distance keeps the upper half, and so on.
     """
-    first[0] = 0
-    for i, distance in enumerate(lanes.distances):
-        count = len(SEARCH_TENTHS) >> (i + 1)
-        upper = (lane & distance) != 0
-        for f in tuple(range(count)):
+    for i, distance in enumerate(distances):
+        half = count >> (i + 1)
+        for k in static(half):
             kept, sent = T.alloc_var("uint32"), T.alloc_var("uint32")
-            kept = T.if_then_else(upper, sums[f + count], sums[f])
-            sent = T.if_then_else(upper, sums[f], sums[f + count])
-            sums[f] = kept + T.shfl_xor(sent, distance)
-        first[0] = first[0] + T.if_then_else(upper, count, 0)
+            kept = T.if_then_else((lane & distance) != 0, values[k + half], values[k])
+            sent = T.if_then_else((lane & distance) != 0, values[k], values[k + half])
+            values[k] = step(kept, T.shfl_xor(sent, distance))
+
+
+@T.macro
+def shrink(best, inverse, lane, low, high, width):
+    """Low and width of a group at the factor whose index is in the lowest three bits of ``best``.
+
+    A group without a finite, positive inverse of its span keeps factor 1. Lane 4i of a warp names factor i.
+    """
+    index, factor = T.alloc_var("int32"), T.alloc_var("float32")
+    index = T.if_then_else(T.And(inverse > T.float32(0.0), inverse < T.infinity("float32")),
+                           T.cast(best & T.uint32(7), "int32"), 0)
+    factor = T.shfl_sync(pick(SEARCH_FACTORS, lane // 4), 4 * index)
+    width[0] = (high[0] - low[0]) * factor
+    if index != 0:
+        low[0] = low[0] + (high[0] - low[0]) * T.float32(0.5) * (T.float32(1.0) - factor)
 
 
 @T.macro
 def search(values, lanes, lane, factor_folds, low, high, width):
     """affine.search: low and width of a group become those of the factor with the least squared error."""
-    half, middle, inverse = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
-    half = (high[0] - low[0]) * T.float32(0.5)
+    middle, inverse, best = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("uint32")
     middle = (low[0] + high[0]) * T.float32(0.5)
-    inverse = T.float32(SEARCH_GRID) / half
+    inverse = T.float32(SEARCH_GRID) / ((high[0] - low[0]) * T.float32(0.5))
     words = T.alloc_local((len(values) // 4,), "uint32")
     for i in static(len(values) // 4):
         words[i] = grid_word(values[4 * i : 4 * i + 4], middle, inverse)
-    errors, error = T.alloc_local((len(SEARCH_TENTHS),), "uint32"), T.alloc_local((1,), "uint32")
-    for f, tenths in enumerate(SEARCH_TENTHS):
-        squared_misses(words, len(values) // 4, factor_folds(tenths), error)
-        errors[f] = error[0]
-    first, best, index = T.alloc_local((1,), "int32"), T.alloc_var("uint32"), T.alloc_var("int32")
-    scatter_sums(errors, lanes, lane, first)
-    best = fold([errors[f] * T.uint32(8) + T.cast(first[0] + f, "uint32")
-                 for f in range(len(SEARCH_TENTHS) >> len(lanes.distances))], T.min)
+    errors = T.alloc_local((len(SEARCH_TENTHS),), "uint32")
+    errors_of(words, len(values) // 4, factor_folds, errors)
+    scatter(errors, len(SEARCH_TENTHS), lanes.distances, lane, lambda a, b: a + b)
+    kept = len(SEARCH_TENTHS) >> len(lanes.distances)
+    first = sum(T.if_then_else((lane & distance) != 0, len(SEARCH_TENTHS) >> (i + 1), 0)
+                for i, distance in enumerate(lanes.distances))
+    best = fold([errors[f] * T.uint32(8) + T.cast(first + f, "uint32") for f in range(kept)], T.min)
     for distance in lanes.distances:
         best = T.min(best, T.shfl_xor(best, distance))
-    index = T.if_then_else(T.And(inverse > T.float32(0.0), inverse < T.infinity("float32")),
-                           T.cast(best & T.uint32(7), "int32"), 0)
-    width[0] = (high[0] - low[0]) * pick(SEARCH_FACTORS, index)
-    if index != 0:
-        low[0] = low[0] + half * pick(SEARCH_TRIMS, index)
+    shrink(best, inverse, lane, low, high, width)
 
 
 @T.macro

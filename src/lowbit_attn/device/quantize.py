@@ -7,22 +7,31 @@ each lane holds exactly the elements whose codes land in its own words, so packi
 ``formats.affine`` step by step, without contraction (-fmad=false), so the bytes are the reference's.
 """
 
+from functools import partial
 from itertools import product
 from math import gcd
 
 import tilelang.language as T
 
 from lowbit_attn import layout
+from lowbit_attn.device.columns import (
+    COLUMNS,
+    blocks_per_sm,
+    column_limits,
+    column_values,
+    is_writer,
+    own_column,
+    owner,
+    plain_errors,
+    span_columns,
+    store_words,
+)
 from lowbit_attn.device.groups import (
     EXACT,
     ROW_LANES,
     UNIT_WORDS,
     code_bits,
     empty_word,
-    fold_words,
-    inverse_of,
-    limits,
-    span_of,
     static,
     store_meta,
     two_means,
@@ -34,8 +43,6 @@ from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, load_tokens, swizzled
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel
-
-COLUMNS = 4  # columns of a tile that one lane holds: (col8, e)
 
 
 class CodeMatrix:
@@ -93,48 +100,57 @@ def quantize_rows(m, range_search, tile, pool, pool_meta, unit, tx):
     """The tile of one block's tokens in shared memory -> codes and metadata of the record at ``unit``."""
     column_tile, lane = tx // layout.LANES, tx % layout.LANES
     words = T.alloc_local((m.words,), "uint32")
-    pairs = T.alloc_local((m.held, 2), tile.dtype)
+    pairs = T.alloc_local((COLUMNS * m.held,), tile.dtype)
     for w in T.unroll(m.words):
         words[w] = T.uint32(empty_word(m.bits))
-    for col8 in static(2):
-        for i in static(m.held // MATRICES):
-            load_fragment(m.transposed, tile, m.place(column_tile, col8, MATRICES * i, lane), pairs, MATRICES * i)
-        for e, group in product(range(2), range(m.groups)):
-            held = range(group * m.held_per_group, (group + 1) * m.held_per_group)
-            quantize_group(m, range_search, pairs, held, 2 * col8 + e, group, words, pool_meta, unit, column_tile, lane)
-    for w in T.unroll(m.words // m.store_words):
-        offset = layout.word_offset(column_tile * m.words + w * m.store_words, lane)
-        for i in T.vectorized(m.store_words):
-            pool[unit + offset // 128, offset % 128 // 4 + i] = words[w * m.store_words + i]
+    for col8, i in product(static(2), static(m.held // MATRICES)):
+        load_fragment(m.transposed, tile, m.place(column_tile, col8, MATRICES * i, lane), pairs,
+                      col8 * m.held + MATRICES * i)
+    for group in static(m.groups):
+        quantize_group(m, range_search, pairs, group, words, pool_meta, unit, column_tile, lane)
+    store_words(m, pool, unit, column_tile, lane, words)
 
 
 @T.macro
-def quantize_group(m, range_search, pairs, held, column, group, words, pool_meta, unit, column_tile, lane):
-    """One group, the elements ``held`` of a lane's column -> its codes into the words, its metadata into the record."""
-    v = T.alloc_local((m.held_per_group,), "float32")
-    for i, at in enumerate(held):
-        v[i] = T.cast(pairs[at, column % 2], "float32")
-    values = [v[i] for i in range(m.held_per_group)]
+def quantize_group(m, range_search, pairs, group, words, pool_meta, unit, column_tile, lane):
+    """One group of each of four columns -> codes into the lane's words, metadata into the record."""
+    rows = range(group * m.held_per_group, (group + 1) * m.held_per_group)
     low, high, scale, zero, inverse = (T.alloc_local((1,), "float32") for _ in range(5))
-    limits(values, ROW_LANES, lane, low, high)
+    column_limits(pairs, m.held, rows, lane, low, high)
     if m.bits == 1 and not range_search:
-        two_means([values], m.group_rows, ROW_LANES, low, high, m.storage, scale, zero)
+        pack_two_means(m, pairs, rows, lane, low, high, words, scale, zero)
     else:
-        factor_folds = fold_words(m.bits) if range_search and m.bits < 8 else None
-        span_of(values, ROW_LANES, lane, factor_folds, low, high, T.float32(m.steps), m.storage, scale, zero)
-        inverse_of(scale, inverse)
-    for x, at in zip(values, held):
-        word, shift = m.word_and_shift(at, column)
-        bits = T.alloc_var("uint32")
-        if m.bits == 1 and not range_search:
-            bits = two_means_bits(x, scale[0], zero[0])
-        else:
-            bits = code_bits(x, zero[0], inverse[0], T.float32(m.steps))
-        words[word] = words[word] + (bits << T.uint32(shift))
-    if lane < 4:
-        col = m.column_of(column_tile, lane, column)
+        column_errors = partial(plain_errors, m.bits) if range_search and m.bits < 8 else None
+        span_columns(pairs, m.held, rows, lane, column_errors, T.float32(m.steps), m.storage, low, high, scale, zero,
+                     inverse)
+        for c in static(COLUMNS):
+            from_zero, scaling = T.alloc_var("float32"), T.alloc_var("float32")
+            from_zero = T.shfl_sync(zero[0], owner(c, lane))
+            scaling = T.shfl_sync(inverse[0], owner(c, lane))
+            for i, x in zip(rows, column_values(pairs, m.held, rows, c)):
+                word, shift = m.word_and_shift(i, c)
+                words[word] = words[word] + (code_bits(x, from_zero, scaling, T.float32(m.steps)) << T.uint32(shift))
+    if is_writer(lane):
+        col = m.column_of(column_tile, lane % 4, own_column(lane))
         store_meta(pool_meta, unit, m.meta_offset(group, 0, col), scale[0], m.storage)
         store_meta(pool_meta, unit, m.meta_offset(group, 1, col), zero[0], m.storage)
+
+
+@T.macro
+def pack_two_means(m, pairs, rows, lane, low, high, words, scale, zero):
+    """1 bit: codes of four columns into the lane's words; scale and zero of the own one."""
+    for c in static(COLUMNS):
+        bottom, top, s, z = (T.alloc_local((1,), "float32") for _ in range(4))
+        bottom[0] = T.shfl_sync(low[0], owner(c, lane))
+        top[0] = T.shfl_sync(high[0], owner(c, lane))
+        values = column_values(pairs, m.held, rows, c)
+        two_means([values], m.group_rows, ROW_LANES, bottom, top, m.storage, s, z)
+        for i, x in zip(rows, values):
+            word, shift = m.word_and_shift(i, c)
+            words[word] = words[word] + (two_means_bits(x, s[0], z[0]) << T.uint32(shift))
+        if own_column(lane) == c:
+            scale[0] = s[0]
+            zero[0] = z[0]
 
 
 def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
@@ -161,6 +177,7 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
         head_stride: T.int32,
     ):
         with T.Kernel(heads, n, threads=m.threads) as (head, page):
+            T.annotate_min_blocks_per_sm(blocks_per_sm(m.threads, m.held))
             tx = T.get_thread_binding()
             unit = T.alloc_var("int32")
             unit = pages[page] * page_stride + head * head_stride

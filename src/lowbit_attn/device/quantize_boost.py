@@ -7,22 +7,33 @@ word of its slot: those bytes and the index are staged in shared memory. Sums ru
 without contraction (-fmad=false), so the bytes are the reference's.
 """
 
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, product
 
 import tilelang.language as T
 import torch
 
 from lowbit_attn import layout
+from lowbit_attn.device.columns import (
+    COLUMNS,
+    blocks_per_sm,
+    column_limits,
+    column_values,
+    is_writer,
+    own_column,
+    owner,
+    plain_errors,
+    span_columns,
+    store_words,
+)
 from lowbit_attn.device.groups import (
     BYTES,
     EXACT,
     ROW_LANES,
     UNIT_WORDS,
     code_bits,
+    errors_of,
     group_sum,
-    inverse_of,
-    limits,
-    span_of,
     static,
     store_meta,
 )
@@ -32,7 +43,6 @@ from lowbit_attn.formats.affine import folds
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel
 
-COLUMNS = 4  # columns of a tile that one lane holds: (col8, e)
 BITS = (2, 4)  # of a code, of a boosted code
 MASK_BITS = 32  # channels whose membership is one word: those that a warp ranks
 BYTE = 8
@@ -65,6 +75,7 @@ class BoostMatrix:
         offsets = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         self.high_at, self.index_at, self.meta_at = (offsets[name] for name in ("high", "index", "meta"))
         self.masks, self.num_masks = head_dim, head_dim // MASK_BITS
+        self.store_words = layout.BLOCK_WORDS  # that a lane stores at once
         self.row_accesses = head_dim // ACCESS_HALVES
         self.staged = self.masks + self.num_masks
         self.staged_words = (self.meta_at - self.high_at) // layout.WORD_BYTES
@@ -73,6 +84,10 @@ class BoostMatrix:
 
     def column_of(self, column_tile, t, c):
         return layout.TILE * column_tile + 8 * (c // 2) + 2 * t + c % 2
+
+    def place(self, column_tile, col8, first, lane):
+        """Access that a lane names of four matrices of the tile: rows 8 * first .. of eight columns."""
+        return swizzled(8 * first + lane, 2 * column_tile + col8, self.row_accesses)
 
     def word_and_shift(self, held, c):
         """(word within the column tile, bit position) of the low bits of a lane's element."""
@@ -92,6 +107,9 @@ class BoostMatrix:
 
     def meta_offset(self, is_zero, channel):
         return self.meta_at + layout.channel_meta_offset(0, is_zero, channel, self.head_dim)
+
+    def steps_of(self, boosted):
+        return T.if_then_else(boosted, T.float32(self.boosted_steps), T.float32(self.steps))
 
     def fold_words(self, boosted):
         """groups.fold_words of a column: a fold about 0 changes nothing, so that all have as many."""
@@ -134,22 +152,11 @@ def plain_side(side, head_dim: int):
 
 
 @T.macro
-def load_column(m, tile, column_tile, col8, lane, pairs):
-    """The columns of ``col8`` that a lane holds -> pairs [held, 2]."""
-    for i in static(m.held // MATRICES):
-        place = swizzled(BYTE * MATRICES * i + lane, 2 * column_tile + col8, m.row_accesses)
-        load_fragment(False, tile, place, pairs, MATRICES * i)
-
-
-@T.macro
-def score_columns(m, tile, scores, column_tile, lane):
+def score_columns(m, pairs, scores, column_tile, lane):
     """kitty.magnitude or kitty.variance of every column, not a number as infinity -> scores [head_dim]."""
     total, mean = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
-    pairs = T.alloc_local((m.held, 2), tile.dtype)
     for c in static(COLUMNS):
-        if c % 2 == 0:
-            load_column(m, tile, column_tile, c // 2, lane, pairs)
-        values = [T.cast(pairs[i, c % 2], "float32") for i in range(m.held)]
+        values = column_values(pairs, m.held, range(m.held), c)
         if m.selection == "variance":
             group_sum([values], ROW_LANES, mean)
             mean[0] = mean[0] / T.float32(layout.PAGE_TOKENS)
@@ -180,24 +187,22 @@ def mark_largest(m, scores, shared, tx):
 
 
 @T.macro
-def quantize_column(m, range_search, pairs, c, boosted, words, high_words, scale, zero):
-    """A column -> its low bits into the lane's words, the rest into ``high_words``, a byte a word; scale and zero."""
-    v = T.alloc_local((m.held,), "float32")
-    for i in static(m.held):
-        v[i] = T.cast(pairs[i, c % 2], "float32")
-    values = [v[i] for i in range(m.held)]
-    low, high, inverse, steps = (T.alloc_local((1,), "float32") for _ in range(4))
-    steps[0] = T.if_then_else(boosted, T.float32(m.boosted_steps), T.float32(m.steps))
-    lane = T.get_thread_binding() % layout.LANES
-    limits(values, ROW_LANES, lane, low, high)
-    factor_folds = m.fold_words(boosted) if range_search else None
-    span_of(values, ROW_LANES, lane, factor_folds, low, high, steps[0], m.storage, scale, zero)
-    inverse_of(scale, inverse)
+def boosted_errors(m, boosted, column, words, count, errors):
+    """groups.errors_of a column; without the folds of boosted ones where the warp holds none at this place."""
+    if T.cast(T.ballot(boosted[column] != 0), "uint32") != T.uint32(0):
+        errors_of(words, count, m.fold_words(boosted[column] != 0), errors)
+    else:
+        plain_errors(m.bits, column, words, count, errors)
+
+
+@T.macro
+def pack_column(m, pairs, c, zero, inverse, steps, words, high_words):
+    """A column -> its low bits into the lane's words, the rest into ``high_words``, a byte a word."""
     for w in T.unroll(m.high_words):
         high_words[w] = T.uint32(0)
-    for i in static(m.held):
+    for i, x in enumerate(column_values(pairs, m.held, range(m.held), c)):
         code = T.alloc_var("uint32")
-        code = code_bits(v[i], zero[0], inverse[0], steps[0])
+        code = code_bits(x, zero, inverse, steps)
         word, shift = m.word_and_shift(i, c)
         words[word] = words[word] + ((code & T.uint32(m.steps)) << T.uint32(shift))
         high_word, high_shift = m.high_and_shift(i)
@@ -237,13 +242,13 @@ def store_staged(m, pool, unit, shared, tx):
 
 
 @T.macro
-def choose(m, tile, scores, shared, tx, column_tile, lane):
+def choose(m, pairs, scores, shared, tx, column_tile, lane):
     """The masks of boosted channels -> shared; ends with a barrier."""
     if m.selection == "random":
         if tx < m.num_masks:
             shared[m.masks + tx] = m.fixed_mask(tx)
     else:
-        score_columns(m, tile, scores, column_tile, lane)
+        score_columns(m, pairs, scores, column_tile, lane)
         T.sync_threads()
         mark_largest(m, scores, shared, tx)
     T.sync_threads()
@@ -264,6 +269,7 @@ def boosted_quantize_kernel(side: Boosted, head_dim: int, dtype: str, range_sear
         head_stride: T.int32,
     ):
         with T.Kernel(heads, n, threads=m.threads) as (head, page):
+            T.annotate_min_blocks_per_sm(blocks_per_sm(m.threads, m.held))
             tx = T.get_thread_binding()
             unit = T.alloc_var("int32")
             unit = pages[page] * page_stride + head * head_stride
@@ -285,31 +291,40 @@ def quantize_boosted(m, range_search, tile, shared, pool, pool_meta, unit, tx):
     column_tile, lane = tx // layout.LANES, tx % layout.LANES
     scores = T.view(shared, (m.shared_words,), "float32")
     octets = T.view(shared, (m.shared_words * layout.WORD_BYTES,), "uint8")
-    pairs = T.alloc_local((m.held, 2), tile.dtype)
+    pairs = T.alloc_local((COLUMNS * m.held,), tile.dtype)
     words = T.alloc_local((m.words,), "uint32")
     high_words = T.alloc_local((m.high_words,), "uint32")
-    scale, zero = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
+    for col8, i in product(static(2), static(m.held // MATRICES)):
+        load_fragment(False, tile, m.place(column_tile, col8, MATRICES * i, lane), pairs, col8 * m.held + MATRICES * i)
+    T.sync_threads()  # the compiler may put the scratch where the tile is
     clear_staged(m, shared, tx)
-    choose(m, tile, scores, shared, tx, column_tile, lane)
+    choose(m, pairs, scores, shared, tx, column_tile, lane)
+    boosted = T.alloc_local((COLUMNS,), "int32")
+    for c in static(COLUMNS):
+        boosted[c] = T.cast(m.is_boosted(shared, m.column_of(column_tile, lane % 4, c)), "int32")
+    low, high, scale, zero, inverse, steps = (T.alloc_local((1,), "float32") for _ in range(6))
+    own = m.column_of(column_tile, lane % 4, own_column(lane))
+    steps[0] = m.steps_of(m.is_boosted(shared, own))
+    rows = range(m.held)
+    column_limits(pairs, m.held, rows, lane, low, high)
+    column_errors = partial(boosted_errors, m, boosted) if range_search else None
+    span_columns(pairs, m.held, rows, lane, column_errors, steps[0], m.storage, low, high, scale, zero, inverse)
+    if is_writer(lane):
+        store_meta(pool_meta, unit, m.meta_offset(0, own), scale[0], m.storage)
+        store_meta(pool_meta, unit, m.meta_offset(1, own), zero[0], m.storage)
     for w in T.unroll(m.words):
         words[w] = T.uint32(0)
     for c in static(COLUMNS):
-        if c % 2 == 0:
-            load_column(m, tile, column_tile, c // 2, lane, pairs)
-        channel = m.column_of(column_tile, lane % 4, c)
-        boosted = m.is_boosted(shared, channel)
-        quantize_column(m, range_search, pairs, c, boosted, words, high_words, scale, zero)
-        if boosted:
+        from_zero, scaling = T.alloc_var("float32"), T.alloc_var("float32")
+        from_zero = T.shfl_sync(zero[0], owner(c, lane))
+        scaling = T.shfl_sync(inverse[0], owner(c, lane))
+        pack_column(m, pairs, c, from_zero, scaling, m.steps_of(boosted[c] != 0), words, high_words)
+        if boosted[c] != 0:
+            channel = m.column_of(column_tile, lane % 4, c)
             slot = T.alloc_var("int32")
             slot = m.slot_of(shared, channel)
             stage_column(m, octets, high_words, slot, channel, lane // 4)
-        if lane < 4:
-            store_meta(pool_meta, unit, m.meta_offset(0, channel), scale[0], m.storage)
-            store_meta(pool_meta, unit, m.meta_offset(1, channel), zero[0], m.storage)
-    for w in T.unroll(m.words // layout.BLOCK_WORDS):
-        offset = layout.word_offset(column_tile * m.words + w * layout.BLOCK_WORDS, lane)
-        for i in T.vectorized(layout.BLOCK_WORDS):
-            pool[unit + offset // 128, offset % 128 // 4 + i] = words[w * layout.BLOCK_WORDS + i]
+    store_words(m, pool, unit, column_tile, lane, words)
     T.sync_threads()
     store_staged(m, pool, unit, shared, tx)
 

@@ -61,6 +61,10 @@ class TokenMatrix:
     def column_of(self, atom, t, e):
         return ATOM * atom + 2 * t + e
 
+    def place(self, warp, slot, first, lane):
+        """Access that a lane names of four matrices of the tile: eight rows of a warp, atoms first .. first + 3."""
+        return swizzled(self.row_of(warp, slot, lane % ATOM), first + lane // ATOM, self.row_accesses)
+
     def code_word(self, span, col_tile):
         """Word that holds the codes of these rows and of one column tile."""
         return layout.code_slot(self.row_of(span, 0, 0), layout.TILE * col_tile, layout.PAGE_TOKENS, self.bits)[0]
@@ -82,14 +86,12 @@ def quantize_tokens(m, range_search, tile, part, pool, pool_meta, unit, tx):
     lane, warp = tx % layout.LANES, tx // layout.LANES
     span = part * m.warps + warp
     words = T.alloc_local((m.col_tiles,), "uint32")
-    pairs = T.alloc_local((m.atoms, STRANDS), tile.dtype)
+    pairs = T.alloc_local((m.atoms * STRANDS,), tile.dtype)
     for w in T.unroll(m.col_tiles):
         words[w] = T.uint32(empty_word(m.bits))
     for slot in T.serial(m.slots):
-        row = m.row_of(warp, slot, lane % ATOM)
         for i in static(m.atoms // MATRICES):
-            place = swizzled(row, MATRICES * i + lane // ATOM, m.row_accesses)
-            load_fragment(False, tile, place, pairs, MATRICES * i)
+            load_fragment(False, tile, m.place(warp, slot, MATRICES * i, lane), pairs, MATRICES * i)
         for group in static(m.groups):
             quantize_group(m, range_search, pairs, slot, group, words, pool_meta, unit, span, lane)
     for w in T.unroll(m.col_tiles):
@@ -102,7 +104,7 @@ def quantize_group(m, range_search, pairs, slot, group, words, pool_meta, unit, 
     """One group of a row -> its codes into the lane's words, its metadata into the record."""
     v = T.alloc_local((m.atoms_per_group, STRANDS), "float32")
     for i, e in product(static(m.atoms_per_group), static(STRANDS)):
-        v[i, e] = T.cast(pairs[group * m.atoms_per_group + i, e], "float32")
+        v[i, e] = T.cast(pairs[(group * m.atoms_per_group + i) * STRANDS + e], "float32")
     strands = [[v[i, e] for i in range(m.atoms_per_group)] for e in range(STRANDS)]
     values = [x for strand in strands for x in strand]
     low, high, scale, zero, inverse = (T.alloc_local((1,), "float32") for _ in range(5))

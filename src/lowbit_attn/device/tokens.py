@@ -45,9 +45,9 @@ def load_tokens(x, page, head, first, count, row_accesses, tile, thread, threads
 
 @T.macro
 def load_fragment(transposed, tile, place, pairs, first):
-    """Four 8 x 8 matrices, whose rows the lanes name by their ``place``, -> pairs[first : first + 4, 2] of a lane.
+    """Four 8 x 8 matrices, whose rows the lanes name by their ``place``, -> eight of a lane's pairs from 2 * first on.
 
     Lane 4g + t gets row g, columns 2t and 2t + 1 of each, or, transposed, rows 2t and 2t + 1, column g.
     """
     T.ptx_ldmatrix(T.bool(transposed), MATRICES, T.access_ptr(tile[place, 0], "r", ACCESS_HALVES),
-                   T.access_ptr(pairs[first, 0], "w", 2 * MATRICES))
+                   T.access_ptr(pairs[2 * first], "w", 2 * MATRICES))

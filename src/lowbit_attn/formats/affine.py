@@ -12,7 +12,6 @@ import torch
 MIN_SCALE = 2.0**-126  # a stored scale below this counts as 0
 SEARCH_TENTHS = (10, 9, 8, 7, 6, 5, 4, 3)  # of a group's span that range search tries
 SEARCH_FACTORS = tuple(tenths / 10 for tenths in SEARCH_TENTHS)
-SEARCH_TRIMS = tuple((10 - tenths) / 10 for tenths in SEARCH_TENTHS)  # of half the span, cut off at either end
 SEARCH_GRID = 150  # steps from a group's midpoint to its ends: all levels of 1, 2 and 4 bits at all factors are whole
 LEVELS = ("minmax", "search", "two-means")
 
@@ -46,8 +45,8 @@ def quantize_groups(x: torch.Tensor, bits: int, storage: torch.dtype, levels: st
     if levels == "minmax":
         return _span(x, low, high - low, bits, storage)
     tried = search(x, low, high, bits)
-    factor, trim = (torch.tensor(table, device=x.device)[tried] for table in (SEARCH_FACTORS, SEARCH_TRIMS))
-    bottom = torch.where(tried > 0, low + (high - low) * 0.5 * trim, low)
+    factor = torch.tensor(SEARCH_FACTORS, device=x.device)[tried]
+    bottom = torch.where(tried > 0, low + (high - low) * 0.5 * (1 - factor), low)
     return _span(x, bottom, (high - low) * factor, bits, storage)
 
 

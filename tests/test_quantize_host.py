@@ -1,0 +1,131 @@
+"""Where the quantize kernels' lanes find values and put codes: their own index functions on numpy arrays."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+from lowbit_attn import layout  # noqa: E402
+from lowbit_attn.device import groups, tokens  # noqa: E402
+from lowbit_attn.device.quantize import CodeMatrix  # noqa: E402
+from lowbit_attn.device.quantize_boost import BoostMatrix  # noqa: E402
+from lowbit_attn.device.quantize_token import ATOM, STRANDS, TokenMatrix  # noqa: E402
+from lowbit_attn.formats import FORMATS, packing  # noqa: E402
+
+LANE = np.arange(layout.LANES)
+HEAD_DIMS = (64, 96, 128, 256)
+BITS = (8, 4, 2, 1)
+
+
+def tile_of(values: np.ndarray, threads: int) -> np.ndarray:
+    """What ``load_tokens`` leaves in shared memory of values [rows, head_dim]: [accesses, 8]."""
+    row_accesses = values.shape[1] // tokens.ACCESS_HALVES
+    tile = np.full((values.shape[0] * row_accesses, tokens.ACCESS_HALVES), -1)
+    assert tile.shape[0] % threads == 0
+    row, access = tokens.token_place(np.arange(tile.shape[0]), row_accesses)
+    tile[tokens.swizzled(row, access, row_accesses)] = values.reshape(values.shape[0], row_accesses, -1)[row, access]
+    return tile
+
+
+def fragment(tile: np.ndarray, place: np.ndarray, transposed: bool) -> np.ndarray:
+    """What ldmatrix gives: [4 matrices, lane, 2]; ``place`` [lane] names the rows."""
+    matrices = tile[place].reshape(tokens.MATRICES, 8, 8)
+    matrices = matrices.transpose(0, 2, 1) if transposed else matrices
+    g, t = LANE // 4, LANE % 4
+    return np.stack([matrices[:, g, 2 * t + e] for e in range(2)], -1)
+
+
+def packed(words: np.ndarray, count: int) -> np.ndarray:
+    """Words uint32 [words of the plane, lane] -> bytes in the order of the record."""
+    plane = np.zeros(4 * count * layout.LANES, np.uint8)
+    for word in range(count):
+        at = layout.word_offset(word, LANE)
+        for byte in range(4):
+            plane[at + byte] = words[word] >> 8 * byte & 255
+    return plane
+
+
+def codes_like(rows: int, cols: int, bits: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 1 << bits, (rows, cols))
+
+
+def added(word, code, shift):
+    """How a kernel adds code_bits to a word."""
+    return (word + ((groups.ROUND_BITS + code) << shift)) % (1 << 32)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("side", "kv")
+def test_rows_pack_as_the_reference(side, bits, head_dim):
+    if side == "v" and head_dim % (16 * layout.tiles_per_word(bits)):
+        pytest.skip("no such format")
+    fmt = FORMATS[f"k{bits}v8" if side == "k" else f"k8v{bits}"]
+    m = CodeMatrix(getattr(fmt, side), head_dim)
+    codes = codes_like(m.rows, m.cols, bits)
+    tile = tile_of(codes.T if m.transposed else codes, m.threads)
+    words = np.full((m.col_tiles * m.words, layout.LANES), groups.empty_word(bits), np.int64)
+    for column_tile in range(m.col_tiles):
+        for col8 in range(2):
+            pairs = np.concatenate([fragment(tile, m.place(column_tile, col8, i, LANE), m.transposed)
+                                    for i in range(0, m.held, tokens.MATRICES)])
+            for e in range(2):
+                column = 2 * col8 + e
+                col = m.column_of(column_tile, LANE % 4, column)
+                for held in range(m.held):
+                    assert (pairs[held, :, e] == codes[8 * held + LANE // 4, col]).all()
+                    word, shift = m.word_and_shift(held, column)
+                    at = column_tile * m.words + word
+                    words[at] = added(words[at], pairs[held, :, e], shift)
+    assert np.array_equal(packed(words, len(words)), packing.pack_codes(torch.from_numpy(codes), bits).numpy())
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("bits", BITS)
+def test_tokens_pack_as_the_reference(bits, head_dim):
+    m = TokenMatrix(FORMATS[f"k{bits}tv8"].k, head_dim)
+    codes = codes_like(layout.PAGE_TOKENS, head_dim, bits)
+    words = np.full((m.spans * m.col_tiles, layout.LANES), groups.empty_word(bits), np.int64)
+    for part in range(m.parts):
+        tile = tile_of(codes[part * m.part_rows : (part + 1) * m.part_rows], m.threads)
+        for warp in range(m.warps):
+            span = part * m.warps + warp
+            for slot in range(m.slots):
+                pairs = np.concatenate([fragment(tile, m.place(warp, slot, i, LANE), False)
+                                        for i in range(0, m.atoms, tokens.MATRICES)])
+                for atom in range(m.atoms):
+                    for e in range(STRANDS):
+                        column = m.column_of(atom, LANE % 4, e)
+                        assert (pairs[atom, :, e] == codes[m.row_of(span, slot, LANE // 4), column]).all()
+                        at = m.code_word(span, atom * ATOM // layout.TILE)
+                        words[at] = added(words[at], pairs[atom, :, e], m.code_shift(slot, atom, e))
+    assert np.array_equal(packed(words, len(words)), packing.pack_codes(torch.from_numpy(codes), bits).numpy())
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_boosted_columns_are_those_of_the_tile(head_dim):
+    m = BoostMatrix(FORMATS["kitty"].k, head_dim)
+    codes = codes_like(layout.PAGE_TOKENS, head_dim, 8)
+    tile = tile_of(codes, m.threads)
+    for column_tile in range(head_dim // layout.TILE):
+        for c in range(4):
+            pairs = np.concatenate([fragment(tile, m.place(column_tile, c // 2, i, LANE), False)
+                                    for i in range(0, m.held, tokens.MATRICES)])
+            want = codes[:, m.column_of(column_tile, LANE % 4, c)]
+            assert (pairs[..., c % 2] == want[8 * np.arange(m.held)[:, None] + LANE // 4, LANE]).all()
+
+
+@pytest.mark.parametrize("lanes, same", [(groups.ROW_LANES, LANE % 4), (groups.QUAD_LANES, LANE // 4)])
+def test_lanes_of_a_group(lanes, same):
+    for lane in LANE:
+        mask = lanes.first_mask << int(lanes.first_of(lane))
+        assert [mask >> other & 1 for other in LANE] == (same == same[lane]).astype(int).tolist()
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_no_bank_conflicts(head_dim):
+    """One phase of ldmatrix reads eight consecutive rows at the same access: eight groups of four banks."""
+    row_accesses = head_dim // tokens.ACCESS_HALVES
+    for first in range(0, layout.PAGE_TOKENS, 8):
+        for access in range(row_accesses):
+            assert len(set(tokens.swizzled(first + np.arange(8), access, row_accesses) % 8)) == 8
