@@ -182,11 +182,12 @@ def test_boost_counts_are_those_of_the_arithmetic():
 def test_a_third_page_is_shared_out(target, head_dim, name):
     """Every chunk of V belongs to one ring that has its logits, and fits the slot it is loaded into."""
     fmt = FORMATS[name] if "+" not in name else gpu_matrix.parse_windowed(name)
-    for rows in sizes.rows_of(head_dim):
-        cfg = sizes.decode_config(fmt, head_dim, "float16", target, "register", rows)
+    made = [sizes.decode_config(fmt, head_dim, "float16", target, "register", rows) for rows in sizes.rows_of(head_dim)]
+    for cfg in made + [replace(made[0], warps=warps) for warps in (3, 6, 12)]:
         size, own, tiles = cfg.tile16_tokens, third.own_chunks(cfg), third.own_tiles(cfg)
         assert cfg.third_segment and cfg.slots >= 2 and size * cfg.row_accesses <= cfg.slot_accesses
-        walkers = [walker for walker in range(cfg.rings) if third.has_chunks(cfg, walker)]
+        walkers = range(third.takers(cfg))
+        assert len(walkers) <= cfg.rings
         assert [w * own + i for w in walkers for i in range(own)] == list(range(third.chunks(cfg)))
         count = 4 * tiles * cfg.columns  # accumulators that take_own moves to the front
         for walker, i in itertools.product(walkers, range(count)):
