@@ -319,11 +319,12 @@ def mma(warp, suffixes, operands, active):
 
 
 def nothing(warp, suffixes, operands, active):
-    """Fences and the barrier of a warp that runs in lock step."""
+    """Fences, waits for other launches, and the barrier of a warp that runs in lock step."""
 
 
 WHOLE = {
     "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": bulk_copy,
     "mapa": move, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "elect": elect, "prmt": permute,
     "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma, "fence": nothing, "bar": nothing,
+    "griddepcontrol": nothing,
 }
