@@ -79,9 +79,14 @@ def steps_of_tile(steps, tile: int):
     return tuple(s for s in steps if s.tile == tile)
 
 
+def row_power(piece, row_tile, element):
+    """k of the codes behind an accumulator element."""
+    return registers.row_power(TILE * row_tile + 8 * (element % 4 // 2), piece.bits)
+
+
 def code_power(piece, row_tile, element):
-    """2^-k of the codes behind an accumulator element, fp32."""
-    return pow2(-registers.row_power(TILE * row_tile + 8 * (element % 4 // 2), piece.bits))
+    """2^-k of them, fp32."""
+    return pow2(-row_power(piece, row_tile, element))
 
 
 @T.macro

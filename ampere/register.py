@@ -8,7 +8,9 @@ code. What it stands for is put back around the multiplies:
                     (centring: times N/2, it makes the rounding of q~ meet c - N/2 instead of c)
     K per token     B = q'; the accumulators of a channel group take scale and zero-point in fp32
     V per token     B = (p s)~ for the channel tiles of a group; z = sum p m is one number a row and group (centring:
-                    z = sum p (m + N/2 s) - N/2 sum (p s)~: the rounding meets c - N/2)
+                    z = sum p (m + N/2 s), and every page takes N/2 sum (p s)~ from O again: the rounding meets c - N/2,
+                    and O stays as small as what it stands for. Left in, codes, which have one sign, would add up over
+                    the sequence, and the tensor core truncates its sums)
 
 Powers of two: q' = q 2^(e_q + 11), q~ = q' s 2^(e_s + 2), p s 2^(E + 15); a row of codes at bit k of its half is
 2^(k - 24) too small. They leave with the logits, and with O after the last packed page (finish).
@@ -29,6 +31,7 @@ from lowbit_attn.ampere.codes import (
     metadata_rows,
     multiply_codes,
     pow2,
+    row_power,
     scale_query,
     value_at,
     value_of_half,
@@ -54,6 +57,7 @@ class Registers(NamedTuple):
     query_sum: Any  # K per token: sum of q' over each channel group, fp32 [channel groups, columns, 4]
     part: Any  # K per token: S of one channel group and four row tiles
     z: Any  # fp32 [channel groups of V, row values]
+    rounded: Any  # centring: sum of (p s)~ over a page's tokens, as z
     e_s: Any  # int32 [token groups], and of the zero-points
     e_m: Any
     value_exponent: Any  # E, int32 [1]
@@ -83,8 +87,9 @@ def allocate(config: DecodeConfig, thread) -> Registers:
         T.alloc_local((4 * n,), "float16"), T.alloc_local((config.row_values,), "int32"),
         T.alloc_local((4 * of_channel * n,), "float16"), T.alloc_local((4 * n,), "float32"),
         T.alloc_local((4 * of_token * n,), "float32"), T.alloc_local((4 * BLOCK * n,), "float32"),
-        T.alloc_local((config.v.groups * config.row_values,), "float32"), T.alloc_local((of_channel,), "int32"),
-        T.alloc_local((of_channel,), "int32"), T.alloc_local((1,), "int32"), T.alloc_local((BLOCK,), "uint32"),
+        *(T.alloc_local((config.v.groups * config.row_values,), "float32") for _ in range(2)),
+        *(T.alloc_local((of_channel,), "int32") for _ in range(2)), T.alloc_local((1,), "int32"),
+        T.alloc_local((BLOCK,), "uint32"),
         T.alloc_local((4,), "uint32"), minus, T.view(minus, (2,), "float16"),
         T.alloc_local((2 * config.v.groups * n,), "uint32"), meta_k, T.view(meta_k, (4,), config.k.meta_dtype),
         meta_v, T.view(meta_v, (4,), config.v.meta_dtype), pair, T.view(pair, (2,), "float16"))
@@ -282,7 +287,7 @@ def post_scale(config, lane, work, ops, softmax_scale_log2, own_e_c, own_e_m):
     """Accumulators -> logits: acc * scale 2^(11 - k - e_q - e_s) + the bias of the row and token group."""
     piece, n_groups = config.k, config.k.groups
     tiles = piece.row_tiles // n_groups
-    half_steps = ((1 << piece.bits) - 1) / 2
+    half_steps = piece.levels / 2
     shift = registers.SUBNORMAL_SHIFT - registers.QUERY_SHIFT
     bias, factor = (T.alloc_local((config.row_values,), "float32") for _ in range(2))
     for i in T.unroll(config.row_values):
@@ -357,35 +362,55 @@ def lower_exponent(config, ring, slot, lane, work, o_factor, moved):
 
 @T.macro
 def values(config, ring, slot, lane, work, ops, acc_o):
-    """O^T += V^T P^T over the 128 tokens of a packed V part, and z of the page."""
+    """O^T += V^T P^T over the 128 tokens of a packed V part, centred, and z of the page."""
     piece, columns = config.v, config.columns
-    half_steps = ((1 << piece.bits) - 1) / 2 * config.options.centring
-    factor, down = T.alloc_var("float32"), T.alloc_var("float32")
+    factor = T.alloc_var("float32")
     factor = pow2(work.value_exponent[0] + registers.PROBABILITY_SHIFT)
-    down = pow2(-registers.PROBABILITY_SHIFT - work.value_exponent[0]) * T.float32(-half_steps)
+    mma.clear(work.rounded, piece.groups * config.row_values)
     for ct in T.unroll(piece.column_tiles):
         for j in T.unroll(piece.groups):
             if config.is_crowded:
                 T.sync_warp()
             load_tokens(piece, ring, slot, j, ct, lane, work.meta_v)
             for n in T.unroll(columns):
-                for row8 in T.unroll(2):
-                    at = 4 * (ct * columns + n) + 2 * row8
-                    for v in T.unroll(2):
-                        work.z[j * config.row_values + 2 * n + v] = (
-                            work.z[j * config.row_values + 2 * n + v]
-                            + ops.acc_s[at + v] * (value_at(work.meta_v_v[2 * row8]) * T.float32(half_steps)
-                                                   + value_at(work.meta_v_v[2 * row8 + 1])))
-                    for v in T.vectorized(2):
-                        work.pair_h[v] = T.cast(ops.acc_s[at + v] * (value_at(work.meta_v_v[2 * row8]) * factor),
-                                                "float16")
-                    if config.options.centring:
-                        for v in T.unroll(2):
-                            work.z[j * config.row_values + 2 * n + v] = (
-                                work.z[j * config.row_values + 2 * n + v] + down * value_at(work.pair_h[v]))
-                    T.call_extern("handle", mma.MOVMATRIX, work.pair[0], work.b[2 * (j * columns + n) + row8])
+                scale_probabilities(config, ct, j, n, factor, work, ops)
         multiply_codes(config, piece, ring, slot, lane, work, ct, 0, piece.row_tiles, work.b,
                        lambda tile: tile // (piece.row_tiles // piece.groups), acc_o, 0)
+    if config.options.centring:
+        recentre(config, work, acc_o)
+
+
+@T.macro
+def scale_probabilities(config, token_tile, group, column, factor, work, ops):
+    """(p s)~ = fp16(p s 2^(E + 15)) of the tokens in meta_v and 8 query rows -> b; z and ``rounded`` take theirs."""
+    half_steps = config.v.levels / 2 * config.options.centring
+    for row8 in T.unroll(2):
+        at = 4 * (token_tile * config.columns + column) + 2 * row8
+        for v in T.unroll(2):
+            work.z[group * config.row_values + 2 * column + v] = (
+                work.z[group * config.row_values + 2 * column + v]
+                + ops.acc_s[at + v] * (value_at(work.meta_v_v[2 * row8]) * T.float32(half_steps)
+                                       + value_at(work.meta_v_v[2 * row8 + 1])))
+        for v in T.vectorized(2):
+            work.pair_h[v] = T.cast(ops.acc_s[at + v] * (value_at(work.meta_v_v[2 * row8]) * factor), "float16")
+        if config.options.centring:
+            for v in T.unroll(2):
+                work.rounded[group * config.row_values + 2 * column + v] = (
+                    work.rounded[group * config.row_values + 2 * column + v] + value_at(work.pair_h[v]))
+        T.call_extern("handle", mma.MOVMATRIX, work.pair[0], work.b[2 * (group * config.columns + column) + row8])
+
+
+@T.macro
+def recentre(config, work, acc_o):
+    """O -= N/2 sum (p s)~ of the page, in the accumulators' units: codes of a row at bit k are 2^(k - 24) each."""
+    piece = config.v
+    group_tiles = piece.row_tiles // piece.groups
+    softmax.sum_rows(work.rounded, piece.groups * config.row_values)
+    for i in T.unroll(4 * piece.row_tiles * config.columns):
+        tile = i // (4 * config.columns)
+        unit = pow2(row_power(piece, tile, i) - registers.SUBNORMAL_SHIFT) * T.float32(-piece.levels / 2)
+        acc_o[i] = acc_o[i] + unit * work.rounded[tile // group_tiles * config.row_values
+                                                  + softmax.row_value(config, i)]
 
 
 @T.macro

@@ -28,7 +28,7 @@ KEPT_FREE_BYTES = 3 << 30
 PERIOD = layout.PAGE_TOKENS  # steps that are timed: every sequence flushes once in them
 PART_REPLAYS = 16  # of graphs of parts that change nothing
 WARM_UP = 3
-SPARE_TOKENS = 2 * (PERIOD + WARM_UP) + 2  # appended by the step's and the append's graph, and before their capture
+SPARE_TOKENS = PERIOD + WARM_UP + 1  # that a graph's replays append before the store starts again
 ATTENTION_REPLAYS = 10  # of each candidate for 16-bit attention
 READ_MIB = (16, 64, 256, 1024)
 LARGEST = 0
@@ -37,8 +37,9 @@ POINTS = 5  # lengths at which a generation is measured
 
 @dataclass(frozen=True)
 class Result:
-    """Mean milliseconds of one decode step and of its parts, each part from a graph of its own; floors are plain reads
-    of the same bytes. layer_bytes: of one layer's cache. attention_by: what computed it."""
+    """Mean milliseconds of one decode step and of its parts: weights, attention, and both append and attention from
+    graphs of their own, append and other by difference; floors are plain reads of the same bytes. layer_bytes: of one
+    layer's cache. attention_by: what computed it."""
 
     model: str
     format: str
@@ -145,22 +146,24 @@ def measure(name: str, model: Decoder, format: str, batch: int, seqlen: int, lar
     layers, inputs = range(shape.layers), model.linear_inputs(batch)
     layer_bytes = store.layer_bytes
 
-    def append_all():
-        for i in layers:
-            store.append(i, k, v)
-
-    def attend_all():
+    def attend():
         for i in layers:
             store.attend(i, q)
 
+    def append_and_attend():
+        for i in layers:
+            store.append(i, k, v)
+            store.attend(i, q)
+
     weights = runner.ms(lambda: model.linear_step(inputs), PART_REPLAYS)
-    attention = runner.ms(attend_all, PART_REPLAYS)
+    attention = runner.ms(attend, PART_REPLAYS)
+    both = runner.ms(append_and_attend, PERIOD)
+    store.restart()
     step = runner.ms(lambda: model.step(tokens, position, store), PERIOD)
-    append = runner.ms(append_all, PERIOD)
     return Result(
-        name, format, seqlen, batch, largest, step, batch / step * 1e3, weights, attention, append, append + attention,
-        step - weights - attention - append, gpu.read_us(shape.linear_bytes) * 1e-3,
-        shape.layers * gpu.read_us(layer_bytes) * 1e-3, layer_bytes, by)
+        name, format, seqlen, batch, largest, step, batch / step * 1e3, weights, attention, both - attention, both,
+        step - weights - both, gpu.read_us(shape.linear_bytes) * 1e-3, shape.layers * gpu.read_us(layer_bytes) * 1e-3,
+        layer_bytes, by)
 
 
 def release() -> None:

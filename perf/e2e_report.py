@@ -8,7 +8,7 @@ from rich.table import Table
 from lowbit_attn.budget import SIXTEEN_BIT
 
 CAPTION = ("Random weights of the model's shape; random K and V through the quantize kernels; one graph a step. Parts "
-           "are timed in graphs of their own; other = step - parts; floor = plain reads of weights and cache.")
+           "are timed in graphs of their own, append and other by difference; floor = plain reads of the same bytes.")
 LONG, MIDDLE = 131072, 32768  # tokens
 STEP_SLACK = 0.03
 STEP_BOUNDS = {"k4v4": 0.72, "k2v2": 0.66}  # of the 16-bit step at 128K, batch 1

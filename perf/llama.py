@@ -182,6 +182,9 @@ class SixteenBitStore:
         for mine, given in zip(self.kv[layer], (k, v)):
             mine[:, :, self.last] = given[:, 0]
 
+    def restart(self) -> None:
+        """Steps leave the length as it is."""
+
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [batch, 1, num_heads, head_dim] -> o of its shape."""
         if self.attend_with is None:
@@ -217,6 +220,7 @@ class LowBitStore:
         self.caches = [lowbit_attn.KVCache(format, pages, shape.num_heads_kv, shape.head_dim, dtype, device,
                                            sinks_of(format), max_batch=batch, max_seqlen=seqlen + spare)
                        for _ in range(shape.layers)]
+        self.starts = [cache.counters() for cache in self.caches]
 
     @staticmethod
     def _pages(seqlen: int) -> int:
@@ -251,6 +255,7 @@ class LowBitStore:
         for start in range(0, len(k), FILL_TOKENS):
             cache.prefill(0, k[start : start + FILL_TOKENS], v[start : start + FILL_TOKENS])
         self._copy_first_row(cache)
+        self.starts[layer] = [x.clone() for x in cache.counters()]
 
     def _copy_first_row(self, cache: lowbit_attn.KVCache) -> None:
         used = int(cache.n_qk[0]) // layout.PAGE_TOKENS
@@ -262,6 +267,14 @@ class LowBitStore:
         for x in (*cache.counters(), cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v):
             x[1:] = x[:1].clone()
         cache.sync()
+
+    def restart(self) -> None:
+        """The lengths after ``fill`` again, so that every measurement reads as much; the newest tokens' values stay
+        those that steps have written."""
+        for cache, start in zip(self.caches, self.starts):
+            for x, value in zip(cache.counters(), start):
+                x.copy_(value)
+            cache.sync()
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.caches[layer].append(k, v)

@@ -127,7 +127,7 @@ def plot(
     results: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS,
     folder: Annotated[str, typer.Option(help="Where the plots go, in the repository.")] = PLOTS,
 ) -> None:
-    """Draw boost-rate.svg and .png, and quality.svg and .png, of the newest numbers."""
+    """Draw boost-rate.svg and .png (curves that are complete), and quality.svg and .png, of the newest numbers."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -142,47 +142,53 @@ def plot(
             print(*(target / f"{name}.{kind}" for kind in ("png", "svg")))
 
 
+def boost_labels(selection: str, is_search: bool) -> list[str]:
+    """Labels of a selection's cases, by rate."""
+    names = (boosted(rate, SELECTIONS[0] if rate in (0, 100) else selection) for rate in RATES)
+    return [name + ", search" * is_search for name in names]
+
+
 def boost_figure(lines: dict[str, dict]):
-    """Perplexity against boost rate, a curve for each selection; the 16-bit baseline dashed."""
+    """Perplexity against boost rate, a curve for each selection that is complete; the 16-bit baseline dashed."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, is_search in zip(panels, (False, True)):
+    curves = {}
+    for is_search, selection in product((False, True), SELECTIONS):
+        labels = boost_labels(selection, is_search)
+        if lines.keys() >= set(labels):
+            curves[is_search, selection] = [lines[label]["perplexity"] for label in labels]
+    searches = sorted({is_search for is_search, _ in curves})
+    figure = Figure(figsize=(1 + 4.7 * len(searches), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(searches), sharey=True, squeeze=False)[0]
+    some = lines["16 bit"]
+    for axes, is_search in zip(panels, searches, strict=True):
         for selection, marker in zip(SELECTIONS, "osd^", strict=True):
-            labels = [boosted(rate, SELECTIONS[0] if rate in (0, 100) else selection) for rate in RATES]
-            values = [lines[label + ", search" * is_search]["perplexity"] for label in labels]
-            axes.plot(RATES, values, marker=marker, markersize=4, label=selection)
-        axes.axhline(lines["16 bit"]["perplexity"], linestyle="--", linewidth=0.8, color="grey", label="16 bit")
+            if values := curves.get((is_search, selection)):
+                axes.plot(RATES, values, marker=marker, markersize=4, label=selection)
+        axes.axhline(some["perplexity"], linestyle="--", linewidth=0.8, color="grey", label="16 bit")
         axes.set(xlabel="K channels boosted from 2 to 4 bits (%)", xticks=RATES,
                  title="with range search" if is_search else "plain ranges, as published")
     panels[0].set_ylabel("perplexity")
     panels[0].legend(title="channels chosen by")
-    some = lines["16 bit"]
     figure.suptitle(f"{some['model']}, {some['tokens']:,} tokens, {SINKS} sinks, V of 2 bits", fontsize=10)
     return figure
 
 
 def table_figure(lines: dict[str, dict]):
-    """Perplexity against stored bits per element at the model's head_dim, one named point a case."""
+    """A bar a case, in the table's order: how much its perplexity is above that of 16 bit, and its bits per element."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    base, cases = lines["16 bit"], [label for label in lines if lines[label]["options"] is not None]
+    excess = [100 * (lines[label]["perplexity"] / base["perplexity"] - 1) for label in cases]
+    figure = Figure(figsize=(8, 1.2 + 0.25 * len(cases)), layout="constrained")
     axes = figure.subplots()
-    base = lines["16 bit"]
-    for label, line in lines.items():
-        if line["options"] and "simulator" not in label:
-            axes.plot(line["bits_per_element"], line["perplexity"], "o", markersize=4, color="C0")
-            axes.annotate(label, (line["bits_per_element"], line["perplexity"]), fontsize=7, xytext=(5, 0),
-                          textcoords="offset points", va="center")
-    axes.axhline(base["perplexity"], linestyle="--", linewidth=0.8, color="grey", label="16 bit")
-    axes.set(xlabel=f"bits per element (head_dim {HEAD_DIM})", ylabel="perplexity", yscale="log",
-             title=f"{base['model']}, {base['tokens']:,} tokens of Python's help texts")
-    ticks = (12, 13, 14, 16, 18, 20, 22)
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.margins(x=0.25)
-    axes.legend()
+    bars = axes.barh([f"{label}, {lines[label]['bits_per_element']:.2f} bits" for label in cases], excess, height=0.7)
+    axes.bar_label(bars, [f"{lines[label]['perplexity']:.2f}" for label in cases], padding=3, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set(xlabel=f"perplexity above 16 bit's {base['perplexity']:.2f} (%)",
+             title=f"{base['model']}, {base['tokens']:,} tokens of help texts")
     return figure
 
 

@@ -3,7 +3,7 @@
 What the decode kernels of the register path must compute, step by step: record bytes -> words -> A registers (fp16
 subnormals) -> m16n8k16 -> accumulators, with one rounding to 16 bit where an operand is made and fp32 elsewhere. One
 ``Warp`` owns its pages, its running softmax and its accumulators. m16n8k16 and movmatrix are written from the PTX
-definitions; a product of 16 terms is exact, its sum with the accumulator rounds to fp32 once.
+definitions; a product of 16 terms is exact, its sum with the accumulator goes to fp32 once, by ``ROUNDING``.
 """
 
 import numpy as np
@@ -47,13 +47,27 @@ def b_matrix(regs: np.ndarray) -> np.ndarray:
     return matrix
 
 
+def nearest(x: np.ndarray) -> np.ndarray:
+    """fp64 -> fp32."""
+    return x.astype(np.float32)
+
+
+def toward_zero(x: np.ndarray) -> np.ndarray:
+    """fp64 -> fp32 as tensor cores do it: digits beyond 24 are cut off."""
+    near = x.astype(np.float32)
+    return np.where(np.abs(near) > np.abs(x), np.nextafter(near, np.float32(0)), near)
+
+
+ROUNDING = nearest  # of the sums that multiply makes
+
+
 def multiply(a: np.ndarray, b: np.ndarray, acc: np.ndarray | None = None) -> np.ndarray:
     """m16n8k16 over the steps axis: a [..., steps, 16, 16], b [..., steps, 16, 8] -> accumulators [..., 32, 4]."""
     products = (a @ b)[..., C_ROW, C_COL]
     if acc is None:
         acc = np.zeros((*products.shape[:-3], *products.shape[-2:]), np.float32)
     for step in range(products.shape[-3]):
-        acc = (acc + products[..., step, :, :]).astype(np.float32)
+        acc = ROUNDING(acc + products[..., step, :, :])
     return acc
 
 
@@ -260,13 +274,27 @@ class Warp:
         operand = rounded(p * (pairs[..., 0] * pow2(exponent + registers.PROBABILITY_SHIFT))[:, None])
         half_steps = np.float32(((1 << side.bits) - 1) / 2 * self.centring)
         centre = pairs[..., 1] + half_steps * pairs[..., 0]
-        weighted = p * centre[:, None]  # [group, query tile, token tile, lane, element]
-        weighted = weighted - half_steps * pow2(-registers.PROBABILITY_SHIFT - exponent) * operand
-        self.z += weighted.reshape(*weighted.shape[:-1], 2, 2).sum((2, -2), dtype=np.float32)
+        self.z += self._sum_of_page(p * centre[:, None])
         a = code_matrix(record, self.record.v_planes, self.head_dim, side.bits)
-        group_of = np.arange(len(a)) * layout.TILE * self.groups_v // self.head_dim
-        b = self._transposed(operand).swapaxes(0, 1)[:, group_of]
+        b = self._transposed(operand).swapaxes(0, 1)[:, self._group_of_tile()]
         self.acc_o = multiply(a, b, self.acc_o)
+        if self.centring:
+            self.recentre(self._sum_of_page(operand))
+
+    def recentre(self, total: np.ndarray) -> None:
+        """O -= N/2 of the page's sum of operands, of which ``total`` is the lanes' share as in z."""
+        half_steps = np.float32(((1 << self.format.v.bits) - 1) / 2)
+        total = np.tile(over_lanes(total, np.add), 2)[self._group_of_tile()].swapaxes(0, 1)
+        power = powers(self.acc_o.shape[1], self.format.v.bits)
+        self.acc_o = self.acc_o - half_steps * pow2(power - registers.SUBNORMAL_SHIFT) * total
+
+    def _sum_of_page(self, x: np.ndarray) -> np.ndarray:
+        """[group, query tile, token tile, lane, element] -> each lane's share as in z."""
+        return x.reshape(*x.shape[:-1], 2, 2).sum((2, -2), dtype=np.float32)
+
+    def _group_of_tile(self) -> np.ndarray:
+        """Channel group of V of each row tile of O."""
+        return np.arange(self.head_dim // layout.TILE) * layout.TILE * self.groups_v // self.head_dim
 
     def _transposed(self, p: np.ndarray) -> np.ndarray:
         """P^T accumulators [..., token tile, lane, 4] -> B matrices [..., token tile, 16, 8]."""
@@ -277,10 +305,8 @@ class Warp:
         """After the last packed V: powers out of O, zero-points in."""
         if self.true_scale:
             return
-        o_tiles = self.acc_o.shape[1]
-        power = powers(o_tiles, self.format.v.bits)
-        group_of = np.arange(o_tiles) * layout.TILE * self.groups_v // self.head_dim
-        z = np.tile(over_lanes(self.z, np.add), 2)[group_of].swapaxes(0, 1)
+        power = powers(self.acc_o.shape[1], self.format.v.bits)
+        z = np.tile(over_lanes(self.z, np.add), 2)[self._group_of_tile()].swapaxes(0, 1)
         in_two = pow2(registers.SUBNORMAL_SHIFT - power), pow2(-registers.PROBABILITY_SHIFT - self.exponent)
         self.acc_o = self.acc_o * in_two[0] * in_two[1] + z
         self.true_scale = True

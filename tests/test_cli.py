@@ -1,4 +1,4 @@
-"""``lowbit-attn doctor`` and ``suggest``, the arithmetic of budget.py, and the facts of environment.py."""
+"""``lowbit-attn doctor``, ``suggest`` and ``info``, the arithmetic of budget.py, and the facts of environment.py."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lowbit_attn import FORMATS, KVCache, budget, environment, toolchain
+from lowbit_attn import FORMATS, KVCache, budget, environment, kernels, toolchain
 from lowbit_attn.budget import GPUS, Model
 from lowbit_attn.cli import app
 from lowbit_attn.environment import Gpu, Tool
@@ -241,6 +241,78 @@ def test_suggest_json():
 def test_suggest_refuses(args, words):
     result = run("suggest", *SHAPE, *args)
     assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("call", json.loads(budget.MEASURED.read_text())["calls"], ids=str)
+def test_measured_calls_come_back(call):
+    """A model of one layer in the shape of a measured call takes the measured time."""
+    model = Model(1, call["heads"], call["kv_heads"], call["head_dim"])
+    row = budget.suggest(model, call["seqlen"], call["batch"], GPUS["h200"], [call["format"]])[1]
+    assert row.measured_ms == pytest.approx(call["us"] * 1e-3) and row.measured_ms > row.floor_ms
+    assert call["gpu"] == GPUS["h200"].name and len(call["commit"]) == 12
+
+
+def test_what_was_not_measured_has_no_time():
+    for model, gpu, name in ((MODEL, "h100", "k4v4"), (MODEL, "h200", "k1v1"), (Model(1, 8, 8, 64), "h200", "k4v4"),
+                             (Model(1, 128, 8, 128), "h200", "k4v4")):
+        assert budget.suggest(model, 32768, 1, GPUS[gpu], [name])[1].measured_ms is None
+    # little is read no faster than the shortest measured call, much in proportion to the largest
+    small, large, larger = (budget.suggest(MODEL, ctx, batch, GPUS["h200"], ["k4v4"])[1].measured_ms
+                            for ctx, batch in ((4096, 1), (131072, 16), (131072, 32)))
+    assert small == pytest.approx(32 * 57.3e-3) and larger == pytest.approx(2 * large, rel=0.01)
+
+
+def test_info_shows_the_dispatchers_pick():
+    shown = json.loads(run("info", "k4v4", "--arch", "hopper", "--heads", 64, "--q-len", 8, "--json").output)
+    want, _ = kernels.pick("hopper", FORMATS["k4v4"], 128, torch.float16, 64)
+    one, = shown["served"]
+    assert (one["path"], one["kernel_rows"]) == want and one["passes"] == 1 and one["target"] == "sm_90a"
+    assert shown["record_bytes"] == 17408 and shown["bytes_per_token"] == 8 * 17408 / 128
+    assert [(p["side"], p["name"], p["offset"], p["bytes"]) for p in shown["planes"]] == [
+        ("K", "codes", 0, 8192), ("K", "meta", 8192, 512), ("V", "codes", 8704, 8192), ("V", "meta", 16896, 512)]
+    many, = json.loads(run("info", "kitty", "--arch", "hopper", "--heads", 64, "--q-len", 8, "--json").output)["served"]
+    assert many["passes"] == 64 // many["kernel_rows"] > 1
+
+
+def test_info_reads_the_manifest(monkeypatch, tmp_path):
+    from lowbit_attn import compile
+
+    monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
+    key = kernels.KernelKey("decode", "ampere", "sm_80", "float16", 128, "k4v4", "register", 8)
+    compile.so_path(key).parent.mkdir(parents=True)
+    compile.so_path(key).write_bytes(b"")
+    (tmp_path / "kernels/manifest.json").write_text(json.dumps({str(key): {"registers": 181, "smem_total_bytes": 777}}))
+    built, other = json.loads(run("info", "k4v4", "--arch", "ampere", "--json").output)["served"]
+    assert (built["is_built"], built["registers"], built["smem_bytes"]) == (True, 181, 777)
+    assert (other["target"], other["is_built"], other["registers"]) == ("sm_89", False, None)
+    assert "181" in run("info", "k4v4").output
+
+
+@pytest.mark.parametrize("args, words", [
+    (("k4v5",), "did you mean k4v4"), (("k4v1", "--head-dim", "96"), "multiple of 64 rows"),
+    (("k4v4", "--heads", "9"), "heads: got 9"), (("k4v4", "--q-len", "17"), "q-len: got 17, supported: 1 to 16"),
+    (("k4v4", "--arch", "volta"), "arch: got volta, supported: hopper, ampere"),
+    (("k4v4", "--feature", "alibi"), "feature: got alibi, supported: softcap, window"),
+    (("k4v4", "--dtype", "float8"), "dtype: got float8, supported: float16, bfloat16"),
+])
+def test_info_refuses(args, words):
+    result = run("info", *args)
+    assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
+
+
+def test_info_says_why_not():
+    for args, words in ((("kitty", "--path", "tile"), "hopper tile path: format kitty, supported"),
+                        (("k4v4", "--path", "fast"), "path: 'fast' is not known on hopper, supported: "),
+                        (("k4v4", "--head-dim", "32"), "head_dim 32, supported: 64, 96, 128, 256")):
+        shown = run("info", "--arch", "hopper", *args).output
+        assert "sm_90a: not served" in shown and words in shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_bench_needs_a_gpu():
+    result = run("bench", "--format", "k4v4")
+    assert result.exit_code == 1 and "bench: needs a CUDA device" in result.output
+    assert "did you mean" in run("bench", "--format", "k4v5").output
 
 
 def test_the_entry_point_is_installed():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ops import arguments, assert_same, fresh_compiler  # noqa: F401
+from test_ops import arguments, assert_same, fresh_compiler, step_arguments  # noqa: F401
 
 import lowbit_attn
 import lowbit_attn.ops
@@ -90,6 +90,8 @@ def test_a_captured_call_serves_every_length_and_allocates_nothing(arch, cache, 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = lowbit_attn.decode(q, cache)
+    cache.plans.clear()  # a graph outlives its plan
+    junk = [torch.full((1 << n,), 7.0, device="cuda") for n in range(20)]
     for length in (0, 1, 127, 128, 500):
         if length:
             cache.prefill(1, tokens(length, 2, 128), tokens(length, 2, 128))
@@ -100,6 +102,7 @@ def test_a_captured_call_serves_every_length_and_allocates_nothing(arch, cache, 
             graph.replay()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert_same(got, want)
+    assert all((x == 7).all() for x in junk)
 
 
 def test_the_first_call_of_a_kind_may_be_a_captured_one(arch, cache, q):
@@ -144,3 +147,31 @@ def test_host_time_of_an_eager_call(arch):
         steps[name]()
         us = host_time.call_us(steps[name], calls=200, rounds=20, over=min)
         assert us < HOST_BOUND_US, f"{name}: {us:.1f} us"
+
+
+def test_opcheck_of_append(arch, cache):
+    cache.reserve([0, 1], 900)
+    rows = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
+    given = (tokens(2, 2, 2, 128), tokens(2, 2, 2, 128), rows, *step_arguments(cache))
+    torch.library.opcheck(torch.ops.lowbit_attn.append.default, given)
+
+
+@pytest.mark.parametrize("mode", ("aot_eager", "inductor", "reduce-overhead"))
+def test_compiled_steps_are_eager_steps(arch, cache, mode):
+    """Append and decode in one graph over 150 steps, which pack blocks in both sequences."""
+    cache.reserve([0, 1], 1100)
+    eager = testing.to_device(cache, "cuda")
+    lowbit_attn.ops.mark_static(cache)
+
+    def both(q, k, v):
+        cache.append(k, v)
+        return lowbit_attn.decode(q, cache)
+
+    how = dict(mode=mode) if mode == "reduce-overhead" else dict(backend=mode)
+    step = torch.compile(both, fullgraph=True, **how)
+    for _ in range(150):
+        q, k, v = tokens(2, 2, 8, 128), tokens(2, 2, 2, 128), tokens(2, 2, 2, 128)
+        eager.append(k, v)
+        assert_same([x.clone() for x in step(q, k, v)], lowbit_attn.decode(q, eager))
+    cache.sync()
+    testing.assert_same_state(cache, eager)

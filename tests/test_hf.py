@@ -305,7 +305,7 @@ def test_accepts_explicit_causal_masks(model):
     assert torch.equal(torch.cat((first, second), 1), expected)
 
 
-def test_refuses_training_beams_and_cropping(model):
+def test_refuses_training_beams_and_cropping_without_drafts(model):
     model.train()
     try:
         with pytest.raises(NotImplementedError, match="training"):
@@ -324,6 +324,52 @@ def test_refuses_training_beams_and_cropping(model):
             call()
     with pytest.raises(ValueError, match="batch 2"):
         feed(model, tokens(4, batch=2), cache, 4)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("start", [100, 122, 125, 126, 127, 128, 129, 130, 131, 132, 150])
+def test_cropped_drafts_leave_no_trace(start, window):
+    """Two right and four wrong drafts at every place around a block's end; then as if there were no wrong ones."""
+    k, v, q = random_steps(start + 150, batch=2)
+    asked, wrong = Attention(window=window), torch.randn(3, 2, HEADS_KV, 4, DIM)
+    drafted, plain = (hf.LowBitCache("k8v8", max_q_len=5).layer_class_to_replicate() for _ in range(2))
+
+    def step(layer, first, last, extra=None):
+        new_k, new_v, new_q = (x[:, :, first:last] for x in (k, v, q))
+        if extra is not None:
+            new_k, new_v = torch.cat((new_k, wrong[0]), 2), torch.cat((new_v, wrong[1]), 2)
+            new_q = torch.cat((new_q, wrong[2].repeat_interleave(HEADS // HEADS_KV, 1)), 2)
+        return layer.attend(layer.update(new_k, new_v)[0], new_q, asked)[:, : last - first]
+
+    for layer in (drafted, plain):
+        step(layer, 0, start)
+    torch.testing.assert_close(step(drafted, start, start + 2, wrong), step(plain, start, start + 2))
+    drafted.crop(-4)
+    assert drafted.get_seq_length() == plain.get_seq_length() == start + 2
+    for first, last in ((2, 3), (3, 4), (4, 20), (20, 150)):
+        first, last = start + first, start + last
+        torch.testing.assert_close(step(drafted, first, last), step(plain, first, last), rtol=0.02, atol=0.01)
+    for got, want in zip(drafted.tail, plain.tail) if window else zip(drafted.kv.gather(1), plain.kv.gather(1)):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("tokens_to_remove", [-5, 1, -100])
+def test_crops_beyond_the_drafts_are_refused(tokens_to_remove):
+    layer = hf.LowBitCache("k8v8", max_q_len=5).layer_class_to_replicate()
+    new_kv(random_steps(300), layer, 300)
+    with pytest.raises(NotImplementedError, match=f"crop: got {tokens_to_remove} with max_q_len = 5"):
+        layer.crop(tokens_to_remove)
+    assert layer.get_seq_length() == 300
+
+
+def test_prompt_lookup_drafts_give_the_same_tokens(model):
+    """transformers' assisted generation: drafts from the prompt, the rejected ones cropped."""
+    ids = tokens(30).repeat(1, 5)
+    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, min_new_tokens=24)
+    cache = hf.LowBitCache("k8v8", max_q_len=8)
+    out = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=6, **options)
+    assert torch.equal(out, model.generate(ids, past_key_values=hf.LowBitCache("k8v8"), **options))
+    assert cache.is_croppable and cache.get_seq_length() == 150 + 23
 
 
 def test_wrong_pairings_name_the_remedy(llama):

@@ -215,3 +215,25 @@ def test_values_of_any_size(name, first, second):
     v[:128] *= first
     v[128:] *= second
     check_values(torch.randn(300, 1, 64), v, torch.randn(1, 1, 4, 64), name)
+
+
+def carried(warp: emulation.Warp, total: np.ndarray) -> None:
+    """What centring takes from O, taken from z instead: it meets O only after the last page."""
+    half_steps = np.float32(((1 << warp.format.v.bits) - 1) / 2)
+    warp.z -= half_steps * emulation.pow2(-registers.PROBABILITY_SHIFT - warp.exponent) * total
+
+
+@pytest.mark.parametrize("name", ("k4v4", "k2v2"))
+def test_truncated_sums_of_many_pages(monkeypatch, name):
+    """Tensor cores truncate, so O must not grow with the codes' one sign: 64 pages a warp lose nothing by it."""
+    problem = testing.build(Case(name, head_dim=64, num_heads=2, num_heads_kv=1, lengths=(8193,), poison=False))
+    want = testing.expected(problem).o[0]
+
+    def error() -> float:
+        return testing.relative_error(emulation.decode(problem.q, problem.cache, 1, 1)[0][0], want)
+
+    exact_sums = error()
+    monkeypatch.setattr(emulation, "ROUNDING", emulation.toward_zero)
+    assert error() < 1.1 * exact_sums
+    monkeypatch.setattr(emulation.Warp, "recentre", carried)
+    assert error() > 3 * exact_sums

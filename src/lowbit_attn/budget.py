@@ -5,10 +5,13 @@ little reaches less bandwidth, so the floor of a layer is the time of a plain re
 """
 
 import difflib
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.layout import PAGE_TOKENS
@@ -17,6 +20,22 @@ MIB = 1 << 20
 MIN_GAIN = 1.05  # a whole step faster than 16 bit by less than this counts as no gain
 MAX_QUERY_ROWS = 64  # query rows (GQA ratio x q_len) one pass over a page serves; more rows read it again
 SIXTEEN_BIT = "16 bit"
+MEASURED = Path(__file__).parent / "measured.json"  # decode calls timed by perf/bench.py, one a line of ``calls``
+MEASURED_ROWS = 8  # query rows a KV head of the kernels that were timed
+
+Points = tuple[tuple[float, float], ...]
+
+
+def interpolate(points: Points, x: float) -> float:
+    """Straight lines between rising points; below the first its own y, beyond the last in proportion."""
+    above = bisect_right([size for size, _ in points], x)
+    if above == 0:
+        return points[0][1]
+    x0, y0 = points[above - 1]
+    if above == len(points):
+        return y0 * x / x0
+    x1, y1 = points[above]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 @dataclass(frozen=True)
@@ -28,7 +47,7 @@ class Gpu:
 
     name: str
     memory_gb: float
-    reads: tuple[tuple[float, float], ...]
+    reads: Points
     source: str
 
     @property
@@ -38,15 +57,10 @@ class Gpu:
 
     def read_us(self, nbytes: float) -> float:
         """Time of one kernel that reads this many bytes, straight lines between the points."""
-        sizes = [size for size, _ in self.reads]
-        above = bisect_right(sizes, nbytes)
-        if above == len(sizes):
-            return nbytes / self.peak_tb_per_s * 1e-6
-        (x1, y1), (x0, y0) = self.reads[above], self.reads[above - 1] if above else (0.0, 0.0)
-        return y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0)
+        return interpolate(((0.0, 0.0), *self.reads) if self.reads[0][0] else self.reads, nbytes)
 
 
-def _measured(empty_us: float, *rates: tuple[int, float]) -> tuple[tuple[float, float], ...]:
+def _measured(empty_us: float, *rates: tuple[int, float]) -> Points:
     """Points from (MiB, TB/s) pairs and the time of an empty kernel."""
     return ((0.0, empty_us), *((mib * MIB, mib * MIB / rate * 1e-6) for mib, rate in rates))
 
@@ -91,6 +105,7 @@ class Row:
 
     bits: stored bits per element of the whole cache, 16-bit tails included; cache_gb in 10^9 bytes; max_batch: largest
     batch of this context that fits beside the weights; floor_ms: least time a token step needs to read the cache;
+    measured_ms: the same by this package's kernels, between decode calls measured on this GPU (None: none was);
     ratio: the 16-bit floor over this one; step_ratio: the same with the time of the weights added to both (None: not
     known).
     """
@@ -101,6 +116,7 @@ class Row:
     fits: bool = False
     max_batch: int = 0
     floor_ms: float = 0.0
+    measured_ms: float | None = None
     ratio: float = 0.0
     step_ratio: float | None = None
     reason: str = ""
@@ -143,6 +159,31 @@ def floor_us(gpu: Gpu, model: Model, layer_bytes: float) -> float:
     return model.layers * gpu.read_us(layer_bytes * passes)
 
 
+@cache
+def _calls() -> dict:
+    return json.loads(MEASURED.read_text())
+
+
+def measured_note(gpu: Gpu) -> str:
+    """GPU, date and commits of the measured calls."""
+    calls = [call for call in _calls()["calls"] if call["gpu"] == gpu.name]
+    return f"{gpu.name}, {_calls()['date']}, commit {', '.join(dict.fromkeys(call['commit'] for call in calls))}"
+
+
+def measured_ms(gpu: Gpu, model: Model, fmt: Format | None, layer_bytes: float) -> float | None:
+    """Time of a token step's decode calls, from those measured on this GPU with this format; None if none was.
+
+    layer_bytes: of one layer's cache of the batch. A call takes at least as long as the shortest measured one.
+    """
+    if fmt is None or model.num_heads // model.num_heads_kv > MEASURED_ROWS:
+        return None
+    points = tuple(sorted(
+        (call["batch"] * sequence_bytes(fmt, call["kv_heads"], call["head_dim"], call["seqlen"]), call["us"])
+        for call in _calls()["calls"]
+        if (call["gpu"], call["format"], call["head_dim"]) == (gpu.name, fmt.name, model.head_dim)))
+    return model.layers * interpolate(points, layer_bytes) * 1e-3 if points else None
+
+
 def suggest(model: Model, ctx: int, batch: int, gpu: Gpu, formats: Iterable[str] | None = None,
             sinks: int = 0) -> list[Row]:
     """The 16-bit row, then one row for each format (default: the presets), in the given order.
@@ -173,7 +214,7 @@ def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | None, sinks
         step_ratio = (plain_floor + weights_us) / (floor + weights_us)
     max_batch = max(0, int((gpu.memory_gb * 1e9 - weights) // (model.layers * sequence)))
     row = Row(name, 16 * sequence / plain, batch * model.layers * sequence * 1e-9, max_batch >= batch, max_batch,
-              floor * 1e-3, plain_floor / floor, step_ratio)
+              floor * 1e-3, measured_ms(gpu, model, fmt, batch * sequence), plain_floor / floor, step_ratio)
     reason = _reason(row, fmt, ctx - sinks < PAGE_TOKENS + (max(fmt.window_k, fmt.window_v) if fmt else 0))
     return Row(**{**vars(row), "reason": reason})
 

@@ -128,14 +128,17 @@ class KVCache(CacheState):
         if batch > self.max_batch or not 1 <= tokens <= self.max_q_len:
             raise ValueError(f"k: {batch} sequences of {tokens} tokens, supported: at most max_batch = "
                              f"{self.max_batch} of 1 to max_q_len = {self.max_q_len} tokens")
+        if self.query_weights is not None:
+            raise NotImplementedError(f"query_weights: format {self.format} under torch.compile, supported: eager "
+                                      "calls, or formats that choose channels without them")
         k, v = (self._enter(name, x, (batch, tokens)) for name, x in (("k", k), ("v", v)))
         rows = self.all_rows[:batch] if seqs is None else seqs
         check_tensor("seqs", rows, (batch,), (torch.int32,), self.device)
         self.is_captured = True
         torch.ops.lowbit_attn.append(
             k, v, rows, self.pool, self.table, *self.counters(), self.sink_k, self.sink_v, self.ring_k, self.ring_v,
-            self.limit, self.faults, self.arrivals, self.format.name, list(self.strides), self.range_search, self.sinks,
-            self.window_k, self.window_v)
+            self.limit, self.faults, self.arrivals, self.format.name, list(self.strides), self.query_weights,
+            self.range_search, self.sinks, self.window_k, self.window_v)
 
     def flush(self, seqs: Sequence[int] | None = None) -> None:
         """Pack every full block beyond the windows of these sequences (default: all). Idempotent."""

@@ -269,7 +269,7 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
     def picked(rows: int, path: str | None = None):
         return pick(arch, FORMATS[name], head_dim, getattr(torch, dtype), rows, path)[0]
 
-    shapes = [picked(rows) for rows in SHIPPED_ROWS]
+    shapes = [picked(rows) for rows in SHIPPED_ROWS if head_dim <= WIDE_HEAD_DIM or rows < SHIPPED_ROWS[-1]]
     if (name, dtype) == ("k4v4", "float16"):
         shapes += [picked(ROWS[-1]), picked(ROWS[0], "tile")]
     return sorted({shape for shape in shapes if shape})

@@ -16,13 +16,13 @@ import torch
 
 from lowbit_attn import dispatch, kernels
 from lowbit_attn.cache import BACKENDS, KVCache, Strides
-from lowbit_attn.formats import FORMATS
+from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.reference import Attention
 from lowbit_attn.state import Counts
 
 STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v")
 STEP_STATE = (*STATE, "limit", "faults", "arrivals")
-STEP_VALUES = ("range_search", "sinks", "window_k", "window_v")
+STEP_VALUES = ("query_weights", "range_search", "sinks", "window_k", "window_v")
 _READ_BY_STEPS = ("table", "limit")
 _STATE_SCHEMA = ", ".join(f"Tensor {name}" for name in STATE)
 _STEP_SCHEMA = ", ".join(f"Tensor{'' if name in _READ_BY_STEPS else f'({chr(97 + i)}!)'} {name}"
@@ -37,7 +37,8 @@ _LIBRARY.define(f"decode(Tensor q, {_STATE_SCHEMA}, Tensor? sink_logits, {_VALUE
 _LIBRARY.define(f"decode_out(Tensor q, Tensor(a!) out, Tensor(b!) lse, {_STATE_SCHEMA}, Tensor? sink_logits, "
                 f"{_VALUES_SCHEMA}) -> ()", tags=torch.Tag.pt2_compliant_tag)
 _LIBRARY.define(f"append(Tensor k, Tensor v, Tensor rows, {_STEP_SCHEMA}, str format, int[] strides, "
-                "bool? range_search, int sinks, int window_k, int window_v) -> ()", tags=torch.Tag.pt2_compliant_tag)
+                "Tensor? query_weights, bool? range_search, int sinks, int window_k, int window_v) -> ()",
+                tags=torch.Tag.pt2_compliant_tag)
 
 
 class HeldCache(KVCache):
@@ -47,6 +48,7 @@ class HeldCache(KVCache):
         vars(self).update(state, **values)
         self.format, self.strides = FORMATS[format], Strides(*strides)
         self.device, self.dtype, self.rotate_keys = self.pool.device, self.ring_k.dtype, False
+        self.query_weights = None
         self.max_batch, self.num_heads_kv, _, self.head_dim = self.ring_k.shape
         self.record = self.format.record(self.head_dim)
 
@@ -62,7 +64,12 @@ class HeldCache(KVCache):
         return Counts(*(x.cpu().numpy() for x in self.counters()))
 
 
-_unnamed = torch.compiler.assume_constant_result(kernels.unnamed)  # a format does not change; tracing it would warn
+def _unnamed(fmt: Format) -> list[str]:
+    return kernels.unnamed(fmt)
+
+
+# A format does not change. This is all that torch.compiler.assume_constant_result does, but that imports the compiler.
+_unnamed._dynamo_marked_constant = True
 
 
 def traced_decode(q: torch.Tensor, cache: KVCache, out: torch.Tensor | None, lse: torch.Tensor | None,

@@ -14,6 +14,7 @@ from lowbit_attn.demo import model as models
 from lowbit_attn.demo import report
 
 FULL_TOKENS, QUICK_TOKENS = 2048, 512
+BENCHED = ["k4v4", "k2v2"]
 CONTEXT_TOKENS, ANSWER_TOKENS = 600, 40  # of the question that is answered by every format
 
 
@@ -61,9 +62,21 @@ def run(console: Console, gguf: Path, tokens: int, out: Path, extra: list[tuple[
     report.save_plot(out / "demo.png", rows, ids.shape[1])
     report.save_json(out / "demo.json", rows, tokens=ids.shape[1], device=device, answers={
         label: tokenizer.decode(answer) for label, answer in answers.items()})
+    _bench(console)
     console.print(f"\nPlot: {out / 'demo.png'}   numbers: {out / 'demo.json'}   "
                   f"in all {time.perf_counter() - start:.0f} s")
     console.print("Next: python -m lowbit_attn.demo --quick --format k4v2-vg32 --sinks 32", markup=False)
+
+
+def _bench(console: Console) -> None:
+    """Decode at 32K on this GPU beside 16 bit, or a line that says why not."""
+    from lowbit_attn.cli import bench
+
+    if reason := bench.unavailable():
+        console.print(f"\nDecode at 32K tokens was not timed: {reason}.", markup=False)
+        return
+    console.print("\nDecode at 32K tokens, random data (kernels that are not built yet are built first):")
+    bench.bench(BENCHED, 32, 8, 128, 8, 1, 32768, None, False)
 
 
 def _progress(console: Console) -> Progress:

@@ -52,17 +52,22 @@ def check_sha256(path: Path, expected: str) -> None:
 
 def load(gguf: Path, device: str):
     """(model, tokenizer) in eval mode, without any network: fp32 on the CPU, fp16 on a GPU."""
+    return load_folder(gguf.parent, device, gguf_file=gguf.name)
+
+
+def load_folder(folder: Path, device: str, **files):
+    """The same for a folder that transformers can load; files: its ``gguf_file``."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the GGUF reader's bar, beside the callers' own
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), **files)
     dtype = torch.float32 if device == "cpu" else torch.float16
-    where = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **files)
     return model.to(device).eval(), tokenizer
 
 

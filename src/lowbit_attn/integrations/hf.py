@@ -43,6 +43,8 @@ class LowBitCache(Cache):
     Args:
         format: a name of FORMATS ("k4v4", "k2v2-vg32", ...) or a Format.
         sinks, range_search, rotate_keys, saturate: as in KVCache; sinks None: the format's own (Kitty's: 32).
+        max_q_len: one more than the draft tokens that may be taken back at once (assisted generation, prompt lookup):
+            so many recent tokens stay in 16 bit at least.
         max_seqlen: longest sequence, allocated at once and never moved; None: the pools double when they are full.
         dtype: 16-bit type of sinks and open blocks; None: the model's, fp16 for an fp32 model.
         path: decode path, as in lowbit_attn.decode; None: the dispatcher's pick.
@@ -58,9 +60,9 @@ class LowBitCache(Cache):
     """
 
     def __init__(self, format: str | Format, *, sinks: int | None = None, range_search: bool | None = None,
-                 rotate_keys: bool = False, max_seqlen: int | None = None, dtype: torch.dtype | None = None,
-                 saturate: bool = False, path: str | None = None, sliding: str = "16bit", window: int | None = None,
-                 keep_sinks: bool = False):
+                 rotate_keys: bool = False, max_q_len: int = 1, max_seqlen: int | None = None,
+                 dtype: torch.dtype | None = None, saturate: bool = False, path: str | None = None,
+                 sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False):
         one_of("sliding", sliding, SLIDING)
         if window is not None and window < 1:
             raise ValueError(f"window: got {window}, supported: 1 or more tokens")
@@ -70,7 +72,7 @@ class LowBitCache(Cache):
         sinks = self.format.sinks if sinks is None else sinks
         layer = partial(LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype, path=path, sliding=sliding,
                         window=window, keep_sinks=keep_sinks, sinks=sinks, range_search=range_search,
-                        saturate=saturate, rotate_keys=rotate_keys)
+                        saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
         super().__init__(layer_class_to_replicate=layer)
 
     @property

@@ -49,7 +49,6 @@ class LowBitLayer(CacheLayerMixin):
 
     is_sliding = False  # the window is applied by ``attend``, so masks always count from the first token
     is_compileable = False
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self, format: Format, *, max_seqlen: int | None = None, dtype: torch.dtype | None = None,
@@ -58,7 +57,7 @@ class LowBitLayer(CacheLayerMixin):
         super().__init__()
         self.format, self.max_seqlen, self.kv_dtype, self.path = format, max_seqlen, dtype, path
         self.sliding, self.window, self.keep_sinks, self.options = sliding, window, keep_sinks, options
-        self.sinks = options.get("sinks", 0)
+        self.sinks, self.max_drafts = options.get("sinks", 0), options.get("max_q_len", 1) - 1
         self.kv = self.tail = self.handle = None
         self.length, self.pads = 0, ()
 
@@ -223,7 +222,8 @@ class LowBitLayer(CacheLayerMixin):
         shift = self.length + query.shape[2] - k.shape[2]  # tokens that left the window
         out = dense.attend(query, k.to(query.dtype), v.to(query.dtype), options,
                            [max(0, pad - shift) for pad in pads])
-        kept = slice(max(0, k.shape[2] - options.window + 1), None)
+        # beside the window - 1 tokens that the next query sees, those that a crop would bring back into its window
+        kept = slice(max(0, k.shape[2] - options.window + 1 - self.max_drafts), None)
         self.tail = k[:, :, kept].clone(), v[:, :, kept].clone()
         return out
 
@@ -248,12 +248,28 @@ class LowBitLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens; the memory of pages stays allocated."""
         if self.kv is not None:
-            self.kv.clear([row for row, pad in enumerate(self.pads) if self.length > pad])
+            self.kv.clear(range(self.batch_size))
         self.tail, self.length, self.handle, self.pads = None, 0, None, (0,) * len(self.pads)
 
+    @property
+    def is_croppable(self) -> bool:
+        return self.max_drafts > 0
+
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove != 0:
-            self._refuse("crop", "packed blocks cannot be taken apart")
+        """Forget the last -tokens_to_remove tokens: rejected drafts, max_q_len - 1 at most."""
+        drop = -tokens_to_remove
+        if drop == 0 or self.length == 0:
+            return
+        held = min(self.length - pad for pad in self.pads)
+        if not 0 < drop <= min(self.max_drafts, held):
+            raise NotImplementedError(f"crop: got {tokens_to_remove} with max_q_len = {self.max_drafts + 1} and {held} "
+                                      "tokens, supported: negative numbers of tokens, max_q_len - 1 at most (give "
+                                      "LowBitCache a max_q_len of 2 to 16), for packed blocks cannot be taken apart")
+        if self.tail is not None:
+            self.tail = tuple(x[:, :, :-drop] for x in self.tail)
+        else:
+            self.kv.rewind(range(self.batch_size), drop)
+        self.length -= drop
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._refuse("reorder_cache", "beam search copies sequences, and pages are not shared between them")

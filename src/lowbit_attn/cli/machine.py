@@ -1,36 +1,32 @@
-"""The command line: ``lowbit-attn doctor`` and ``lowbit-attn suggest``. Prints; finds and computes nothing itself."""
+"""``lowbit-attn doctor`` and ``lowbit-attn suggest``: what this machine has, and what a format would gain."""
 
 import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from lowbit_attn import budget, environment
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Decode attention over KV caches of 1 to 8 bits.")
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+from lowbit_attn.cli.common import JsonOption, console, fail, table
 
 
-@app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """Show what this machine has for building and running the kernels, and what to install where something lacks."""
     found = environment.gather()
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=1))
         return
-    table = Table(show_header=False, box=None, pad_edge=False)
+    shown = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _doctor_lines(found):
-        table.add_row(f"[bold]{name}", escape(value))
-    console = _console()
-    console.print(table)
-    console.print(f"[bold]will use[/]: {escape(found.will_use)}", soft_wrap=True)
+        shown.add_row(f"[bold]{name}", escape(value))
+    out = console()
+    out.print(shown)
+    out.print(f"[bold]will use[/]: {escape(found.will_use)}", soft_wrap=True)
     for name, tool in found.tools.items():
         if tool.remedy:
-            console.print(f"[bold]{name}[/] is missing: {escape(tool.remedy)}", soft_wrap=True)
+            out.print(f"[bold]{name}[/] is missing: {escape(tool.remedy)}", soft_wrap=True)
 
 
 def _doctor_lines(found: environment.Environment):
@@ -50,7 +46,6 @@ def _doctor_lines(found: environment.Environment):
     yield "cache", found.cache_dir
 
 
-@app.command()
 def suggest(
     layers: Annotated[int, typer.Option(help="Layers with attention.")],
     kv_heads: Annotated[int, typer.Option(help="KV heads of a layer.")],
@@ -70,40 +65,31 @@ def suggest(
         device, tokens = budget.gpu_named(gpu), budget.parse_tokens(ctx)
         rows = budget.suggest(model, tokens, batch, device, format, sinks)
     except (ValueError, KeyError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        fail(error)
     if as_json:
         answer = {"gpu": device.name, "memory_gb": device.memory_gb, "read_tb_per_s": round(device.peak_tb_per_s, 3),
                   "read_source": device.source, "ctx": tokens, "batch": batch, "rows": [asdict(row) for row in rows]}
         typer.echo(json.dumps(answer, indent=1))
         return
-    console = _console()
-    console.print(_suggest_table(rows))
-    console.print(f"{device.name}: {device.memory_gb:g} GB, reads at most {device.peak_tb_per_s:.2f} TB/s "
-                  f"({device.source}). The floor is a plain read of the cache; attention takes longer.", soft_wrap=True)
+    out = console()
+    out.print(_suggest_table(rows))
+    out.print(f"{device.name}: {device.memory_gb:g} GB, reads at most {device.peak_tb_per_s:.2f} TB/s "
+              f"({device.source}). The floor is a plain read of the cache.", soft_wrap=True)
+    if any(row.measured_ms is not None for row in rows):
+        out.print(f"kernels ms: between decode calls measured on {budget.measured_note(device)}, of the same head_dim "
+                  f"and up to {budget.MEASURED_ROWS} query rows a KV head.", soft_wrap=True)
     if weights_gb is None:
-        console.print("With --weights-gb, the gain of a whole step and the room beside the weights are shown.")
+        out.print("With --weights-gb, the gain of a whole step and the room beside the weights are shown.")
 
 
 def _suggest_table(rows: list[budget.Row]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("format", "bits/elt", "cache GB", "fits", "max batch", "floor ms/token", "x 16 bit", "x step", "note"):
-        table.add_column(name, justify="left" if name in ("format", "note") else "right", no_wrap=name != "note")
+    shown = table("format", "bits/elt", "cache GB", "fits", "max batch", "floor ms/token", "kernels ms", "x 16 bit",
+                  "x step", "note")
     for row in rows:
         if not row.cache_gb:
-            table.add_row(row.format, *["-"] * 7, escape(row.reason))
+            shown.add_row(row.format, *["-"] * 8, escape(row.reason))
             continue
-        step = "-" if row.step_ratio is None else f"{row.step_ratio:.2f}"
-        table.add_row(row.format, f"{row.bits:.2f}", f"{row.cache_gb:.2f}", "yes" if row.fits else "no",
-                      str(row.max_batch), f"{row.floor_ms:.3f}", f"{row.ratio:.2f}", step, row.reason)
-    return table
-
-
-def _console() -> Console:
-    """Wide enough for the tables when the output is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
-
-
-if __name__ == "__main__":
-    app()
+        step, measured = ("-" if x is None else f"{x:.{n}f}" for x, n in ((row.step_ratio, 2), (row.measured_ms, 3)))
+        shown.add_row(row.format, f"{row.bits:.2f}", f"{row.cache_gb:.2f}", "yes" if row.fits else "no",
+                      str(row.max_batch), f"{row.floor_ms:.3f}", measured, f"{row.ratio:.2f}", step, row.reason)
+    return shown

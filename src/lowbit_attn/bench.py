@@ -1,0 +1,138 @@
+"""Times decode beside a plain read of the same bytes and torch's best 16-bit attention, in one run on one GPU.
+
+Random data, distinct pages in permuted order, 64 residual tokens a sequence, L2 flushed, medians. ``us`` is the
+whole call (decode and combine) replayed from a CUDA graph. Needs a CUDA device and triton's timer.
+"""
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lowbit_attn import KVCache, decode, kernels, layout, loader
+from lowbit_attn.testing import permute_pages
+
+RESIDUAL_TOKENS = 64
+READ_CTAS_PER_SM = (1, 2, 3, 4, 6)
+# TB/s of a plain read on one H200 by MiB read (design measurement); a run below 95 % of it is void
+READ_RATE_TBPS = {16: 1.7, 32: 2.24, 64: 2.71, 128: 3.25, 256: 3.77, 512: 4.16, 2048: 4.49}
+VOID_BELOW = 0.95
+SDPA_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One decode step: every sequence holds ``seqlen`` tokens."""
+
+    format: str
+    batch: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    seqlen: int
+    q_len: int = 1
+
+    def __str__(self) -> str:
+        heads, queries = f"{self.num_heads}/{self.num_heads_kv}", f" q{self.q_len}" * (self.q_len > 1)
+        return f"{self.format} b{self.batch} {heads} d{self.head_dim} L{self.seqlen}{queries}"
+
+
+def make_cache(case: BenchCase) -> KVCache:
+    """Random K and V through the cache's own quantize kernels; the last 64 tokens stay in the residual."""
+    length = case.seqlen // layout.PAGE_TOKENS * layout.PAGE_TOKENS - layout.PAGE_TOKENS + RESIDUAL_TOKENS
+    pages = case.batch * (length // layout.PAGE_TOKENS)
+    cache = KVCache(case.format, pages, case.num_heads_kv, case.head_dim, device="cuda",
+                                max_batch=case.batch, max_seqlen=length, max_q_len=case.q_len)
+    for row in range(case.batch):
+        k, v = (torch.randn(length, case.num_heads_kv, case.head_dim, device="cuda", dtype=torch.float16)
+                for _ in range(2))
+        cache.prefill(row, k, v)
+    permute_pages(cache, seed=1)
+    return cache
+
+
+def call_bytes(case: BenchCase, cache: KVCache) -> int:
+    """Packed records, sinks, residual, q and o of the call."""
+    return cache.nbytes + 2 * case.batch * case.q_len * case.num_heads * case.head_dim * 2
+
+
+def graph_us(step) -> float:
+    """Median time of one replay of a captured step, L2 flushed before each."""
+    from triton.testing import do_bench
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return 1e3 * do_bench(graph.replay, warmup=10, rep=60, return_mode="median")
+
+
+@cache
+def read_us(nbytes: int) -> tuple[float, str]:
+    """Best plain read of so many bytes over the launch shapes, and which it was."""
+    words = torch.randint(-(2**31), 2**31 - 1, (-(-nbytes // 16), 4), dtype=torch.int32, device="cuda")
+    data = words.view(torch.uint32)
+    sink = torch.zeros(1, dtype=torch.uint32, device="cuda")
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    shapes = {}
+    for key in kernels.baselines("hopper"):
+        for per_sm in READ_CTAS_PER_SM:
+            kernel, ctas = loader.load(key), per_sm * sms
+            shapes[f"{key.variant}x{per_sm}"] = graph_us(lambda: kernel(data, sink, ctas))  # noqa: B023
+    best = min(shapes, key=shapes.get)
+    return shapes[best], best
+
+
+@cache
+def fp16_us(batch: int, num_heads: int, num_heads_kv: int, head_dim: int, seqlen: int,
+            q_len: int) -> tuple[float, str]:
+    """Best 16-bit decode attention of torch here over its backends, contiguous K and V, and which it was.
+
+    Several queries see all tokens: the mask within a step would cost a backend more than it saves.
+    """
+    q = torch.randn(batch, num_heads, q_len, head_dim, device="cuda", dtype=torch.float16)
+    k, v = (torch.randn(batch, num_heads_kv, seqlen, head_dim, device="cuda", dtype=torch.float16) for _ in range(2))
+    times = {}
+    # torch says at length why a backend has no kernel for the shape
+    warnings.filterwarnings("ignore", message=".*(kernel|attention).*")
+    for backend in SDPA_BACKENDS:
+        def step():
+            with sdpa_kernel(backend):  # noqa: B023
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=num_heads != num_heads_kv)
+        try:
+            times[f"sdpa {backend.name.lower()}"] = graph_us(step)
+        except RuntimeError:
+            continue  # this backend has no kernel for the shape
+    best = min(times, key=times.get)
+    return times[best], best
+
+
+def read_rate_floor(nbytes: int) -> float:
+    """Least credible read rate in TB/s for this size: between the measured sizes, linear in log2."""
+    size = torch.tensor(nbytes / 2**20).log2().item()
+    points = [(torch.tensor(float(m)).log2().item(), rate) for m, rate in READ_RATE_TBPS.items()]
+    if size <= points[0][0]:
+        return 0.0
+    for (x0, y0), (x1, y1) in zip(points, points[1:]):
+        if size <= x1:
+            return VOID_BELOW * (y0 + (y1 - y0) * (size - x0) / (x1 - x0))
+    return VOID_BELOW * points[-1][1]
+
+
+def measure(case: BenchCase, cache: KVCache, arch: str, path: str | None) -> dict:
+    """The numbers of one case: a cache of ``make_cache``, read by one architecture's kernels on one path (None: the
+    dispatcher's pick)."""
+    q = torch.randn(case.batch, case.q_len, case.num_heads, case.head_dim, device="cuda", dtype=torch.float16)
+    nbytes = call_bytes(case, cache)
+    us = graph_us(lambda: decode(q, cache, path=path))
+    read, read_shape = read_us(nbytes)
+    fp16, fp16_by = fp16_us(case.batch, case.num_heads, case.num_heads_kv, case.head_dim, case.seqlen, case.q_len)
+    return {
+        "arch": arch, "path": path, "format": case.format, "batch": case.batch, "heads": case.num_heads,
+        "kv_heads": case.num_heads_kv, "head_dim": case.head_dim, "seqlen": case.seqlen, "q_len": case.q_len,
+        "us": round(us, 2), "bytes": nbytes, "read_us": round(read, 2), "read_shape": read_shape,
+        "fp16_us": round(fp16, 2), "fp16_by": fp16_by, "void": nbytes / read / 1e6 < read_rate_floor(nbytes),
+    }

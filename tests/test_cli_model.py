@@ -1,0 +1,75 @@
+"""``lowbit-attn generate`` and ``quality`` on a small model in a local folder."""
+
+import json
+import string
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_models import build  # noqa: E402
+
+from lowbit_attn import quality  # noqa: E402
+from lowbit_attn.cli import app  # noqa: E402
+
+TEXT = "the quick brown fox jumps over the lazy dog and then it sleeps " * 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random Llama with a tokenizer of single characters."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("model")
+    letters = {c: i for i, c in enumerate(["<unk>", "<eos>", "<pad>", " ", *string.ascii_lowercase])}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>",
+                                         unk_token="<unk>").save_pretrained(path)
+    build("llama").save_pretrained(path)
+    return path
+
+
+def run(*args):
+    return CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "160"})
+
+
+@pytest.mark.parametrize("name, nbytes", [("16", 2 * 322 * 2 * 64 * 4), ("k8v8", None)])
+def test_generate(folder, name, nbytes):
+    result = run("generate", TEXT, "--model", folder, "--format", name, "--tokens", 8)
+    assert result.exit_code == 0, result.output
+    assert "8 tokens after 315 in" in result.output and "tokens/s" in result.output
+    assert nbytes is None or f"cache {name}: {nbytes:,} bytes, in 16 bit {nbytes:,}" in result.output
+
+
+def test_quality_prints_and_writes_what_compare_gives(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    text, lines, plot = tmp_path / "text.txt", tmp_path / "lines.jsonl", tmp_path / "plot.png"
+    text.write_text(TEXT)
+    result = run("quality", "--model", folder, "--text", text, "--format", "k4v4", "--format", "k2v2", "--sinks", 4,
+                 "--no-search", "--tokens", 200, "--jsonl", lines, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    read = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [line["cache"] for line in read] == ["16 bit", "k4v4, 4 sinks, no search", "k2v2, 4 sinks, no search"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids[:, :200]
+    want = quality.evaluate(model, ids, dict(format="k2v2", sinks=4, range_search=False))
+    assert read[2]["perplexity"] == pytest.approx(want.perplexity) and read[2]["kl"] == pytest.approx(want.kl)
+    assert read[2]["options"] == dict(format="k2v2", sinks=4, range_search=False)
+    shown = next(line for line in result.output.splitlines() if line.startswith("k2v2"))
+    assert f"{want.perplexity:.3f}" in shown and f"{want.top1:.1%}" in shown and f"{want.cache_bytes:,}" in shown
+
+
+@pytest.mark.parametrize("args, words", [
+    (("generate", "a", "--model", "/nowhere"), "model: got '/nowhere', supported: 'demo', or a folder"),
+    (("generate", "a", "--format", "k4v5"), "did you mean k4v4"),
+    (("generate", "a", "--sinks", "-1"), "sinks: got -1"),
+    (("quality", "--text", "/nowhere.txt"), "text: got '/nowhere.txt', supported: a text file"),
+])
+def test_refusals(args, words):
+    result = run(*args)
+    assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
