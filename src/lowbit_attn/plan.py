@@ -32,9 +32,9 @@ _NO_SINK_LOGIT: dict[torch.device, torch.Tensor] = {}
 
 def no_sink_logit(device: torch.device) -> torch.Tensor:
     """A sink logit of -inf for every head: fp32 [1]. Kept for good, since captured graphs outlive plans."""
-    if is_capturing(device):
-        return _NO_SINK_LOGIT.get(device, torch.full((1,), -torch.inf, device=device))
     if device not in _NO_SINK_LOGIT:
+        if is_capturing(device):
+            return torch.full((1,), -torch.inf, device=device)
         # a copy from the host is complete when it returns, so that any stream may read it
         _NO_SINK_LOGIT[device] = torch.tensor([-torch.inf], device=device)
     return _NO_SINK_LOGIT[device]
