@@ -18,8 +18,13 @@ def chunks(config) -> int:
 
 
 def own_chunks(config) -> int:
-    """Chunks of a page that a ring takes, if it takes any (has_chunks)."""
-    return max(1, chunks(config) // config.rings)
+    """Chunks of a page that a ring takes, if it takes any: the least power of two that leaves none over."""
+    return next(n for n in (1, 2, 4, 8) if n * config.rings >= chunks(config))
+
+
+def takers(config) -> int:
+    """Rings that take part: the first ones."""
+    return chunks(config) // own_chunks(config)
 
 
 def own_tiles(config) -> int:
@@ -27,17 +32,12 @@ def own_tiles(config) -> int:
     return own_chunks(config) * config.tile16_tokens // TILE
 
 
-def has_chunks(config, walker):
-    """Whether a ring takes part."""
-    return config.rings <= chunks(config) or walker < chunks(config)
-
-
 @T.macro
 def walk(config, pool_of, work_range, rows, ring, walker, member, lane, regs, ops, work, scales):
     """Every page first .. last - 1 of the range, on O in true scale; the ring is empty before and after."""
     slot, address = T.alloc_var("int32"), T.alloc_var("int32")
     slot = walker * config.slots
-    if has_chunks(config, walker):
+    if config.rings == takers(config) or walker < takers(config):
         for page in T.serial(work_range.last - work_range.first):
             address = pages.record_address(pool_of, work_range.first + page)
             load.issue_piece(config, config.k, pool_of.pool, address, ring.words, slot, member)
@@ -74,7 +74,7 @@ def issue_chunk(config, state, page, chunk, ring, slot, member):
 def take_own(config, acc_s, walker):
     """Logits of the ring's own chunks -> the first accumulators."""
     count = 4 * own_tiles(config) * config.columns
-    for other in T.unroll(min(config.rings, chunks(config)) - 1):
+    for other in T.unroll(takers(config) - 1):
         if walker == other + 1:
             for i in T.unroll(count):
                 acc_s[i] = acc_s[(other + 1) * count + i]
