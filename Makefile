@@ -20,11 +20,10 @@ define need
 	  $(PY) -m pip install -q -e '.[$(2)]'; }
 endef
 
-# A passive wait keeps a busy machine from stalling the many small CPU operations of decoding; TQDM_DISABLE silences
-# the GGUF reader's bar beside the demo's own.
+# A passive wait keeps a busy machine from stalling the many small CPU operations of decoding.
 demo: | $(PY)
 	$(call need,transformers$(comma) accelerate$(comma) gguf$(comma) matplotlib,demo,transformers and friends (about 60 MB))
-	@OMP_WAIT_POLICY=PASSIVE TQDM_DISABLE=1 $(PY) -m lowbit_attn.demo $(if $(filter-out 0,$(QUICK)),--quick)
+	@OMP_WAIT_POLICY=PASSIVE $(PY) -m lowbit_attn.demo $(if $(filter-out 0,$(QUICK)),--quick)
 
 test: | $(PY)
 	$(call need,pytest$(comma) xdist$(comma) hypothesis$(comma) pytest_timeout$(comma) transformers,test,pytest and transformers (about 60 MB))

@@ -3,17 +3,24 @@
 from dataclasses import dataclass, replace
 
 from lowbit_attn import layout
-from lowbit_attn.formats import Format
+from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel, PerToken
-from lowbit_attn.kernels import FEATURES, ROWS, SMEM_LIMIT_BYTES, Checks
+from lowbit_attn.kernels import FEATURES, ROWS, SMEM_LIMIT_BYTES, Checks, KernelKey
 from lowbit_attn.registers import Options
 
 # (warps, ring slots of each), best first: the first that fits is taken. More warps hide the latency of the multiplies,
 # more slots that of memory; two slots are the least that overlaps loading with arithmetic. One warp is slow: it is
 # there for 8-bit codes at head_dim 256 on sm_89.
-SHAPES = ((8, 3), (8, 2), (4, 3), (4, 2), (2, 3), (2, 2), (1, 3), (1, 2))
+SHAPES = ((12, 3), (12, 2), (8, 3), (8, 2), (4, 3), (4, 2), (2, 3), (2, 2), (1, 3), (1, 2))
+MAX_WARPS = 12  # of a block whose warps have rings of their own
+MAX_WIDE_WARPS = 8  # the same where the registers of a thread are many: 8 warps may have 255 each, 12 only 168
 SHARED_SLOTS = (4, 3, 2)  # of the one ring of a block whose warps share their pages
+
+# Of an SM (CUDA programming guide, "Technical specifications per compute capability"); the system takes 1 KiB a block.
+SM_SHARED_BYTES = {"sm_80": 167_936, "sm_89": 102_400, "sm_90": 233_472}
+BLOCK_RESERVED_BYTES = 1024
+SM_REGISTERS, THREAD_REGISTERS = 65_536, 256  # THREAD_REGISTERS: the most of a thread, as they are given out
 
 LANES = layout.LANES
 ACCESS_BYTES = 16  # one cp.async, one LDS.128, one row of an ldmatrix
@@ -214,6 +221,24 @@ class DecodeConfig:
         return self.k.groups > 1 and (self.head_dim > 128 or (self.columns > 1 and self.head_dim > 64))
 
     @property
+    def max_warps(self) -> int:
+        """Warps of a block at most: 12 where a thread's registers are few enough."""
+        is_narrow = self.columns == 1 and self.head_dim < WIDE and self.k.groups == 1 and self.path == "register"
+        return MAX_WARPS if is_narrow else min(MAX_WARPS, MAX_WIDE_WARPS)
+
+    @property
+    def parts_ahead(self) -> int:
+        """Parts that are under way before the first is read. A shared ring refills a slot after the next barrier only,
+        so one stays empty at first."""
+        return self.slots - self.shares_pages
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """Blocks that an SM surely holds at once, whatever registers the compiler gives a thread; at least 1."""
+        by_shared = SM_SHARED_BYTES[self.target] // (self.shared_bytes + BLOCK_RESERVED_BYTES)
+        return max(1, min(by_shared, SM_REGISTERS // (THREAD_REGISTERS * self.threads)))
+
+    @property
     def ring_floats(self) -> int:
         return self.slots * self.slot_accesses * ACCESS_BYTES // 4
 
@@ -235,13 +260,22 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
     configs = [DecodeConfig(target, head_dim, dtype, path, *shape, k, v, third, Options.without(without),
                             tuple(features), boost) for shape in _shapes(head_dim, rows)]
     limit = SMEM_LIMIT_BYTES[target]
-    for config in configs:
-        # a warp's own ring also holds, at the end, the warp's O
-        if config.shared_bytes <= limit and (config.shares_pages or config.merge_floats <= config.ring_floats):
-            return config
+    # a warp's own ring also holds, at the end, the warp's O
+    fitting = [c for c in configs if c.shared_bytes <= limit and c.warps <= c.max_warps
+               and (c.shares_pages or c.merge_floats <= c.ring_floats)]
+    if fitting and fitting[0].shares_pages:  # four warps do not fill an SM: rather a second block than more slots
+        return max(fitting, key=lambda c: (c.rows, min(c.ctas_per_sm, 2)))
+    if fitting:
+        return fitting[0]
     least = configs[-1]
     raise ValueError(f"format {fmt}, head_dim {head_dim}: {least.warps} warps with {least.slots} slots need "
                      f"{least.shared_bytes} B of shared memory, {target} has {limit} B a block")
+
+
+def ctas_per_sm(key: KernelKey) -> int:
+    """Blocks of a decode kernel that an SM surely holds at once."""
+    return decode_config(FORMATS[key.format], key.head_dim, key.dtype, key.target, key.variant, key.rows, key.without,
+                         key.features).ctas_per_sm
 
 
 def rows_of(head_dim: int) -> tuple[int, ...]:

@@ -124,15 +124,16 @@ def _prim_func(config: DecodeConfig):
         table_b: T.int32,
         table_h: T.int32,
     ):
-        with T.Kernel(num_splits * row_blocks, heads_kv, batch, threads=config.threads) as (place, head, seq):
+        # blocks that read the same pages are neighbours, blocks of a split come before those of the next
+        with T.Kernel(heads_kv * row_blocks, batch, num_splits, threads=config.threads) as (place, seq, split):
             thread = T.get_thread_binding()
             warp, lane = thread // LANES, thread % LANES
             ring = shared_ring(config)
             regs, ops, work = softmax.state(config), mma.operands(config), steps.allocate(config, thread)
-            ratio, split, first_row, num_rows = (T.alloc_var("int32") for _ in range(4))
+            ratio, head, first_row, num_rows = (T.alloc_var("int32") for _ in range(4))
             ratio = T.truncdiv(heads, heads_kv)
-            split = T.truncdiv(place, row_blocks)
-            first_row = (place - split * row_blocks) * config.rows
+            head = T.truncdiv(place, row_blocks)
+            first_row = (place - head * row_blocks) * config.rows
             if config.shares_pages:
                 first_row = first_row + warp * config.warp_rows
             num_rows = T.min(ratio * q_len - first_row, config.warp_rows)

@@ -1,9 +1,9 @@
 """Instruction counts predicted from arithmetic, to hold against the disassembly (SASS) of a built kernel.
 
 The code of a page is straight-line and appears once in the SASS, so static counts (``expected_static``) are those of
-one packed page and warp (``per_page``) plus what stands outside the page loop: the copies of the first ``slots`` parts,
-one tile of 16-bit tokens, a page whose V is in 16 bit, and the merge. Integer instructions of addresses, masks and
-guards are not predicted: LOP3 comes out up to half as much again. Softcap and window are not counted either.
+one packed page and warp (``per_page``) plus what stands outside the page loop: the copies of the first parts, one tile
+of 16-bit tokens, a page whose V is in 16 bit, and the merge. Integer instructions of addresses, masks and guards are
+not predicted: LOP3 comes out up to half as much again. Softcap and window are not counted either.
 """
 
 from collections import Counter
@@ -104,7 +104,8 @@ def expected_static(config: DecodeConfig) -> dict[str, int]:
         "HMMA": n * fragments,
         "LDSM": fragments,
         "LDS": 0 if config.shares_pages else 3 * config.warps,  # merge: maximum, sum, one channel of each warp
-        "LDGSTS": sum(part_copies[part % 2] for part in range(config.slots)) + 4 * tile_copies,  # sinks, residual: K, V
+        # the first parts; sinks and residual: K, V
+        "LDGSTS": sum(part_copies[part % 2] for part in range(config.parts_ahead)) + 4 * tile_copies,
         "MOVM": 2 * tiles * n,
     })
     if config.third_segment:

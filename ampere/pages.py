@@ -1,7 +1,9 @@
 """The packed pages of a split: a warp walks its own, each through its ring of record parts, or all warps walk all.
 
 Parts are numbered 2*page + side in the order of use; part n sits in slot n % slots and is replaced there by part
-n + slots. ``ahead`` holds the pool addresses of the pages that this reaches, read an iteration early.
+n + slots: in a warp's own ring as soon as it is read, in a shared one after the barrier that shows part n + 1 to all
+threads, which is when all have read part n: one barrier a part. ``ahead`` holds the pool addresses of the pages that
+this reaches, read an iteration early.
 """
 
 from typing import Any, NamedTuple
@@ -47,12 +49,39 @@ def record_address(pages: Pool, page):
 
 @T.macro
 def refill(config, pages, ahead, i, mine, side, ring, slot, member):
-    """Into a slot that was just read: the part that follows ``slots`` parts on."""
+    """Into a slot that was just read: the part that follows ``slots`` parts on. side -1: V of the page before."""
     follower = side + config.slots
     if i + follower // 2 < mine:
         load.issue_piece(config, config.pieces[follower % 2], pages.pool, ahead[follower // 2], ring.words, slot,
                          member)
     T.ptx_commit_group()
+
+
+@T.macro
+def enter(config, pages, ahead, i, mine, side, ring, walker, slot, member):
+    """Wait until the part in ``slot`` is there for all threads of the ring."""
+    T.ptx_wait_group(config.parts_ahead - 1)
+    load.meet(config)
+    if config.shares_pages:
+        refill(config, pages, ahead, i, mine, side - 1, ring, before(config, walker, slot), member)
+
+
+@T.macro
+def leave(config, pages, ahead, i, mine, side, ring, slot, member):
+    """The part in ``slot`` has been read."""
+    if not config.shares_pages:
+        load.meet(config)
+        refill(config, pages, ahead, i, mine, side, ring, slot, member)
+
+
+def after(config, walker, slot):
+    """The slot of the next part."""
+    return T.if_then_else(slot == walker * config.slots + (config.slots - 1), walker * config.slots, slot + 1)
+
+
+def before(config, walker, slot):
+    """The slot of the part before."""
+    return T.if_then_else(slot == walker * config.slots, walker * config.slots + (config.slots - 1), slot - 1)
 
 
 @T.macro
@@ -96,33 +125,28 @@ def walk(config, pages, work_range, rows, ring, walker, member, lane, regs, ops,
     if mine > 0:
         for i in static(reach + 1):
             ahead[i] = record_address(pages, T.min(begin + i * config.rings, last - 1))
-        for part in static(config.slots):
+        for part in static(config.parts_ahead):
             if part // 2 < mine:
                 load.issue_piece(config, config.pieces[part % 2], pages.pool, ahead[part // 2], ring.words, slot + part,
                                  member)
             T.ptx_commit_group()
     for i in T.serial(mine):
         ahead[reach + 1] = record_address(pages, T.min(begin + (i + reach + 1) * config.rings, last - 1))
-        T.ptx_wait_group(config.slots - 1)
-        load.meet(config)
+        enter(config, pages, ahead, i, mine, SIDE_K, ring, walker, slot, member)
         if queries.present(config, rows):
             logits(config, work_range, begin + i * config.rings, rows, ring, slot, lane, ops, work, scales)
-        load.meet(config)
-        refill(config, pages, ahead, i, mine, SIDE_K, ring, slot, member)
-        slot = T.if_then_else(slot == walker * config.slots + (config.slots - 1), walker * config.slots, slot + 1)
+        leave(config, pages, ahead, i, mine, SIDE_K, ring, slot, member)
+        slot = after(config, walker, slot)
         if steps.VALUES_BEFORE_SOFTMAX:
-            T.ptx_wait_group(config.slots - 1)
-            load.meet(config)
+            enter(config, pages, ahead, i, mine, SIDE_V, ring, walker, slot, member)
         if queries.present(config, rows):
             probabilities(config, ring, slot, lane, regs, ops, work)
         if not steps.VALUES_BEFORE_SOFTMAX:
-            T.ptx_wait_group(config.slots - 1)
-            load.meet(config)
+            enter(config, pages, ahead, i, mine, SIDE_V, ring, walker, slot, member)
         if queries.present(config, rows):
             steps.values(config, ring.words, slot, lane, work, ops, regs.acc_o)
-        load.meet(config)
-        refill(config, pages, ahead, i, mine, SIDE_V, ring, slot, member)
-        slot = T.if_then_else(slot == walker * config.slots + (config.slots - 1), walker * config.slots, slot + 1)
+        leave(config, pages, ahead, i, mine, SIDE_V, ring, slot, member)
+        slot = after(config, walker, slot)
         for n in static(reach + 1):
             ahead[n] = ahead[n + 1]
     T.ptx_wait_group(0)

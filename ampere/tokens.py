@@ -24,6 +24,11 @@ class Tokens(NamedTuple):
     slots_v: Any
 
 
+def first_tile(config, walker):
+    """The first tile of a ring; dealt out from the last ring on, since the first have the more pages."""
+    return config.rings - 1 - walker
+
+
 @T.macro
 def walk(config, tokens, rows, ring, walker, member, lane, regs, ops, scales):
     """Tiles of 16-bit tokens dealt out to the rings, ``config.token_buffers`` in flight, two slots each: K, then V.
@@ -31,19 +36,20 @@ def walk(config, tokens, rows, ring, walker, member, lane, regs, ops, scales):
     No residual tile wraps around a ring: packed tokens come in 128s, and the rings are multiples of 64.
     """
     size, buffers = config.tile16_tokens, config.token_buffers
-    sink_tiles, residual, count, at = (T.alloc_var("int32") for _ in range(4))
+    sink_tiles, residual, count, first, at = (T.alloc_var("int32") for _ in range(5))
     sink_tiles = T.truncdiv(tokens.num_sink + (size - 1), size)
     residual = tokens.num_tok - tokens.num_sink - tokens.num_packed
-    count = T.truncdiv(sink_tiles + T.truncdiv(residual + (size - 1), size) - walker + (config.rings - 1), config.rings)
+    first = first_tile(config, walker)
+    count = T.truncdiv(sink_tiles + T.truncdiv(residual + (size - 1), size) - first + (config.rings - 1), config.rings)
     ends = T.alloc_local((config.row_values,), "int32")
     queries.ends(config, rows, lane, ends)
     for step in T.serial(count + (buffers - 1)):
         if buffers == 1 or step < count:
-            issue(config, tokens, walker + step * config.rings, sink_tiles, residual, ring,
+            issue(config, tokens, first + step * config.rings, sink_tiles, residual, ring,
                   walker * config.slots + 2 * (step % buffers), member)
         T.ptx_commit_group()
         if buffers == 1 or step > 0:
-            tile = walker + (step - (buffers - 1)) * config.rings
+            tile = first + (step - (buffers - 1)) * config.rings
             T.ptx_wait_group(buffers - 1)
             load.meet(config)
             at = tile * size - T.if_then_else(tile < sink_tiles, 0, sink_tiles * size)

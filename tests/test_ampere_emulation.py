@@ -16,7 +16,7 @@ from lowbit_attn.formats import FORMATS
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
 
 from lowbit_attn.ampere import config as sizes  # noqa: E402
-from lowbit_attn.ampere import dequant, load, merge, mma, queries, softmax  # noqa: E402
+from lowbit_attn.ampere import dequant, load, merge, mma, queries, softmax, tokens  # noqa: E402
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4
@@ -243,9 +243,8 @@ def emulate(cfg, cache: KVCache, q: np.ndarray, num_splits: int, softcap: float 
     o = np.full((num_splits, *q.shape), np.nan)
     lse = np.full((num_splits, *q.shape[:3]), np.nan)
     blocks = -(-ratio * q_len // cfg.rows)
-    places = np.ndindex(num_splits * blocks, cfg.row_groups, batch, cache.num_heads_kv)
-    for place, group, seq, head in places:
-        split, first = place // blocks, place % blocks * cfg.rows + group * cfg.warp_rows
+    for split, seq, head, block, group in np.ndindex(num_splits, batch, cache.num_heads_kv, blocks, cfg.row_groups):
+        first = block * cfg.rows + group * cfg.warp_rows
         rows = queries.Rows(seq, head * ratio, ratio, first, min(cfg.warp_rows, ratio * q_len - first),
                             int(n_tok[seq]) - q_len + 1, int(n_tok[seq]), window, sink_window)
         if rows.count <= 0:
@@ -282,8 +281,9 @@ def run_split(cfg, cache: KVCache, warps: list, rows: queries.Rows, head: int, s
         tiles = [(sink_k, sink_v, at, n_sink - at, at, rows.sink_window) for at in range(0, n_sink, size)]
         tiles += [(ring_k, ring_v, (n_packed + at) % len(ring_k), residual - at, n_sink + n_packed + at, rows.window)
                   for at in range(0, residual, size)]
-        for n, tile in enumerate(tiles):
-            warps[n % cfg.rings].tokens(*tile)
+        for walker, warp in enumerate(warps):
+            for n in range(int(tokens.first_tile(cfg, walker)), len(tiles), cfg.rings):
+                warp.tokens(*tiles[n])
 
 
 def poisoned_cache(head_dim: int, lengths, sinks: int, num_heads_kv: int = 1) -> KVCache:

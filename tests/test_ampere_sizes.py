@@ -17,6 +17,7 @@ from lowbit_attn.ampere import config as sizes  # noqa: E402
 
 LANE = np.arange(32)
 T = LANE % 4
+TARGETS = kernels.ARCH_TARGETS["ampere"]
 
 
 def configs(rows=sizes.ROWS, head_dims=sizes.HEAD_DIMS, names=("k4v4", "k2v2", "k8v8-g32", "k4tv4-g32", "kitty-pro")):
@@ -67,6 +68,38 @@ def test_sizes_of_shared_pages():
             assert cfg.warps == cfg.row_groups and 2 * cfg.token_buffers <= cfg.slots
         else:
             assert shape == (1, cfg.rows, cfg.warps, 32) and cfg.token_buffers == 1
+
+
+@pytest.mark.parametrize("name, rows, path, shapes", [
+    ("k4v4", 8, "register", ((8, 2), (4, 2), (12, 2))),
+    ("k2v2", 8, "register", ((12, 2), (8, 2), (12, 3))),
+    ("k2v2", 16, "register", ((8, 3), (8, 2), (8, 3))),  # 16 rows and groups of K need more than 168 registers
+    ("k2v2-g32", 8, "register", ((8, 3), (8, 2), (8, 3))),
+    ("k4v4", 8, "tile", ((8, 2), (4, 2), (8, 3))),
+])
+def test_warps_and_slots(name, rows, path, shapes):
+    """On sm_80, sm_89 and sm_90: as many warps as registers and shared memory allow, then slots."""
+    found = [sizes.decode_config(FORMATS[name], 128, "float16", target, path, rows) for target in TARGETS]
+    assert tuple((cfg.warps, cfg.slots) for cfg in found) == shapes
+
+
+def test_warps_stay_below_their_maximum(monkeypatch):
+    monkeypatch.setattr(sizes, "MAX_WARPS", 8)
+    assert max(cfg.warps for cfg in configs(rows=(8, 16))) == 8
+
+
+def test_blocks_of_an_sm():
+    """Two blocks of 64 rows fit an SM up to head_dim 128; a block of fewer rows takes an SM for itself."""
+    for target, name, head_dim in itertools.product(TARGETS, ("k4v4", "k2v2"), (64, 96, 128, 256)):
+        for rows in (8, 64):
+            key = kernels.KernelKey("decode", "ampere", target, "float16", head_dim, name, "register", rows)
+            cfg = sizes.decode_config(FORMATS[name], head_dim, "float16", target, "register", rows)
+            held = sizes.ctas_per_sm(key)
+            assert held * (cfg.shared_bytes + 1024) <= sizes.SM_SHARED_BYTES[target]
+            assert held * cfg.threads * 256 <= 65_536 or held == 1
+            if rows == 64:
+                assert held == (1 if head_dim == 256 else 2)
+                assert held * (cfg.shared_bytes + 1024) <= kernels.SMEM_LIMIT_BYTES[target] + 1024
 
 
 @pytest.mark.parametrize("bits, rows", [(b, r) for b in (8, 4, 2, 1) for r in (64, 96, 128, 256) if (b, r) != (1, 96)])

@@ -1,5 +1,7 @@
 """The end-to-end benchmark on a CPU: its model, the caches it fills, its arithmetic and its report."""
 
+import io
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +47,7 @@ def test_steps_go_on_from_their_own_tokens():
     model = Decoder(TINY, SEQLEN + SPARE, torch.float16, "cpu", fuse=False)
     store = stores("k4v4", TINY)[1]
     tokens, position = torch.tensor([1, 7, 33]), torch.full((BATCH,), SEQLEN - 1)
-    for length in range(SEQLEN, SEQLEN + 100):
+    for length in range(SEQLEN, SEQLEN + 90):
         model.step(tokens, position, store)
         assert position.tolist() == [length] * BATCH and store.caches[1].n_tok.tolist() == [length] * BATCH
     assert store.caches[0].n_qk.tolist() == [384] * BATCH and 0 <= tokens.min() and tokens.max() < TINY.vocab
@@ -143,3 +145,43 @@ def test_a_generation_is_the_mean_over_its_lengths():
     # first step 5.0, of which attention 0.25; later ones 0.5 and 1.5
     assert low["predicted_tokens_per_s"] == pytest.approx(8 / (4.75 + (0.25 / 2 + 0.5 + 1.5 / 2) / 2) * 1e3, abs=0.1)
     assert low["x_16_bit_tokens_per_s"] == pytest.approx(low["tokens_per_s"] / plain["tokens_per_s"], abs=1e-3)
+
+
+class TinyBench(e2e.Bench):
+    """The benchmark on a CPU: a tiny model, an invented read rate, little memory."""
+
+    def __init__(self, output: Path):
+        self.name, self.shape, self.most, self.output = "tiny", TINY, 3, str(output)
+        self.gpu, self.memory = Gpu("none", 1.0, ((0.0, 0.0), (1e6, 10.0)), "invented"), e2e.KEPT_FREE_BYTES + 10**6
+        self.model = Decoder(TINY, 400, torch.float16, "cpu", fuse=False)
+        self.runner, self.origin = e2e.Runner("cpu"), {"commit": "none"}
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    for name in ("PERIOD", "PART_REPLAYS", "ATTENTION_REPLAYS", "WARM_UP"):
+        monkeypatch.setattr(e2e, name, 1)
+    return TinyBench(tmp_path / "e2e.jsonl")
+
+
+def lines_of(bench) -> list[dict]:
+    return [json.loads(line) for line in Path(bench.output).read_text().splitlines()]
+
+
+def test_contexts_run_every_case_that_fits(bench):
+    console = Console(width=200, record=True, file=io.StringIO())
+    e2e.contexts(bench, [200, 10**6], [SIXTEEN_BIT, "k2v2"], [1, e2e.LARGEST], console)
+    assert [(x["format"], x["batch"], x["largest"], x["seqlen"]) for x in lines_of(bench)] == [
+        (SIXTEEN_BIT, 1, False, 200), ("k2v2", 1, False, 200), (SIXTEEN_BIT, 3, True, 200), ("k2v2", 3, True, 200)]
+    text = console.export_text()
+    assert text.count("does not fit") == 4 and "3 (largest)" in text
+
+
+def test_a_generation_is_measured_at_five_lengths(bench):
+    console = Console(width=200, record=True, file=io.StringIO())
+    e2e.generation(bench, 100, 100, [SIXTEEN_BIT, "k2v2"], console)
+    *results, plain, low = lines_of(bench)
+    assert [x["seqlen"] for x in results] == [100, 125, 150, 175, 200] * 2 and {x["batch"] for x in results} == {3}
+    assert low["generated"] == 100 and plain["x_16_bit_tokens_per_s"] == 1
+    assert "whole generation" in console.export_text()
+    assert low["x_16_bit_tokens_per_s"] == pytest.approx(low["tokens_per_s"] / plain["tokens_per_s"], rel=0.01)

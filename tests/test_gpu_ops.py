@@ -90,6 +90,8 @@ def test_a_captured_call_serves_every_length_and_allocates_nothing(arch, cache, 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = lowbit_attn.decode(q, cache)
+    cache.plans.clear()  # a graph outlives its plan
+    junk = [torch.full((1 << n,), 7.0, device="cuda") for n in range(20)]
     for length in (0, 1, 127, 128, 500):
         if length:
             cache.prefill(1, tokens(length, 2, 128), tokens(length, 2, 128))
@@ -100,6 +102,7 @@ def test_a_captured_call_serves_every_length_and_allocates_nothing(arch, cache, 
             graph.replay()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert_same(got, want)
+    assert all((x == 7).all() for x in junk)
 
 
 def test_the_first_call_of_a_kind_may_be_a_captured_one(arch, cache, q):

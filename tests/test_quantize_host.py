@@ -6,9 +6,9 @@ import torch
 
 pytest.importorskip("tilelang")
 from lowbit_attn import layout  # noqa: E402
-from lowbit_attn.device import groups, tokens  # noqa: E402
-from lowbit_attn.device.quantize import CodeMatrix  # noqa: E402
+from lowbit_attn.device import columns, groups, tokens  # noqa: E402
 from lowbit_attn.device.quantize_boost import BoostMatrix  # noqa: E402
+from lowbit_attn.device.quantize_rows import RowMatrix  # noqa: E402
 from lowbit_attn.device.quantize_token import ATOM, STRANDS, TokenMatrix  # noqa: E402
 from lowbit_attn.formats import FORMATS, packing  # noqa: E402
 
@@ -61,7 +61,7 @@ def test_rows_pack_as_the_reference(side, bits, head_dim):
     if side == "v" and head_dim % (16 * layout.tiles_per_word(bits)):
         pytest.skip("no such format")
     fmt = FORMATS[f"k{bits}v8" if side == "k" else f"k8v{bits}"]
-    m = CodeMatrix(getattr(fmt, side), head_dim)
+    m = RowMatrix(getattr(fmt, side), head_dim)
     codes = codes_like(m.rows, m.cols, bits)
     tile = tile_of(codes.T if m.transposed else codes, m.threads)
     words = np.full((m.col_tiles * m.words, layout.LANES), groups.empty_word(bits), np.int64)
@@ -120,6 +120,15 @@ def test_lanes_of_a_group(lanes, same):
     for lane in LANE:
         mask = lanes.first_mask << int(lanes.first_of(lane))
         assert [mask >> other & 1 for other in LANE] == (same == same[lane]).astype(int).tolist()
+
+
+@pytest.mark.parametrize("column", range(columns.COLUMNS))
+def test_owners_of_a_column(column):
+    """Those with the bits of the distances 16 and 8 at which a lane keeps the upper half of the columns."""
+    owners = columns.owner(column, LANE)
+    assert (columns.own_column(owners) == column).all() and columns.is_writer(owners).all()
+    assert (owners % 4 == LANE % 4).all()
+    assert (2 * (owners >> 4 & 1) + (owners >> 3 & 1) == column).all()
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -137,8 +137,8 @@ class KVCache(CacheState):
         self.is_captured = True
         torch.ops.lowbit_attn.append(
             k, v, rows, self.pool, self.table, *self.counters(), self.sink_k, self.sink_v, self.ring_k, self.ring_v,
-            self.limit, self.faults, self.arrivals, self.format.name, list(self.strides), self.range_search, self.sinks,
-            self.window_k, self.window_v)
+            self.limit, self.faults, self.arrivals, self.format.name, list(self.strides), self.query_weights,
+            self.range_search, self.sinks, self.window_k, self.window_v)
 
     def flush(self, seqs: Sequence[int] | None = None) -> None:
         """Pack every full block beyond the windows of these sequences (default: all). Idempotent."""

@@ -109,8 +109,8 @@ def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key
     """Plan the call, keep the plan for calls like it, and launch."""
     plan = _make_plan(q, cache, options, num_splits, key)
     if not is_capturing(q.device):  # memory of a captured step belongs to its graph
-        plans_of(cache).keep(_call(q, (options.softmax_scale, options.softcap, options.window, options.keep_sinks,
-                                       num_splits, path)), plan)
+        asked = options.softmax_scale, options.softcap, options.window, options.keep_sinks, num_splits, path
+        plans_of(cache).keep(_call(q, asked), plan, cache)
     plan.run(q, out, lse, options.sink_logits)
 
 

@@ -22,7 +22,7 @@ from lowbit_attn.state import Counts
 
 STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v")
 STEP_STATE = (*STATE, "limit", "faults", "arrivals")
-STEP_VALUES = ("range_search", "sinks", "window_k", "window_v")
+STEP_VALUES = ("query_weights", "range_search", "sinks", "window_k", "window_v")
 _READ_BY_STEPS = ("table", "limit")
 _STATE_SCHEMA = ", ".join(f"Tensor {name}" for name in STATE)
 _STEP_SCHEMA = ", ".join(f"Tensor{'' if name in _READ_BY_STEPS else f'({chr(97 + i)}!)'} {name}"
@@ -37,7 +37,8 @@ _LIBRARY.define(f"decode(Tensor q, {_STATE_SCHEMA}, Tensor? sink_logits, {_VALUE
 _LIBRARY.define(f"decode_out(Tensor q, Tensor(a!) out, Tensor(b!) lse, {_STATE_SCHEMA}, Tensor? sink_logits, "
                 f"{_VALUES_SCHEMA}) -> ()", tags=torch.Tag.pt2_compliant_tag)
 _LIBRARY.define(f"append(Tensor k, Tensor v, Tensor rows, {_STEP_SCHEMA}, str format, int[] strides, "
-                "bool? range_search, int sinks, int window_k, int window_v) -> ()", tags=torch.Tag.pt2_compliant_tag)
+                "Tensor? query_weights, bool? range_search, int sinks, int window_k, int window_v) -> ()",
+                tags=torch.Tag.pt2_compliant_tag)
 
 
 class HeldCache(KVCache):

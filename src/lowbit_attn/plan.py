@@ -23,6 +23,19 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+_NO_SINK_LOGIT: dict[torch.device, torch.Tensor] = {}
+
+
+def no_sink_logit(device: torch.device) -> torch.Tensor:
+    """A sink logit of -inf for every head: fp32 [1]. Kept for good, since captured graphs outlive plans."""
+    if is_capturing(device):
+        return _NO_SINK_LOGIT.get(device, torch.full((1,), -torch.inf, device=device))
+    if device not in _NO_SINK_LOGIT:
+        # a copy from the host is complete when it returns, so that any stream may read it
+        _NO_SINK_LOGIT[device] = torch.tensor([-torch.inf], device=device)
+    return _NO_SINK_LOGIT[device]
+
+
 class Scratch(NamedTuple):
     """Partial results of one call's splits as the decode kernel takes them (o [splits, batch, q_len, num_heads,
     head_dim], lse [splits, batch, q_len, num_heads], fp32), and the same memory flattened over rows for combine."""
@@ -56,7 +69,7 @@ class DecodePlan:
         state = (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v, cache.ring_k,
                  cache.ring_v)
         self.tensors = tuple(loader.argument(x) for x in (pool, cache.table.view(-1), *(x[:batch] for x in state)))
-        self.no_sink_logit = loader.argument(torch.full((1,), -torch.inf, device=q.device))
+        self.no_sink_logit = loader.argument(no_sink_logit(q.device))
         # what outputs look like, to allocate by the cheapest call there is
         self.o_like = torch.empty(self.rows, head_dim, dtype=self.dtype, device=q.device)
         self.lse_like = torch.empty(self.rows, dtype=torch.float32, device=q.device)
@@ -128,7 +141,10 @@ class Plans(dict):
     def __reduce__(self):
         return Plans, ()
 
-    def keep(self, call: tuple, plan: DecodePlan) -> None:
+    def keep(self, call: tuple, plan: DecodePlan, cache) -> None:
+        """Add a plan; those of memory that the cache has given up go, and with them that memory."""
+        for old in [name for name, kept in self.items() if not kept.serves(cache)]:
+            del self[old]
         if len(self) >= self.LIMIT:
             self.clear()
         self[call] = plan

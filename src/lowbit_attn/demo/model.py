@@ -58,6 +58,7 @@ def load(gguf: Path, device: str):
 def load_folder(folder: Path, device: str, **files):
     """The same for a folder that transformers can load; files: its ``gguf_file``."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the GGUF reader's bar, beside the callers' own
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -138,11 +138,6 @@ def span_columns(pairs, held, rows, lane, column_errors, steps, storage, low, hi
     inverse_of(scale, inverse)
 
 
-def owner_channel(m, column_tile, lane):
-    """The own column within the matrix of codes."""
-    return m.column_of(column_tile, lane % 4, own_column(lane))
-
-
 def is_writer(lane):
     """One of the two lanes that own a column."""
     return lane // 4 % 2 == 0
@@ -155,3 +150,11 @@ def store_words(m, pool, unit, column_tile, lane, words):
         offset = layout.word_offset(column_tile * m.words + w * m.store_words, lane)
         for i in T.vectorized(m.store_words):
             pool[unit + offset // 128, offset % 128 // 4 + i] = words[w * m.store_words + i]
+
+
+@T.macro
+def load_words(m, pool, unit, column_tile, lane, words):
+    """The inverse of ``store_words``."""
+    for w in T.unroll(m.words):
+        offset = layout.word_offset(column_tile * m.words + w, lane)
+        words[w] = pool[unit + offset // 128, offset % 128 // 4]

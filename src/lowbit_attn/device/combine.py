@@ -16,8 +16,8 @@ def combine_kernel(head_dim: int, dtype: str, is_programmatic: bool) -> TileKern
     fp32: one a head, or a single -inf for all: exp of it joins the denominator. An empty split has lse -inf; a row of
     only such gives o = 0, lse = -inf; a NaN stays visible. One block a row, one thread a channel.
 
-    is_programmatic: the launch may overlap the decode kernel's end (programmatic dependent launch, sm_90 on); nothing
-    is read before that kernel is complete.
+    is_programmatic: the launch may overlap the decode kernel's end (programmatic dependent launch, sm_90 on); only
+    sink_logits, which is older, is read before that kernel is complete.
     """
     num_splits, rows, sinks = T.dynamic("num_splits"), T.dynamic("rows"), T.dynamic("sinks")
 
@@ -39,9 +39,9 @@ def combine_kernel(head_dim: int, dtype: str, is_programmatic: bool) -> TileKern
             top, origin, shrink = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
             total, acc = T.alloc_var("float32"), T.alloc_var("float32")
             lses, values = T.alloc_local((SPLITS_AT_ONCE,), "float32"), T.alloc_local((SPLITS_AT_ONCE,), "float32")
+            top = sink_logits[T.truncmod(head, sinks)]
             if is_programmatic:
                 T.pdl_sync()
-            top = sink_logits[T.truncmod(head, sinks)]
             total = T.if_then_else(top == -T.infinity("float32"), T.float32(0.0), T.float32(1.0))
             acc = T.float32(0.0)
             for first in T.serial(T.ceildiv(num_splits, SPLITS_AT_ONCE)):

@@ -265,3 +265,8 @@ def two_means_bits(x, scale, zero):
 def store_meta(pool_meta, unit, offset, value, storage):
     """An fp32 value that ``storage`` represents exactly -> the 16 bits at a byte offset of a record."""
     pool_meta[unit + offset // 128, offset % 128 // 2] = storage_bits(value, storage)
+
+
+def load_meta(pool_meta, unit, offset):
+    """The fp32 value at a byte offset of a record's metadata, a view of the pool in the storage dtype."""
+    return T.cast(pool_meta[unit + offset // 128, offset % 128 // 2], "float32")

@@ -1,10 +1,9 @@
-"""Quantize-and-pack and its inverse for K per channel with boosted channels (``formats.kitty``), in one launch.
+"""K per channel with boosted channels (``formats.kitty``), in one launch.
 
-One block is one page of one KV head; a warp owns one column tile and a lane holds 16 rows of four columns, as in
-``quantize``. Every column is scored, the columns are ranked through shared memory, and a boosted column then takes more
-levels than the others in otherwise the same arithmetic. Its high bits fill, from each lane, one whole byte of every
-word of its slot: those bytes and the index are staged in shared memory. Sums run in the order of ``affine.tree_sum``,
-without contraction (-fmad=false), so the bytes are the reference's.
+A warp owns one column tile and a lane holds 16 rows of four columns, as in ``quantize_rows``. Every column is scored,
+the columns are ranked through shared memory, and a boosted column then takes more levels than the others in otherwise
+the same arithmetic. Its high bits fill, from each lane, one whole byte of every word of its slot: those bytes and the
+index are staged in shared memory. Scores are summed in the order of ``affine.tree_sum``.
 """
 
 from functools import partial
@@ -20,6 +19,7 @@ from lowbit_attn.device.columns import (
     column_limits,
     column_values,
     is_writer,
+    load_words,
     own_column,
     owner,
     plain_errors,
@@ -28,17 +28,15 @@ from lowbit_attn.device.columns import (
 )
 from lowbit_attn.device.groups import (
     BYTES,
-    EXACT,
     ROW_LANES,
-    UNIT_WORDS,
     code_bits,
     errors_of,
     group_sum,
+    load_meta,
     static,
     store_meta,
 )
-from lowbit_attn.device.tilelang_kernel import TileKernel
-from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, load_tokens, swizzled
+from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, swizzled
 from lowbit_attn.formats.affine import folds
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel
@@ -77,6 +75,8 @@ class BoostMatrix:
         self.masks, self.num_masks = head_dim, head_dim // MASK_BITS
         self.store_words = layout.BLOCK_WORDS  # that a lane stores at once
         self.row_accesses = head_dim // ACCESS_HALVES
+        self.parts, self.part_rows = 1, layout.PAGE_TOKENS
+        self.blocks_per_sm = blocks_per_sm(self.threads, self.held)
         self.staged = self.masks + self.num_masks
         self.staged_words = (self.meta_at - self.high_at) // layout.WORD_BYTES
         self.staged_rounds = -(-self.staged_words // self.threads)
@@ -254,41 +254,11 @@ def choose(m, pairs, scores, shared, tx, column_tile, lane):
     T.sync_threads()
 
 
-def boosted_quantize_kernel(side: Boosted, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
-    """The arguments and the result of ``quantize.quantize_kernel``, for K with boosted channels."""
-    m = BoostMatrix(side, head_dim)
-    n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
-
-    @T.prim_func
-    def quantize(
-        x: T.Tensor((n, heads, layout.PAGE_TOKENS, head_dim), dtype),
-        pages: T.Tensor((n,), "int32"),
-        pool: T.Tensor((units, UNIT_WORDS), "uint32"),
-        pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
-        page_stride: T.int32,
-        head_stride: T.int32,
-    ):
-        with T.Kernel(heads, n, threads=m.threads) as (head, page):
-            T.annotate_min_blocks_per_sm(blocks_per_sm(m.threads, m.held))
-            tx = T.get_thread_binding()
-            unit = T.alloc_var("int32")
-            unit = pages[page] * page_stride + head * head_stride
-            tile = T.alloc_shared((layout.PAGE_TOKENS * m.row_accesses, ACCESS_HALVES), dtype)
-            shared = T.alloc_shared((m.shared_words,), "uint32")
-            load_tokens(x, page, head, 0, layout.PAGE_TOKENS, m.row_accesses, tile, tx, m.threads)
-            T.sync_threads()
-            quantize_boosted(m, range_search, tile, shared, pool, pool_meta, unit, tx)
-
-    return TileKernel(quantize, compile_flags=EXACT)
-
-
 @T.macro
-def quantize_boosted(m, range_search, tile, shared, pool, pool_meta, unit, tx):
-    """The tile of one block's tokens in shared memory -> codes, high plane, index, metadata of the record at ``unit``.
-
-    shared: uint32 [m.shared_words] of scratch.
-    """
+def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx):
+    """The tile of one block's tokens in shared memory -> all planes of the record at ``unit``."""
     column_tile, lane = tx // layout.LANES, tx % layout.LANES
+    shared = T.alloc_shared((m.shared_words,), "uint32")
     scores = T.view(shared, (m.shared_words,), "float32")
     octets = T.view(shared, (m.shared_words * layout.WORD_BYTES,), "uint8")
     pairs = T.alloc_local((COLUMNS * m.held,), tile.dtype)
@@ -329,64 +299,50 @@ def quantize_boosted(m, range_search, tile, shared, pool, pool_meta, unit, tx):
     store_staged(m, pool, unit, shared, tx)
 
 
-def boosted_dequantize_kernel(side: Boosted, head_dim: int) -> TileKernel:
-    """The arguments and the result of ``quantize.dequantize_kernel``, for K with boosted channels."""
-    m = BoostMatrix(side, head_dim)
-    n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
+@T.macro
+def dequantize_boosted(m, pool, pool_meta, unit, out, page, head, part, tx):
+    """The record at ``unit`` -> out [page, head]."""
+    column_tile, lane = tx // layout.LANES, tx % layout.LANES
+    g, t = lane // 4, lane % 4
+    slots = T.alloc_shared((m.head_dim,), "int32")
+    words = T.alloc_local((m.words,), "uint32")
+    high = T.alloc_local((m.high_words,), "uint32")
+    name_slots(m, pool, unit, slots, tx)
+    load_words(m, pool, unit, column_tile, lane, words)
+    for c in T.unroll(COLUMNS):
+        channel = m.column_of(column_tile, t, c)
+        slot, scale, zero = T.alloc_var("int32"), T.alloc_var("float32"), T.alloc_var("float32")
+        slot = slots[channel]
+        scale = load_meta(pool_meta, unit, m.meta_offset(0, channel))
+        zero = load_meta(pool_meta, unit, m.meta_offset(1, channel))
+        for w in T.unroll(m.high_words):
+            high[w] = T.uint32(0)
+            if slot >= 0:
+                high_at, byte = m.high_byte(slot, w, g)
+                high[w] = octet(pool, unit, m.high_at + high_at, byte)
+        for i in T.unroll(m.held):
+            word, shift = m.word_and_shift(i, c)
+            high_word, high_shift = m.high_and_shift(i)
+            code = T.alloc_var("uint32")
+            code = (words[word] >> T.cast(shift, "uint32")) & T.uint32(m.steps)
+            rest = (high[high_word] >> T.cast(high_shift, "uint32")) & T.uint32((1 << m.high_bits) - 1)
+            code = code | (rest << T.uint32(m.bits))
+            out[page, head, 8 * i + g, channel] = T.cast(code, "float32") * scale + zero
 
-    @T.prim_func
-    def dequantize(
-        pages: T.Tensor((n,), "int32"),
-        pool: T.Tensor((units, UNIT_WORDS), "uint32"),
-        pool_meta: T.Tensor((units, 2 * UNIT_WORDS), m.storage),
-        out: T.Tensor((n, heads, layout.PAGE_TOKENS, head_dim), "float32"),
-        page_stride: T.int32,
-        head_stride: T.int32,
-    ):
-        with T.Kernel(heads, n, threads=m.threads) as (head, page):
-            tx = T.get_thread_binding()
-            column_tile, lane = tx // layout.LANES, tx % layout.LANES
-            g, t = lane // 4, lane % 4
-            unit = T.alloc_var("int32")
-            unit = pages[page] * page_stride + head * head_stride
-            slots = T.alloc_shared((head_dim,), "int32")
-            words = T.alloc_local((m.words,), "uint32")
-            high = T.alloc_local((m.high_words,), "uint32")
-            if tx < head_dim:
-                slots[tx] = -1
-            T.sync_threads()
-            if tx < m.boost:
-                at = m.index_at + tx
-                named = T.alloc_var("int32")
-                named = T.cast(octet(pool, unit, at // 4 * 4, at % 4), "int32")
-                if named < head_dim:
-                    slots[named] = tx
-            T.sync_threads()
-            for w in T.unroll(m.words):
-                offset = layout.word_offset(column_tile * m.words + w, lane)
-                words[w] = pool[unit + offset // 128, offset % 128 // 4]
-            for c in T.unroll(COLUMNS):
-                channel = m.column_of(column_tile, t, c)
-                slot, scale, zero = T.alloc_var("int32"), T.alloc_var("float32"), T.alloc_var("float32")
-                slot = slots[channel]
-                at_scale, at_zero = m.meta_offset(0, channel), m.meta_offset(1, channel)
-                scale = T.cast(pool_meta[unit + at_scale // 128, at_scale % 128 // 2], "float32")
-                zero = T.cast(pool_meta[unit + at_zero // 128, at_zero % 128 // 2], "float32")
-                for w in T.unroll(m.high_words):
-                    high[w] = T.uint32(0)
-                    if slot >= 0:
-                        high_at, byte = m.high_byte(slot, w, g)
-                        high[w] = octet(pool, unit, m.high_at + high_at, byte)
-                for i in T.unroll(m.held):
-                    word, shift = m.word_and_shift(i, c)
-                    high_word, high_shift = m.high_and_shift(i)
-                    code = T.alloc_var("uint32")
-                    code = (words[word] >> T.cast(shift, "uint32")) & T.uint32(m.steps)
-                    rest = (high[high_word] >> T.cast(high_shift, "uint32")) & T.uint32((1 << m.high_bits) - 1)
-                    code = code | (rest << T.uint32(m.bits))
-                    out[page, head, 8 * i + g, channel] = T.cast(code, "float32") * scale + zero
 
-    return TileKernel(dequantize, compile_flags=EXACT)
+@T.macro
+def name_slots(m, pool, unit, slots, tx):
+    """The index of a record -> slots [head_dim] in shared memory: each channel's slot, -1 if it is not boosted."""
+    if tx < m.head_dim:
+        slots[tx] = -1
+    T.sync_threads()
+    if tx < m.boost:
+        at = m.index_at + tx
+        named = T.alloc_var("int32")
+        named = T.cast(octet(pool, unit, at // 4 * 4, at % 4), "int32")
+        if named < m.head_dim:
+            slots[named] = tx
+    T.sync_threads()
 
 
 def octet(pool, unit, at, byte):

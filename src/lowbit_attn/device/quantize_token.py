@@ -1,9 +1,8 @@
-"""Quantize-and-pack and its inverse for K per token: rows = tokens, columns = channels, a group runs along columns.
+"""K per token: rows = tokens, columns = channels, a group runs along the columns.
 
-The counterpart of ``quantize`` for groups that cross lanes and column tiles: the four lanes of one row hold a group.
-One warp owns the rows that share its words (8, 16, 32, 64 at 8, 4, 2, 1 bits) and takes them eight at a time, one a
-lane quad, so packing needs no exchange between lanes and a lane holds head_dim / 4 values. The arithmetic is
-``formats.affine`` step by step, without contraction, so the bytes are the reference's.
+The counterpart of ``quantize_rows`` for groups that cross lanes and column tiles: the four lanes of one row hold a
+group. One warp owns the rows that share its words (8, 16, 32, 64 at 8, 4, 2, 1 bits) and takes them eight at a time,
+one a lane quad, so packing needs no exchange between lanes and a lane holds head_dim / 4 values.
 """
 
 from itertools import product
@@ -12,22 +11,20 @@ import tilelang.language as T
 
 from lowbit_attn import layout
 from lowbit_attn.device.groups import (
-    EXACT,
     QUAD_LANES,
-    UNIT_WORDS,
     code_bits,
     empty_word,
     fold_words,
     inverse_of,
     limits,
+    load_meta,
     span_of,
     static,
     store_meta,
     two_means,
     two_means_bits,
 )
-from lowbit_attn.device.tilelang_kernel import TileKernel
-from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, load_tokens, swizzled
+from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, swizzled
 
 ATOM = 8  # rows and columns of the fragment atom
 STRANDS = 2  # neighbouring columns (e) that one lane holds of every atom
@@ -52,6 +49,7 @@ class TokenMatrix:
         self.threads = self.warps * layout.LANES
         self.part_rows = layout.PAGE_TOKENS // self.parts
         self.row_accesses = head_dim // ACCESS_HALVES
+        self.blocks_per_sm = 1  # at least: blocks are small
         self.col_tiles = head_dim // layout.TILE
         self.meta_bytes = side.plane_sizes(head_dim)["codes"]  # metadata follow the codes
 
@@ -129,70 +127,25 @@ def quantize_group(m, range_search, pairs, slot, group, words, pool_meta, unit, 
         store_meta(pool_meta, unit, m.meta_offset(group, 1, row), zero[0], m.storage)
 
 
-def token_quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
-    """The arguments and the result of ``quantize.quantize_kernel``, for K per token."""
-    m = TokenMatrix(side, head_dim)
-    n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
-
-    @T.prim_func
-    def quantize(
-        x: T.Tensor((n, heads, layout.PAGE_TOKENS, head_dim), dtype),
-        pages: T.Tensor((n,), "int32"),
-        pool: T.Tensor((units, UNIT_WORDS), "uint32"),
-        pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
-        page_stride: T.int32,
-        head_stride: T.int32,
-    ):
-        with T.Kernel(heads, n, m.parts, threads=m.threads) as (head, page, part):
-            tx = T.get_thread_binding()
-            unit = T.alloc_var("int32")
-            unit = pages[page] * page_stride + head * head_stride
-            tile = T.alloc_shared((m.part_rows * m.row_accesses, ACCESS_HALVES), dtype)
-            load_tokens(x, page, head, part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, m.threads)
-            T.sync_threads()
-            quantize_tokens(m, range_search, tile, part, pool, pool_meta, unit, tx)
-
-    return TileKernel(quantize, compile_flags=EXACT)
-
-
-def token_dequantize_kernel(side, head_dim: int) -> TileKernel:
-    """The arguments and the result of ``quantize.dequantize_kernel``, for K per token."""
-    m = TokenMatrix(side, head_dim)
-    n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
-
-    @T.prim_func
-    def dequantize(
-        pages: T.Tensor((n,), "int32"),
-        pool: T.Tensor((units, UNIT_WORDS), "uint32"),
-        pool_meta: T.Tensor((units, 2 * UNIT_WORDS), m.storage),
-        out: T.Tensor((n, heads, layout.PAGE_TOKENS, head_dim), "float32"),
-        page_stride: T.int32,
-        head_stride: T.int32,
-    ):
-        with T.Kernel(heads, n, m.parts, threads=m.threads) as (head, page, part):
-            tx = T.get_thread_binding()
-            lane = tx % layout.LANES
-            span = part * m.warps + tx // layout.LANES
-            g, t = lane // 4, lane % 4
-            unit = T.alloc_var("int32")
-            unit = pages[page] * page_stride + head * head_stride
-            words = T.alloc_local((m.col_tiles,), "uint32")
-            for w in T.unroll(m.col_tiles):
-                offset = layout.word_offset(m.code_word(span, w), lane)
-                words[w] = pool[unit + offset // 128, offset % 128 // 4]
-            for slot in T.serial(m.slots):
-                row = m.row_of(span, slot, g)
-                for group in T.unroll(m.groups):
-                    at_scale = m.meta_offset(group, 0, row)
-                    at_zero = m.meta_offset(group, 1, row)
-                    scale, zero = T.alloc_var("float32"), T.alloc_var("float32")
-                    scale = T.cast(pool_meta[unit + at_scale // 128, at_scale % 128 // 2], "float32")
-                    zero = T.cast(pool_meta[unit + at_zero // 128, at_zero % 128 // 2], "float32")
-                    for i in T.unroll(m.atoms_per_group):
-                        for e in T.unroll(STRANDS):
-                            atom = group * m.atoms_per_group + i
-                            shift = T.cast(m.code_shift(slot, atom, e), "uint32")
-                            code = (words[atom // 2] >> shift) & T.uint32(m.steps)
-                            out[page, head, row, m.column_of(atom, t, e)] = T.cast(code, "float32") * scale + zero
-
-    return TileKernel(dequantize, compile_flags=EXACT)
+@T.macro
+def dequantize_tokens(m, pool, pool_meta, unit, out, page, head, part, tx):
+    """One part of the record at ``unit`` -> its rows of out [page, head]."""
+    lane = tx % layout.LANES
+    span = part * m.warps + tx // layout.LANES
+    g, t = lane // 4, lane % 4
+    words = T.alloc_local((m.col_tiles,), "uint32")
+    for w in T.unroll(m.col_tiles):
+        offset = layout.word_offset(m.code_word(span, w), lane)
+        words[w] = pool[unit + offset // 128, offset % 128 // 4]
+    for slot in T.serial(m.slots):
+        row = m.row_of(span, slot, g)
+        for group in T.unroll(m.groups):
+            scale, zero = T.alloc_var("float32"), T.alloc_var("float32")
+            scale = load_meta(pool_meta, unit, m.meta_offset(group, 0, row))
+            zero = load_meta(pool_meta, unit, m.meta_offset(group, 1, row))
+            for i in T.unroll(m.atoms_per_group):
+                for e in T.unroll(STRANDS):
+                    atom = group * m.atoms_per_group + i
+                    shift = T.cast(m.code_shift(slot, atom, e), "uint32")
+                    code = (words[atom // 2] >> shift) & T.uint32(m.steps)
+                    out[page, head, row, m.column_of(atom, t, e)] = T.cast(code, "float32") * scale + zero
