@@ -75,7 +75,7 @@ def run(
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "table",
     tokens: Annotated[int, typer.Option(help="Tokens of the text that are read.")] = 2048,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
-    only: Annotated[str, typer.Option(help="Only the cases whose label has this in it.")] = "",
+    only: Annotated[list[str], typer.Option(help="Only the case of this label; repeatable.")] = [],
     output: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS,
 ) -> None:
     """Score the cases of a preset and append a line for each."""
@@ -93,7 +93,10 @@ def run(
     text = tokenizer.decode(ids[0])
     about = provenance() | {"preset": preset, "model": MODEL, "dtype": str(model.dtype), "tokens": ids.shape[1],
                             "chunk": quality.CHUNK, "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
-    cases = {label: options for label, options in PRESETS[preset]().items() if only in label}
+    cases = PRESETS[preset]()
+    if unknown := set(only) - cases.keys():
+        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(cases)}", param_hint="--only")
+    cases = {label: cases[label] for label in only or cases}
     for start in range(0, len(cases), TOGETHER):
         labels = list(cases)[start : start + TOGETHER]
         scores = quality.compare(model, ids, {label: cases[label] for label in labels})
