@@ -23,6 +23,7 @@ from lowbit_attn import kernels, sass, toolchain
 from lowbit_attn.kernels import CuteKernel, KernelKey
 
 PACKAGE = Path(__file__).parent
+COMMON_DEVICE_FILES = ("launch.c", "ptx.py", "tilelang_kernel.py")  # of device, that decode kernels are made from, too
 CUTE_RUNTIME = "nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so"
 _DIM_SLOTS = {"blockIdx.x": 0, "blockIdx.y": 1, "blockIdx.z": 2, "threadIdx.x": 3, "threadIdx.y": 4, "threadIdx.z": 5,
               "tirx.use_dyn_shared_memory": 6}
@@ -39,12 +40,15 @@ def cache_dir() -> Path:
 
 @cache
 def fingerprint(arch: str, op: str) -> str:
-    """Hash of every source file that such a kernel is made from; only decode's lie in the architecture's package."""
+    """Hash of every source file that such a kernel is made from: of the architecture's package for decode, of device
+    for all others."""
     files = [*(PACKAGE / name for name in ("layout.py", "registers.py", "compile.py")),
-             *sorted((PACKAGE / "formats").glob("*.py")), *sorted((PACKAGE / "device").glob("*.[pc]*"))]
+             *sorted((PACKAGE / "formats").glob("*.py"))]
     if op == "decode":
         folder = Path(sys.modules.get(f"lowbit_attn.{arch}", kernels.arch_package(arch)).__file__).parent
-        files += sorted(folder.rglob("*.py"))
+        files += sorted(folder.rglob("*.py")) + [PACKAGE / "device" / name for name in COMMON_DEVICE_FILES]
+    else:
+        files += sorted((PACKAGE / "device").glob("*.[pc]*"))
     digest = hashlib.sha256()
     for file in (f for f in files if f.suffix in (".py", ".c")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
