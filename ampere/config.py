@@ -222,9 +222,9 @@ class DecodeConfig:
 
     @property
     def max_warps(self) -> int:
-        """Warps of a block at most: 12 where a thread's registers are few enough."""
-        is_narrow = self.columns == 1 and self.head_dim < WIDE and self.k.groups == 1 and self.path == "register"
-        return MAX_WARPS if is_narrow else min(MAX_WARPS, MAX_WIDE_WARPS)
+        """Warps of a block at most: more than 8 only where 168 registers do."""
+        is_narrow = self.columns == 1 and (self.head_dim == 64 or (self.head_dim == 128 and self.k.groups == 1))
+        return MAX_WARPS if is_narrow and self.path == "register" else min(MAX_WARPS, MAX_WIDE_WARPS)
 
     @property
     def parts_ahead(self) -> int:

@@ -12,11 +12,11 @@ results merge:
     (tokens.walk)         the emptied ring
     end (merge)           O, row maxima and sums of the warps -> shared memory -> one (o, lse) of the split
 
-A block of 64 rows: every warp has rows of its own, all walk the same pages through one ring, with a barrier of the
-block where a lone warp meets itself, and each writes its rows' (o, lse) without a merge (config.shares_pages).
+A block of 64 rows: every warp has rows of its own, all walk the same pages through one ring, with one barrier of the
+block a part, and each writes its rows' (o, lse) without a merge (config.shares_pages).
 
 What becomes of a packed part is the path's: register (codes are multiplied as they are) or tile (scale and zero-point
-applied to every code); both modules define the same steps. Read pages, register, third, tokens, merge next.
+applied to every code); both modules define the same steps. Read pages, register, values, third, tokens, merge next.
 """
 
 from typing import Any, NamedTuple

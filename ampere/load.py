@@ -2,7 +2,7 @@
 
 Each thread copies 16 bytes at a time. A warp with a ring of its own commits, waits and synchronises alone: no other
 warp ever touches its slots. A ring that the block shares is filled by all its threads, which number themselves as one
-warp's lanes do (``member``) and meet at a barrier of the block (``meet``) wherever a lone warp meets itself.
+warp's lanes do (``member``) and meet at a barrier of the block (``meet``).
 """
 
 import tilelang.language as T

@@ -7,10 +7,7 @@ code. What it stands for is put back around the multiplies:
                     whose rows 8 .. 15 hold the scales: with q~ multiplied by a constant row they give sum q s - sum q~
                     (centring: times N/2, it makes the rounding of q~ meet c - N/2 instead of c)
     K per token     B = q'; the accumulators of a channel group take scale and zero-point in fp32
-    V per token     B = (p s)~ for the channel tiles of a group; z = sum p m is one number a row and group (centring:
-                    z = sum p (m + N/2 s), and every page takes N/2 sum (p s)~ from O again: the rounding meets c - N/2,
-                    and O stays as small as what it stands for. Left in, codes, which have one sign, would add up over
-                    the sequence, and the tensor core truncates its sums)
+    V per token     values.py
 
 Powers of two: q' = q 2^(e_q + 11), q~ = q' s 2^(e_s + 2), p s 2^(E + 15); a row of codes at bit k of its half is
 2^(k - 24) too small. They leave with the logits, and with O after the last packed page (finish).
@@ -31,13 +28,14 @@ from lowbit_attn.ampere.codes import (
     metadata_rows,
     multiply_codes,
     pow2,
-    row_power,
     scale_query,
     value_at,
     value_of_half,
 )
 from lowbit_attn.ampere.config import ACCESS_BYTES, LANES, TILE, DecodeConfig
+from lowbit_attn.ampere.values import finish, lower_exponent, values
 
+__all__ = ["finish", "lower_exponent", "query_for_tokens", "scores", "start", "values"]  # the steps: see pages.STEPS
 VALUES_BEFORE_SOFTMAX = True  # the V part must have arrived: its largest scale decides whether O is rescaled
 SASS_NEED = ("LDGSTS", "LDSM", "HMMA", "MOVM")
 ONES = 0x3C003C00  # fp16 1.0 in both halves
@@ -340,92 +338,6 @@ def token_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
                                      * work.query_sum[4 * (j * columns + i // 4) + i % 2])
     for i in T.unroll(4 * piece.row_tiles * columns):
         ops.acc_s[i] = ops.acc_s[i] * factor[softmax.row_value(config, i)]
-
-
-@T.macro
-def lower_exponent(config, ring, slot, lane, work, o_factor, moved):
-    """E after this page: the least -ceil(log2 largest scale) so far; what O is multiplied with, and whether."""
-    piece = config.v
-    largest = T.alloc_local((1,), "int32")
-    lowered = T.alloc_var("int32")
-    if config.options.exponents:
-        largest_half(ring, slot, piece.meta, piece.groups * layout.PAGE_TOKENS, lane, True, largest)
-        lowered = -registers.ceil_log2(T.max(bits_of(value_of_half(largest[0], piece.meta_dtype)),
-                                         registers.pow2_bits(registers.MIN_SCALE_LOG2)))
-    else:
-        lowered = registers.FIXED_VALUE_EXPONENT
-    lowered = T.min(lowered, work.value_exponent[0])
-    moved[0] = T.cast(lowered < work.value_exponent[0], "int32")
-    o_factor[0] = pow2(T.max(lowered - work.value_exponent[0], -126))
-    work.value_exponent[0] = lowered
-
-
-@T.macro
-def values(config, ring, slot, lane, work, ops, acc_o):
-    """O^T += V^T P^T over the 128 tokens of a packed V part, centred, and z of the page."""
-    piece, columns = config.v, config.columns
-    factor = T.alloc_var("float32")
-    factor = pow2(work.value_exponent[0] + registers.PROBABILITY_SHIFT)
-    mma.clear(work.rounded, piece.groups * config.row_values)
-    for ct in T.unroll(piece.column_tiles):
-        for j in T.unroll(piece.groups):
-            if config.is_crowded:
-                T.sync_warp()
-            load_tokens(piece, ring, slot, j, ct, lane, work.meta_v)
-            for n in T.unroll(columns):
-                scale_probabilities(config, ct, j, n, factor, work, ops)
-        multiply_codes(config, piece, ring, slot, lane, work, ct, 0, piece.row_tiles, work.b,
-                       lambda tile: tile // (piece.row_tiles // piece.groups), acc_o, 0)
-    if config.options.centring:
-        recentre(config, work, acc_o)
-
-
-@T.macro
-def scale_probabilities(config, token_tile, group, column, factor, work, ops):
-    """(p s)~ = fp16(p s 2^(E + 15)) of the tokens in meta_v and 8 query rows -> b; z and ``rounded`` take theirs."""
-    half_steps = config.v.levels / 2 * config.options.centring
-    for row8 in T.unroll(2):
-        at = 4 * (token_tile * config.columns + column) + 2 * row8
-        for v in T.unroll(2):
-            work.z[group * config.row_values + 2 * column + v] = (
-                work.z[group * config.row_values + 2 * column + v]
-                + ops.acc_s[at + v] * (value_at(work.meta_v_v[2 * row8]) * T.float32(half_steps)
-                                       + value_at(work.meta_v_v[2 * row8 + 1])))
-        for v in T.vectorized(2):
-            work.pair_h[v] = T.cast(ops.acc_s[at + v] * (value_at(work.meta_v_v[2 * row8]) * factor), "float16")
-        if config.options.centring:
-            for v in T.unroll(2):
-                work.rounded[group * config.row_values + 2 * column + v] = (
-                    work.rounded[group * config.row_values + 2 * column + v] + value_at(work.pair_h[v]))
-        T.call_extern("handle", mma.MOVMATRIX, work.pair[0], work.b[2 * (group * config.columns + column) + row8])
-
-
-@T.macro
-def recentre(config, work, acc_o):
-    """O -= N/2 sum (p s)~ of the page, in the accumulators' units: codes of a row at bit k are 2^(k - 24) each."""
-    piece = config.v
-    group_tiles = piece.row_tiles // piece.groups
-    softmax.sum_rows(work.rounded, piece.groups * config.row_values)
-    for i in T.unroll(4 * piece.row_tiles * config.columns):
-        tile = i // (4 * config.columns)
-        unit = pow2(row_power(piece, tile, i) - registers.SUBNORMAL_SHIFT) * T.float32(-piece.levels / 2)
-        acc_o[i] = acc_o[i] + unit * work.rounded[tile // group_tiles * config.row_values
-                                                  + softmax.row_value(config, i)]
-
-
-@T.macro
-def finish(config, work, acc_o):
-    """O of the packed pages in true scale, zero-points added: what 16-bit tokens add to."""
-    piece, columns = config.v, config.columns
-    group_tiles = piece.row_tiles // piece.groups
-    softmax.sum_rows(work.z, piece.groups * config.row_values)
-    scale = T.alloc_var("float32")
-    scale = pow2(-registers.PROBABILITY_SHIFT - work.value_exponent[0])
-    for i in T.unroll(4 * piece.row_tiles * columns):
-        tile = i // (4 * columns)
-        unit = code_power(piece, tile, i) * T.float32(2.0**registers.SUBNORMAL_SHIFT)
-        acc_o[i] = acc_o[i] * unit * scale + work.z[tile // group_tiles * config.row_values
-                                                   + softmax.row_value(config, i)]
 
 
 @T.macro

@@ -70,16 +70,19 @@ def test_sizes_of_shared_pages():
             assert shape == (1, cfg.rows, cfg.warps, 32) and cfg.token_buffers == 1
 
 
-@pytest.mark.parametrize("name, rows, path, shapes", [
-    ("k4v4", 8, "register", ((8, 2), (4, 2), (12, 2))),
-    ("k2v2", 8, "register", ((12, 2), (8, 2), (12, 3))),
-    ("k2v2", 16, "register", ((8, 3), (8, 2), (8, 3))),  # 16 rows and groups of K need more than 168 registers
-    ("k2v2-g32", 8, "register", ((8, 3), (8, 2), (8, 3))),
-    ("k4v4", 8, "tile", ((8, 2), (4, 2), (8, 3))),
+@pytest.mark.parametrize("name, head_dim, rows, path, shapes", [
+    ("k4v4", 128, 8, "register", ((8, 2), (4, 2), (12, 2))),
+    ("k2v2", 128, 8, "register", ((12, 2), (8, 2), (12, 3))),
+    ("k2v2-g32", 64, 8, "register", ((12, 3), (12, 2), (12, 3))),
+    # 16 rows, and groups of K at head_dim 128, take more than 168 registers
+    ("k2v2", 128, 16, "register", ((8, 3), (8, 2), (8, 3))),
+    ("k2v2-g32", 128, 8, "register", ((8, 3), (8, 2), (8, 3))),
+    ("k2v2", 96, 8, "register", ((8, 3), (8, 3), (8, 3))),
+    ("k4v4", 128, 8, "tile", ((8, 2), (4, 2), (8, 3))),
 ])
-def test_warps_and_slots(name, rows, path, shapes):
+def test_warps_and_slots(name, head_dim, rows, path, shapes):
     """On sm_80, sm_89 and sm_90: as many warps as registers and shared memory allow, then slots."""
-    found = [sizes.decode_config(FORMATS[name], 128, "float16", target, path, rows) for target in TARGETS]
+    found = [sizes.decode_config(FORMATS[name], head_dim, "float16", target, path, rows) for target in TARGETS]
     assert tuple((cfg.warps, cfg.slots) for cfg in found) == shapes
 
 

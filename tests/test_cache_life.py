@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_cache import DIM, HEADS, assert_account, assert_untouched, make, prefilled, snapshot, tokens
 
-from lowbit_attn import FORMATS, CacheFaultError, KVCache, PageExhaustedError, decode
+from lowbit_attn import FORMATS, CacheFaultError, KVCache, PageExhaustedError, decode, dispatch, loader
 from lowbit_attn.pages import PageBook
 from lowbit_attn.testing import assert_same_bytes, assert_same_state, to_device
 
@@ -303,3 +303,35 @@ def test_the_hosts_rule_of_a_step_is_appends(monkeypatch):
         assert [count.tolist() for count in cache.counts] == [count.tolist() for count in after]
         cache.bind()
     assert cache.n_qv.tolist() == [256, 384] and cache.n_qk.tolist() == [384, 512]
+
+
+def test_a_step_is_two_launches_planned_once(monkeypatch):
+    """K's side first; later steps make nothing but their tokens; memory that moved is found."""
+    launches, loaded = [], []
+
+    def load(key):
+        loaded.append(key.name)
+        return lambda *arguments: launches.append((key.name, arguments))
+
+    monkeypatch.setattr(loader, "load", load)
+    monkeypatch.setattr(loader, "argument", lambda tensor: tensor)
+    monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
+    cache = KVCache("k2v2", 4, HEADS, 64, sinks=3, max_batch=2, max_q_len=4)
+    names = ["append-k-search-k2v2-float16-d64", "append-v-k2v2-float16-d64"]
+    k, v = (torch.randn(2 * HEADS * 64 + 1).half()[1:].view(2, 1, HEADS, 64) for _ in range(2))  # 2 bytes off
+    rows = cache.row_tensor(np.array([1, 0]))
+    for _ in range(2):
+        dispatch._append(cache, rows, k, v)
+    assert [name for name, _ in launches] == names * 2 and loaded == names
+    for (_, arguments), x, side in zip(launches, (k, v), "kv"):
+        given, given_rows, sink, ring, table, words, halves, *counters = arguments[:-8]
+        assert torch.equal(given, x) and given.data_ptr() % 16 == 0 and given_rows is rows
+        assert sink is getattr(cache, f"sink_{side}") and ring is getattr(cache, f"ring_{side}")
+        first = cache.pool.data_ptr() + (cache.record.v_offset if side == "v" else 0)
+        assert table is cache.table and words.data_ptr() == halves.data_ptr() == first
+        assert all(map(lambda a, b: a is b, counters, cache.counters()))
+        assert arguments[-8:-5] == (cache.limit, cache.faults, cache.arrivals)
+        assert arguments[-5:] == (3, 3, 3, cache.strides.page, cache.strides.head)
+    cache.limit = cache.limit.clone()
+    dispatch._append(cache, rows, k, v)
+    assert launches[-1][1][-8] is cache.limit and loaded == names * 2

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from lowbit_attn import FORMATS, KVCache, PageExhaustedError
 
 HEADS, DIM, ROWS, PAGES, MAX_SEQLEN, MAX_Q_LEN = 1, 32, 4, 7, 620, 4
-EXAMPLES, STEPS = 50, 200
+EXAMPLES, STEPS = 72, 200
 VALUES = torch.rand(2, 8192, HEADS, DIM, generator=torch.Generator().manual_seed(0)).mul(2).sub(1).half()
 ATOL = 2 / 255  # twice the worst error of 8 bits over [-1, 1]: other tokens differ by far more
 ROW = st.integers(0, ROWS - 1)
@@ -33,6 +33,8 @@ class Sequence:
 
 
 class CacheLife(RuleBasedStateMachine):
+    steps = 0  # of all examples
+
     @initialize(sinks=st.sampled_from((0, 5)), windows=st.sampled_from(((0, 0), (0, 128), (128, 128))))
     def start(self, sinks, windows):
         fmt = replace(FORMATS["k8v8"], window_k=windows[0], window_v=windows[1])
@@ -193,6 +195,7 @@ class CacheLife(RuleBasedStateMachine):
     def pages_and_counters_are_the_models(self):
         if not hasattr(self, "rows"):
             return
+        CacheLife.steps += 1
         book = self.cache.book
         book.check()
         assert len(book.free) == self.free_pages()
@@ -217,6 +220,8 @@ class CacheLife(RuleBasedStateMachine):
 
 
 def test_ten_thousand_steps():
+    CacheLife.steps = 0
     run_state_machine_as_test(CacheLife, settings=settings(
         max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, derandomize=True,
         suppress_health_check=list(HealthCheck)))
+    assert CacheLife.steps >= 10_000

@@ -170,16 +170,16 @@ def lines_of(bench) -> list[dict]:
 
 def test_contexts_run_every_case_that_fits(bench):
     console = Console(width=200, record=True, file=io.StringIO())
-    e2e.contexts(bench, [200, 10**6], [SIXTEEN_BIT, "k2v2"], [1, e2e.LARGEST], console)
+    e2e.contexts(bench, [200, 10**6], [SIXTEEN_BIT, "k4v4"], [1, e2e.LARGEST], console)
     assert [(x["format"], x["batch"], x["largest"], x["seqlen"]) for x in lines_of(bench)] == [
-        (SIXTEEN_BIT, 1, False, 200), ("k2v2", 1, False, 200), (SIXTEEN_BIT, 3, True, 200), ("k2v2", 3, True, 200)]
+        (SIXTEEN_BIT, 1, False, 200), ("k4v4", 1, False, 200), (SIXTEEN_BIT, 3, True, 200), ("k4v4", 3, True, 200)]
     text = console.export_text()
     assert text.count("does not fit") == 4 and "3 (largest)" in text
 
 
 def test_a_generation_is_measured_at_five_lengths(bench):
     console = Console(width=200, record=True, file=io.StringIO())
-    e2e.generation(bench, 100, 100, [SIXTEEN_BIT, "k2v2"], console)
+    e2e.generation(bench, 100, 100, [SIXTEEN_BIT, "k4v4"], console)
     *results, plain, low = lines_of(bench)
     assert [x["seqlen"] for x in results] == [100, 125, 150, 175, 200] * 2 and {x["batch"] for x in results} == {3}
     assert low["generated"] == 100 and plain["x_16_bit_tokens_per_s"] == 1

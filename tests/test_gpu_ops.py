@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 HOST_BOUND_US = 15
-OPTIONS = (dict(), dict(softcap=9.0, window=300, keep_sinks=True))
+OPTIONS = (dict(), dict(softcap=9.0, softmax_scale=0.1))
 
 
 def tokens(*size) -> torch.Tensor:

@@ -132,8 +132,7 @@ def test_opcheck_of_append(tokens):
     torch.library.opcheck(torch.ops.lowbit_attn.append.default, (k, v, rows, *step_arguments(cache)))
 
 
-@pytest.mark.parametrize("format", ("k4v4", "kitty"))
-@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+@pytest.mark.parametrize("format, backend", (("k4v4", "eager"), ("kitty-weighted", "eager"), ("kitty", "aot_eager")))
 def test_compiled_steps_are_eager_steps(format, backend):
     """Append, then decode, compiled into one graph, over blocks and their packing."""
     @torch.compile(fullgraph=True, backend=backend)
@@ -141,7 +140,8 @@ def test_compiled_steps_are_eager_steps(format, backend):
         cache.append(k, v)
         return decode(q, cache)
 
-    eager = growing_cache(format)
+    weighted = {"query_weights": torch.rand(2, 64)} if format.endswith("weighted") else {}
+    eager = growing_cache(format, **weighted)
     compiled = to_device(eager, "cpu")
     for i in range(60):
         q, k, v = torch.randn(2, 2, 4, 64).half(), torch.randn(2, 2, 2, 64).half(), torch.randn(2, 2, 2, 64).half()

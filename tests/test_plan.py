@@ -17,7 +17,9 @@ from lowbit_attn.testing import permute_pages
 sys.path.append(str(Path(__file__).parent.parent / "perf"))
 tvm_ffi = pytest.importorskip("tvm_ffi", reason="kernels are called through it")
 
-HOST_BOUND_US = 60  # of a planned call on a slow machine; one measured 16, and 150 for the call that makes the plan
+# Host time of a planned call, in times of one allocation and one view, of which it makes two each: measured 5.6 on an
+# idle machine (16 us) and on a busy one (70 us); a call that makes its plan took 40.
+HOST_BOUND = 12
 
 
 class Stage:
@@ -195,9 +197,11 @@ def test_scratch_is_shared_by_calls_and_not_by_plans(stage, cache):
 def test_host_time_of_a_planned_call():
     import host_time
 
+    rows = torch.empty(32, 128, dtype=torch.float16)
     with host_time.kernels_that_do_nothing():
         step = host_time.decode_steps("k4v4", 1, "cpu")["decode"]
         step()
         with mock.patch.object(dispatch, "decode", side_effect=AssertionError("no plan was found")):
-            us = host_time.call_us(step, calls=200, rounds=15, over=min)
-    assert us < HOST_BOUND_US
+            us = host_time.call_us(step, calls=100, rounds=30, over=min)
+    unit_us = host_time.call_us(lambda: torch.empty_like(rows).view(1, 1, 32, 128), calls=100, rounds=30, over=min)
+    assert us < HOST_BOUND * unit_us, f"{us:.1f} us, where an allocation and a view take {unit_us:.1f} us"

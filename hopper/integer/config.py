@@ -55,7 +55,8 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = ROWS, withou
                 features: tuple[str, ...] = ()) -> IntegerConfig:
     """The configuration of a format; ValueError with the reasons if there is none."""
     if without:
-        raise ValueError(f"without: got {', '.join(without)}, supported on the integer path: nothing to leave out")
+        raise ValueError(f"without: got {', '.join(without)}, supported on the integer path: nothing; path='register' "
+                         "has parts to leave out")
     if found := PATHS["integer"].missing(fmt, head_dim, getattr(torch, dtype)):
         raise ValueError("; ".join(found))
     return register.make_config(fmt, head_dim, dtype, rows, (), features, IntegerConfig)

@@ -328,7 +328,8 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     warps, slots = kind.max_warps, kind.min_slots
-    is_slim = rows == COLUMNS and head_dim <= 128 and k.groups == v.groups == 1 and not has_third
+    is_plain = not (features or without or has_third)
+    is_slim = is_plain and rows == COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
     if is_slim and MANY_WARPS * MANY_WARPS_SLOTS * slot <= free:
         warps, slots = MANY_WARPS, MANY_WARPS_SLOTS
     warps = max(1, min(warps, free // (slots * slot)))

@@ -11,6 +11,7 @@ a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
     ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
 
 Operands of m16n8k16: K and V^T are A, straight from masked words (raw codes, fp16 subnormals); query rows are N.
+With an IntegerConfig packed pages take the arithmetic of hopper/integer (m16n8k32 on bytes); the rest is the same.
 """
 
 import cutlass

@@ -128,9 +128,6 @@ class KVCache(CacheState):
         if batch > self.max_batch or not 1 <= tokens <= self.max_q_len:
             raise ValueError(f"k: {batch} sequences of {tokens} tokens, supported: at most max_batch = "
                              f"{self.max_batch} of 1 to max_q_len = {self.max_q_len} tokens")
-        if self.query_weights is not None:
-            raise NotImplementedError(f"query_weights: format {self.format} under torch.compile, supported: eager "
-                                      "calls, or formats that choose channels without them")
         k, v = (self._enter(name, x, (batch, tokens)) for name, x in (("k", k), ("v", v)))
         rows = self.all_rows[:batch] if seqs is None else seqs
         check_tensor("seqs", rows, (batch,), (torch.int32,), self.device)

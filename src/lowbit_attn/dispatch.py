@@ -9,7 +9,7 @@ from lowbit_attn import kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
-from lowbit_attn.plan import DecodePlan, is_capturing, plans_of
+from lowbit_attn.plan import DecodePlan, StepPlan, is_capturing, plans_of
 from lowbit_attn.reference import Attention
 
 LOG2_E = 1.4426950408889634
@@ -20,7 +20,7 @@ CTAS_PER_SM = 1
 # os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
 _ENVIRONMENT = os.environ._data
 _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
-ACCESS_BYTES = 16  # of the kernels' widest loads
+_STEP = "append"  # names the plan of a cache's steps among those of its decode calls
 
 
 def target_of(device: torch.device) -> tuple[str, str]:
@@ -174,16 +174,20 @@ def _write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, sid
 
 def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """A step of ``KVCache.append`` on the device: k, v [batch, tokens, heads, head_dim] to rows int32 [batch]."""
-    for side, x, sink, ring in (("k", k, cache.sink_k, cache.ring_k), ("v", v, cache.sink_v, cache.ring_v)):
-        x = x.contiguous()
-        if x.data_ptr() % ACCESS_BYTES:
-            x = x.clone()
-        key = kernels.append_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
-        part = _part(cache, side)
-        loader.load(key)(
-            x, rows, sink, ring, cache.table, part.view(torch.uint32), part.view(torch.uint16), *cache.counters(),
-            cache.limit, cache.faults, cache.arrivals, cache.sinks, cache.window_k, cache.window_v, cache.strides.page,
-            cache.strides.head)
+    plans, name = plans_of(cache), (_STEP, _ENVIRONMENT.get(_ARCH))
+    plan = plans.get(name)
+    if plan is None or not plan.serves(cache):
+        plan = StepPlan(cache, tuple(_step_side(cache, side) for side in "kv"))
+        plans.keep(name, plan)
+    plan.run(rows, k, v)
+
+
+def _step_side(cache: KVCache, side: str) -> tuple:
+    """What plan.StepPlan needs of a side: kernel, sink, ring, records as words, as halves."""
+    key = kernels.append_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
+    sink, ring = (cache.sink_k, cache.ring_k) if side == "k" else (cache.sink_v, cache.ring_v)
+    part = _part(cache, side)
+    return loader.load(key), sink, ring, part.view(torch.uint32), part.view(torch.uint16)
 
 
 def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -118,6 +118,14 @@ KITTY = tuple(MatrixKernel(*kernel) for kernel in (
     ("kitty-pro", F16, 128, 8, ("softcap", "window")), ("kitty-variance", F16, 128, 64), ("kitty-pro", BF16, 256, 64),
 ))
 
+# what tiny models of tests/test_gpu_hf.py ask for: single tokens, and chunks whose queries come as heads
+MODELS = tuple(MatrixKernel(*kernel) for kernel in (
+    *((name, F16, 128, rows) for name in ("k4v4", "k2v2") for rows in (4, 8, 16, 512)),
+    ("k4v4", F16, 128, 4, ("window",)), ("k4v4", BF16, 128, 4), ("k4v4", BF16, 128, 512),
+    *(("k4v4", F16, 256, rows, features) for rows in (3, 6, 9, 384) for features in ((), ("softcap",))),
+    ("k4v4", F16, 256, 3, ("window",)), ("k4v4", F16, 256, 3, ("softcap", "window")),
+))
+
 # formats, dtype and head_dim whose quantize and dequantize kernels are compared with the CPU's bytes
 QUANTIZED = (
     ("k4v4", F16, 64), ("k4v4", F16, 128), ("k2v2", F16, 64), ("k2v2", F16, 128), ("k8v1-g32-vg32", F16, 64),
@@ -140,7 +148,7 @@ def keys(arch: str) -> list[KernelKey]:
     target = kernels.ARCH_TARGETS[arch][-1]
     wanted = [key for kernel in REGISTER for key in kernel.keys(arch, "register")]
     wanted += [key for kernel in INTEGER for key in kernel.keys(arch, "integer")]
-    wanted += [key for kernel in WIDE + KITTY for key in kernel.keys(arch)]
+    wanted += [key for kernel in WIDE + KITTY + MODELS for key in kernel.keys(arch)]
     wanted += [key for head_dim in TILE_HEAD_DIMS for key in MatrixKernel("k4v4", F16, head_dim, 8).keys(arch, "tile")]
     wanted += [replace(key, without=parts) for key in wanted for parts in ABLATED
                if key.op == "decode" and (key.dtype, key.head_dim, key.rows, key.features) == (F16, 128, 8, ())

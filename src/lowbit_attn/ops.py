@@ -48,7 +48,6 @@ class HeldCache(KVCache):
         vars(self).update(state, **values)
         self.format, self.strides = FORMATS[format], Strides(*strides)
         self.device, self.dtype, self.rotate_keys = self.pool.device, self.ring_k.dtype, False
-        self.query_weights = None
         self.max_batch, self.num_heads_kv, _, self.head_dim = self.ring_k.shape
         self.record = self.format.record(self.head_dim)
 

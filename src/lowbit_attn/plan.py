@@ -17,6 +17,10 @@ from lowbit_attn import loader
 _made_of = attrgetter("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v",
                       "strides", "format")
 
+_made_of_step = attrgetter("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v",
+                           "strides", "format", "limit", "faults", "arrivals")
+ACCESS_BYTES = 16  # of the kernels' widest loads
+
 
 def is_capturing(device: torch.device) -> bool:
     """Whether work on this device is being recorded into a CUDA graph."""
@@ -28,9 +32,9 @@ _NO_SINK_LOGIT: dict[torch.device, torch.Tensor] = {}
 
 def no_sink_logit(device: torch.device) -> torch.Tensor:
     """A sink logit of -inf for every head: fp32 [1]. Kept for good, since captured graphs outlive plans."""
-    if is_capturing(device):
-        return _NO_SINK_LOGIT.get(device, torch.full((1,), -torch.inf, device=device))
     if device not in _NO_SINK_LOGIT:
+        if is_capturing(device):
+            return torch.full((1,), -torch.inf, device=device)
         # a copy from the host is complete when it returns, so that any stream may read it
         _NO_SINK_LOGIT[device] = torch.tensor([-torch.inf], device=device)
     return _NO_SINK_LOGIT[device]
@@ -111,6 +115,35 @@ class DecodePlan:
         lse = torch.empty(self.splits, *self.shape[:3], dtype=torch.float32, device=self.device)
         rows = (o.view(self.splits, self.rows, -1), lse.view(self.splits, self.rows))
         return Scratch(*(loader.argument(x) for x in (o, lse, *rows)))
+
+
+class StepPlan:
+    """``KVCache.append`` on one cache, but for its tokens and rows: a launch a side, K's first.
+
+    Args:
+        cache: the cache, or anything with its public state.
+        sides: (kernel, sink, ring, pool's records as words, as halves) of K and of V.
+    """
+
+    def __init__(self, cache, sides: tuple[tuple, tuple]):
+        self.made_of = _made_of_step(cache)
+        shared = (*cache.counters(), cache.limit, cache.faults, cache.arrivals)
+        shared, table = [loader.argument(x) for x in shared], loader.argument(cache.table)
+        scalars = (cache.sinks, cache.window_k, cache.window_v, cache.strides.page, cache.strides.head)
+        self.sides = []
+        for kernel, sink, ring, *pool in sides:
+            sink, ring, *pool = (loader.argument(x) for x in (sink, ring, *pool))
+            self.sides.append((kernel, (sink, ring, table, *pool, *shared, *scalars)))
+
+    def serves(self, cache) -> bool:
+        """Whether the cache's state is still the memory that this plan writes."""
+        return all(map(is_, _made_of_step(cache), self.made_of))
+
+    def run(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Launch on the current stream. k, v [batch, tokens, num_heads_kv, head_dim]; rows int32 [batch]."""
+        for x, (kernel, arguments) in zip((k, v), self.sides):
+            x = x.contiguous()
+            kernel(x.clone() if x.data_ptr() % ACCESS_BYTES else x, rows, *arguments)
 
 
 def _flat(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

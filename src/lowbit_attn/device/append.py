@@ -15,13 +15,10 @@ import tilelang.language as T
 
 from lowbit_attn import layout
 from lowbit_attn.device.groups import EXACT, UNIT_WORDS
-from lowbit_attn.device.quantize import CodeMatrix, quantize_rows, runs_along_columns
-from lowbit_attn.device.quantize_boost import BoostMatrix, plain_side, quantize_boosted
-from lowbit_attn.device.quantize_token import TokenMatrix, quantize_tokens
+from lowbit_attn.device.quantize import BODIES, matrix_of
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES as ACCESS
 from lowbit_attn.device.tokens import load_tokens
-from lowbit_attn.formats.kitty import Boosted
 
 PAGE = layout.PAGE_TOKENS
 
@@ -66,28 +63,12 @@ def move_counters(row, tokens, num_sinks, window_k, window_v, n_sink, n_qk, n_qv
 @T.macro
 def pack_block(m, range_search, ring, row, head, first, pool, pool_meta, unit, tx):
     """The 128 tokens of a ring from slot ``first`` on -> the record at ``unit``, by all threads of a block."""
-    parts = m.parts if isinstance(m, TokenMatrix) else 1
-    count = PAGE // parts
-    tile = T.alloc_shared((count * m.row_accesses, ACCESS), ring.dtype)
-    for part in T.serial(parts):
-        load_tokens(ring, row, head, first + part * count, count, m.row_accesses, tile, tx, m.threads, True)
+    tile = T.alloc_shared((m.part_rows * m.row_accesses, ACCESS), ring.dtype)
+    for part in T.serial(m.parts):
+        load_tokens(ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, m.threads, True)
         T.sync_threads()
-        if isinstance(m, BoostMatrix):
-            scratch = T.alloc_shared((m.shared_words,), "uint32")
-            quantize_boosted(m, range_search, tile, scratch, pool, pool_meta, unit, tx)
-        elif isinstance(m, TokenMatrix):
-            quantize_tokens(m, range_search, tile, part, pool, pool_meta, unit, tx)
-        else:
-            quantize_rows(m, range_search, tile, pool, pool_meta, unit, tx)
+        BODIES[type(m)][0](m, range_search, tile, part, pool, pool_meta, unit, tx)
         T.sync_threads()
-
-
-def geometry(side, head_dim: int) -> CodeMatrix | TokenMatrix | BoostMatrix:
-    """How the threads of a block divide a page of this side."""
-    side = plain_side(side, head_dim)
-    if isinstance(side, Boosted):
-        return BoostMatrix(side, head_dim)
-    return (TokenMatrix if runs_along_columns(side) else CodeMatrix)(side, head_dim)
 
 
 def append_kernel(side, side_name: str, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
@@ -96,7 +77,7 @@ def append_kernel(side, side_name: str, head_dim: int, dtype: str, range_search:
     pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes, from the first record's part of this side on;
     sink, ring: this side's. num_sinks, window_k, window_v in tokens; page_stride and head_stride in units.
     """
-    m = geometry(side, head_dim)
+    m = matrix_of(side, head_dim)
     threads = m.threads
     is_last = side_name == "v"
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
@@ -126,6 +107,7 @@ def append_kernel(side, side_name: str, head_dim: int, dtype: str, range_search:
         head_stride: T.int32,
     ):
         with T.Kernel(heads, batch, threads=threads) as (head, b):
+            T.annotate_min_blocks_per_sm(m.blocks_per_sm(range_search))
             tx = T.get_thread_binding()
             row, room = T.alloc_var("int32"), T.alloc_var("int32")
             length, filled, packed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")

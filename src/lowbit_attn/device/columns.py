@@ -25,12 +25,12 @@ from lowbit_attn.formats.affine import SEARCH_GRID, SEARCH_TENTHS
 
 COLUMNS = 4  # (col8, e)
 SM_REGISTERS = 65536
-REGISTERS = 64  # of a thread that holds 16 rows of its columns, so that three blocks of 256 threads hide their loads
+REGISTERS, SEARCH_REGISTERS = 80, 128  # of a thread that holds 16 rows: 3 or 2 blocks of 256 threads hide their loads
 
 
-def blocks_per_sm(threads: int, held: int) -> int:
+def blocks_per_sm(threads: int, held: int, range_search: bool) -> int:
     """Blocks that should fit an SM together: what bounds the registers of a thread that holds so many rows."""
-    registers = REGISTERS + COLUMNS // 2 * max(0, held - 16)
+    registers = (SEARCH_REGISTERS if range_search else REGISTERS) + COLUMNS // 2 * max(0, held - 16)
     return max(1, SM_REGISTERS // (threads * registers))
 
 

@@ -52,7 +52,7 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
         head_stride: T.int32,
     ):
         with T.Kernel(heads, n, m.parts, threads=m.threads) as (head, page, part):
-            T.annotate_min_blocks_per_sm(m.blocks_per_sm)
+            T.annotate_min_blocks_per_sm(m.blocks_per_sm(range_search))
             tx = T.get_thread_binding()
             unit = T.alloc_var("int32")
             unit = pages[page] * page_stride + head * head_stride

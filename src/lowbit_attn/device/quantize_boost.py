@@ -76,11 +76,14 @@ class BoostMatrix:
         self.store_words = layout.BLOCK_WORDS  # that a lane stores at once
         self.row_accesses = head_dim // ACCESS_HALVES
         self.parts, self.part_rows = 1, layout.PAGE_TOKENS
-        self.blocks_per_sm = blocks_per_sm(self.threads, self.held)
         self.staged = self.masks + self.num_masks
         self.staged_words = (self.meta_at - self.high_at) // layout.WORD_BYTES
         self.staged_rounds = -(-self.staged_words // self.threads)
         self.shared_words = self.staged + self.staged_words
+
+    def blocks_per_sm(self, range_search):
+        """Blocks that must fit an SM together."""
+        return blocks_per_sm(self.threads, self.held, range_search=True)
 
     def column_of(self, column_tile, t, c):
         return layout.TILE * column_tile + 8 * (c // 2) + 2 * t + c % 2

@@ -61,8 +61,10 @@ class RowMatrix:
         self.head_dim = head_dim
         self.row_accesses = head_dim // ACCESS_HALVES  # of a token
         self.parts, self.part_rows = 1, layout.PAGE_TOKENS
-        # two means take more registers than there would be
-        self.blocks_per_sm = 1 if self.bits == 1 else blocks_per_sm(self.threads, self.held)
+
+    def blocks_per_sm(self, range_search):
+        """Blocks that must fit an SM together; two means take more registers than more blocks would leave."""
+        return 1 if self.bits == 1 else blocks_per_sm(self.threads, self.held, range_search)
 
     def word_and_shift(self, held, column):
         """(word within the column tile, bit position) of a lane's element: row 8*held + g, column 8*col8 + 2t + e."""

@@ -49,9 +49,12 @@ class TokenMatrix:
         self.threads = self.warps * layout.LANES
         self.part_rows = layout.PAGE_TOKENS // self.parts
         self.row_accesses = head_dim // ACCESS_HALVES
-        self.blocks_per_sm = 1  # at least: blocks are small
         self.col_tiles = head_dim // layout.TILE
         self.meta_bytes = side.plane_sizes(head_dim)["codes"]  # metadata follow the codes
+
+    def blocks_per_sm(self, range_search):
+        """Blocks that must fit an SM together: small as they are, more than one do."""
+        return 1
 
     def row_of(self, span, slot, g):
         return ATOM * (span * self.slots + slot) + g

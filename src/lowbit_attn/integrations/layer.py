@@ -17,6 +17,7 @@ from lowbit_attn.cache import DTYPES
 from lowbit_attn.formats import Format
 from lowbit_attn.integrations import dense
 from lowbit_attn.integrations.growth import grown, new_cache
+from lowbit_attn.plan import plans_of
 from lowbit_attn.reference import PLAIN, Attention
 
 NAME = "lowbit"
@@ -174,6 +175,7 @@ class LowBitLayer(CacheLayerMixin):
             o, lse = self._decode(folded, plain)
             past.append(o.view(batch, num_heads, -1, head_dim).transpose(1, 2).float())
             past_lse.append(lse.view(batch, num_heads, -1))
+        plans_of(self.kv).clear()  # they keep scratch for this many queries, layer by layer
         own, own_lse = dense.with_lse(query, k, v, plain, skips)
         out, lse = merge_states(torch.stack((torch.cat(past, 1), own)), torch.stack((torch.cat(past_lse, 2), own_lse)))
         if options.sink_logits is not None:

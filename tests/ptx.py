@@ -1,0 +1,169 @@
+"""Runs the PTX of a compiled Hopper decode kernel on the CPU: parsing, memory, barriers, and warps in lock step.
+
+What the instructions do is in ptx_instructions.py. Bulk copies complete at once, so waits must pass at once: what is
+checked is what each thread computes and touches, not the timing. Shared memory starts as NaN; every access must be
+aligned and in bounds.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+import ptx_instructions
+from ptx_instructions import LANES, names_of
+
+OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
+SHARED_BYTES = 232_448
+GLOBAL_BASE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Instruction:
+    opcode: str
+    operands: tuple[str, ...]
+    predicate: str | None
+    negated: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "Instruction":
+        guard = re.match(r"@(!?)(%?\w+)\s+(.*)", text, re.S)
+        if guard:
+            text = guard[3]
+        opcode, _, rest = re.sub(r"\s+", " ", text).partition(" ")
+        return cls(opcode, tuple(OPERANDS.findall(rest)), guard and guard[2], bool(guard and guard[1]))
+
+
+class Program:
+    """The instructions of the one kernel in a PTX text; inline assembly may repeat its labels."""
+
+    def __init__(self, text: str):
+        body = re.sub(r"//[^\n]*", "", text[text.index("\n{", text.index(".entry")) + 2 :])
+        self.instructions, self.labels = [], {}
+        for statement in re.split(r"[;{}](?=\s)|(?<=:)\s", re.sub(r"\{([^{}\n]*)\}", r"<\1>", body)):
+            statement = statement.strip()
+            if re.fullmatch(r"\$?\w+:", statement):
+                self.labels.setdefault(statement[:-1], []).append(len(self.instructions))
+            elif statement and not statement.startswith("."):
+                statement = statement.replace("<", "{").replace(">", "}")
+                self.instructions.append(Instruction.parse(statement))
+
+    def target(self, label: str, at: int) -> int:
+        """The place of a label: of several, the nearest."""
+        return min(self.labels[label], key=lambda place: abs(place - at))
+
+
+class Memory:
+    def __init__(self, data: np.ndarray, base: int = 0):
+        self.data, self.base = data, base
+
+    def places(self, address: np.ndarray, size: int) -> np.ndarray:
+        at = address.astype(np.int64) - self.base
+        assert (at >= 0).all() and (at + size <= len(self.data)).all(), "access out of bounds"
+        assert (at % size == 0).all(), "misaligned access"
+        return at[:, None] + np.arange(size)
+
+    def read(self, address: np.ndarray, size: int) -> np.ndarray:
+        """uint8 [threads, size]."""
+        return self.data[self.places(address, size)]
+
+    def write(self, address: np.ndarray, data: np.ndarray) -> None:
+        self.data[self.places(address, data.shape[1])] = data
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: a phase ends when all arrivals and all announced bytes have come."""
+
+    count: int
+    pending: int = 0
+    missing_bytes: int = 0
+    phase: int = 0
+
+    def __post_init__(self):
+        self.pending = self.count
+
+    def arrive(self, expected_bytes: int) -> None:
+        assert self.pending > 0, "more arrivals than the barrier counts"
+        self.pending -= 1
+        self.bring(-expected_bytes)
+
+    def bring(self, nbytes: int) -> None:
+        self.missing_bytes -= nbytes
+        if self.pending == 0 and self.missing_bytes == 0:
+            self.pending, self.phase = self.count, self.phase ^ 1
+
+
+@dataclass
+class Cta:
+    program: Program
+    parameters: list[bytes]
+    memory: Memory  # global
+    index: tuple[int, int, int]
+    shared: Memory = field(default_factory=lambda: Memory(np.full(SHARED_BYTES, 0xFF, np.uint8)))
+    barriers: dict[int, Barrier] = field(default_factory=dict)
+
+    @staticmethod
+    def new_barrier(count: int) -> Barrier:
+        return Barrier(count)
+
+    def run(self, threads: int) -> None:
+        """All warps, one after the other from barrier to barrier."""
+        running = [Warp(self, warp).run() for warp in range(threads // LANES)]
+        while running:
+            waiting = [warp for warp in running if next(warp, None)]
+            assert len(waiting) in (0, len(running)), "some warps have ended before a barrier"
+            running = waiting
+
+
+class Warp:
+    """Registers as uint64 or bool [32]; each lane has its own place, and those at the lowest place go first."""
+
+    def __init__(self, cta: Cta, warp: int):
+        self.cta = cta
+        self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64), "__dynamic_shmem__0": _all(0),
+                          "%cluster_ctarank": _all(0),
+                          "%tid.x": np.arange(LANES * warp, LANES * (warp + 1), dtype=np.uint64)}
+        self.registers |= {f"%ctaid.{axis}": _all(at) for axis, at in zip("xyz", cta.index)}
+
+    def run(self):
+        """A generator that yields True at every barrier of the CTA."""
+        program, end = self.cta.program, len(self.cta.program.instructions)
+        places = np.zeros(LANES, np.int64)
+        while (at := places.min()) < end:
+            here, instruction = places == at, program.instructions[at]
+            active = here
+            if instruction.predicate:
+                active = here & (self.registers[instruction.predicate].astype(bool) != instruction.negated)
+            places[here] = at + 1
+            kind = instruction.opcode.partition(".")[0]
+            if kind in ("bra", "ret"):
+                places[active] = end if kind == "ret" else program.target(instruction.operands[0], at)
+            elif instruction.opcode == "bar.sync":
+                assert active.all()
+                yield True
+            elif active.any():
+                with np.errstate(all="ignore"):
+                    ptx_instructions.execute(self, instruction.opcode, instruction.operands, active)
+
+    def value(self, operand: str) -> np.ndarray:
+        """uint64 [32]: a register's, or a literal's."""
+        if operand in self.registers:
+            return self.registers[operand]
+        assert operand[0] != "%", f"{operand} is read before it is written"
+        return _all(int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0))
+
+    def values(self, operand: str) -> list[np.ndarray]:
+        """Of a register or of a list in braces."""
+        return [self.value(name) for name in names_of(operand)]
+
+    def address(self, operand: str) -> np.ndarray:
+        base, offset = re.fullmatch(r"\[(%?\w+)(?:\+(-?\d+))?\]", operand).groups()
+        return self.value(base) + _all(int(offset or 0))
+
+    def set(self, operand: str, value: np.ndarray, active: np.ndarray) -> None:
+        value = value if value.dtype == bool else value.astype(np.uint64)
+        self.registers[operand] = np.where(active, value, self.registers.get(operand, value[:1] * 0))
+
+
+def _all(value: int) -> np.ndarray:
+    return np.full(LANES, value & (1 << 64) - 1, np.uint64)

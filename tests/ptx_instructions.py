@@ -1,0 +1,330 @@
+"""What the PTX instructions of the Hopper decode kernels do, on registers of 32 lanes; any other one is an error."""
+
+import operator
+import re
+
+import numpy as np
+
+LANES = 32
+LANE = np.arange(LANES)
+G, T = LANE // 4, LANE % 4
+U32, U64 = np.uint32, np.uint64
+HALF = U64(0xFFFF)
+COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
+           "ge": operator.ge, "neu": operator.ne}
+BITWISE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
+
+
+def execute(warp, opcode: str, operands: tuple[str, ...], active: np.ndarray) -> None:
+    """One instruction in the active lanes of a warp (ptx.Warp)."""
+    kind, _, rest = opcode.partition(".")
+    suffixes = rest.split(".")
+    for table, key in ((WHOLE, kind), (FLOATS, kind if suffixes[-1] == "f32" else None), (INTEGERS, kind)):
+        if key in table:
+            result = table[key](warp, suffixes, operands, active)
+            if result is not None:
+                warp.set(operands[0], result, active)
+            return
+    raise NotImplementedError(f"{opcode} {', '.join(operands)}")
+
+
+def names_of(operand: str) -> list[str]:
+    """The registers of a list in braces, or the one register."""
+    return operand.strip("{} ").replace(",", " ").split()
+
+
+# ---- numbers
+
+
+def f32(x: np.ndarray) -> np.ndarray:
+    return x.astype(U32).view(np.float32)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x, np.float32).view(U32).astype(U64)
+
+
+def width(suffixes: list[str]) -> int:
+    """Bits of the type, one number."""
+    if not (found := re.fullmatch(r"[busf](\d+)", suffixes[-1])):
+        raise NotImplementedError(f"type {suffixes[-1]}")
+    return int(found[1])
+
+
+def unsigned(x: np.ndarray, size: int) -> np.ndarray:
+    return x & U64((1 << size) - 1)
+
+
+def signed(x: np.ndarray, size: int) -> np.ndarray:
+    return x.view(np.int64) if size == 64 else x.astype(U32).view(np.int32).astype(np.int64)
+
+
+def typed(x: np.ndarray, suffixes: list[str]) -> np.ndarray:
+    """int64 of an s type, else uint64."""
+    size = width(suffixes)
+    return signed(x, size) if suffixes[-1][0] == "s" else unsigned(x, size)
+
+
+def raw(x: np.ndarray) -> np.ndarray:
+    return x.view(U64) if x.dtype == np.int64 else x
+
+
+def halves_of(word: np.ndarray, is_bf16: bool) -> list[np.ndarray]:
+    """The two 16-bit floats of a word, lowest first."""
+    halves = [word & HALF, word >> U64(16) & HALF]
+    if is_bf16:
+        return [f32(half << U64(16)) for half in halves]
+    return [half.astype(np.uint16).view(np.float16).astype(np.float32) for half in halves]
+
+
+def to_half(x: np.ndarray, is_bf16: bool) -> np.ndarray:
+    """Bits of fp32 rounded to nearest even."""
+    if not is_bf16:
+        return x.astype(np.float16).view(np.uint16).astype(U64)
+    word = x.view(U32).astype(U64)
+    return (word + U64(0x7FFF) + (word >> U64(16) & U64(1))) >> U64(16) & HALF
+
+
+# ---- fp32
+
+
+def float_step(function):
+    def step(warp, suffixes, operands, active):
+        return bits(function(*(f32(warp.value(x)) for x in operands[1:])))
+    return step
+
+
+def fused(x, y, z):
+    return (x.astype(np.float64) * y + z).astype(np.float32)
+
+
+def set_predicate(warp, suffixes, operands, active):
+    read = f32 if suffixes[-1] == "f32" else lambda x: typed(x, suffixes)
+    return COMPARE[suffixes[0]](*(read(warp.value(x)) for x in operands[1:3]))
+
+
+def select(warp, suffixes, operands, active):
+    return np.where(warp.value(operands[3]).astype(bool), warp.value(operands[1]), warp.value(operands[2]))
+
+
+FLOATS = {name: float_step(function) for name, function in {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "max": np.fmax, "abs": np.abs, "fma": fused,
+    "neg": operator.neg, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal}.items()}
+
+
+# ---- integers
+
+
+def integer_step(function):
+    def step(warp, suffixes, operands, active):
+        return unsigned(raw(function(*(typed(warp.value(x), suffixes) for x in operands[1:]))), width(suffixes))
+    return step
+
+
+def bitwise(name):
+    def step(warp, suffixes, operands, active):
+        return BITWISE[name](*(warp.value(x) for x in operands[1:]))
+    return step
+
+
+def multiply(warp, suffixes, operands, active):
+    product = operator.mul(*(typed(warp.value(x), suffixes) for x in operands[1:]))
+    if suffixes[0] == "wide":
+        return raw(product)
+    return unsigned(raw(product >> product.dtype.type(32) if suffixes[0] == "hi" else product), width(suffixes))
+
+
+def multiply_add(warp, suffixes, operands, active):
+    x, y, z = (warp.value(x) for x in operands[1:])
+    return unsigned(x * y + z, width(suffixes))
+
+
+def shift(warp, suffixes, operands, active):
+    value, count = typed(warp.value(operands[1]), suffixes), warp.value(operands[2])
+    return unsigned(raw(value >> count.astype(value.dtype)), width(suffixes))
+
+
+def shift_left(warp, suffixes, operands, active):
+    return unsigned(warp.value(operands[1]) << warp.value(operands[2]), width(suffixes))
+
+
+def truncated(x, y):
+    return np.trunc(x / y).astype(x.dtype)
+
+
+def move(warp, suffixes, operands, active):
+    """To or from a list: 16 bits each."""
+    if operands[0][0] == "{":
+        for i, name in enumerate(names_of(operands[0])):
+            warp.set(name, warp.value(operands[1]) >> U64(16 * i) & HALF, active)
+        return None
+    if operands[1][0] == "{":
+        return sum((half & HALF) << U64(16 * i) for i, half in enumerate(warp.values(operands[1])))
+    return warp.value(operands[1])
+
+
+def convert(warp, suffixes, operands, active):
+    values = [warp.value(x) for x in operands[1:]]
+    kinds = [x for x in suffixes if x != "rn"]
+    if kinds[0] == "f32":
+        return bits(halves_of(values[0], kinds[1] == "bf16")[0])
+    if kinds[1] == "f32":
+        parts = [to_half(f32(x), "bf16" in kinds[0]) for x in values]
+        return parts[0] << U64(16) | parts[1] if "x2" in kinds[0] else parts[0]
+    return raw(typed(values[0], kinds[1:]))
+
+
+def negate(warp, suffixes, operands, active):
+    return ~warp.value(operands[1]).astype(bool)
+
+
+INTEGERS = {
+    "add": integer_step(operator.add), "sub": integer_step(operator.sub), "mul": multiply, "mad": multiply_add,
+    "min": integer_step(np.minimum), "max": integer_step(np.maximum), "neg": integer_step(operator.neg),
+    "div": integer_step(truncated), "rem": integer_step(lambda x, y: x - truncated(x, y) * y),
+    "shl": shift_left, "shr": shift, "not": negate, **{name: bitwise(name) for name in BITWISE},
+}
+
+
+# ---- memory and barriers
+
+
+def load(warp, suffixes, operands, active):
+    names, size = names_of(operands[0]), width(suffixes) // 8
+    if suffixes[0] == "param":
+        number, offset = re.fullmatch(r"\[\w+_param_(\d+)(?:\+(\d+))?\]", operands[1]).groups()
+        data = warp.cta.parameters[int(number)][int(offset or 0) :][: size * len(names)]
+        data = np.tile(np.frombuffer(data, np.uint8), (LANES, 1))
+    else:
+        memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
+        data = np.zeros((LANES, size * len(names)), np.uint8)
+        data[active] = memory.read(warp.address(operands[1])[active], size * len(names))
+    words = np.ascontiguousarray(data).view(f"u{size}")
+    for i, name in enumerate(names):
+        warp.set(name, words[:, i], active)
+
+
+def store(warp, suffixes, operands, active):
+    memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
+    words = np.stack([x.astype(U32) for x in warp.values(operands[1])], 1)
+    memory.write(warp.address(operands[0])[active], words.view(np.uint8)[active])
+
+
+def bulk_copy(warp, suffixes, operands, active):
+    cta = warp.cta
+    target, source, size, barrier = (read(x) for read, x in zip((warp.address, warp.address, warp.value, warp.address),
+                                                                operands))
+    for lane in np.flatnonzero(active):
+        first, last = int(target[lane]), int(target[lane]) + int(size[lane])
+        start = int(source[lane]) - cta.memory.base
+        assert first % 16 == start % 16 == size[lane] % 16 == 0 and start >= 0
+        assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
+        cta.shared.data[first:last] = cta.memory.data[start : start + int(size[lane])]
+        cta.barriers[int(barrier[lane])].bring(int(size[lane]))
+
+
+def mbarrier(warp, suffixes, operands, active):
+    barriers, what = warp.cta.barriers, suffixes[0]
+    at = warp.address(operands[0 if what == "init" else 1])
+    value = warp.value(operands[1 if what == "init" else 2])
+    passed = np.zeros(LANES, bool)
+    for lane in np.flatnonzero(active):
+        if what == "init":
+            barriers[int(at[lane])] = warp.cta.new_barrier(int(value[lane]))
+        elif what == "arrive":
+            barriers[int(at[lane])].arrive(int(value[lane]))
+        else:
+            passed[lane] = barriers[int(at[lane])].phase != int(value[lane])
+            assert passed[lane], "a wait would hang"
+    return passed if what == "try_wait" else None
+
+
+# ---- the whole warp
+
+
+def shuffle(warp, suffixes, operands, active):
+    assert active.all()
+    value, by = warp.value(operands[1]), warp.value(operands[2]).astype(np.int64)
+    return value[LANE ^ by if suffixes[1] == "bfly" else by % LANES]
+
+
+def vote(warp, suffixes, operands, active):
+    assert active.all()
+    return np.full(LANES, warp.value(operands[1]).astype(bool).any())
+
+
+def elect(warp, suffixes, operands, active):
+    number, chosen = operands[0].split("|")
+    warp.set(number, np.full(LANES, active.argmax(), U64), active)
+    warp.set(chosen, LANE == active.argmax(), active)
+
+
+def permute(warp, suffixes, operands, active):
+    low, high, selector = (warp.value(x) for x in operands[1:])
+    both, result = unsigned(low, 32) | high << U64(32), np.zeros(LANES, U64)
+    for i in range(4):
+        nibble = selector >> U64(4 * i) & U64(15)
+        assert (nibble < 8).all()
+        result |= (both >> nibble * U64(8) & U64(255)) << U64(8 * i)
+    return result
+
+
+def rows_of(matrix: np.ndarray) -> np.ndarray:
+    """Each lane's word of an 8x8 matrix of 16-bit values."""
+    return matrix[G, 2 * T] | matrix[G, 2 * T + 1] << U64(16)
+
+
+def movmatrix(warp, suffixes, operands, active):
+    assert active.all()
+    matrix, word = np.zeros((8, 8), U64), warp.value(operands[1])
+    matrix[G, 2 * T], matrix[G, 2 * T + 1] = word & HALF, word >> U64(16)
+    return rows_of(matrix.T)
+
+
+def ldmatrix(warp, suffixes, operands, active):
+    assert active.all()
+    rows = warp.cta.shared.read(warp.address(operands[1]), 16).view(np.uint16).astype(U64)
+    for i, name in enumerate(names_of(operands[0])):
+        matrix = rows[8 * i : 8 * i + 8]
+        warp.set(name, rows_of(matrix.T if "trans" in suffixes else matrix), active)
+
+
+def mma(warp, suffixes, operands, active):
+    """m16n8k16 of 16-bit floats and m16n8k32 of bytes: fragments by the PTX manual."""
+    assert active.all()
+    names, a, b, c = names_of(operands[0]), *(warp.values(x) for x in operands[1:])
+    is_bytes, kinds = "m16n8k32" in suffixes, suffixes[-3:-1]
+    each, k = (4, 32) if is_bytes else (2, 16)  # values of a register, columns
+    left, right = np.zeros((16, k)), np.zeros((k, 8))
+
+    def values(word, kind):
+        if not is_bytes:
+            return halves_of(word, kind == "bf16")
+        found = [(word >> U64(8 * i) & U64(255)).astype(np.uint8) for i in range(4)]
+        return [x.view(np.int8) if kind == "s8" else x for x in found]
+
+    for i, word in enumerate(a):
+        for j, value in enumerate(values(word, kinds[0])):
+            left[G + 8 * (i % 2), each * T + j + k // 2 * (i // 2)] = value
+    for i, word in enumerate(b):
+        for j, value in enumerate(values(word, kinds[1])):
+            right[each * T + j + k // 2 * i, G] = value
+    product = left @ right
+    for i, (name, word) in enumerate(zip(names, c)):
+        part = product[G + 8 * (i // 2), 2 * T + i % 2]
+        if is_bytes:
+            warp.set(name, unsigned(raw(signed(word, 32) + part.astype(np.int64)), 32), active)
+        else:
+            warp.set(name, bits(f32(word) + part), active)
+
+
+def nothing(warp, suffixes, operands, active):
+    """Fences, waits for other launches, and the barrier of a warp that runs in lock step."""
+
+
+WHOLE = {
+    "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": bulk_copy,
+    "mapa": move, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "elect": elect, "prmt": permute,
+    "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma, "fence": nothing, "bar": nothing,
+    "griddepcontrol": nothing,
+}

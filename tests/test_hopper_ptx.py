@@ -1,0 +1,120 @@
+"""Compiled Hopper kernels without a GPU: their PTX, run thread by thread on the CPU, gives what decode must return.
+
+It covers what each thread computes, reads and writes, of the whole kernel: copies, packed pages, 16-bit tokens, merge.
+"""
+
+import struct
+from functools import cache
+
+import numpy as np
+import ptx
+import pytest
+import torch
+
+from lowbit_attn import dispatch, kernels, reference, testing
+from lowbit_attn.kernels import KernelKey
+from lowbit_attn.reference import Attention
+from lowbit_attn.testing import Case
+
+cute = pytest.importorskip("cutlass.cute", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
+
+
+@cache
+def compiled(key: KernelKey, scratch) -> tuple[str, object]:
+    """(PTX, configuration) of a kernel; scratch: a folder for what the compiler leaves."""
+    from cutlass.cute.runtime import make_fake_stream
+
+    traced = kernels.trace(key)
+    options = f"--enable-tvm-ffi --gpu-arch {key.target} --keep-ptx --dump-dir {scratch}"
+    made = cute.compile(traced.entry, *traced.arguments, make_fake_stream(use_tvm_ffi_env_stream=True), options=options)
+    text = made.artifacts.PTX
+    return text if isinstance(text, str) else text.decode(), traced.entry.cfg
+
+
+class GlobalMemory:
+    """Tensors one after the other, with unused bytes between them."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        chunks, self.starts = [], []
+        for tensor in tensors:
+            self.starts.append(sum(map(len, chunks)))
+            data = tensor.contiguous().view(torch.uint8).flatten().numpy() if tensor.numel() else np.empty(0, np.uint8)
+            chunks += [data, np.full(2048 - len(data) % 1024, 0xFF, np.uint8)]
+        self.memory = ptx.Memory(np.concatenate(chunks), ptx.GLOBAL_BASE)
+
+    def parameter(self, number: int, sizes: tuple, strides: tuple) -> bytes:
+        """A CuTe tensor argument: address, int32 sizes, int64 strides, those that are not fixed."""
+        data = struct.pack(f"<Q{len(sizes)}i", ptx.GLOBAL_BASE + self.starts[number], *sizes)
+        return data + bytes(-len(data) % 8) + struct.pack(f"<{len(strides)}q", *strides)
+
+    def fp32(self, number: int, shape) -> torch.Tensor:
+        start = self.starts[number]
+        data = self.memory.data[start : start + 4 * int(np.prod(shape))]
+        return torch.from_numpy(data.view(np.float32).copy()).view(*shape)
+
+
+def strides_of(tensor: torch.Tensor, count: int) -> tuple:
+    return tuple(int(np.prod(tensor.shape[i + 1 :])) for i in range(count))
+
+
+def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int):
+    """What dispatch does, on the CPU: (o, lse) of the merged splits."""
+    cache, q = problem.cache, problem.q.to(problem.cache.dtype)
+    batch, q_len, heads, head_dim = q.shape
+    tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), cache.n_sink[:batch], cache.n_qk[:batch],
+               cache.n_tok[:batch], *(x[:batch] for x in (cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v)),
+               torch.full((splits, *q.shape), torch.nan), torch.full((splits, *q.shape[:3]), torch.nan)]
+    memory = GlobalMemory(tensors)
+    parameters = [memory.parameter(0, q.shape[:3], strides_of(q, 2))]
+    parameters += [memory.parameter(i, tensors[i].shape[:1], ()) for i in range(1, 6)]
+    parameters += [memory.parameter(i, tensors[i].shape[:3], strides_of(tensors[i], 2)) for i in range(6, 10)]
+    parameters += [memory.parameter(i, tensors[i].shape[:4], strides_of(tensors[i], 3)) for i in (10, 11)]
+    ratio = heads // cache.num_heads_kv
+    blocks = -(-ratio * q_len // cfg.rows)
+    scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    cap = (options.softcap or 0.0) * dispatch.LOG2_E
+    window = dispatch.NO_WINDOW if options.window is None else options.window
+    numbers = (scale * dispatch.LOG2_E, 2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
+    parameters += [struct.pack("<f", x) for x in numbers]
+    parameters += [struct.pack("<i", x) for x in (window, window, *cache.strides, ratio, blocks)]
+    for z, y, x in np.ndindex(batch, cache.num_heads_kv, splits * blocks):
+        ptx.Cta(program, parameters, memory.memory, (x, y, z)).run(cfg.threads)
+    o, lse = memory.fp32(10, tensors[10].shape), memory.fp32(11, tensors[11].shape)
+    return reference.merge_states(o, lse.transpose(2, 3).contiguous())
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("ptx")
+
+
+def key_of(case: Case, options: Attention) -> KernelKey:
+    features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
+    return KernelKey("decode", "hopper", "sm_90a", str(case.dtype).removeprefix("torch."), case.head_dim,
+                     str(case.format), "integer", 4, features=features)
+
+
+PLAIN = Case("k4v4", head_dim=64, num_heads=8, num_heads_kv=2, lengths=(0, 300), sinks=5)
+
+
+@pytest.mark.parametrize("case, splits, options", [
+    (PLAIN, 2, Attention()),
+    (Case("k2v2-g64-vg32-bf16", torch.bfloat16, 64, 5, 1, lengths=(700,), sinks=3), 1, Attention()),
+    (Case("k8v1", head_dim=64, num_heads=2, num_heads_kv=1, q_len=2, lengths=(500,)), 1, Attention(None, 20.0, 200)),
+], ids=("ragged", "groups-bf16", "features"))
+def test_integer_path(case, splits, options, scratch):
+    text, cfg = compiled(key_of(case, options), scratch)
+    problem = testing.build(case)
+    testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
+
+
+@pytest.mark.parametrize("right, wrong, error", [
+    ("u8.s8.s32", "u8.u8.s32", AssertionError), ("ldmatrix", "ldmartix", NotImplementedError)])
+def test_a_wrong_instruction_is_found(right, wrong, error, scratch):
+    case = Case("k4v4", head_dim=64, num_heads=4, num_heads_kv=1, lengths=(300,))
+    text, cfg = compiled(key_of(PLAIN, Attention()), scratch)
+    assert right in text
+    problem = testing.build(case)
+    with pytest.raises(error):
+        found = decode(ptx.Program(text.replace(right, wrong)), cfg, problem, Attention(), 1)
+        testing.assert_decode(*found, testing.expected(problem))
