@@ -15,13 +15,10 @@ import tilelang.language as T
 
 from lowbit_attn import layout
 from lowbit_attn.device.groups import EXACT, UNIT_WORDS
-from lowbit_attn.device.quantize import CodeMatrix, quantize_rows, runs_along_columns
-from lowbit_attn.device.quantize_boost import BoostMatrix, plain_side, quantize_boosted
-from lowbit_attn.device.quantize_token import TokenMatrix, quantize_tokens
+from lowbit_attn.device.quantize import BODIES, matrix_of
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES as ACCESS
 from lowbit_attn.device.tokens import load_tokens
-from lowbit_attn.formats.kitty import Boosted
 
 PAGE = layout.PAGE_TOKENS
 
@@ -64,30 +61,14 @@ def move_counters(row, tokens, num_sinks, window_k, window_v, n_sink, n_qk, n_qv
 
 
 @T.macro
-def pack_block(m, range_search, ring, row, head, first, pool, pool_meta, unit, tx):
+def pack_block(m, quantize, range_search, ring, row, head, first, pool, pool_meta, unit, tx):
     """The 128 tokens of a ring from slot ``first`` on -> the record at ``unit``, by all threads of a block."""
-    parts = m.parts if isinstance(m, TokenMatrix) else 1
-    count = PAGE // parts
-    tile = T.alloc_shared((count * m.row_accesses, ACCESS), ring.dtype)
-    for part in T.serial(parts):
-        load_tokens(ring, row, head, first + part * count, count, m.row_accesses, tile, tx, m.threads, True)
+    tile = T.alloc_shared((m.part_rows * m.row_accesses, ACCESS), ring.dtype)
+    for part in T.serial(m.parts):
+        load_tokens(ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, m.threads, True)
         T.sync_threads()
-        if isinstance(m, BoostMatrix):
-            scratch = T.alloc_shared((m.shared_words,), "uint32")
-            quantize_boosted(m, range_search, tile, scratch, pool, pool_meta, unit, tx)
-        elif isinstance(m, TokenMatrix):
-            quantize_tokens(m, range_search, tile, part, pool, pool_meta, unit, tx)
-        else:
-            quantize_rows(m, range_search, tile, pool, pool_meta, unit, tx)
+        quantize(m, range_search, tile, part, pool, pool_meta, unit, tx)
         T.sync_threads()
-
-
-def geometry(side, head_dim: int) -> CodeMatrix | TokenMatrix | BoostMatrix:
-    """How the threads of a block divide a page of this side."""
-    side = plain_side(side, head_dim)
-    if isinstance(side, Boosted):
-        return BoostMatrix(side, head_dim)
-    return (TokenMatrix if runs_along_columns(side) else CodeMatrix)(side, head_dim)
 
 
 def append_kernel(side, side_name: str, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
@@ -96,8 +77,8 @@ def append_kernel(side, side_name: str, head_dim: int, dtype: str, range_search:
     pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes, from the first record's part of this side on;
     sink, ring: this side's. num_sinks, window_k, window_v in tokens; page_stride and head_stride in units.
     """
-    m = geometry(side, head_dim)
-    threads = m.threads
+    m = matrix_of(side, head_dim)
+    quantize, threads = BODIES[type(m)][0], m.threads
     is_last = side_name == "v"
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
     slots, sink_slots, entries = (T.dynamic(name) for name in ("slots", "sink_slots", "entries"))
@@ -147,7 +128,7 @@ def append_kernel(side, side_name: str, head_dim: int, dtype: str, range_search:
                     unit, first = T.alloc_var("int32"), T.alloc_var("int32")
                     unit = table[row, T.truncdiv(packed, PAGE)] * page_stride + head * head_stride
                     first = T.truncmod(packed, slots)
-                    pack_block(m, range_search, ring, row, head, first, pool, pool_meta, unit, tx)
+                    pack_block(m, quantize, range_search, ring, row, head, first, pool, pool_meta, unit, tx)
                 T.sync_threads()  # the block may lie where new tokens go, and the counters are read
                 store_tokens(x, sink, ring, b, row, head, tx, threads, head_dim, length, num_sinks)
                 if is_last:
