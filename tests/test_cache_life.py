@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_cache import DIM, HEADS, assert_account, assert_untouched, make, prefilled, snapshot, tokens
 
-from lowbit_attn import FORMATS, CacheFaultError, KVCache, PageExhaustedError, decode, dispatch, loader
+from lowbit_attn import FORMATS, CacheFaultError, KVCache, PageExhaustedError, decode, dispatch, kernels, loader
 from lowbit_attn.pages import PageBook
 from lowbit_attn.testing import assert_same_bytes, assert_same_state, to_device
 
@@ -335,3 +335,12 @@ def test_a_step_is_two_launches_planned_once(monkeypatch):
     cache.limit = cache.limit.clone()
     dispatch._append(cache, rows, k, v)
     assert launches[-1][1][-8] is cache.limit and loaded == names * 2
+
+
+@pytest.mark.parametrize("name", ("k4v4", "k4tv4", "kitty"))
+def test_the_step_of_every_kind_of_side_is_traced(name):
+    """Without a compiler: the page quantizers and the step that calls them fit together."""
+    pytest.importorskip("tilelang", reason="traces kernels")
+    for side in "kv":
+        program = kernels.trace(kernels.append_key("sm_90", "float16", 64, FORMATS[name], side))
+        assert program.prim_func.attrs["global_symbol"] == "append"

@@ -178,7 +178,7 @@ def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     plan = plans.get(name)
     if plan is None or not plan.serves(cache):
         plan = StepPlan(cache, tuple(_step_side(cache, side) for side in "kv"))
-        plans.keep(name, plan)
+        plans.keep(name, plan, cache)
     plan.run(rows, k, v)
 
 

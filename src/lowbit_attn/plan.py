@@ -174,7 +174,7 @@ class Plans(dict):
     def __reduce__(self):
         return Plans, ()
 
-    def keep(self, call: tuple, plan: DecodePlan, cache) -> None:
+    def keep(self, call: tuple, plan: "DecodePlan | StepPlan", cache) -> None:
         """Add a plan; those of memory that the cache has given up go, and with them that memory."""
         for old in [name for name, kept in self.items() if not kept.serves(cache)]:
             del self[old]

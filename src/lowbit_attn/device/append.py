@@ -61,13 +61,13 @@ def move_counters(row, tokens, num_sinks, window_k, window_v, n_sink, n_qk, n_qv
 
 
 @T.macro
-def pack_block(m, range_search, ring, row, head, first, pool, pool_meta, unit, tx):
+def pack_block(m, quantize, range_search, ring, row, head, first, pool, pool_meta, unit, tx):
     """The 128 tokens of a ring from slot ``first`` on -> the record at ``unit``, by all threads of a block."""
     tile = T.alloc_shared((m.part_rows * m.row_accesses, ACCESS), ring.dtype)
     for part in T.serial(m.parts):
         load_tokens(ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, m.threads, True)
         T.sync_threads()
-        BODIES[type(m)][0](m, range_search, tile, part, pool, pool_meta, unit, tx)
+        quantize(m, range_search, tile, part, pool, pool_meta, unit, tx)
         T.sync_threads()
 
 
@@ -78,7 +78,7 @@ def append_kernel(side, side_name: str, head_dim: int, dtype: str, range_search:
     sink, ring: this side's. num_sinks, window_k, window_v in tokens; page_stride and head_stride in units.
     """
     m = matrix_of(side, head_dim)
-    threads = m.threads
+    quantize, threads = BODIES[type(m)][0], m.threads
     is_last = side_name == "v"
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
     slots, sink_slots, entries = (T.dynamic(name) for name in ("slots", "sink_slots", "entries"))
@@ -129,7 +129,7 @@ def append_kernel(side, side_name: str, head_dim: int, dtype: str, range_search:
                     unit, first = T.alloc_var("int32"), T.alloc_var("int32")
                     unit = table[row, T.truncdiv(packed, PAGE)] * page_stride + head * head_stride
                     first = T.truncmod(packed, slots)
-                    pack_block(m, range_search, ring, row, head, first, pool, pool_meta, unit, tx)
+                    pack_block(m, quantize, range_search, ring, row, head, first, pool, pool_meta, unit, tx)
                 T.sync_threads()  # the block may lie where new tokens go, and the counters are read
                 store_tokens(x, sink, ring, b, row, head, tx, threads, head_dim, length, num_sinks)
                 if is_last:
