@@ -370,6 +370,11 @@ def expected_counts(cfg: DecodeConfig) -> dict[str, int]:
     return counts
 
 
+def ctas_per_sm(key) -> int:
+    """Blocks of a decode kernel that an SM holds at once: every kernel here takes the shared memory of a whole SM."""
+    return 1
+
+
 def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = FEW_ROWS,
            dtype: str = "float16", without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the decode kernel of a path must show; without: not the tile path."""

@@ -34,7 +34,7 @@ def kernels_that_do_nothing():
     with ExitStack() as patches:
         for module, name, value in ((dispatch, "_has_kernels", lambda device: True),
                                     (dispatch, "target_of", lambda device: ("hopper", "sm_90a")),
-                                    (dispatch, "default_splits", lambda cache, batch: SPLITS),
+                                    (dispatch, "default_splits", lambda *arguments: SPLITS),
                                     (loader, "load", lambda key: nothing)):
             patches.enter_context(mock.patch.object(module, name, value))
         yield

@@ -16,7 +16,6 @@ LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30  # positions: more than any sequence has
 CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"), (8, 9): ("ampere", "sm_89")}
 FORCED_TARGETS = {("ampere", (9, 0)): "sm_90"}  # Ampere kernels also run on Hopper, built for it
-CTAS_PER_SM = 1
 # os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
 _ENVIRONMENT = os.environ._data
 _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
@@ -117,7 +116,7 @@ def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key
 def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey) -> DecodePlan:
     batch, q_len, num_heads, head_dim = q.shape
     blocks = -(-(num_heads // cache.num_heads_kv * q_len) // key.rows)
-    splits = num_splits or default_splits(cache, batch * blocks)
+    splits = num_splits or default_splits(cache, batch * blocks, kernels.ctas_per_sm(key))
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
     scalars = (scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, window, NO_WINDOW if options.keep_sinks else window,
@@ -140,17 +139,17 @@ def _call(q: torch.Tensor, options: tuple) -> tuple:
     return q.shape, q.dtype, options, _ENVIRONMENT.get(_ARCH), _ENVIRONMENT.get(_WITHOUT)
 
 
-def default_splits(cache: KVCache, batch: int) -> int:
+def default_splits(cache: KVCache, batch: int, ctas_per_sm: int = 1) -> int:
     """CTAs that share a sequence's pages: enough to fill the GPU, never more than the table's pages.
 
-    batch: sequences times blocks of query rows.
+    batch: sequences times blocks of query rows. ctas_per_sm: what an SM holds at once.
 
     The lengths stay on the device, so the table's capacity stands for them; a split without pages costs one
     partial result.
     """
     sms = torch.cuda.get_device_properties(cache.device).multi_processor_count
     ctas = batch * cache.num_heads_kv
-    return max(1, min(cache.table.shape[1], CTAS_PER_SM * sms // ctas))
+    return max(1, min(cache.table.shape[1], ctas_per_sm * sms // ctas))
 
 
 def _specialisation(cache: KVCache) -> tuple[str, str, str, int]:

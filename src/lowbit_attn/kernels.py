@@ -119,6 +119,11 @@ def checks(key: KernelKey) -> Checks:
     return Checks()
 
 
+def ctas_per_sm(key: KernelKey) -> int:
+    """Blocks of a decode kernel that an SM surely holds at once."""
+    return import_module(f"lowbit_attn.{key.arch}.config").ctas_per_sm(key)
+
+
 @dataclass(frozen=True)
 class Support:
     """What one decode path of one architecture serves. A group of head_dim channels is always served."""

@@ -108,19 +108,18 @@ def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head
     entry = compile.manifest().get(str(key), {})
     is_built = bool(entry) and compile.so_path(key).exists()
     passes = -(-rows // picked[1])
-    return Served(target, key.name, *picked, passes, _splits(fmt, kv_heads, head_dim, batch, passes, seqlen, q_len,
-                                                              getattr(torch, dtype), target),
+    return Served(target, key.name, *picked, passes, _splits(key, kv_heads, batch, passes, seqlen, q_len),
                   is_built, entry.get("registers") if is_built else None,
                   entry.get("smem_total_bytes") if is_built else None, tuple(reasons))
 
 
-def _splits(fmt: Format, kv_heads: int, head_dim: int, batch: int, passes: int, seqlen: int, q_len: int, dtype,
-            target: str) -> int | None:
+def _splits(key: KernelKey, kv_heads: int, batch: int, passes: int, seqlen: int, q_len: int) -> int | None:
     """As the dispatcher decides on this GPU; None without one of this target."""
-    if not torch.cuda.is_available() or dispatch.target_of(torch.device("cuda"))[1] != target:
+    if not torch.cuda.is_available() or dispatch.target_of(torch.device("cuda"))[1] != key.target:
         return None
-    cache = KVCache(fmt, 1, kv_heads, head_dim, dtype, "cuda", max_batch=batch, max_seqlen=seqlen, max_q_len=q_len)
-    return dispatch.default_splits(cache, batch * passes)
+    cache = KVCache(key.format, 1, kv_heads, key.head_dim, getattr(torch, key.dtype), "cuda", max_batch=batch,
+                    max_seqlen=seqlen, max_q_len=q_len)
+    return dispatch.default_splits(cache, batch * passes, kernels.ctas_per_sm(key))
 
 
 def _print_served(served: list[Served]) -> None:
