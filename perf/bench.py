@@ -33,8 +33,10 @@ PRESETS = {
         for shape in ((8, 32, 8, 128, 32768), (1, 32, 32, 128, 131072), (1, 32, 8, 128, 32768), (1, 32, 8, 128, 131072))
     ],
 }
-
-
+PRESETS["targets"] = [BenchCase(name, batch, heads, kv_heads, 128, seqlen) for name in ("k4v4", "k2v2")
+                      for batch, heads, kv_heads, seqlen in (
+    (1, 32, 8, 8192), (1, 32, 8, 32768), (1, 32, 8, 131072), (1, 32, 32, 131072), (8, 32, 8, 32768),
+    (8, 64, 8, 32768), (64, 32, 8, 4096))]
 PRESETS["wide"] = [BenchCase(name, 8, heads, 8, head_dim, 32768, q_len) for heads, head_dim, q_len, name in (
     (32, 128, 4, "k4v4"), (32, 128, 4, "k2v2"), (64, 128, 8, "k4v4"), (64, 128, 8, "k2v2"), (32, 96, 1, "k4v4"),
     (32, 256, 1, "k4v4"), (32, 256, 1, "k2v2"), (32, 256, 1, "k8v4"), (32, 256, 4, "k4v4"), (32, 128, 1, "k4tv4"))]

@@ -8,17 +8,18 @@ import time
 import typer
 from provenance import ROOT, append_result, provenance
 
+FILES = ("tests/test_gpu.py", "tests/test_gpu_register.py", "tests/test_gpu_cache.py")
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
-def main(tool: list[str] = list(TOOLS), selection: str = "one_small_case or bytes",
+def main(tool: list[str] = list(TOOLS), selection: str = "one_small_case or bytes or every_number_of_tokens",
          output: str = "perf/results/sanitizer.jsonl") -> None:
     """Run the GPU tests that match SELECTION under each TOOL; exits with 1 if one found an error or a test failed."""
     failed = False
     for name in tool:
         started = time.time()
         command = ["compute-sanitizer", "--tool", name, sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-n", "0",
-                   "-p", "no:cacheprovider", "-k", selection, "tests/test_gpu.py", "tests/test_gpu_register.py"]
+                   "-p", "no:cacheprovider", "-k", selection, *FILES]
         text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
         errors = [int(n) for n in re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", text)]
         passed, bad = (re.findall(rf"::(\S+) {word}", text) for word in ("PASSED", "FAILED"))
