@@ -8,7 +8,7 @@ N ?= 0
 CASE ?= first
 comma := ,
 
-.PHONY: demo test lint hopper ampere gpu-kernels gpu-tests gpu-sanitize perf
+.PHONY: demo test lint hopper ampere gpu-kernels gpu-tests gpu-sanitize perf profile
 
 $(PY):
 	$(PYTHON) -m venv --system-site-packages $(VENV)
@@ -50,3 +50,6 @@ gpu-sanitize: | $(PY)
 
 perf: | $(PY)
 	$(PY) perf/bench.py --preset $(CASE)
+
+profile: | $(PY)
+	$(PY) perf/profile.py $(if $(filter first,$(CASE)),targets:4,$(CASE))
