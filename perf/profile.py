@@ -2,7 +2,7 @@
 
     make profile CASE=targets:4      the fifth case of `perf/bench.py --preset targets`, with the dispatcher's kernel
 
-Prints a table and appends a JSON line to perf/results/profile.jsonl. Clocks are left as they are, so rates count, not times.
+Prints a table and appends a JSON line to perf/results/profile.jsonl. Clocks are left alone: rates count, not times.
 """
 
 import csv
@@ -78,7 +78,8 @@ def main(
     shown = {label: values[name] for label, name in METRICS.items()}
     shown["us"] /= 1e3  # of nanoseconds
     name = str(PRESETS[preset][int(number)])
-    append_result(output, provenance() | {"case": name, "arch": arch, "kernel": kernel[:80]} | shown | {"stalls": stalls})
+    origin = provenance() | {"case": name, "arch": arch, "kernel": kernel[:80]}
+    append_result(output, origin | shown | {"stalls": stalls})
     table = Table("what", "value", title=f"{name}, {arch}")
     for label, value in shown.items():
         table.add_row(label, f"{value:,.2f}")
