@@ -52,4 +52,4 @@ perf: | $(PY)
 	$(PY) perf/bench.py --preset $(CASE)
 
 profile: | $(PY)
-	$(PY) perf/profile.py $(if $(filter first,$(CASE)),targets:4,$(CASE))
+	$(PY) perf/nsight.py $(if $(filter first,$(CASE)),targets:4,$(CASE))
