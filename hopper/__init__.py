@@ -8,6 +8,7 @@ from lowbit_attn.formats.contract import Format
 from lowbit_attn.kernels import WIDE_HEAD_DIM, Support
 
 FLOATS = (torch.float16, torch.bfloat16)
+WIDE_INTEGER_V_BITS = (8, 4)
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
 
@@ -23,9 +24,22 @@ class TileSupport(Support):
         return found
 
 
+@dataclass(frozen=True)
+class IntegerSupport(Support):
+    """Above WIDE_HEAD_DIM the registers do not suffice for V's many tiles a word."""
+
+    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
+        found = super().missing(fmt, head_dim, dtype, features)
+        if not found and head_dim > WIDE_HEAD_DIM and fmt.v.bits not in WIDE_INTEGER_V_BITS:
+            found = [f"V of {fmt.v.bits} bits at head_dim {head_dim}, supported: "
+                     f"{', '.join(map(str, WIDE_INTEGER_V_BITS))} bits"]
+        return found
+
+
 PATHS = {
-    "integer": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
-                       dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128)),
+    "integer": IntegerSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128),
+                              head_dims=(64, 96, 128, 256), dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,),
+                              channel_groups=(32, 64, 128)),
     "register": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 16), wide_rows=(8,), channel_groups=(32, 64, 128),
                         k_per_token=True, windows=True, boosted=True),

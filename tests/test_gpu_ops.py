@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-HOST_BOUND_US = 15
+HOST_BOUND_US = 60  # beside other processes that share the CPU; perf/host_time.py measures it alone
 OPTIONS = (dict(), dict(softcap=9.0, softmax_scale=0.1))
 
 

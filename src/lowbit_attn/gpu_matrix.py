@@ -99,7 +99,7 @@ INTEGER = tuple(MatrixKernel(*kernel) for kernel in (  # Hopper's path for up to
     ("k1v4", F16, 128, 4), ("k4v4-g32-vg32", F16, 128, 4), ("k2v2-g64-vg64", BF16, 64, 4),
     ("k1v1-g32-vg64", F16, 128, 4), ("k4v4-bf16", BF16, 128, 4), ("k2v2-g32-vg32-bf16", BF16, 128, 4),
     ("k4v4", F16, 96, 4), ("k2v2-vg32", F16, 96, 4),
-    ("k4v4", F16, 256, 4), ("k8v4", BF16, 256, 4), ("k2v2-g32-vg128-bf16", BF16, 256, 4),
+    ("k4v4", F16, 256, 4), ("k8v4", BF16, 256, 4), ("k4v4-g32-vg128-bf16", BF16, 256, 4),
     ("k4v4", F16, 128, 4, ("softcap",)), ("k2v2", F16, 128, 4, ("window",)),
     ("k4v4-g64", F16, 64, 4, ("softcap", "window")), ("k8v8", F16, 256, 4, ("softcap", "window")),
 ))

@@ -16,7 +16,7 @@ import torch
 
 from lowbit_attn import dispatch, kernels
 from lowbit_attn.cache import BACKENDS, KVCache, Strides
-from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats import FORMATS
 from lowbit_attn.reference import Attention
 from lowbit_attn.state import Counts
 
@@ -63,19 +63,11 @@ class HeldCache(KVCache):
         return Counts(*(x.cpu().numpy() for x in self.counters()))
 
 
-def _unnamed(fmt: Format) -> list[str]:
-    return kernels.unnamed(fmt)
-
-
-# A format does not change. This is all that torch.compiler.assume_constant_result does, but that imports the compiler.
-_unnamed._dynamo_marked_constant = True
-
-
 def traced_decode(q: torch.Tensor, cache: KVCache, out: torch.Tensor | None, lse: torch.Tensor | None,
                   options: Attention, num_splits: int | None, path: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """``lowbit_attn.decode`` after its checks, as operators. The cache's format must be one that FORMATS names."""
-    if reasons := _unnamed(cache.format):
-        raise NotImplementedError("; ".join(reasons))
+    if not cache.is_named:  # known to the cache: tracing a comparison of formats is more than every torch can
+        raise NotImplementedError("; ".join(kernels.unnamed(cache.format)))
     state = [getattr(cache, name) for name in STATE]
     values = (options.sink_logits, cache.format.name, list(cache.strides), options.softmax_scale, options.softcap,
               options.window, options.keep_sinks, num_splits, path)

@@ -67,6 +67,7 @@ class CacheState:
             if value < low or (high is not None and value > high):
                 raise ValueError(f"{name}: got {value}, supported: {low} to {high or 'any'}")
         self.format = FORMATS[format] if isinstance(format, str) else format
+        self.is_named = self.format.name in FORMATS and FORMATS[self.format.name] == self.format
         self.record = self.format.record(head_dim)
         self.layout_id = layout.LAYOUT_ID
         self.num_pages, self.num_heads_kv, self.head_dim = num_pages, num_heads_kv, head_dim
@@ -145,7 +146,7 @@ class CacheState:
     def _limit(self, pages: int) -> int:
         """Tokens that a sequence may have whose packed blocks fill so many pages."""
         reach = self.sinks + self._open_tokens(self.window_k) + pages * layout.PAGE_TOKENS
-        return min(self.max_seqlen, reach)
+        return int(min(self.max_seqlen, reach))  # a number of numpy's would be copied to the device, and waited for
 
     # ---- the host's copy
 
