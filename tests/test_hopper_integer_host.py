@@ -19,7 +19,8 @@ from lowbit_attn.hopper.register import config as register  # noqa: E402
 
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16")
 PAGES = [(name, d) for name, d in itertools.product(NAMES, (64, 96, 128, 256))
-         if d != 96 or ("v1" not in name and "vg64" not in name)]
+         if not (d == 96 and ("v1" in name or "vg64" in name))
+         and not PATHS["integer"].missing(FORMATS[name], d, torch.float16)]
 LANES = np.arange(32)
 G, T = LANES // 4, LANES % 4
 

@@ -72,7 +72,7 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     paths = kernels.arch_package(arch).PATHS
     if path is not None and path not in paths:
         return None, [f"path: {path!r} is not known on {arch}, supported: {', '.join(paths)}, reference"]
-    reasons = kernels.unnamed(cache.format)
+    reasons = list(cache.unnamed)
     if not 1 <= q_len <= MAX_Q_LEN:
         reasons.append(f"q_len {q_len}, supported: 1 to {MAX_Q_LEN}")
     if reasons:
@@ -207,7 +207,7 @@ def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torc
 def _check_cuda(cache: KVCache) -> None:
     """Raise NotImplementedError, with the reasons, for a cache that no kernel can fill or read."""
     arch, _ = target_of(cache.device)
-    if reasons := kernels.unnamed(cache.format) or kernels.quantize_missing(cache.format, cache.head_dim, cache.dtype):
+    if reasons := list(cache.unnamed) or kernels.quantize_missing(cache.format, cache.head_dim, cache.dtype):
         raise NotImplementedError(f"{arch}: {'; '.join(reasons)}")
 
 

@@ -184,13 +184,6 @@ class Support:
                 f"({_listed(self.wide_rows)} above head_dim {WIDE_HEAD_DIM}), more in blocks")
 
 
-def unnamed(fmt: Format) -> list[str]:
-    """Why a Format object cannot have kernels, which are built and found by name; empty if FORMATS names it."""
-    if fmt.name in FORMATS and FORMATS[fmt.name] == fmt:
-        return []
-    return [f"format {fmt}: a Format that FORMATS does not give under this name has no kernels, supported: its names"]
-
-
 def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str]:
     """Reasons why no kernel can fill or read the pages of a cache; empty if one can."""
     reasons = [] if dtype in QUANTIZE_DTYPES else [f"dtype {dtype}, supported: {_listed(QUANTIZE_DTYPES)}"]

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from lowbit_attn import dispatch, kernels
+from lowbit_attn import dispatch
 from lowbit_attn.cache import BACKENDS, KVCache, Strides
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.reference import Attention
@@ -49,7 +49,7 @@ class HeldCache(KVCache):
         self.format, self.strides = FORMATS[format], Strides(*strides)
         self.device, self.dtype, self.rotate_keys = self.pool.device, self.ring_k.dtype, False
         self.max_batch, self.num_heads_kv, _, self.head_dim = self.ring_k.shape
-        self.record = self.format.record(self.head_dim)
+        self.record, self.unnamed = self.format.record(self.head_dim), []
 
     def settle(self, call: str) -> None:
         """There is no copy of the counters to refresh: ``counts`` reads them."""
@@ -66,8 +66,8 @@ class HeldCache(KVCache):
 def traced_decode(q: torch.Tensor, cache: KVCache, out: torch.Tensor | None, lse: torch.Tensor | None,
                   options: Attention, num_splits: int | None, path: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """``lowbit_attn.decode`` after its checks, as operators. The cache's format must be one that FORMATS names."""
-    if not cache.is_named:  # known to the cache: tracing a comparison of formats is more than every torch can
-        raise NotImplementedError("; ".join(kernels.unnamed(cache.format)))
+    if cache.unnamed:  # known to the cache: not every torch can trace a comparison of formats
+        raise NotImplementedError("; ".join(cache.unnamed))
     state = [getattr(cache, name) for name in STATE]
     values = (options.sink_logits, cache.format.name, list(cache.strides), options.softmax_scale, options.softcap,
               options.window, options.keep_sinks, num_splits, path)

@@ -14,7 +14,7 @@ import torch
 from lowbit_attn import layout
 from lowbit_attn.backend import BACKENDS
 from lowbit_attn.checks import check_tensor, one_of
-from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats import FORMATS, Format, unnamed
 from lowbit_attn.formats.rotation import hadamard
 from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.pages import FREED, LIVE, UNUSED, PageBook
@@ -67,7 +67,7 @@ class CacheState:
             if value < low or (high is not None and value > high):
                 raise ValueError(f"{name}: got {value}, supported: {low} to {high or 'any'}")
         self.format = FORMATS[format] if isinstance(format, str) else format
-        self.is_named = self.format.name in FORMATS and FORMATS[self.format.name] == self.format
+        self.unnamed = unnamed(self.format)
         self.record = self.format.record(head_dim)
         self.layout_id = layout.LAYOUT_ID
         self.num_pages, self.num_heads_kv, self.head_dim = num_pages, num_heads_kv, head_dim

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from lowbit_attn import KVCache, compile, dispatch, kernels
 from lowbit_attn.cli.common import JsonOption, console, fail, format_named, table
-from lowbit_attn.formats import Format
+from lowbit_attn.formats import Format, unnamed
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS
 
@@ -101,7 +101,7 @@ def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head
         return Served(target, reasons=(f"path: {path!r} is not known on {arch}, supported: "
                                        f"{', '.join(kernels.arch_package(arch).PATHS)}",))
     picked, reasons = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows, path, features)
-    reasons = kernels.unnamed(fmt) + reasons
+    reasons = unnamed(fmt) + reasons
     if picked is None:
         return Served(target, reasons=tuple(reasons))
     key = KernelKey("decode", arch, target, dtype, head_dim, fmt.name, *picked, features=features)

@@ -62,3 +62,10 @@ class UnknownFormatError(KeyError):
 
 
 FORMATS = FormatRegistry(FAMILIES)
+
+
+def unnamed(fmt: Format) -> list[str]:
+    """Why a Format object cannot have kernels, which are built and found by name; empty if FORMATS names it."""
+    if fmt.name in FORMATS and FORMATS[fmt.name] == fmt:
+        return []
+    return [f"format {fmt}: a Format that FORMATS does not give under this name has no kernels, supported: its names"]
