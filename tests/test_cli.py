@@ -259,7 +259,9 @@ def test_what_was_not_measured_has_no_time():
     # little is read no faster than the shortest measured call, much in proportion to the largest
     small, large, larger = (budget.suggest(MODEL, ctx, batch, GPUS["h200"], ["k4v4"])[1].measured_ms
                             for ctx, batch in ((4096, 1), (131072, 16), (131072, 32)))
-    assert small == pytest.approx(32 * 57.3e-3) and larger == pytest.approx(2 * large, rel=0.01)
+    shortest = min(call["us"] for call in json.loads(budget.MEASURED.read_text())["calls"]
+                   if call["format"] == "k4v4")
+    assert small >= 32e-3 * shortest and larger == pytest.approx(2 * large, rel=0.01)
 
 
 def test_info_shows_the_dispatchers_pick():
