@@ -19,7 +19,7 @@ from lowbit_attn import layout
 from lowbit_attn.backend import BACKENDS, Backend
 from lowbit_attn.checks import check_rank, check_tensor
 from lowbit_attn.pages import FREED, PageExhaustedError
-from lowbit_attn.state import DTYPES, MAX_Q_LEN, CacheFaultError, CacheState, Strides
+from lowbit_attn.state import DTYPES, MAX_Q_LEN, STEP_STATE, CacheFaultError, CacheState, Strides
 
 __all__ = ["BACKENDS", "DTYPES", "MAX_Q_LEN", "Backend", "CacheFaultError", "KVCache", "PageExhaustedError", "Strides"]
 
@@ -132,10 +132,10 @@ class KVCache(CacheState):
         rows = self.all_rows[:batch] if seqs is None else seqs
         check_tensor("seqs", rows, (batch,), (torch.int32,), self.device)
         self.is_captured = True
+        state = [getattr(self, name) for name in STEP_STATE]
         torch.ops.lowbit_attn.append(
-            k, v, rows, self.pool, self.table, *self.counters(), self.sink_k, self.sink_v, self.ring_k, self.ring_v,
-            self.limit, self.faults, self.arrivals, self.format.name, list(self.strides), self.query_weights,
-            self.range_search, self.sinks, self.window_k, self.window_v)
+            k, v, rows, *state, self.format.name, list(self.strides),
+            self.query_weights, self.range_search, self.sinks, self.window_k, self.window_v)
 
     def flush(self, seqs: Sequence[int] | None = None) -> None:
         """Pack every full block beyond the windows of these sequences (default: all). Idempotent."""

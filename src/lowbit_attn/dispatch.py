@@ -9,8 +9,9 @@ from lowbit_attn import kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
-from lowbit_attn.plan import DecodePlan, StepPlan, is_capturing, plans_of
+from lowbit_attn.plan import DecodePlan, StepPlan, plans_of
 from lowbit_attn.reference import Attention
+from lowbit_attn.state import is_capturing
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30  # positions: more than any sequence has

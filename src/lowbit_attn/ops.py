@@ -18,10 +18,8 @@ from lowbit_attn import dispatch
 from lowbit_attn.cache import BACKENDS, KVCache, Strides
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.reference import Attention
-from lowbit_attn.state import Counts
+from lowbit_attn.state import STATE, STEP_STATE, Counts
 
-STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v")
-STEP_STATE = (*STATE, "limit", "faults", "arrivals")
 STEP_VALUES = ("query_weights", "range_search", "sinks", "window_k", "window_v")
 _READ_BY_STEPS = ("table", "limit")
 _STATE_SCHEMA = ", ".join(f"Tensor {name}" for name in STATE)

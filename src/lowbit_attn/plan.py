@@ -12,19 +12,12 @@ from typing import NamedTuple
 import torch
 
 from lowbit_attn import loader
+from lowbit_attn.state import STATE, STEP_STATE, is_capturing
 
 # What a plan is made of: it serves a cache as long as these are the same objects.
-_made_of = attrgetter("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v",
-                      "strides", "format")
-
-_made_of_step = attrgetter("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v",
-                           "strides", "format", "limit", "faults", "arrivals")
+_made_of = attrgetter(*STATE, "strides", "format")
+_made_of_step = attrgetter(*STEP_STATE, "strides", "format")
 ACCESS_BYTES = 16  # of the kernels' widest loads
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether work on this device is being recorded into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 _NO_SINK_LOGIT: dict[torch.device, torch.Tensor] = {}

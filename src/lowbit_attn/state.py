@@ -21,7 +21,15 @@ from lowbit_attn.pages import FREED, LIVE, UNUSED, PageBook
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_Q_LEN = 16
+# The public state that kernels take, by name: of decode, and of a step
+STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v")
+STEP_STATE = (*STATE, "limit", "faults", "arrivals")
 RING_ALIGN = 64  # ring slots come in whole tiles of this many tokens, so that no tile wraps around
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work on this device is being recorded into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Strides(NamedTuple):
@@ -192,7 +200,7 @@ class CacheState:
             self.sync()
 
     def is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return is_capturing(self.device)
 
     def _refuse_capture(self, call: str) -> None:
         if self.is_capturing():
