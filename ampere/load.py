@@ -9,6 +9,7 @@ import tilelang.language as T
 
 from lowbit_attn import layout
 from lowbit_attn.ampere.config import ACCESS_BYTES, HALF_BYTES
+from lowbit_attn.device.tokens import swizzled, token_place
 
 UNIT_WORDS = layout.RECORD_ALIGN // layout.WORD_BYTES  # words in a unit of the pool
 ACCESS_WORDS = ACCESS_BYTES // layout.WORD_BYTES
@@ -19,20 +20,6 @@ COPIES_AT_ONCE = 4  # of 16-bit tokens in kernels of formats with two windows, w
 def member_word(record, first_unit, member):
     """First word of the pool that a thread copies of a part of the record at unit ``record``."""
     return (record + first_unit) * UNIT_WORDS + member * ACCESS_WORDS
-
-
-def token_place(index, row_accesses):
-    """(row of the tile, 16-byte access of the row) of a copy of 16-bit tokens."""
-    return index // row_accesses, index % row_accesses
-
-
-def swizzled(row, access, row_accesses):
-    """Where one 16-byte access of a row of 16-bit data sits in a slot.
-
-    Eight consecutive rows, which one phase of ldmatrix reads at the same column, fall into eight groups of banks. Rows
-    of 12 accesses (head_dim 96) start in two of them by turns, so four places within a group of four do.
-    """
-    return row * row_accesses + (access ^ (row % 8 if row_accesses % 8 == 0 else row // 2 % 4))
 
 
 @T.macro

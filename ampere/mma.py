@@ -11,7 +11,7 @@ import tilelang.language as T
 from lowbit_attn import layout
 from lowbit_attn.ampere import queries
 from lowbit_attn.ampere.config import DecodeConfig
-from lowbit_attn.ampere.load import swizzled
+from lowbit_attn.device.tokens import swizzled
 
 MOVMATRIX = "cute::SM75_U32x1_MOVM_T::copy"  # transposes one 8x8 matrix of halves across the warp
 MOVMATRIX_FLAGS = ("-include", "cute/arch/copy_sm75.hpp")

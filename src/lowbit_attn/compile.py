@@ -23,7 +23,7 @@ from lowbit_attn import kernels, sass, toolchain
 from lowbit_attn.kernels import CuteKernel, KernelKey
 
 PACKAGE = Path(__file__).parent
-COMMON_DEVICE_FILES = ("launch.c", "ptx.py", "tilelang_kernel.py")  # of device, that decode kernels are made from, too
+COMMON_DEVICE_FILES = ("launch.c", "ptx.py", "tilelang_kernel.py", "tokens.py")  # that decode kernels share
 CUTE_RUNTIME = "nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so"
 _DIM_SLOTS = {"blockIdx.x": 0, "blockIdx.y": 1, "blockIdx.z": 2, "threadIdx.x": 3, "threadIdx.y": 4, "threadIdx.z": 5,
               "tirx.use_dyn_shared_memory": 6}
