@@ -20,9 +20,11 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from lowbit_attn import reference
+from lowbit_attn.cache import CacheFaultError
 from lowbit_attn.checks import one_of
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.integrations.layer import NAME, Handle, LowBitLayer
+from lowbit_attn.integrations.static import StaticLowBitLayer
 from lowbit_attn.reference import Attention
 
 SLIDING = ("16bit", "lowbit")
@@ -46,6 +48,10 @@ class LowBitCache(Cache):
         max_q_len: one more than the draft tokens that may be taken back at once (assisted generation, prompt lookup):
             so many recent tokens stay in 16 bit at least.
         max_seqlen: longest sequence, allocated at once and never moved; None: the pools double when they are full.
+        static: with max_seqlen, take all pages at once too, so that steps of one token after the prompt need nothing of
+            the host: torch.compile traces them into one graph (``generate`` does so by itself on a GPU, as with
+            transformers' StaticCache) and a CUDA graph of one serves every length. Those steps keep the prompt's padding
+            and read no attention_mask; ``get_seq_length`` is a tensor; ``check`` tells of steps that found no room.
         dtype: 16-bit type of sinks and open blocks; None: the model's, fp16 for an fp32 model.
         path: decode path, as in lowbit_attn.decode; None: the dispatcher's pick.
         sliding: layers with a sliding window of the model's own (Mistral, Gemma) keep its tokens in 16 bit ("16bit":
@@ -62,18 +68,38 @@ class LowBitCache(Cache):
     def __init__(self, format: str | Format, *, sinks: int | None = None, range_search: bool | None = None,
                  rotate_keys: bool = False, max_q_len: int = 1, max_seqlen: int | None = None,
                  dtype: torch.dtype | None = None, saturate: bool = False, path: str | None = None,
-                 sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False):
+                 sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False, static: bool = False):
         one_of("sliding", sliding, SLIDING)
         if window is not None and window < 1:
             raise ValueError(f"window: got {window}, supported: 1 or more tokens")
         if keep_sinks and window is None:
             raise ValueError("keep_sinks: got True without a window, supported: beside window=")
+        if static and max_seqlen is None:
+            raise ValueError("static: got True without max_seqlen, supported: beside max_seqlen=")
+        self.static = static
         self.format = FORMATS[format] if isinstance(format, str) else format
         sinks = self.format.sinks if sinks is None else sinks
-        layer = partial(LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype, path=path, sliding=sliding,
+        layer = partial(StaticLowBitLayer if static else LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype, path=path, sliding=sliding,
                         window=window, keep_sinks=keep_sinks, sinks=sinks, range_search=range_search,
                         saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
         super().__init__(layer_class_to_replicate=layer)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` may compile decode steps; asked before the prompt makes the layers."""
+        return self.static
+
+    def check(self) -> None:
+        """Raise CacheFaultError if a compiled or captured step went beyond max_seqlen; waits for the device."""
+        faults = []
+        for layer in self.layers:
+            try:
+                if layer.kv is not None:
+                    layer.kv.check()
+            except CacheFaultError as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
 
     @property
     def nbytes(self) -> int:
@@ -85,11 +111,16 @@ class LowBitCache(Cache):
 class CausalMask:
     """What ``mask`` hands to ``attention`` instead of a tensor: causal, with a window, and padding on the left.
 
-    pads: padding tokens at the start of each row, None: none; window: as in Attention.
+    pads: padding tokens at the start of each row, None: none; window: as in Attention. ``generate`` makes the masks of a
+    static cache before it calls the model: there this passes for a finished mask [batch, heads, q_len, tokens].
     """
 
     pads: tuple[int, ...] | None
     window: int | None
+    ndim = 4
+
+    def contiguous(self) -> "CausalMask":
+        return self
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: Handle, value: Handle,
@@ -106,8 +137,11 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: Handle, value: 
     _check_call(module, dropout, is_causal, kwargs)
     pads = None
     if isinstance(attention_mask, torch.Tensor):
+        if isinstance(key.layer, StaticLowBitLayer):
+            raise NotImplementedError(f"attention_mask: got {list(attention_mask.shape)} over a static cache; supported: "
+                                      "none, and masks [batch, tokens] of padding on the left with the prompt")
         _check_causal(attention_mask, query.shape[2], key.layer.length + query.shape[2], sliding_window)
-    else:
+    elif not key.layer.is_step(query.shape[2]):
         masked_window = None if attention_mask is None else attention_mask.window
         if masked_window != sliding_window:
             raise NotImplementedError(f"sliding_window: got {sliding_window} beside a mask with a window of "
@@ -138,10 +172,21 @@ def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_o
          allow_is_causal_skip: bool = True, local_size: int | None = None, device="cpu",
          **kwargs) -> CausalMask | torch.Tensor | None:
     """transformers' mask builder: None for a plain causal mask, a CausalMask for one with a window or left padding,
-    else sdpa's boolean mask (which ``attention`` refuses unless it comes to the same)."""
+    else sdpa's boolean mask (which ``attention`` refuses unless it comes to the same).
+
+    A tensor as q_offset is the length of a static cache: a step of one token has its window and padding there.
+    """
+    if isinstance(attention_mask, CausalMask):
+        return attention_mask
+    is_plain = mask_function is causal_mask_function
+    if isinstance(q_offset, torch.Tensor):
+        if q_length == 1 and (is_plain or local_size is not None):
+            return None
+        q_offset = int(q_offset)
     at_end = kv_offset == 0 and q_offset + q_length == kv_length
     window = _window(mask_function, local_size, q_offset, q_length, device) if at_end else None
-    if allow_is_causal_skip and at_end and (window is not None or mask_function is causal_mask_function):
+    # over a static cache transformers asks for a whole mask if there is one query
+    if (allow_is_causal_skip or q_length == 1) and at_end and (window is not None or is_plain):
         pads = (0,) * batch_size if attention_mask is None else _left_padding(attention_mask, kv_length)
         if pads is not None:
             return CausalMask(pads, window) if any(pads) or window else None

@@ -19,8 +19,11 @@ from lowbit_attn.integrations import dense
 from lowbit_attn.integrations.growth import grown, new_cache
 from lowbit_attn.plan import plans_of
 from lowbit_attn.reference import PLAIN, Attention
+from lowbit_attn.state import is_capturing
 
 NAME = "lowbit"
+NOT_TRACED = ("LowBitCache: supported in one graph, compiled or captured: steps of one token a row over "
+              "LowBitCache(..., max_seqlen=, static=True), after the prompt")
 FIRST_TOKENS = 1024  # room of a cache of unknown final length; doubled whenever it is full
 
 
@@ -64,7 +67,7 @@ class LowBitLayer(CacheLayerMixin):
 
     def __repr__(self) -> str:
         kind = "16-bit window" if self.tail is not None else self.format
-        return f"{type(self).__name__}({kind}, {self.length} tokens)"
+        return f"{type(self).__name__}({kind}, {int(self.get_seq_length())} tokens)"
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take over dtype, device and batch from key_states [batch, num_heads_kv, tokens, head_dim]."""
@@ -79,7 +82,7 @@ class LowBitLayer(CacheLayerMixin):
         if key_states.shape != value_states.shape:
             raise NotImplementedError(f"value_states: got {list(value_states.shape)} beside keys of "
                                       f"{list(key_states.shape)}; supported: K and V of one shape")
-        if not self.is_initialized or (self.length == 0 and self.batch_size != key_states.shape[0]):
+        if not self.is_initialized or (self.batch_size != key_states.shape[0] and self.length == 0):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
             raise ValueError(f"key_states: got batch {key_states.shape[0]}, supported: {self.batch_size}, the batch "
@@ -87,6 +90,7 @@ class LowBitLayer(CacheLayerMixin):
         self.handle = Handle(self, key_states.detach(), value_states.detach())
         return self.handle, self.handle
 
+    @torch.compiler.disable(reason=NOT_TRACED)
     def attend(self, handle: Handle, query: torch.Tensor, options: Attention = PLAIN,
                pads: Sequence[int] | None = None) -> torch.Tensor:
         """Attention of query [batch, num_heads, q_len, head_dim] over the cache and the handle's tokens.
@@ -95,24 +99,38 @@ class LowBitLayer(CacheLayerMixin):
         none. Returns [batch, q_len, num_heads, head_dim] in the query's dtype, without meaning where the query is
         padding; afterwards the tokens are stored.
         """
-        if handle is not self.handle:
-            raise NotImplementedError("key: these tokens are already stored; a step's K and V can be attended to "
-                                      "once (models whose layers share K and V are not supported)")
-        q_len = query.shape[2]
-        if handle.k.shape[2] != q_len:
-            raise NotImplementedError(f"query: {q_len} tokens beside {handle.k.shape[2]} new keys; supported: equal "
-                                      "counts")
+        if is_capturing(query.device):
+            raise NotImplementedError(NOT_TRACED)
+        q_len = self._check_handle(handle, query)
         pads = self._check_pads(pads, q_len)
         k, v = self._entered(handle.k), self._entered(handle.v)
         if self.tail is not None or (self.kv is None and options.window is not None and self.sliding == "16bit"):
             out = self._attend_tail(query, k, v, options, pads)
         else:
-            if options.window is None and self.window is not None:
-                options = replace(options, window=self.window, keep_sinks=self.keep_sinks)
-            out = self._attend_pages(query, k, v, options, pads)
+            out = self._attend_pages(query, k, v, self._windowed(options), pads)
         self.length += q_len
         self.pads, self.handle = pads, None
         return out
+
+    def is_step(self, q_len: int) -> bool:
+        """Whether a step of so many tokens is done on the device alone."""
+        return False
+
+    def _check_handle(self, handle: Handle, query: torch.Tensor) -> int:
+        """The query's tokens, which are those of the handle of this step."""
+        if handle is not self.handle:
+            raise NotImplementedError("key: these tokens are already stored; a step's K and V can be attended to "
+                                      "once (models whose layers share K and V are not supported)")
+        if handle.k.shape[2] != query.shape[2]:
+            raise NotImplementedError(f"query: {query.shape[2]} tokens beside {handle.k.shape[2]} new keys; "
+                                      "supported: equal counts")
+        return query.shape[2]
+
+    def _windowed(self, options: Attention) -> Attention:
+        """The model's options, with the cache's own window where the model has none."""
+        if options.window is not None or self.window is None:
+            return options
+        return Attention(options.softmax_scale, options.softcap, self.window, self.keep_sinks, options.sink_logits)
 
     def _check_pads(self, pads: Sequence[int] | None, q_len: int) -> tuple[int, ...]:
         pads = (0,) * self.batch_size if pads is None else tuple(pads)
@@ -154,7 +172,7 @@ class LowBitLayer(CacheLayerMixin):
                 self.kv.prefill(row, k[row, :, skip:].transpose(0, 1), v[row, :, skip:].transpose(0, 1))
         return out
 
-    def _weigh(self, query: torch.Tensor, seen: int, skips: Sequence[int]) -> None:
+    def _weigh(self, query: torch.Tensor, seen: int | torch.Tensor, skips: Sequence[int]) -> None:
         """Fold a step's queries into the mean |q| that weighs channels of K; seen: tokens that are in it already."""
         weights = self.kv.query_weights
         rows = torch.cat([query[row, :, skip:] for row, skip in enumerate(skips)], 1).float()  # [heads, tokens, D]
