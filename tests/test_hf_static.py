@@ -6,9 +6,11 @@ import torch
 pytest.importorskip("transformers")
 
 from tiny_models import build, error, stepwise, tokens  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from transformers import CompileConfig  # noqa: E402
 
-from lowbit_attn import CacheFaultError  # noqa: E402
-from lowbit_attn.integrations import hf  # noqa: E402
+from lowbit_attn import CacheFaultError, KVCache  # noqa: E402
+from lowbit_attn.integrations import hf, layer  # noqa: E402
 
 PROMPT, STEPS = 120, 150  # two blocks fill and are packed on the way
 
@@ -43,35 +45,180 @@ def static(format="k8v8", **options) -> hf.LowBitCache:
 
 
 @torch.no_grad()
-def steps(step, cache, ids, mask=None, start: int = PROMPT):
-    """Logits of the tokens after ``start``, one at a time and without a mask."""
+def steps(step, cache, ids, mask=None, start: int = PROMPT, compiled: bool = False):
+    """Logits of the tokens from ``start`` on, one at a time, without a mask; compiled: the code is there already."""
     out = []
     for at in range(start, ids.shape[1]):
         place = {} if mask is None else dict(position_ids=mask[:, : at + 1].sum(1, keepdim=True) - 1)
-        out.append(step(ids[:, at : at + 1], past_key_values=cache, **place).logits)
-        if at == start:
-            torch._dynamo.config.error_on_recompile = True
-    torch._dynamo.config.error_on_recompile = False
+        with torch._dynamo.config.patch(error_on_recompile=compiled or at > start):
+            out.append(step(ids[:, at : at + 1], past_key_values=cache, **place).logits)
     return torch.cat(out, 1)
 
 
-@pytest.mark.parametrize("model, options", [
-    ("llama", dict(sinks=5)), ("llama", dict(format="kitty")), ("llama", dict(format="kitty-weighted")),
-    ("llama", dict(format="k4tv4", rotate_keys=True)), ("llama", dict(window=60, keep_sinks=True, sinks=4)),
-    ("qwen3", dict(saturate=True)), ("gemma2", dict(sliding="lowbit")), ("gemma3", dict(sliding="lowbit")),
-    ("mistral-sliding", dict(sliding="lowbit")), ("gpt-oss", dict(sliding="lowbit")),
+def prompt(model, cache, ids, mask=None):
+    return stepwise(model, cache, ids[:, :PROMPT], (PROMPT,), None if mask is None else mask[:, :PROMPT])
+
+
+@pytest.mark.parametrize("model, options, pads", [
+    ("llama", dict(sinks=5), (0, 37)), ("llama", dict(format="kitty-weighted"), (20, 0)),
+    ("llama", dict(format="k4tv4", rotate_keys=True), None), ("qwen3", dict(saturate=True), None),
+    ("llama", dict(format="kitty", window=60, keep_sinks=True), (0, 37)), ("gemma2", dict(sliding="lowbit"), (0, 37)),
+    ("gemma3", dict(sliding="lowbit"), None), ("mistral-sliding", dict(sliding="lowbit"), None),
+    ("gpt-oss", dict(sliding="lowbit"), (0, 37)),
 ], indirect=["model"], ids=str)
-@pytest.mark.parametrize("pads", [None, (0, 37)], ids=str)
-def test_compiled_steps_are_eager_steps(model, options, pads):
+def test_one_graph_serves_every_step(model, options, pads):
     ids, mask = tokens(PROMPT + STEPS, 2), None if pads is None else padding(*pads)
     options = dict(format="k8v8") | options
-    eager = hf.LowBitCache(**options)
+    eager, cache = hf.LowBitCache(**options), static(**options)
     want = stepwise(model, eager, ids, (PROMPT, *[1] * STEPS), mask)
-    cache = static(**options)
-    first = stepwise(model, cache, ids[:, :PROMPT], (PROMPT,), None if mask is None else mask[:, :PROMPT])
-    assert torch.equal(first, want[:, :PROMPT])
+    assert torch.equal(prompt(model, cache, ids, mask), want[:, :PROMPT])
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert error(steps(step, cache, ids, mask), want[:, PROMPT:]) < 1e-5
     assert int(cache.get_seq_length()) == PROMPT + STEPS
     for ours, theirs in zip(cache.layers, eager.layers):
         assert ours.kv.n_tok.tolist() == theirs.kv.n_tok.tolist()
+
+
+def test_after_reset_the_same_graph_serves_another_prompt(model):
+    """The memory stays, whatever padding comes; a batch of another size is refused."""
+    ids, cache = tokens(PROMPT + STEPS, 2), static("k4v4")
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    places = None
+    for mask in (padding(0, 0), padding(0, 50), padding(9, 0)):
+        prompt(model, cache, ids, mask)
+        got = steps(step, cache, ids[:, :140], mask, compiled=places is not None)
+        want = stepwise(model, hf.LowBitCache("k4v4"), ids[:, :140], (PROMPT, *[1] * 20), mask)[:, PROMPT:]
+        assert error(got, want) < 1e-5
+        assert places in (None, [layer.kv.pool.data_ptr() for layer in cache.layers])
+        places = [layer.kv.pool.data_ptr() for layer in cache.layers]
+        cache.reset()
+        assert cache.get_seq_length() == cache.nbytes == 0
+    with pytest.raises(ValueError, match="batch 1, supported: 2"):
+        prompt(model, cache, ids[:1])
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+def test_chunks_and_crops_between_steps(model, compiled):
+    """They go through the host, which learns of the steps that it did not see."""
+    ids, caches = tokens(PROMPT + STEPS), (hf.LowBitCache("k4v4", max_q_len=4), static("k4v4", max_q_len=4))
+    step = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    logits = []
+    for cache, one in zip(caches, (model, step)):
+        out = [prompt(model, cache, ids), steps(one, cache, ids[:, :150])]
+        cache.crop(-3)
+        out.append(stepwise(model, cache, ids[:, 147:200], (53,)))
+        out.append(steps(one, cache, ids[:, :210], start=200, compiled=one is not model))
+        logits.append(torch.cat(out, 1))
+    assert error(logits[1], logits[0]) < 1e-5
+    assert repr(caches[1].layers[0]) == "StaticLowBitLayer(k4v4, 210 tokens)" and caches[1].nbytes > 0
+
+
+def test_a_prompt_of_one_token(model):
+    ids = tokens(20, 2)
+    want = stepwise(model, hf.LowBitCache("k4v4"), ids, (1,) * 20)
+    assert error(stepwise(model, static("k4v4"), ids, (1,) * 20), want) < 1e-6
+
+
+@pytest.mark.parametrize("model, options", [("llama", dict()), ("gemma3", dict(sliding="lowbit"))], indirect=["model"],
+                         ids=str)
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+def test_generate(model, options, compiled):
+    """A padded batch in one graph, then a second turn over the same cache, whose chunks go through the host."""
+    ids, mask = tokens(PROMPT, 2), padding(0, 37, count=PROMPT)
+    whole = torch.cat((mask, torch.ones(2, 60, dtype=torch.long)), 1)
+    found = []
+    for cache in (hf.LowBitCache("k8v8", **options), static(**options)):
+        turns = [dict(do_sample=False, max_new_tokens=20, min_new_tokens=20, past_key_values=cache) for _ in range(2)]
+        if compiled and cache.is_compileable:
+            for turn, fullgraph in zip(turns, (True, False)):
+                config = turn["compile_config"] = CompileConfig(fullgraph=fullgraph, mode="default", backend="eager")
+                config._compile_all_devices = True
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            first = model.generate(ids, attention_mask=mask, **turns[0])
+        longer = torch.cat((first, ids[:, :40]), 1)
+        found.append(model.generate(longer, attention_mask=whole, prefill_chunk_size=25, **turns[1]))
+        assert int(cache.get_seq_length()) == PROMPT + 20 + 40 + 19
+    assert torch.equal(*found)
+    assert cache.is_compileable and ("_compiled_call" in vars(model)) == compiled
+    vars(model).pop("_compiled_call", None)
+
+
+def test_a_step_without_room_leaves_a_mark(model):
+    ids, cache = tokens(300), hf.LowBitCache("k4v4", max_seqlen=PROMPT, static=True)
+    prompt(model, cache, ids)
+    cache.check()
+    room = cache.layers[0].kv.max_seqlen
+    steps(torch.compile(model, fullgraph=True, backend="eager"), cache, ids[:, : room + 2])
+    assert int(cache.get_seq_length()) == room
+    with pytest.raises(CacheFaultError, match=f"at most max_seqlen = {room}"):
+        cache.check()
+    cache.check()
+    with pytest.raises(ValueError, match=f"max_seqlen = {room}"):
+        steps(model, cache, ids[:, : room + 1], start=room)
+
+
+HOST_READS = ("item", "tolist", "numpy", "cpu", "equal", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+
+class NoHostReads(TorchFunctionMode):
+    """Fails where a tensor's values would come to the host, for which a CUDA graph cannot wait."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert getattr(func, "__name__", None) not in HOST_READS, f"host read: {func}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"], indirect=True)
+def test_a_captured_step_reads_nothing_on_the_host(model, monkeypatch):
+    """Uncompiled, as a CUDA graph captures it, beside ``append`` and ``decode``, which are captured by themselves."""
+    ids, mask = tokens(PROMPT + 1, 2), padding(0, 37, count=PROMPT + 1)
+    caches = [hf.LowBitCache("k4v4", sliding="lowbit"), static("k4v4", sliding="lowbit")]
+    for cache in caches:
+        prompt(model, cache, ids, mask)
+    monkeypatch.setattr(KVCache, "is_capturing", lambda self: True)
+    monkeypatch.setattr(KVCache, "append", lambda self, k, v: None)
+    monkeypatch.setattr(layer, "decode", lambda q, cache, **options: (torch.zeros_like(q), None))
+    plain, cache = caches
+    for given in (dict(), dict(attention_mask=mask)):
+        with torch.no_grad(), NoHostReads():
+            model(ids[:, :1], past_key_values=cache, **given)
+    with torch.no_grad(), NoHostReads(), pytest.raises(AssertionError, match="host read"):
+        model(ids[:, :1], past_key_values=plain, attention_mask=mask)
+    with pytest.raises(NotImplementedError, match="one token a row"):
+        prompt(model, cache, ids, mask)
+
+
+def test_what_one_graph_cannot_hold_names_what_it_can(model):
+    ids, words = tokens(PROMPT + 5), r"LowBitCache\(\.\.\., max_seqlen=, static=True\), after the prompt"
+    whole = torch.compile(model, fullgraph=True, backend="eager")
+    for cache in (static("k4v4"), hf.LowBitCache("k4v4", max_seqlen=300)):
+        with torch.no_grad(), pytest.raises(Exception, match=words):
+            whole(ids[:, :PROMPT], past_key_values=cache)
+    prompt(model, cache, ids)
+    with pytest.raises(Exception, match=words):
+        steps(whole, cache, ids)
+    torch.compiler.reset()  # in several graphs, with the cache's part between them, anything goes
+    pieces = torch.compile(model, backend="eager")
+    cache = hf.LowBitCache("k4v4")
+    got = torch.cat((prompt(pieces, cache, ids), steps(pieces, cache, ids[:, : PROMPT + 1])), 1)
+    assert error(got, stepwise(model, hf.LowBitCache("k4v4"), ids[:, : PROMPT + 1], (PROMPT, 1))) < 1e-6
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"], indirect=True)
+def test_refusals(model, request):
+    with pytest.raises(ValueError, match="static: got True without max_seqlen"):
+        hf.LowBitCache("k4v4", static=True)
+    ids, cache = tokens(PROMPT), static("k4v4")
+    if request.node.callspec.params["model"] == "gemma3":
+        with pytest.raises(NotImplementedError, match="sliding='lowbit'"):
+            prompt(model, cache, ids)
+        return
+    causal = torch.ones(PROMPT, PROMPT, dtype=torch.bool).tril()[None, None]
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="attention_mask: .* over a static cache"):
+        model(ids, past_key_values=cache, attention_mask=causal)
+    with pytest.raises(ValueError, match="would reach 999 tokens, supported: 270"):
+        stepwise(model, cache, tokens(999), (999,))
+    prompt(model, cache, ids)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="attention_mask"):
+        model(ids[:, :1], past_key_values=cache, attention_mask=causal[..., :1])
+    assert int(cache.get_seq_length()) == PROMPT

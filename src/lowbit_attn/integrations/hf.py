@@ -23,7 +23,8 @@ from lowbit_attn import reference
 from lowbit_attn.cache import CacheFaultError
 from lowbit_attn.checks import one_of
 from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.integrations.layer import NAME, Handle, LowBitLayer
+from lowbit_attn.integrations.handle import NAME, Handle
+from lowbit_attn.integrations.layer import LowBitLayer
 from lowbit_attn.integrations.static import StaticLowBitLayer
 from lowbit_attn.reference import Attention
 
@@ -50,8 +51,8 @@ class LowBitCache(Cache):
         max_seqlen: longest sequence, allocated at once and never moved; None: the pools double when they are full.
         static: with max_seqlen, take all pages at once too, so that steps of one token after the prompt need nothing of
             the host: torch.compile traces them into one graph (``generate`` does so by itself on a GPU, as with
-            transformers' StaticCache) and a CUDA graph of one serves every length. Those steps keep the prompt's padding
-            and read no attention_mask; ``get_seq_length`` is a tensor; ``check`` tells of steps that found no room.
+            transformers' StaticCache), and a CUDA graph of one serves every length. These steps keep the prompt's
+            padding and read no attention_mask; ``get_seq_length`` gives a tensor; ``check`` tells of a lack of room.
         dtype: 16-bit type of sinks and open blocks; None: the model's, fp16 for an fp32 model.
         path: decode path, as in lowbit_attn.decode; None: the dispatcher's pick.
         sliding: layers with a sliding window of the model's own (Mistral, Gemma) keep its tokens in 16 bit ("16bit":
@@ -79,9 +80,9 @@ class LowBitCache(Cache):
         self.static = static
         self.format = FORMATS[format] if isinstance(format, str) else format
         sinks = self.format.sinks if sinks is None else sinks
-        layer = partial(StaticLowBitLayer if static else LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype, path=path, sliding=sliding,
-                        window=window, keep_sinks=keep_sinks, sinks=sinks, range_search=range_search,
-                        saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
+        layer = partial(StaticLowBitLayer if static else LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype,
+                        path=path, sliding=sliding, window=window, keep_sinks=keep_sinks, sinks=sinks,
+                        range_search=range_search, saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
         super().__init__(layer_class_to_replicate=layer)
 
     @property
@@ -111,8 +112,8 @@ class LowBitCache(Cache):
 class CausalMask:
     """What ``mask`` hands to ``attention`` instead of a tensor: causal, with a window, and padding on the left.
 
-    pads: padding tokens at the start of each row, None: none; window: as in Attention. ``generate`` makes the masks of a
-    static cache before it calls the model: there this passes for a finished mask [batch, heads, q_len, tokens].
+    pads: padding tokens at the start of each row, None: none; window: as in Attention. ``generate`` makes the masks of
+    a static cache before it calls the model, which takes this for a finished mask [batch, heads, q_len, tokens].
     """
 
     pads: tuple[int, ...] | None
@@ -138,8 +139,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: Handle, value: 
     pads = None
     if isinstance(attention_mask, torch.Tensor):
         if isinstance(key.layer, StaticLowBitLayer):
-            raise NotImplementedError(f"attention_mask: got {list(attention_mask.shape)} over a static cache; supported: "
-                                      "none, and masks [batch, tokens] of padding on the left with the prompt")
+            raise NotImplementedError(f"attention_mask: got {list(attention_mask.shape)} over a static cache; "
+                                      "supported: masks [batch, tokens] of padding on the left, with the prompt")
         _check_causal(attention_mask, query.shape[2], key.layer.length + query.shape[2], sliding_window)
     elif not key.layer.is_step(query.shape[2]):
         masked_window = None if attention_mask is None else attention_mask.window

@@ -17,30 +17,14 @@ from lowbit_attn.cache import DTYPES
 from lowbit_attn.formats import Format
 from lowbit_attn.integrations import dense
 from lowbit_attn.integrations.growth import grown, new_cache
+from lowbit_attn.integrations.handle import Handle
 from lowbit_attn.plan import plans_of
 from lowbit_attn.reference import PLAIN, Attention
 from lowbit_attn.state import is_capturing
 
-NAME = "lowbit"
 NOT_TRACED = ("LowBitCache: supported in one graph, compiled or captured: steps of one token a row over "
               "LowBitCache(..., max_seqlen=, static=True), after the prompt")
 FIRST_TOKENS = 1024  # room of a cache of unknown final length; doubled whenever it is full
-
-
-class Handle:
-    """Stands for K and V between ``LowBitCache.update`` and the attention function; not a tensor."""
-
-    def __init__(self, layer: "LowBitLayer", k: torch.Tensor, v: torch.Tensor):
-        self.layer, self.k, self.v = layer, k, v
-
-    def __getattr__(self, name: str):
-        raise NotImplementedError(f"key.{name}: K and V in a LowBitCache are read only by the attention function "
-                                  f"{NAME!r}; call model.set_attn_implementation({NAME!r})")
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise NotImplementedError(f"{getattr(func, '__name__', func)}: K and V in a LowBitCache are read only by the "
-                                  f"attention function {NAME!r}; call model.set_attn_implementation({NAME!r})")
 
 
 class LowBitLayer(CacheLayerMixin):

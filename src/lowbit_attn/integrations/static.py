@@ -1,4 +1,4 @@
-"""A layer of a LowBitCache whose decode steps need nothing of the host: one graph, compiled or captured, serves them all.
+"""A layer of a LowBitCache whose decode steps need nothing of the host: one graph, compiled or captured, serves all.
 
 All pages are there before the prompt. A step of one token after it is ``KVCache.append``, which first packs the block
 that earlier steps filled, then ``lowbit_attn.decode``; both follow the counters on the device, and so does the length
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from lowbit_attn import ops
-from lowbit_attn.integrations.layer import NOT_TRACED, Handle, LowBitLayer
+from lowbit_attn.integrations.handle import Handle
+from lowbit_attn.integrations.layer import NOT_TRACED, LowBitLayer
 from lowbit_attn.reference import PLAIN, Attention
 
 
