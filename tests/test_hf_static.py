@@ -59,22 +59,22 @@ def prompt(model, cache, ids, mask=None):
     return stepwise(model, cache, ids[:, :PROMPT], (PROMPT,), None if mask is None else mask[:, :PROMPT])
 
 
-@pytest.mark.parametrize("model, options, pads", [
-    ("llama", dict(sinks=5), (0, 37)), ("llama", dict(format="kitty-weighted"), (20, 0)),
-    ("llama", dict(format="k4tv4", rotate_keys=True), None), ("qwen3", dict(saturate=True), None),
-    ("llama", dict(format="kitty", window=60, keep_sinks=True), (0, 37)), ("gemma2", dict(sliding="lowbit"), (0, 37)),
-    ("gemma3", dict(sliding="lowbit"), None), ("mistral-sliding", dict(sliding="lowbit"), None),
-    ("gpt-oss", dict(sliding="lowbit"), (0, 37)),
+@pytest.mark.parametrize("model, options, pads, count", [
+    ("llama", dict(sinks=5), (0, 37), STEPS), ("llama", dict(format="kitty-weighted"), (20, 0), STEPS),
+    ("llama", dict(format="k4tv4", rotate_keys=True), None, STEPS), ("qwen3", dict(saturate=True), None, 20),
+    ("llama", dict(format="kitty", window=60, keep_sinks=True), (0, 37), STEPS),
+    ("gemma2", dict(sliding="lowbit"), (0, 37), 20), ("gemma3", dict(sliding="lowbit"), None, 20),
+    ("mistral-sliding", dict(sliding="lowbit"), None, 20), ("gpt-oss", dict(sliding="lowbit"), (0, 37), 20),
 ], indirect=["model"], ids=str)
-def test_one_graph_serves_every_step(model, options, pads):
-    ids, mask = tokens(PROMPT + STEPS, 2), None if pads is None else padding(*pads)
+def test_one_graph_serves_every_step(model, options, pads, count):
+    ids, mask = tokens(PROMPT + count, 2), None if pads is None else padding(*pads, count=PROMPT + count)
     options = dict(format="k8v8") | options
     eager, cache = hf.LowBitCache(**options), static(**options)
-    want = stepwise(model, eager, ids, (PROMPT, *[1] * STEPS), mask)
+    want = stepwise(model, eager, ids, (PROMPT, *[1] * count), mask)
     assert torch.equal(prompt(model, cache, ids, mask), want[:, :PROMPT])
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert error(steps(step, cache, ids, mask), want[:, PROMPT:]) < 1e-5
-    assert int(cache.get_seq_length()) == PROMPT + STEPS
+    assert int(cache.get_seq_length()) == PROMPT + count
     for ours, theirs in zip(cache.layers, eager.layers):
         assert ours.kv.n_tok.tolist() == theirs.kv.n_tok.tolist()
 
@@ -123,20 +123,19 @@ def test_a_prompt_of_one_token(model):
                          ids=str)
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 def test_generate(model, options, compiled):
-    """A padded batch in one graph, then a second turn over the same cache, whose chunks go through the host."""
+    """A padded batch, then a second turn over the same cache and by the same graph."""
     ids, mask = tokens(PROMPT, 2), padding(0, 37, count=PROMPT)
     whole = torch.cat((mask, torch.ones(2, 60, dtype=torch.long)), 1)
+    config = CompileConfig(fullgraph=True, mode="default", backend="eager")
+    config._compile_all_devices = compiled
     found = []
     for cache in (hf.LowBitCache("k8v8", **options), static(**options)):
-        turns = [dict(do_sample=False, max_new_tokens=20, min_new_tokens=20, past_key_values=cache) for _ in range(2)]
+        asked = dict(do_sample=False, max_new_tokens=20, min_new_tokens=20, past_key_values=cache)
         if compiled and cache.is_compileable:
-            for turn, fullgraph in zip(turns, (True, False)):
-                config = turn["compile_config"] = CompileConfig(fullgraph=fullgraph, mode="default", backend="eager")
-                config._compile_all_devices = True
+            asked["compile_config"] = config
         with torch._dynamo.config.patch(error_on_recompile=True):
-            first = model.generate(ids, attention_mask=mask, **turns[0])
-        longer = torch.cat((first, ids[:, :40]), 1)
-        found.append(model.generate(longer, attention_mask=whole, prefill_chunk_size=25, **turns[1]))
+            first = model.generate(ids, attention_mask=mask, **asked)
+            found.append(model.generate(torch.cat((first, ids[:, :40]), 1), attention_mask=whole, **asked))
         assert int(cache.get_seq_length()) == PROMPT + 20 + 40 + 19
     assert torch.equal(*found)
     assert cache.is_compileable and ("_compiled_call" in vars(model)) == compiled
@@ -197,11 +196,14 @@ def test_what_one_graph_cannot_hold_names_what_it_can(model):
     prompt(model, cache, ids)
     with pytest.raises(Exception, match=words):
         steps(whole, cache, ids)
-    torch.compiler.reset()  # in several graphs, with the cache's part between them, anything goes
-    pieces = torch.compile(model, backend="eager")
-    cache = hf.LowBitCache("k4v4")
-    got = torch.cat((prompt(pieces, cache, ids), steps(pieces, cache, ids[:, : PROMPT + 1])), 1)
-    assert error(got, stepwise(model, hf.LowBitCache("k4v4"), ids[:, : PROMPT + 1], (PROMPT, 1))) < 1e-6
+
+
+def test_in_several_graphs_any_cache_compiles():
+    """The layer's own part runs between them."""
+    model, ids = build("llama", num_hidden_layers=1), tokens(PROMPT + 1)
+    pieces, cache = torch.compile(model, backend="eager"), hf.LowBitCache("k4v4")
+    got = torch.cat((prompt(pieces, cache, ids), steps(pieces, cache, ids)), 1)
+    assert error(got, stepwise(model, hf.LowBitCache("k4v4"), ids, (PROMPT, 1))) < 1e-6
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"], indirect=True)
