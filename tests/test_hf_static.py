@@ -147,13 +147,18 @@ def test_a_step_without_room_leaves_a_mark(model):
     prompt(model, cache, ids)
     cache.check()
     room = cache.layers[0].kv.max_seqlen
-    steps(torch.compile(model, fullgraph=True, backend="eager"), cache, ids[:, : room + 2])
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    steps(step, cache, ids[:, : room + 2])
     assert int(cache.get_seq_length()) == room
     with pytest.raises(CacheFaultError, match=f"at most max_seqlen = {room}"):
         cache.check()
     cache.check()
     with pytest.raises(ValueError, match=f"max_seqlen = {room}"):
         steps(model, cache, ids[:, : room + 1], start=room)
+    steps(step, cache, ids[:, : room + 1], start=room, compiled=True)
+    cache.reset()  # the marks go with the tokens
+    assert prompt(model, cache, ids).shape[1] == PROMPT and int(cache.get_seq_length()) == PROMPT
+    cache.check()
 
 
 HOST_READS = ("item", "tolist", "numpy", "cpu", "equal", "nonzero", "__bool__", "__int__", "__float__", "__index__")

@@ -102,7 +102,9 @@ class StaticLowBitLayer(LowBitLayer):
         return super().get_mask_sizes(query_length)
 
     def reset(self) -> None:
-        """Forget all tokens; memory stays where it is and all pages stay taken."""
+        """Forget all tokens, and marks of steps without room; memory stays where it is and all pages stay taken."""
+        if self.kv is not None:
+            self.kv.faults.zero_()
         super().reset()
         self.is_started = False
         if self.kv is not None:
