@@ -362,9 +362,9 @@ def _boost(fmt: Format, head_dim: int, k: Piece) -> Boost | None:
 def checks(fmt: Format, head_dim: int, target: str, path: str, rows: int, dtype: str = "float16",
            without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the decode kernel must show."""
-    from lowbit_attn.ampere import decode, expected, pages  # they import this module
+    from lowbit_attn.ampere import combine, decode, expected, pages  # they import this module
 
     config = decode_config(fmt, head_dim, dtype, target, path, rows, without, features)
-    forbid = () if config.may_spill else decode.SASS_FORBID
-    return Checks(pages.STEPS[path].SASS_NEED, forbid, tuple(expected.expected_static(config).items()),
-                  config.shared_bytes)
+    forbid = combine.SASS_FORBID + (() if config.may_spill else decode.SASS_FORBID)
+    need = pages.STEPS[path].SASS_NEED + combine.SASS_NEED
+    return Checks(need, forbid, tuple(expected.expected_static(config).items()), config.shared_bytes)

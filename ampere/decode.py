@@ -1,4 +1,4 @@
-"""Split-KV decode attention for SM80 and SM89 (built for sm_90 too, to run it there): one KV head, either path.
+"""Split-KV decode attention for SM80 and SM89 (built for sm_90 too, to run it there): one launch, either path.
 
 One block per (split and block of query rows, KV head, sequence). Up to 16 rows (8 at head_dim 256): every warp owns
 whole pages of the split's range and a private ring of ``slots`` record parts; nothing synchronises warps until their
@@ -11,12 +11,13 @@ results merge:
     last split only       sinks and the 16-bit residual, tiles of 32 (or 16) tokens dealt out to the warps, through
     (tokens.walk)         the emptied ring
     end (merge)           O, row maxima and sums of the warps -> shared memory -> one (o, lse) of the split
+    last block (combine)  (o, lse) of all splits of the same rows -> out, lse
 
 A block of 64 rows: every warp has rows of its own, all walk the same pages through one ring, with one barrier of the
 block a part, and each writes its rows' (o, lse) without a merge (config.shares_pages).
 
 What becomes of a packed part is the path's: register (codes are multiplied as they are) or tile (scale and zero-point
-applied to every code); both modules define the same steps. Read pages, register, values, third, tokens, merge next.
+applied to every code); both modules define the same steps. Read pages, register, values, third, tokens, merge, combine.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import merge, mma, pages, queries, softmax, third, tokens
+from lowbit_attn.ampere import combine, merge, mma, pages, queries, softmax, third, tokens
 from lowbit_attn.ampere.config import LANES, DecodeConfig, decode_config
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.formats import Format
@@ -92,12 +93,27 @@ def attend(config, pool_of, rows, state, ring, warp, thread, regs, ops, work, q,
         tokens.walk(config, state, rows, ring, walker, member, lane, regs, ops, scales)
 
 
+@T.macro
+def deliver(config, regs, ring, rows, block_rows, warp, thread, results, arrivals, row_block):
+    """(o, lse) of the block's split, and of all splits if it is the last to have its own."""
+    lane = thread % LANES
+    if config.shares_pages:
+        merge.write(config, regs, rows, lane, results)
+    else:
+        merge.stash(config, regs, ring.floats, warp, lane)
+        T.sync_threads()
+        merge.merge(config, ring.floats, thread, rows, results)
+    if results.num_splits > 1:
+        combine.finish(config, thread, block_rows, results, arrivals, row_block, ring.words)
+
+
 def _prim_func(config: DecodeConfig):
     head_dim, dtype = config.head_dim, config.dtype
     steps = pages.STEPS[config.path]
     batch, q_len, heads, heads_kv = (T.dynamic(name) for name in ("batch", "q_len", "num_heads", "num_heads_kv"))
     units, entries, sinks = T.dynamic("units"), T.dynamic("entries"), T.dynamic("sinks")
     slots_k, slots_v, num_splits = T.dynamic("slots_k"), T.dynamic("slots_v"), T.dynamic("num_splits")
+    logits, places = T.dynamic("logits"), T.dynamic("places")
     row_blocks = T.truncdiv(T.truncdiv(heads, heads_kv) * q_len + (config.rows - 1), config.rows)
 
     @T.prim_func
@@ -115,6 +131,10 @@ def _prim_func(config: DecodeConfig):
         ring_v: T.Tensor((batch, heads_kv, slots_v, head_dim), dtype),
         o_partial: T.Tensor((num_splits, batch, q_len, heads, head_dim), "float32"),
         lse_partial: T.Tensor((num_splits, batch, q_len, heads), "float32"),
+        out: T.Tensor((batch, q_len, heads, head_dim), dtype),
+        lse: T.Tensor((batch, heads, q_len), "float32"),
+        sink_logits: T.Tensor((logits,), "float32"),
+        arrivals: T.Tensor((places,), "int32"),
         softmax_scale_log2: T.float32,
         softcap_log2: T.float32,
         window: T.int32,
@@ -133,6 +153,9 @@ def _prim_func(config: DecodeConfig):
             ratio, head, first_row, num_rows = (T.alloc_var("int32") for _ in range(4))
             ratio = T.truncdiv(heads, heads_kv)
             head = T.truncdiv(place, row_blocks)
+            pool_of = pages.Pool(pool, table, seq * table_b + head * table_h, page_stride, head * head_stride)
+            pages.prefetch(pool_of, T.if_then_else(table_h == 0, table_b, T.min(table_b, table_h)), entries, thread)
+            combine.prefetch(sink_logits, head * ratio, arrivals, seq * heads_kv * row_blocks + place, thread)
             first_row = (place - head * row_blocks) * config.rows
             if config.shares_pages:
                 first_row = first_row + warp * config.warp_rows
@@ -141,16 +164,12 @@ def _prim_func(config: DecodeConfig):
                                 window, sink_window)
             steps.start(config, q, rows, warp, lane, ops, work, num_splits)
             softmax.start(config, regs)
-            pool_of = pages.Pool(pool, table, seq * table_b + head * table_h, page_stride, head * head_stride)
             state = tokens.Tokens(sink_k, sink_v, ring_k, ring_v, seq, head, n_sink[seq], n_qk[seq], n_qv[seq],
                                   n_tok[seq], slots_k, slots_v)
             attend(config, pool_of, rows, state, ring, warp, thread, regs, ops, work, q, softmax_scale_log2,
                    softcap_log2, split, num_splits)
-            if config.shares_pages:
-                merge.write(config, regs, rows, lane, o_partial, lse_partial, split)
-            else:
-                merge.stash(config, regs, ring.floats, warp, lane)
-                T.sync_threads()
-                merge.merge(config, ring.floats, thread, rows, o_partial, lse_partial, split)
+            deliver(config, regs, ring, rows, queries.of_block(config, rows, warp, q_len), warp, thread,
+                    combine.Results(o_partial, lse_partial, out, lse, sink_logits, split, num_splits), arrivals,
+                    seq * heads_kv * row_blocks + place)
 
     return decode

@@ -2,7 +2,7 @@
 
 The code of a page is straight-line and appears once in the SASS, so static counts (``expected_static``) are those of
 one packed page and warp (``per_page``) plus what stands outside the page loop: the copies of the first parts, one tile
-of 16-bit tokens, a page whose V is in 16 bit, and the merge. Integer instructions of addresses, masks and guards are
+of 16-bit tokens, a page whose V is in 16 bit, and the merges. Integer instructions of addresses, masks and guards are
 not predicted: LOP3 comes out up to half as much again. Softcap and window are not counted either.
 """
 
@@ -10,7 +10,7 @@ from collections import Counter
 from math import gcd
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import dequant, load, third
+from lowbit_attn.ampere import combine, dequant, load, third
 from lowbit_attn.ampere.config import LANES, TILE, DecodeConfig
 
 TOKEN_TILES = layout.PAGE_TOKENS // TILE
@@ -103,7 +103,9 @@ def expected_static(config: DecodeConfig) -> dict[str, int]:
     counts = Counter(per_page(config)) + Counter({
         "HMMA": n * fragments,
         "LDSM": fragments,
-        "LDS": 0 if config.shares_pages else 3 * config.warps,  # merge: maximum, sum, one channel of each warp
+        # merge: maximum, sum, one channel of each warp; combine: the flag
+        "LDS": 1 + (0 if config.shares_pages else 3 * config.warps),
+        "LDG.E.128": combine.SPLITS_AT_ONCE,
         # the first parts; sinks and residual: K, V
         "LDGSTS": sum(part_copies[part % 2] for part in range(config.parts_ahead)) + 4 * tile_copies,
         "MOVM": 2 * tiles * n,

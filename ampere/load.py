@@ -16,6 +16,14 @@ ACCESS_WORDS = ACCESS_BYTES // layout.WORD_BYTES
 ACCESS_HALVES = ACCESS_BYTES // HALF_BYTES
 COPIES_AT_ONCE = 4  # of 16-bit tokens in kernels of formats with two windows, which have few registers for addresses
 
+PREFETCH = "cute::prefetch"  # one line of memory towards L2; a header of mma.MOVMATRIX_FLAGS has it
+
+
+@T.macro
+def prefetch(tensor, at):
+    """The line of element ``at`` of a vector."""
+    T.call_extern("handle", PREFETCH, T.access_ptr(tensor[at], "r"))
+
 
 def member_word(record, first_unit, member):
     """First word of the pool that a thread copies of a part of the record at unit ``record``."""

@@ -1,14 +1,13 @@
 """The end of a block: O, row maxima and sums of its warps -> shared memory -> one (o, lse) of the split.
 
-Warps that have rows of their own have nothing to merge: each writes its (o, lse) from its registers.
+Warps that have rows of their own have nothing to merge: each writes its (o, lse) from its registers. A split that is
+the only one is the whole: its (o, lse) go to the call's outputs, with the sink logit in the denominator.
 """
 
 import tilelang.language as T
 
-from lowbit_attn.ampere import queries, softmax
+from lowbit_attn.ampere import combine, queries, softmax
 from lowbit_attn.ampere.config import static
-
-LN_2 = 0.6931471805599453
 
 
 def merge_at(config, row, channel):
@@ -32,19 +31,21 @@ def stash(config, regs, floats, warp, lane):
 
 
 @T.macro
-def merge(config, floats, thread, rows, o_partial, lse_partial, split):
+def merge(config, floats, thread, rows, results):
     """The warps' (O, max, sum) -> o (normalised) and lse (natural log); o = 0 and lse = -inf if no token was seen.
 
     Only a sum of exactly 0 means that, so a NaN of live data comes out as NaN.
     """
     stats = config.rows * config.merge_row
     top, total, value, weight = (T.alloc_var("float32") for _ in range(4))
-    query, head = T.alloc_var("int32"), T.alloc_var("int32")
+    query, head, at = (T.alloc_var("int32") for _ in range(3))
+    found = T.alloc_local((2,), "float32")
     for i in T.serial(T.truncdiv(rows.count * config.head_dim - thread + (config.threads - 1), config.threads)):
         row = (thread + i * config.threads) // config.head_dim
         channel = (thread + i * config.threads) % config.head_dim
         query = queries.query(rows, row)
         head = queries.head(rows, row)
+        at = combine.row_at(results, rows.seq, query, head)
         top = T.float32(softmax.NO_TOKEN)
         for w in static(config.warps):
             top = T.max(top, floats[w, stats + row])
@@ -54,9 +55,17 @@ def merge(config, floats, thread, rows, o_partial, lse_partial, split):
             weight = T.exp2(floats[w, stats + row] - top)
             total = total + weight * floats[w, stats + config.rows + row]
             value = value + weight * floats[w, merge_at(config, row, channel)]
-        o_partial[split, rows.seq, query, head, channel] = normalised(value, total)
-        if channel == 0:
-            lse_partial[split, rows.seq, query, head] = log_sum(top, total)
+        if results.num_splits == 1:
+            combine.with_sink(results, head, log_sum(top, total), found)
+            results.out[0, 0, at, channel] = T.cast(
+                combine.weighted(normalised(value, total), found[0]), config.dtype)
+            if channel == 0:
+                results.lse[rows.seq, head, query] = found[1]
+        else:
+            at = at + results.split * combine.num_rows(results)
+            results.o_partial[0, 0, 0, at, channel] = normalised(value, total)
+            if channel == 0:
+                results.lse_partial[0, 0, 0, at] = log_sum(top, total)
 
 
 def normalised(value, total):
@@ -64,22 +73,39 @@ def normalised(value, total):
 
 
 def log_sum(top, total):
+    """Natural logarithm of a sum of 2^(logit - top)."""
     return T.if_then_else(total == T.float32(0.0), -T.infinity("float32"),
-                          (top + T.log2(total)) * T.float32(LN_2))
+                          (top + T.log2(total)) * T.float32(combine.LN_2))
+
+
+def own_output(config, i, v):
+    """Accumulator element of row value ``v`` in channel 8i + g."""
+    return 4 * (i // 2 * config.columns + v // 2) + 2 * (i % 2) + v % 2
 
 
 @T.macro
-def write(config, regs, rows, lane, o_partial, lse_partial, split):
+def write(config, regs, rows, lane, results):
     """The same from the registers of a warp that alone has its rows: eight lanes fill 32 bytes of a row."""
     softmax.sum_rows(regs.row_sum, config.row_values)
-    query, head = T.alloc_var("int32"), T.alloc_var("int32")
+    query, head, at = (T.alloc_var("int32") for _ in range(3))
+    found = T.alloc_local((2,), "float32")
     for v in T.unroll(config.row_values):
-        if softmax.query_row(v, lane % 4) < rows.count:
-            query = queries.query(rows, softmax.query_row(v, lane % 4))
-            head = queries.head(rows, softmax.query_row(v, lane % 4))
-            for i in T.unroll(2 * config.o_tiles):
-                at = 4 * (i // 2 * config.columns + v // 2) + 2 * (i % 2) + v % 2
-                o_partial[split, rows.seq, query, head, 8 * i + lane // 4] = normalised(regs.acc_o[at],
-                                                                                        regs.row_sum[v])
-            if lane // 4 == 0:
-                lse_partial[split, rows.seq, query, head] = log_sum(regs.row_max[v], regs.row_sum[v])
+        row = softmax.query_row(v, lane % 4)
+        if row < rows.count:
+            query = queries.query(rows, row)
+            head = queries.head(rows, row)
+            at = combine.row_at(results, rows.seq, query, head)
+            if results.num_splits == 1:
+                combine.with_sink(results, head, log_sum(regs.row_max[v], regs.row_sum[v]), found)
+                for i in T.unroll(2 * config.o_tiles):
+                    results.out[0, 0, at, 8 * i + lane // 4] = T.cast(combine.weighted(
+                        normalised(regs.acc_o[own_output(config, i, v)], regs.row_sum[v]), found[0]), config.dtype)
+                if lane // 4 == 0:
+                    results.lse[rows.seq, head, query] = found[1]
+            else:
+                at = at + results.split * combine.num_rows(results)
+                for i in T.unroll(2 * config.o_tiles):
+                    results.o_partial[0, 0, 0, at, 8 * i + lane // 4] = normalised(
+                        regs.acc_o[own_output(config, i, v)], regs.row_sum[v])
+                if lane // 4 == 0:
+                    results.lse_partial[0, 0, 0, at] = log_sum(regs.row_max[v], regs.row_sum[v])

@@ -36,6 +36,14 @@ def head(rows: Rows, row):
     return rows.first_head + T.truncmod(rows.first + row, rows.ratio)
 
 
+def of_block(config, rows: Rows, warp, q_len) -> Rows:
+    """The rows of a warp's block."""
+    if not config.shares_pages:
+        return rows
+    first = rows.first - warp * config.warp_rows
+    return rows._replace(first=first, count=T.min(rows.ratio * q_len - first, config.rows))
+
+
 def present(config, rows: Rows):
     """Whether a warp has rows to work on: only in a block of several row groups can it have none.
 

@@ -12,7 +12,7 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
 
-from lowbit_attn.ampere import codes, dequant, expected, load, mma, softmax, third  # noqa: E402
+from lowbit_attn.ampere import codes, dequant, expected, load, merge, mma, softmax, third  # noqa: E402
 from lowbit_attn.ampere import config as sizes  # noqa: E402
 
 LANE = np.arange(32)
@@ -53,8 +53,7 @@ def test_every_row_has_one_place(cfg):
     at = np.arange(4 * cfg.o_tiles * cfg.columns)
     v, channel = softmax.row_value(cfg, at), 16 * (at // (4 * cfg.columns)) + 8 * (at % 4 // 2)
     assert len(set(zip(v, channel))) == len(at)
-    i = channel // 8  # as merge.write numbers them
-    assert (4 * (i // 2 * cfg.columns + v // 2) + 2 * (i % 2) + v % 2 == at).all()
+    assert (merge.own_output(cfg, channel // 8, v) == at).all()
     seen = [softmax.query_row(value, T) for value in range(cfg.row_values)]
     assert sorted(set(np.concatenate(seen))) == list(range(cfg.warp_rows))
 
