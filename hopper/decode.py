@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.hopper import PATHS, dequant, epilogue, load, mma, walk
+from lowbit_attn.hopper import PATHS, combine, dequant, load, mma, walk
 from lowbit_attn.hopper.config import (
     GROUP_WARPS,
     SMEM_ALIGN,
@@ -52,7 +52,7 @@ def tile_layout(rows: int, cols: int, stages: int, element=Float16):
 
 
 class DecodeSm90:
-    """The tile-path kernel of one DecodeConfig; call it with the ABI's 21 arguments and a stream."""
+    """The tile-path kernel of one DecodeConfig; call it with the ABI's 25 arguments and a stream."""
 
     def __init__(self, cfg: DecodeConfig):
         self.cfg = cfg
@@ -80,28 +80,31 @@ class DecodeSm90:
         return Smem
 
     @cute.jit
-    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor,
-                 n_qk: cute.Tensor, n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
-                 ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
-                 softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32, sink_window: Int32,
-                 page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
-        batch, q_len, heads, _ = q.shape
-        heads_kv = ring_k.shape[1]
-        blocks = (heads // heads_kv * q_len + self.cfg.rows - 1) // self.cfg.rows
+    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+                 n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
+                 ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, out: cute.Tensor,
+                 lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, softmax_scale_log2: Float32,
+                 softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
+                 table_b: Int32, table_h: Int32, stream):
+        ratio = q.shape[2] // ring_k.shape[1]
+        row_blocks = (ratio * q.shape[1] + self.cfg.rows - 1) // self.cfg.rows
+        grid = (ring_k.shape[1] * row_blocks, q.shape[0], o_partial.shape[0])
         self.kernel(q, pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial, lse_partial,
-                    softmax_scale_log2, softcap_log2, window, sink_window, page_stride, head_stride, table_b,
-                    table_h).launch(grid=(o_partial.shape[0] * blocks, heads_kv, batch),
-                                    block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+                    out, lse, sink_logits, arrivals, softmax_scale_log2, softcap_log2, window, sink_window, page_stride,
+                    head_stride, table_b, table_h, ratio, row_blocks).launch(
+            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
                n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
-               ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, scale_log2: Float32,
+               ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, out: cute.Tensor,
+               lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, scale_log2: Float32,
                softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
-               table_b: Int32, table_h: Int32):
+               table_b: Int32, table_h: Int32, ratio: Int32, row_blocks: Int32):
         cfg = self.cfg
-        _, head_idx, batch_idx = cute.arch.block_idx()
-        split_idx, rows = self.share(q, o_partial)
+        x, batch_idx, split_idx = cute.arch.block_idx()
+        head_idx = Int32(Uint32(x) // Uint32(row_blocks))  # blocks that read the same pages are neighbours
+        rows = walk.make_rows(batch_idx, head_idx, x - head_idx * row_blocks, ratio, q.shape[1], cfg.rows)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_idx // GROUP_WARPS
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
@@ -129,18 +132,11 @@ class DecodeSm90:
             dequant.run(cfg, cfg.v, v_walk, v_packed, smem.v_packed.data_ptr(), v_tiles, smem.v_tiles.data_ptr())
         else:
             cute.arch.setmaxregister_increase(cfg.mma_regs)
+            arrived = arrivals.iterator + (batch_idx * cute.arch.grid_dim()[0] + x)
             mma.run(cfg, k_walk, rows, mma.Sight(n_tok[batch_idx] - rows.q_len, window, sink_window),
                     mma.Scores(scale_log2, softcap_log2), q, self.tiles(smem), k_tiles, v_tiles,
-                    epilogue.Partial(o_partial, lse_partial, split_idx))
-
-    @cute.jit
-    def share(self, q: cute.Tensor, o_partial: cute.Tensor):
-        """(split, query rows) of this CTA."""
-        x, head_idx, batch_idx = cute.arch.block_idx()
-        grid_x, heads_kv, _ = cute.arch.grid_dim()
-        ratio, q_len = q.shape[2] // heads_kv, q.shape[1]
-        split_idx, first, count = walk.row_block(x, grid_x, o_partial.shape[0], ratio * q_len, self.cfg.rows)
-        return split_idx, mma.Rows(batch_idx, head_idx * ratio, ratio, first, count, q_len)
+                    combine.Outputs(o_partial, lse_partial, out, lse, sink_logits, arrived, split_idx),
+                    smem.k_tiles.data_ptr())
 
     def tiles(self, smem) -> mma.Tiles:
         """WGMMA's operands in shared memory."""
@@ -196,7 +192,7 @@ def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, 
 
 
 def fake_arguments(head_dim: int, element) -> tuple:
-    """The ABI's 21 arguments; every size but head_dim varies at run time."""
+    """The ABI's 25 arguments; every size but head_dim varies at run time."""
     def tensor(kind, *shape, align=16):
         return make_fake_compact_tensor(kind, shape, stride_order=tuple(reversed(range(len(shape)))),
                                         assumed_align=align)
@@ -210,5 +206,7 @@ def fake_arguments(head_dim: int, element) -> tuple:
         *(tensor(element, *tokens, sinks, head_dim) for _ in range(2)),
         *(tensor(element, *tokens, slots, head_dim) for slots in (ring_k, ring_v)),
         tensor(Float32, splits, *rows, head_dim), tensor(Float32, splits, *rows, align=4),
+        tensor(element, *rows, head_dim), tensor(Float32, batch, heads, q_len, align=4), tensor(Float32, n(), align=4),
+        tensor(Int32, n(), align=4),
         Float32(1.0), Float32(1.0), *(Int32(1) for _ in range(6)),
     )

@@ -11,25 +11,14 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from lowbit_attn.hopper import epilogue, softmax
+from lowbit_attn.hopper import combine, epilogue, softmax
 from lowbit_attn.hopper import ring as rings
 from lowbit_attn.hopper.config import CHUNK, GROUP_WARPS, MAX_N, TILE_M, TILE_N, WARP, DecodeConfig, tile_chunk
 from lowbit_attn.hopper.register.numbers import ELEMENT
 from lowbit_attn.hopper.ring import Ring
-from lowbit_attn.hopper.walk import Walk, plain_tile, row_place
+from lowbit_attn.hopper.walk import Rows, Walk, place, plain_tile
 
 QUERY_BARRIER = 1  # named barrier of the MMA warpgroup; 0 is the CTA's
-
-
-class Rows(NamedTuple):
-    """The query rows of this CTA: rows ``first .. first + count - 1`` of the KV head; row r = query * ratio + head."""
-
-    batch_idx: Int32
-    first_head: Int32  # of the KV head
-    ratio: Int32
-    first: Int32
-    count: Int32
-    q_len: Int32
 
 
 class Sight(NamedTuple):
@@ -73,8 +62,8 @@ def make_mma(tile_n: int, element, is_a_shared: bool = False) -> cute.TiledMma:
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, rows: Rows, sight: Sight, scores: Scores, q: cute.Tensor,
-        tiles: Tiles, k_tiles: Ring, v_tiles: Ring, out: epilogue.Partial):
-    """Attend to every tile of the walk, then write this split's partial result.
+        tiles: Tiles, k_tiles: Ring, v_tiles: Ring, out: combine.Outputs, flag: cute.Pointer):
+    """Attend to every tile of the walk, then leave this split's result; flag: shared memory that is free by then.
 
     S of a tile is issued while O of the tile before still runs, so one wait serves both; not where cfg.is_wide.
     """
@@ -122,6 +111,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, rows: Rows, sight: Sig
     warpgroup.wait_group(0)
     for half in cutlass.range_constexpr(len(cfg.halves)):
         write_row(half, out, rows, me, acc_o, row_max[half], softmax.quad_sum(row_sum[half]))
+    combine.merge(out, rows, cfg.head_dim, GROUP_WARPS * WARP, thread, QUERY_BARRIER, flag)
 
 
 @cute.jit
@@ -136,15 +126,9 @@ def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Te
     warpgroup.commit_group()
 
 
-def query_and_head(rows: Rows, row: Int32) -> tuple[Int32, Int32]:
-    """Where a row of the tile is in q and o."""
-    query, head = row_place(rows.first + row, rows.ratio)
-    return query, rows.first_head + head
-
-
 def end_of(rows: Rows, sight: Sight, me: Lane, half: int, start: Int32) -> Int32:
     """First column, of a tile at position ``start``, that comes after the query of this thread's row of a half."""
-    query, _ = query_and_head(rows, me.row + 8 * half)
+    query, _ = place(rows, me.row + 8 * half)
     return sight.first_last + query + 1 - start
 
 
@@ -196,7 +180,7 @@ def load_q(cfg: cutlass.Constexpr[DecodeConfig], mma_qk: cute.TiledMma, q: cute.
     words, q_words = cute.recast_tensor(rQ, Uint32), cute.recast_tensor(q, Uint32)
     for half in cutlass.range_constexpr(len(cfg.halves)):
         if me.row + 8 * half < rows.count:
-            query, head = query_and_head(rows, me.row + 8 * half)
+            query, head = place(rows, me.row + 8 * half)
             for k in cutlass.range_constexpr(cfg.head_dim // 8):  # words of row g + 8 lie between those of row g
                 words[2 * k + half] = q_words[rows.batch_idx, query, head, 4 * k + me.t]
     return rQ
@@ -213,7 +197,7 @@ def stage_q(cfg: cutlass.Constexpr[DecodeConfig], q: cute.Tensor, rows: Rows, th
         words = cute.make_rmem_tensor(4, Uint32)
         words.fill(0)
         if row < rows.count:
-            query, head = query_and_head(rows, row)
+            query, head = place(rows, row)
             for e in cutlass.range_constexpr(4):
                 words[e] = q_words[rows.batch_idx, query, head, 4 * chunk + e]
         cute.autovec_copy(words, tile[None, tile_chunk(row, chunk, TILE_M)])
@@ -222,9 +206,9 @@ def stage_q(cfg: cutlass.Constexpr[DecodeConfig], q: cute.Tensor, rows: Rows, th
 
 
 @cute.jit
-def write_row(half: cutlass.Constexpr[int], out: epilogue.Partial, rows: Rows, me: Lane, acc_o: cute.Tensor,
+def write_row(half: cutlass.Constexpr[int], out: combine.Outputs, rows: Rows, me: Lane, acc_o: cute.Tensor,
               row_max: Float32, row_sum: Float32):
     """This thread's row of a half, if it is a query row."""
     if me.row + 8 * half < rows.count:
-        query, head = query_and_head(rows, me.row + 8 * half)
-        epilogue.write(half, out, rows.batch_idx, query, head, acc_o, row_max, row_sum, me.t)
+        row = combine.find_row(out, rows, me.row + 8 * half)
+        epilogue.write(half, out, row, acc_o, row_max, row_sum, me.t)

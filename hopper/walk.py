@@ -8,7 +8,7 @@ always all.
 
 from typing import NamedTuple
 
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 from lowbit_attn.hopper.config import TILE_N
 
@@ -38,17 +38,28 @@ class PlainTile(NamedTuple):
     is_sink: Int32
 
 
-def row_block(x, grid_x, num_splits, total_rows, rows: int):
-    """(split, first row, rows) of CTA ``x`` of the grid: blocks of rows, which read the same pages, are neighbours."""
-    blocks = grid_x // num_splits
-    first = x % blocks * rows
-    return x // blocks, first, at_most(total_rows - first, rows)
+class Rows(NamedTuple):
+    """The query rows of a CTA: ``first .. first + count - 1`` of the KV head's ``ratio * q_len``, query by query."""
+
+    batch_idx: Int32
+    head_idx: Int32  # KV head
+    first: Int32
+    count: Int32
+    ratio: Int32  # query heads of a KV head
+    q_len: Int32
 
 
-def row_place(row, ratio):
-    """(query, head within the KV head) of a query row."""
-    query = row // ratio
-    return query, row - query * ratio
+def make_rows(batch_idx, head_idx, block, ratio, q_len, rows: int) -> Rows:
+    """The rows of row block ``block``; the last block may have fewer than ``rows``."""
+    first = block * rows
+    return Rows(batch_idx, head_idx, first, at_most(ratio * q_len - first, rows), ratio, q_len)
+
+
+def place(rows: Rows, row):
+    """(query, head) of a row of this CTA, counted from 0; beyond the last row, those that would follow."""
+    row = rows.first + row
+    query = Int32(Uint32(row) // Uint32(rows.ratio))
+    return query, rows.head_idx * rows.ratio + row - query * rows.ratio
 
 
 def plan(n_sink, n_qk, n_qv, n_tok, hidden_pages, split_idx, num_splits) -> tuple[Walk, Walk]:

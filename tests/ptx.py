@@ -99,6 +99,7 @@ class Cta:
     parameters: list[bytes]
     memory: Memory  # global
     index: tuple[int, int, int]
+    grid: tuple[int, int, int]
     shared: Memory = field(default_factory=lambda: Memory(np.full(SHARED_BYTES, 0xFF, np.uint8)))
     barriers: dict[int, Barrier] = field(default_factory=dict)
 
@@ -123,7 +124,8 @@ class Warp:
         self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64), "__dynamic_shmem__0": _all(0),
                           "%cluster_ctarank": _all(0),
                           "%tid.x": np.arange(LANES * warp, LANES * (warp + 1), dtype=np.uint64)}
-        self.registers |= {f"%ctaid.{axis}": _all(at) for axis, at in zip("xyz", cta.index)}
+        for name, values in (("ctaid", cta.index), ("nctaid", cta.grid)):
+            self.registers |= {f"%{name}.{axis}": _all(value) for axis, value in zip("xyz", values)}
 
     def run(self):
         """A generator that yields True at every barrier of the CTA."""

@@ -206,8 +206,19 @@ def load(warp, suffixes, operands, active):
 
 def store(warp, suffixes, operands, active):
     memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
-    words = np.stack([x.astype(U32) for x in warp.values(operands[1])], 1)
+    words = np.stack([x.astype(f"u{width(suffixes) // 8}") for x in warp.values(operands[1])], 1)
     memory.write(warp.address(operands[0])[active], words.view(np.uint8)[active])
+
+
+def atomic_add(warp, suffixes, operands, active):
+    """32 bits of global memory; a release and an acquire by those who count themselves there."""
+    assert {"global", "acq_rel", "add"} <= {*suffixes}
+    memory, at, value = warp.cta.memory, warp.address(operands[1]), warp.value(operands[2])
+    before = np.zeros(LANES, U64)
+    for lane in np.flatnonzero(active):
+        before[lane] = memory.read(at[lane : lane + 1], 4).view(U32)[0, 0]
+        memory.write(at[lane : lane + 1], np.array([[before[lane] + value[lane]]]).astype(U32).view(np.uint8))
+    return before
 
 
 def bulk_copy(warp, suffixes, operands, active):
@@ -319,12 +330,12 @@ def mma(warp, suffixes, operands, active):
 
 
 def nothing(warp, suffixes, operands, active):
-    """Fences, waits for other launches, and the barrier of a warp that runs in lock step."""
+    """Fences, prefetches, and the barrier of a warp that runs in lock step."""
 
 
 WHOLE = {
     "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": bulk_copy,
     "mapa": move, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "elect": elect, "prmt": permute,
     "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma, "fence": nothing, "bar": nothing,
-    "griddepcontrol": nothing,
+    "atom": atomic_add, "prefetch": nothing,
 }

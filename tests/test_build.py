@@ -57,13 +57,13 @@ def test_loader_refuses_to_compile_when_told_so(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("LOWBIT_ATTN_NO_JIT", "1")
     with pytest.raises(loader.KernelNotBuiltError, match="make ampere"):
-        loader.load.__wrapped__(KernelKey("combine", "ampere", "sm_80", "float16", 64))
+        loader.load.__wrapped__(KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "register", 8))
 
 
 def test_a_stale_kernel_is_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("LOWBIT_ATTN_NO_JIT", "1")
-    key = KernelKey("combine", "ampere", "sm_80", "float16", 64)
+    key = KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "register", 8)
     path = compile.so_path(key)
     path.parent.mkdir(parents=True)
     path.touch()
@@ -105,15 +105,15 @@ def test_built_kernel_has_no_spills_and_fits(key):
     assert entry["smem_total_bytes"] <= kernels.SMEM_LIMIT_BYTES[key.target]
 
 
-@pytest.mark.parametrize("key", [k for k in SHIPPED if k.op == "combine"], ids=str)
+@pytest.mark.parametrize("key", [k for k in SHIPPED if k.op == "quantize"], ids=str)
 def test_built_kernel_checks_its_arguments_before_any_launch(key):
     if not built(key):
         pytest.skip("not built here: make hopper, make ampere")
     pytest.importorskip("tvm_ffi", reason="loading a kernel needs apache-tvm-ffi")
     kernel = loader.load(key)
     with pytest.raises(Exception, match="dtype"):
-        kernel(torch.zeros(1, 1, key.head_dim, dtype=torch.float64), torch.zeros(1, 1), torch.zeros(1, key.head_dim),
-               torch.zeros(1), torch.zeros(1), 1, 1)
+        kernel(torch.zeros(1, 1, 128, key.head_dim, dtype=torch.float64), torch.zeros(1, dtype=torch.int32),
+               torch.zeros(99, 32, dtype=torch.uint32), torch.zeros(99, 64, dtype=torch.uint16), 1, 1)
 
 
 def test_why_not_names_what_is_supported():

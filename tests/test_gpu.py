@@ -1,4 +1,4 @@
-"""Both architectures' kernels on a CUDA device against the CPU: bytes, dequantized values, decode, merge."""
+"""Both architectures' kernels on a CUDA device against the CPU: bytes, dequantized values, decode, merge of splits."""
 
 import copy
 import itertools
@@ -8,8 +8,9 @@ import torch
 from gpu_checks import check_decode, differing_values, problem_and_expected
 
 import lowbit_attn
-from lowbit_attn import dispatch, gpu_matrix, kernels, loader, reference, testing
+from lowbit_attn import gpu_matrix, kernels, reference, testing
 from lowbit_attn.formats import FORMATS
+from lowbit_attn.reference import Attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,49 +120,23 @@ def test_packed_by_one_architecture_decodes_on_the_other(monkeypatch, writer, re
 
 
 @pytest.mark.parametrize("num_splits", (1, 2, 7, 64))
-def test_combine(arch, num_splits):
-    generator = torch.Generator().manual_seed(5)
-    o = torch.randn(num_splits, 3, 1, 8, 128, generator=generator)
-    lse = torch.randn(num_splits, 3, 8, 1, generator=generator) * 5
-    lse[torch.rand(lse.shape, generator=generator) < 0.3] = -torch.inf
-    lse[:, 1, 2] = -torch.inf
-    o[lse.transpose(2, 3)[..., None].expand_as(o) == -torch.inf] = float("nan")  # an empty state's o is ignored
-    want, want_lse = reference.merge_states(o, lse)
-    got, got_lse = combined(o, lse, torch.full((1,), -torch.inf))
-    torch.testing.assert_close(got.cpu().float(), want, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(got_lse.cpu(), want_lse, rtol=1e-6, atol=1e-5)
+@pytest.mark.parametrize("path, q_len, with_sinks", [("register", 3, True), ("register", 1, False), ("tile", 1, True),
+                                                     ("register", 16, True)])
+def test_splits_are_merged(arch, path, q_len, with_sinks, num_splits, record_property):
+    """Empty sequences, splits without tokens, blocks of query rows, logits that only take weight."""
+    case = testing.Case("k4v4", num_heads=8, num_heads_kv=2, q_len=q_len, lengths=(0, 16, 700, 3000), sinks=4)
+    sink_logits = torch.linspace(-2, 2, 8, device="cuda") if with_sinks else None
+    check_decode(case, path, "merge of splits", record_property, num_splits, Attention(sink_logits=sink_logits))
 
 
-def combined(o, lse, sink_logits):
-    """The combine kernel on o [splits, batch, q_len, heads, 128] and lse [splits, batch, heads, q_len]."""
-    splits, batch, q_len, heads, head_dim = o.shape
-    got = torch.empty(batch * q_len * heads, head_dim, dtype=torch.float16, device="cuda")
-    got_lse = torch.empty(batch * q_len * heads, device="cuda")
-    key = kernels.combine_key(dispatch.target_of(torch.device("cuda"))[1], "float16", head_dim)
-    lse_partial = lse.transpose(2, 3).contiguous().cuda().view(splits, -1)
-    loader.load(key)(o.cuda().view(splits, -1, head_dim), lse_partial, got, got_lse, sink_logits.cuda(), heads, q_len)
-    return got.view(o.shape[1:]), got_lse.view(lse.shape[1:])
-
-
-def test_combine_with_sink_logits_and_several_queries(arch):
-    generator = torch.Generator().manual_seed(6)
-    o, lse = torch.randn(5, 3, 4, 8, 128, generator=generator), torch.randn(5, 3, 8, 4, generator=generator)
-    lse[:, 0, 1] = -torch.inf
-    sink_logits = torch.randn(8, generator=generator)
-    want, plain_lse = reference.merge_states(o, lse)
-    want_lse = torch.logaddexp(plain_lse, sink_logits[:, None])
-    want = want * (plain_lse - want_lse).exp().transpose(1, 2)[..., None]
-    got, got_lse = combined(o, lse, sink_logits)
-    torch.testing.assert_close(got.cpu().float(), want, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(got_lse.cpu(), want_lse, rtol=1e-6, atol=1e-5)
-
-
-def test_a_nan_among_the_partial_results_stays_visible(arch):
-    o, lse = torch.ones(3, 1, 1, 2, 128), torch.zeros(3, 1, 2, 1)
-    lse[1, 0, 0] = float("nan")
-    got, got_lse = combined(o, lse, torch.full((1,), -torch.inf))
-    assert got[0, 0, 0].isnan().all() and got_lse[0, 0].isnan().all()
-    assert (got[0, 0, 1] == 1).all() and got_lse[0, 1].isfinite().all()
+def test_a_nan_in_one_split_stays_visible(arch):
+    problem, _ = problem_and_expected(testing.Case("k4v4", num_heads=4, num_heads_kv=2, lengths=(1000,)), "register")
+    broken = copy.deepcopy(problem.cache)
+    broken.ring_k[0, 1, (int(broken.n_tok[0]) - 1) % broken.ring_k.shape[2]] = float("nan")
+    for num_splits in (1, 5):
+        o, lse = lowbit_attn.decode(problem.q, broken, num_splits=num_splits)
+        assert o[0, 0, 2:].isnan().all() and lse[0, 2:].isnan().all()
+        assert o[0, 0, :2].isfinite().all() and lse[0, :2].isfinite().all()
 
 
 @pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)

@@ -324,7 +324,7 @@ def test_walk_visits_every_seen_token_once(n_sink, n_qk, lag, residual, num_spli
         assert seen == want
 
 
-def seen_positions(w: walk.Walk, i: int, rows: mma.Rows, sight: mma.Sight, row: int) -> set[int]:
+def seen_positions(w: walk.Walk, i: int, rows: walk.Rows, sight: mma.Sight, row: int) -> set[int]:
     """Positions of tile ``i`` of K's walk that ``mma.to_logits`` leaves to a row of the tile."""
     me = mma.Lane(0, row, 0)
     if i < w.num_pages:
@@ -346,7 +346,7 @@ def seen_positions(w: walk.Walk, i: int, rows: mma.Rows, sight: mma.Sight, row: 
 def test_masks_leave_what_a_query_sees(n_sink, n_qk, lag, residual, q_len, window, keeps_sinks):
     n_tok, ratio, num_splits = n_sink + n_qk + residual, 3, 2
     sink_window = 1 << 30 if keeps_sinks else window
-    rows = mma.Rows(0, 0, ratio, 0, ratio * q_len, q_len)
+    rows = walk.Rows(0, 0, 0, ratio * q_len, ratio, q_len)
     sight = mma.Sight(n_tok - q_len, window, sink_window)
     hidden = number(walk.hidden_pages(n_sink, n_tok, q_len, window))
     seen = [set() for _ in range(rows.count)]
@@ -361,15 +361,14 @@ def test_masks_leave_what_a_query_sees(n_sink, n_qk, lag, residual, q_len, windo
 
 
 @pytest.mark.parametrize("ratio, q_len, rows", [(1, 1, 8), (8, 1, 8), (3, 2, 8), (5, 13, 64), (4, 16, 64), (16, 9, 64),
-                                                (9, 3, 8)])
-def test_row_blocks_serve_every_row_of_every_split_once(ratio, q_len, rows):
-    num_splits, seen = 3, []
-    grid_x = num_splits * -(-ratio * q_len // rows)
-    for x in range(grid_x):
-        split, first, count = map(number, walk.row_block(x, grid_x, num_splits, ratio * q_len, rows))
-        assert 1 <= count <= rows
-        seen += [(split, *walk.row_place(first + i, ratio)) for i in range(count)]
-    assert sorted(seen) == list(itertools.product(range(num_splits), range(q_len), range(ratio)))
+                                                (9, 3, 8), (3, 5, 16), (7, 3, 4), (12, 16, 16)])
+def test_row_blocks_serve_every_query_of_every_head_once(ratio, q_len, rows):
+    seen, head_idx = [], 3
+    for block in range(-(-ratio * q_len // rows)):
+        mine = walk.make_rows(0, head_idx, block, ratio, q_len, rows)
+        assert 1 <= number(mine.count) <= rows
+        seen += [tuple(map(number, walk.place(mine, row))) for row in range(number(mine.count))]
+    assert seen == [(j, head_idx * ratio + h) for j in range(q_len) for h in range(ratio)]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -11,7 +11,7 @@ import ptx
 import pytest
 import torch
 
-from lowbit_attn import dispatch, kernels, reference, testing
+from lowbit_attn import dispatch, kernels, testing
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -47,40 +47,43 @@ class GlobalMemory:
         data = struct.pack(f"<Q{len(sizes)}i", ptx.GLOBAL_BASE + self.starts[number], *sizes)
         return data + bytes(-len(data) % 8) + struct.pack(f"<{len(strides)}q", *strides)
 
-    def fp32(self, number: int, shape) -> torch.Tensor:
+    def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
         start = self.starts[number]
-        data = self.memory.data[start : start + 4 * int(np.prod(shape))]
-        return torch.from_numpy(data.view(np.float32).copy()).view(*shape)
+        return torch.from_numpy(self.memory.data[start : start + like.nbytes].copy()).view(like.dtype).view(like.shape)
 
 
 def strides_of(tensor: torch.Tensor, count: int) -> tuple:
     return tuple(int(np.prod(tensor.shape[i + 1 :])) for i in range(count))
 
 
-def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int):
-    """What dispatch does, on the CPU: (o, lse) of the merged splits."""
+def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool = False):
+    """What dispatch does, on the CPU: (o, lse); reverse: the CTAs end in reverse order."""
     cache, q = problem.cache, problem.q.to(problem.cache.dtype)
     batch, q_len, heads, head_dim = q.shape
-    tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), cache.n_sink[:batch], cache.n_qk[:batch],
-               cache.n_tok[:batch], *(x[:batch] for x in (cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v)),
-               torch.full((splits, *q.shape), torch.nan), torch.full((splits, *q.shape[:3]), torch.nan)]
-    memory = GlobalMemory(tensors)
-    parameters = [memory.parameter(0, q.shape[:3], strides_of(q, 2))]
-    parameters += [memory.parameter(i, tensors[i].shape[:1], ()) for i in range(1, 6)]
-    parameters += [memory.parameter(i, tensors[i].shape[:3], strides_of(tensors[i], 2)) for i in range(6, 10)]
-    parameters += [memory.parameter(i, tensors[i].shape[:4], strides_of(tensors[i], 3)) for i in (10, 11)]
     ratio = heads // cache.num_heads_kv
     blocks = -(-ratio * q_len // cfg.rows)
+    grid = (cache.num_heads_kv * blocks, batch, splits)
+    sink_logits = torch.full((1,), -torch.inf) if options.sink_logits is None else options.sink_logits
+    of_row = [torch.full((splits, *q.shape), torch.nan), torch.full((splits, *q.shape[:3]), torch.nan),
+              torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
+    tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), cache.n_sink[:batch], cache.n_qk[:batch],
+               cache.n_tok[:batch], *(x[:batch] for x in (cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v)),
+               *of_row, sink_logits, torch.zeros(grid[0] * batch, dtype=torch.int32)]
+    memory = GlobalMemory(tensors)
+    sizes = [3, *[1] * 5, *[3] * 4, 4, 4, 3, 3, 1, 1]  # that vary
+    strides = [2, *[0] * 5, *[2] * 4, 3, 3, 2, 2, 0, 0]
+    parameters = [memory.parameter(i, x.shape[:count], strides_of(x, apart))
+                  for i, (x, count, apart) in enumerate(zip(tensors, sizes, strides))]
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
     window = dispatch.NO_WINDOW if options.window is None else options.window
     numbers = (scale * dispatch.LOG2_E, 2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
     parameters += [struct.pack("<f", x) for x in numbers]
     parameters += [struct.pack("<i", x) for x in (window, window, *cache.strides, ratio, blocks)]
-    for z, y, x in np.ndindex(batch, cache.num_heads_kv, splits * blocks):
-        ptx.Cta(program, parameters, memory.memory, (x, y, z)).run(cfg.threads)
-    o, lse = memory.fp32(10, tensors[10].shape), memory.fp32(11, tensors[11].shape)
-    return reference.merge_states(o, lse.transpose(2, 3).contiguous())
+    for index in sorted(np.ndindex(grid), reverse=reverse):
+        ptx.Cta(program, parameters, memory.memory, index, grid).run(cfg.threads)
+    assert not memory.tensor(15, tensors[15]).any()  # ready for the next call
+    return memory.tensor(12, q), memory.tensor(13, tensors[13])
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +101,22 @@ PLAIN = Case("k4v4", head_dim=64, num_heads=8, num_heads_kv=2, lengths=(0, 300),
 
 
 @pytest.mark.parametrize("case, splits, options", [
-    (PLAIN, 2, Attention()),
+    (PLAIN, 2, Attention()), (PLAIN, 19, Attention()), (PLAIN, 2, Attention(sink_logits=torch.linspace(-3, 3, 8))),
     (Case("k2v2-g64-vg32-bf16", torch.bfloat16, 64, 5, 1, lengths=(700,), sinks=3), 1, Attention()),
     (Case("k8v1", head_dim=64, num_heads=2, num_heads_kv=1, q_len=2, lengths=(500,)), 1, Attention(None, 20.0, 200)),
-], ids=("ragged", "groups-bf16", "features"))
+], ids=("ragged", "many-splits", "sink-logits", "groups-bf16", "features"))
 def test_integer_path(case, splits, options, scratch):
     text, cfg = compiled(key_of(case, options), scratch)
     problem = testing.build(case)
     testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
+
+
+def test_which_cta_ends_last_changes_nothing(scratch):
+    text, cfg = compiled(key_of(PLAIN, Attention()), scratch)
+    problem = testing.build(PLAIN)
+    found = [decode(ptx.Program(text), cfg, problem, Attention(), 3, reverse) for reverse in (False, True)]
+    for first, second in zip(*found):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("right, wrong, error", [

@@ -328,19 +328,6 @@ def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_
         assert sorted(positions) == want
 
 
-@pytest.mark.parametrize("rows", (8, 16))
-@pytest.mark.parametrize("ratio, q_len", [(1, 1), (4, 1), (8, 1), (16, 1), (3, 5), (1, 16), (7, 3), (4, 4), (12, 16)])
-def test_row_blocks_serve_every_query_of_every_head_once(rows, ratio, q_len):
-    cfg = config.make_config(FORMATS["k4v4"], 128, "float16", rows)
-    found, head_idx = [], 3
-    for block in range(-(-ratio * q_len // rows)):
-        mine = query.make_rows(cfg, 0, head_idx, block, ratio, q_len)
-        assert 1 <= value(mine.count) <= rows
-        for row in range(value(mine.count)):
-            found.append(tuple(value(x) for x in query.place(mine, row)))
-    assert found == [(j, head_idx * ratio + h) for j in range(q_len) for h in range(ratio)]
-
-
 class UnitBarrier:
     """ring.unit_full: a fill must meet an idle barrier, a wait a barrier that has completed the phase it names."""
 

@@ -22,22 +22,22 @@ tvm_ffi = pytest.importorskip("tvm_ffi", reason="kernels are called through it")
 HOST_BOUND = 12
 
 
+OUT, LSE, SINK_LOGITS, ARRIVALS, SCALARS = range(13, 18)  # among the kernel's arguments
+
+
 class Stage:
-    """Two stand-ins: the decode kernel keeps its arguments, combine writes 1, 2, 3, ... into its outputs."""
+    """A stand-in for the decode kernel: keeps its arguments, writes 1, 2, 3, ... into its outputs."""
 
     def __init__(self):
         self.loaded, self.calls = [], []
 
     def load(self, key):
         self.loaded.append(key)
-        return self.decode if key.op == "decode" else self.combine
+        return self.decode
 
     def decode(self, *arguments):
         self.calls.append(arguments)
-
-    def combine(self, o, lse, rows, lse_rows, sink_logits, num_heads, q_len):
-        self.merged = o, lse, sink_logits, num_heads, q_len
-        for x in (rows, lse_rows):
+        for x in arguments[OUT : LSE + 1]:
             x.copy_(torch.arange(1, x.numel() + 1).view(x.shape))
 
 
@@ -71,18 +71,16 @@ def test_the_kernels_get_the_call(stage, cache):
     q = queries()
     call(q, cache, softmax_scale=0.5, softcap=2.0, window=9, keep_sinks=True)
     given = stage.calls[0]
-    assert [key.op for key in stage.loaded] == ["decode", "combine"] and stage.loaded[0].features == (
-        "softcap", "window")
+    assert [key.features for key in stage.loaded] == [("softcap", "window")]
     state = (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v)
     for mine, theirs in zip(given, (q, cache.pool, cache.table, *state)):
         assert mine.data_ptr() == theirs.data_ptr()
     assert given[1].shape == (cache.pool.numel() // 128, 32) and given[1].dtype == torch.uint32
     assert all(len(x) == 2 for x in given[3:11])
     assert given[11].shape == (3, 2, 2, 4, 64) and given[12].shape == (3, 2, 2, 4)
-    assert given[13:] == (0.5 * LOG2_E, 2.0 * LOG2_E, 9, NO_WINDOW, *cache.strides)
-    o, lse, sink_logits, num_heads, q_len = stage.merged
-    assert o.data_ptr() == given[11].data_ptr() and o.shape == (3, 16, 64) and lse.shape == (3, 16)
-    assert sink_logits.tolist() == [-torch.inf] and (num_heads, q_len) == (4, 2)
+    assert given[OUT].shape == q.shape and given[LSE].shape == (2, 4, 2) and given[SINK_LOGITS].tolist() == [-torch.inf]
+    assert given[ARRIVALS].tolist() == [0] * 4  # a block of rows in each of two sequences and two KV heads
+    assert given[SCALARS:] == (0.5 * LOG2_E, 2.0 * LOG2_E, 9, NO_WINDOW, *cache.strides)
 
 
 def test_the_second_call_repeats_the_plan(stage, cache):
@@ -90,16 +88,16 @@ def test_the_second_call_repeats_the_plan(stage, cache):
     logits = torch.randn(4)
     call(first, cache)
     call(second, cache, sink_logits=logits)
-    assert len(stage.loaded) == 2 and len(cache.plans) == 1
+    assert len(stage.loaded) == 1 and len(cache.plans) == 1
     (a, *rest), (b, *others) = stage.calls
     assert a.data_ptr() == first.data_ptr() and b.data_ptr() == second.data_ptr()
-    assert all(x is y for x, y in zip(rest[:12], others[:12])) and rest[12:] == others[12:]
-    assert stage.merged[2] is logits
+    assert all(x is y for x, y in zip(rest[: OUT - 1], others[: OUT - 1])) and rest[ARRIVALS:] == others[ARRIVALS:]
+    assert others[SINK_LOGITS - 1] is logits and others[ARRIVALS - 1] is rest[ARRIVALS - 1]
 
 
 @pytest.mark.parametrize("planned", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
-@pytest.mark.parametrize("layout", ("fresh", "own", "strided"))
+@pytest.mark.parametrize("layout", ("fresh", "own", "strided", "misaligned"))
 def test_outputs(stage, cache, layout, dtype, planned):
     """Whatever the buffers' layout: o in the order of rows, lse too, in q's dtype, in the buffers given."""
     q = queries(dtype)
@@ -110,6 +108,8 @@ def test_outputs(stage, cache, layout, dtype, planned):
         step = 1 + (layout == "strided")
         buffers = {"out": torch.zeros(2, 2 * step, 4, 64, dtype=dtype)[:, ::step],
                    "lse": torch.zeros(2, 4 * step, 2)[:, ::step]}
+        if layout == "misaligned":
+            buffers = {name: torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape) for name, x in buffers.items()}
     o, lse = call(q, cache, **buffers)
     assert torch.equal(o.flatten(), torch.arange(1, 2 * 2 * 4 * 64 + 1).half().to(dtype)) and o.dtype == dtype
     assert torch.equal(lse.flatten(), torch.arange(1, 17).float()) and lse.shape == (2, 4, 2)
@@ -149,7 +149,7 @@ def test_another_call_is_another_plan(stage, cache, monkeypatch):
     assert len(cache.plans) == len(kinds) + 2
     monkeypatch.setenv("LOWBIT_ATTN_WITHOUT", "centring")
     call(queries(), cache)
-    assert stage.loaded[-2].without == ("centring",) and len(cache.plans) == len(kinds) + 3
+    assert stage.loaded[-1].without == ("centring",) and len(cache.plans) == len(kinds) + 3
 
 
 def test_a_plan_ends_with_the_memory_it_reads(stage, cache):
@@ -167,7 +167,7 @@ def test_a_plan_ends_with_the_memory_it_reads(stage, cache):
     for x in (view, cache, view, cache):
         call(q, x)
         assert stage.calls[-1][2].data_ptr() == x.table.data_ptr()
-    assert len(stage.loaded) == loaded + 2 and view.plans is not cache.plans  # a plan for the view, none twice
+    assert len(stage.loaded) == loaded + 1 and view.plans is not cache.plans  # a plan for the view, none twice
 
 
 def test_a_copied_cache_starts_without_plans(stage, cache):
@@ -187,9 +187,9 @@ def test_plans_are_bounded(stage, cache):
 def test_scratch_is_shared_by_calls_and_not_by_plans(stage, cache):
     for _ in range(2):
         call(queries(), cache)
-    logit = stage.merged[2].data_ptr()
+    logit = stage.calls[-1][SINK_LOGITS].data_ptr()
     call(queries(), cache, softcap=1.0)
-    assert stage.merged[2].data_ptr() == logit  # a graph that reads it may outlive any plan
+    assert stage.calls[-1][SINK_LOGITS].data_ptr() == logit  # a graph that reads it may outlive any plan
     first, second, other = (x[11].data_ptr() for x in stage.calls)
     assert first == second != other
 

@@ -13,7 +13,6 @@ from lowbit_attn.kernels import Checks
 from lowbit_attn.registers import BYTE_STEP
 
 ROWS = 4  # query rows: two columns each
-MAX_WARPS, MIN_SLOTS = 8, 3  # 12 and 2 work too: 168 registers a thread, which spill outside of the page loop
 STEP_TILES = BYTE_STEP // layout.TILE  # column tiles of one multiply
 SASS_NEED = ("IMMA", "HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 
@@ -22,12 +21,7 @@ SASS_NEED = ("IMMA", "HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 class IntegerConfig(RegisterConfig):
     """A register-path kernel with the integer path's arithmetic: a lane has one query row, its t."""
 
-    is_integer = True
-    max_warps, min_slots = MAX_WARPS, MIN_SLOTS
-
-    @property
-    def may_spill(self) -> bool:
-        return self.warps > register.MAX_WARPS
+    is_integer, may_spill = True, False
 
     @property
     def col_blocks(self) -> int:
@@ -38,8 +32,9 @@ class IntegerConfig(RegisterConfig):
         return 1
 
     @property
-    def has_shared_query(self) -> bool:
-        return False
+    def query_bytes(self) -> int:
+        """q * softmax_scale_log2 in fp32, which each lane reads a step at a time."""
+        return self.rows * self.head_dim * 4
 
     @property
     def merge_pitch(self) -> int:
@@ -75,7 +70,7 @@ def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
         "HMMA": plain,
         "LDSM": plain,
         "MOVM": v.col_tiles * v.groups + 2,
-        "MUFU.EX2": logits + 4,
+        "MUFU.EX2": logits + 4 + register.MERGE_EXPONENTIALS,
         # an AND a register, two sign flips a step and token group; dead tokens of V; addresses and parities
         "LOP3": masked + 2 * steps * k.groups + 4 * v.row_tiles + 70,
         # digits of q s to two words and back from the other lane; of p s

@@ -13,36 +13,47 @@ from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.integer import multiply
 from lowbit_attn.hopper.integer.config import STEP_TILES, IntegerConfig
-from lowbit_attn.hopper.register import load, numbers
-from lowbit_attn.hopper.register.config import META_BYTES, WORD, SidePlan
+from lowbit_attn.hopper.register import load, numbers, query
+from lowbit_attn.hopper.register.config import META_BYTES, WARP, WORD, SidePlan
 from lowbit_attn.hopper.register.load import Lane, Piece
 from lowbit_attn.hopper.register.query import Query
 from lowbit_attn.hopper.register.scores import ROW_TILES, Scores
+from lowbit_attn.hopper.walk import Rows
 
 OVER_ROW = (*numbers.OVER_T, 4)  # lane distances of the eight lanes that share a query row
 SIGN_FLIPS = 0x8080_0000  # low + 128 as a byte, its highest bit flipped, is low; of the two low digits of a pair
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors
 
 
-def prepare(cfg: IntegerConfig, words: cute.Tensor, scale_log2: Float32, me: Lane, unused: cute.Pointer) -> Query:
-    """words: q as B operand (query.load). Operand: fp32 (4, step), q * softmax_scale_log2 in the order of a word."""
-    own = cute.make_rmem_tensor((layout.WORD_BYTES, cfg.k.col_tiles // STEP_TILES), Float32)
-    is_odd = me.g % 2 != 0
-    for step in range(cfg.k.col_tiles // STEP_TILES):
-        for col8 in (0, 1):
-            word = Uint32(cutlass.select_(is_odd, words[col8, STEP_TILES * step + 1], words[col8, STEP_TILES * step]))
-            for e, half in enumerate(numbers.widen(word, cfg.dtype)):
-                own[col8 + 2 * e, step] = half * scale_log2
-    return Query(own, (), unused)
+@cute.jit
+def prepare(cfg: cutlass.Constexpr[IntegerConfig], q: cute.Tensor, rows: Rows, scale_log2: Float32, me: Lane,
+            shared: cute.Pointer) -> Query:
+    """q * softmax_scale_log2 to shared memory, by one warp. Operand: fp32 (4, lane, step) in the order of a word."""
+    steps = cfg.k.col_tiles // STEP_TILES
+    view = cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
+        (layout.WORD_BYTES, WARP, steps), stride=(1, layout.WORD_BYTES, layout.WORD_BYTES * WARP)))
+    if me.warp == 0:
+        words = query.load(cfg, q, rows, me)
+        is_odd = me.g % 2 != 0
+        for step in cutlass.range_constexpr(steps):
+            own = cute.make_rmem_tensor(layout.WORD_BYTES, Float32)
+            for col8 in cutlass.range_constexpr(2):
+                pair = words[col8, STEP_TILES * step + 1], words[col8, STEP_TILES * step]
+                halves = numbers.widen(Uint32(cutlass.select_(is_odd, *pair)), cfg.dtype)
+                for e in cutlass.range_constexpr(2):
+                    own[col8 + 2 * e] = halves[e] * scale_log2
+            cute.autovec_copy(own, view[None, Int32(me.lane), step])
+    cute.arch.sync_threads()
+    return Query(view, (), shared)
 
 
-def of_page(cfg: IntegerConfig, piece: Piece, me: Lane, rows: Query) -> Scores:
+def of_page(cfg: IntegerConfig, piece: Piece, me: Lane, queries: Query) -> Scores:
     """S of the page whose K part is ``piece``: elements 0 and 2 of each row tile."""
     side = cfg.k
     acc = cute.make_rmem_tensor((4, ROW_TILES), Float32)
     tiles = side.group // layout.TILE
     for j in range(side.groups):
-        digits, slope, offset = query_digits(cfg, piece, me, rows.operand, j)
+        digits, slope, offset = query_digits(cfg, piece, me, queries.operand, j)
         row_tiles = range(j * tiles, (j + 1) * tiles)
         found = page_sums(cfg, piece, me, digits, row_tiles)
         for rt, pair in zip(row_tiles, found):
@@ -67,12 +78,13 @@ def page_sums(cfg: IntegerConfig, piece: Piece, me: Lane, digits: list, row_tile
     return total
 
 
-def query_digits(cfg: IntegerConfig, piece: Piece, me: Lane, rows: cute.Tensor,
+def query_digits(cfg: IntegerConfig, piece: Piece, me: Lane, queries: cute.Tensor,
                  group: int) -> tuple[list, Float32, Float32]:
     """([step] B operand of two registers, slope, offset) of a token group; the last two are of row t."""
     steps = range(cfg.k.col_tiles // STEP_TILES)
     scales, zeros = ([own_metadata(cfg, piece, me, group, is_zero, step) for step in steps] for is_zero in (0, 1))
-    products = [[rows[i, step] * scales[step][i] for i in range(layout.WORD_BYTES)] for step in steps]
+    rows = [own_floats(queries[None, Int32(me.lane), step]) for step in steps]
+    products = [[x * scale for x, scale in zip(rows[step], scales[step])] for step in steps]
     largest = numbers.tree([cute.math.absf(x) for step in products for x in step], cute.arch.fmax)
     largest = numbers.over_lanes(largest, OVER_ROW, cute.arch.fmax)
     up = numbers.pow2(fixed_point(largest))
@@ -81,10 +93,16 @@ def query_digits(cfg: IntegerConfig, piece: Piece, me: Lane, rows: cute.Tensor,
     bias = Float32(0.0)
     for step in steps:
         for i in range(layout.WORD_BYTES):
-            bias = rows[i, step] * zeros[step][i] + bias
+            bias = rows[step][i] * zeros[step][i] + bias
     bias = numbers.over_lanes(bias, OVER_ROW, numbers.add)
     largest, offset = (cute.arch.shuffle_sync(x, Int32(8 * me.t)) for x in (largest, bias))  # row t has lane 4 * 2t
     return digits, multiply.down(largest, fixed_point(largest)), offset
+
+
+def own_floats(view: cute.Tensor) -> list[Float32]:
+    found = cute.make_rmem_tensor(layout.WORD_BYTES, Float32)
+    cute.autovec_copy(view, found)
+    return [found[i] for i in range(layout.WORD_BYTES)]
 
 
 def fixed_point(largest: Float32) -> Int32:

@@ -27,6 +27,8 @@ UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time: each lane copies 
 CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
 PIECES = 2  # of a page: the K part, then the V part
 BOOST_BITS = 2  # of both planes of boosted K: rows then have the same powers, and S takes both
+SPLITS_AT_ONCE = 16  # of the merge of splits: loads that are under way together
+MERGE_EXPONENTIALS = SPLITS_AT_ONCE + 4  # weights: of the splits, of what there was before them, of a single split
 SASS_NEED = ("HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 SPILLS = ("LDL", "STL")
 SASS_FORBID = ("STSM", "HGMMA")
@@ -324,12 +326,12 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     v = plan_side(fmt.v, record.v_planes, record.v_offset, record.nbytes, head_dim)
     boost = plan_boost(fmt.k, record.k_planes, k)
     slot = max(k.part_bytes, v.part_bytes)
-    queries = rows * head_dim * 2 * (2 if boost else 1)  # q', once more by channel
+    queries = rows * head_dim * 2 * (2 if boost or kind.is_integer else 1)  # q', once more by channel; q in fp32
     free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     warps, slots = kind.max_warps, kind.min_slots
     is_plain = not (features or without or has_third)
-    is_slim = is_plain and rows == COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
+    is_slim = is_plain and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
     if is_slim and MANY_WARPS * MANY_WARPS_SLOTS * slot <= free:
         warps, slots = MANY_WARPS, MANY_WARPS_SLOTS
     warps = max(1, min(warps, free // (slots * slot)))
@@ -358,7 +360,7 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
         # an AND a register; dead tokens of V; addresses, exponents and parities
         "LOP3": 4 * (tiles + v.row_tiles) + 100,
         "MOVM": cfg.col_blocks * (2 * cfg.v.col_tiles * cfg.v.groups + 2 + 2 * k.col_tiles * bool(steps)),
-        "MUFU.EX2": 2 * cfg.col_blocks * (2 * cfg.v.col_tiles + 8),
+        "MUFU.EX2": 2 * cfg.col_blocks * (2 * cfg.v.col_tiles + 8) + MERGE_EXPONENTIALS,
     }
     if cfg.k.storage == cfg.v.storage == "float16":
         counts["SHF"] = code_words + 40  # word >> 8; bf16 metadata are widened by shifts too

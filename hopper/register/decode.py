@@ -14,18 +14,22 @@ Operands of m16n8k16: K and V^T are A, straight from masked words (raw codes, fp
 With an IntegerConfig packed pages take the arithmetic of hopper/integer (m16n8k32 on bytes); the rest is the same.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from lowbit_attn.hopper import combine
 from lowbit_attn.hopper.integer import scores as integer_scores
 from lowbit_attn.hopper.integer import values as integer_values
 from lowbit_attn.hopper.register import load, masks, merge, plain, query, scores, softmax, third, values, walk
 from lowbit_attn.hopper.register.config import WORD, RegisterConfig
+from lowbit_attn.hopper.walk import Rows, make_rows
 
 
 class RegisterSm90:
-    """The register-path kernel of one RegisterConfig; call it with the ABI's 21 arguments and a stream."""
+    """The register-path kernel of one RegisterConfig; call it with the ABI's 25 arguments and a stream."""
 
     def __init__(self, cfg: RegisterConfig):
         self.cfg = cfg
@@ -50,7 +54,8 @@ class RegisterSm90:
     @cute.jit
     def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
                  n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
-                 ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, softmax_scale_log2: Float32,
+                 ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, out: cute.Tensor,
+                 lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, softmax_scale_log2: Float32,
                  softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
                  table_b: Int32, table_h: Int32, stream):
         ratio = q.shape[2] // ring_k.shape[1]
@@ -59,23 +64,27 @@ class RegisterSm90:
         # without a third segment n_qv equals n_qk
         packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
         self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial,
-                    lse_partial, softmax_scale_log2, *masks.cap_constants(softcap_log2), window, sink_window,
-                    page_stride, head_stride, table_b, table_h, ratio, row_blocks).launch(
+                    lse_partial, out, lse, sink_logits, arrivals, softmax_scale_log2,
+                    *masks.cap_constants(softcap_log2), window, sink_window, page_stride, head_stride, table_b, table_h,
+                    ratio, row_blocks).launch(
             grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
                n_qv: cute.Tensor | None, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
                ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
-               scale_log2: Float32, cap_growth: Float32, cap_span: Float32, window: Int32, sink_window: Int32,
-               page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, ratio: Int32, row_blocks: Int32):
+               out: cute.Tensor, lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, scale_log2: Float32,
+               cap_growth: Float32, cap_span: Float32, window: Int32, sink_window: Int32, page_stride: Int32,
+               head_stride: Int32, table_b: Int32, table_h: Int32, ratio: Int32, row_blocks: Int32):
         cfg = self.cfg
+        call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
+                    (sink_k, sink_v, ring_k, ring_v), o_partial.shape[0], window, table_b, table_h, ratio, row_blocks)
         limits = masks.Limits(cap_growth, cap_span, window, sink_window)
-        x, batch_idx, split_idx = cute.arch.block_idx()
-        head_idx = Int32(Uint32(x) // Uint32(row_blocks))  # blocks that read the same pages are neighbours
-        rows = query.make_rows(cfg, batch_idx, head_idx, x - head_idx * row_blocks, ratio, q.shape[1])
         lane = Uint32(cute.arch.lane_idx())
         me = load.Lane(cute.arch.make_warp_uniform(cute.arch.warp_idx()), lane, lane // 4, lane % 4)
+        block = cute.arch.block_idx()
+        rows = rows_of(cfg, call, block)
+        prefetch(call, rows, sink_logits)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         bars = smem.bars.data_ptr() + me.warp * (cfg.slots + 1)
         ring = load.Ring(smem.buffer.data_ptr(), bars, bars + cfg.slots)
@@ -84,40 +93,90 @@ class RegisterSm90:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
 
-        packed_v = n_qk if cutlass.const_expr(n_qv is None) else n_qv
-        work = walk.plan(n_sink[batch_idx], n_qk[batch_idx], packed_v[batch_idx], n_tok[batch_idx], rows.q_len,
-                         window if cutlass.const_expr(cfg.has_window) else None, split_idx,
-                         o_partial.shape[0], me.warp, cfg.warps)
-        first_entry = batch_idx * table_b + head_idx * table_h
-        pages = load.Pages(pool, table, first_entry + work.first_page, work.num_pages, page_stride,
-                           Int64(head_idx) * Int64(head_stride))
-        ids = load.start(cfg, pages, ring, me)
-        cute.arch.griddepcontrol_launch_dependents()  # combine may take its place now; it waits for this grid's end
-        state = softmax.make_state(cfg)
+        work = walk_of(cfg, call, rows, block, me)
+        pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
+                           Int64(rows.head_idx) * Int64(head_stride))
+        state, ids = softmax.make_state(cfg), Int32(0)
+        # on the integer path O has its true scale from the start: 16-bit units go first, while other warps' pages come
+        waits = work.first_unit < work.num_units if cutlass.const_expr(cfg.is_integer) else False
+        if not waits:
+            ids = load.start(cfg, pages, ring, me)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
-        words = query.load(cfg, q, rows, me)
         if cutlass.const_expr(cfg.is_integer):
-            queries = integer_scores.prepare(cfg, words, scale_log2, me, channels)
+            queries = integer_scores.prepare(cfg, q, rows, scale_log2, me, smem.query.data_ptr())
+            plain.run(cfg, work, plain_of(cfg, call, rows), ring, me, q, rows, state, scale_log2, limits, Int32(0))
+            if waits:
+                cute.arch.sync_warp()
+                ids = load.start(cfg, pages, ring, me)
         else:
+            words = query.load(cfg, q, rows, me)
             queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits)
         (integer_values.add_zeros if cfg.is_integer else values.true_scale)(cfg, state)
 
-        def rows_of(x):
-            return x.iterator.toint() + Int64((batch_idx * x.shape[1] + head_idx) * x.shape[2]) * cfg.row_bytes
-
-        source = load.Plain(*(rows_of(x) for x in (sink_k, sink_v, ring_k, ring_v)), ring_k.shape[2], ring_v.shape[2])
-        phase = Int32(0)
+        # values of their own: those of above would stay in registers over the page loop, or be spilled
+        block = tuple(cute.arch.make_warp_uniform(i) for i in block)
+        rows = rows_of(cfg, call, block)
+        work, source, phase = walk_of(cfg, call, rows, block, me), plain_of(cfg, call, rows), Int32(0)
         if cutlass.const_expr(cfg.third_segment):
-            pages = pages._replace(first=first_entry + work.third_page, count=work.num_third)
+            pages = pages._replace(first=first_entry(call, rows) + work.third_page, count=work.num_third)
             phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits)
-        plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, phase)
-        merge.run(cfg, ring, me, rows, state, merge.Partial(o_partial, lse_partial, split_idx))
+        if cutlass.const_expr(not cfg.is_integer):
+            plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, phase)
+        arrived = arrivals.iterator + (block[1] * cute.arch.grid_dim()[0] + block[0])
+        merge.run(cfg, ring, me, rows, state, combine.Outputs(o_partial, lse_partial, out, lse, sink_logits, arrived,
+                                                              block[2]))
+
+
+class Call(NamedTuple):
+    """What says where a CTA's rows, pages and 16-bit tokens are."""
+
+    q: cute.Tensor
+    table: cute.Tensor
+    counters: tuple  # n_sink, n_qk, n_qv, n_tok
+    tokens: tuple  # sink_k, sink_v, ring_k, ring_v
+    num_splits: Int32
+    window: Int32
+    table_b: Int32
+    table_h: Int32
+    ratio: Int32
+    row_blocks: Int32
+
+
+def rows_of(cfg: RegisterConfig, call: Call, block: tuple) -> Rows:
+    """The query rows of a block; blocks that read the same pages are neighbours."""
+    head_idx = Int32(Uint32(block[0]) // Uint32(call.row_blocks))
+    return make_rows(block[1], head_idx, block[0] - head_idx * call.row_blocks, call.ratio, call.q.shape[1], cfg.rows)
+
+
+def first_entry(call: Call, rows: Rows) -> Int32:
+    """Of the table: the sequence's and head's page 0."""
+    return rows.batch_idx * call.table_b + rows.head_idx * call.table_h
+
+
+def walk_of(cfg: RegisterConfig, call: Call, rows: Rows, block: tuple, me: load.Lane) -> walk.Walk:
+    return walk.plan(*(x[rows.batch_idx] for x in call.counters), rows.q_len, call.window if cfg.has_window else None,
+                     block[2], call.num_splits, me.warp, cfg.warps)
+
+
+def plain_of(cfg: RegisterConfig, call: Call, rows: Rows) -> load.Plain:
+    def start(x):
+        return x.iterator.toint() + Int64((rows.batch_idx * x.shape[1] + rows.head_idx) * x.shape[2]) * cfg.row_bytes
+
+    return load.Plain(*map(start, call.tokens), *(x.shape[2] for x in call.tokens[2:]))
+
+
+@cute.jit
+def prefetch(call: Call, rows: Rows, sink_logits: cute.Tensor):
+    """What is asked for after the counters, and at the very end."""
+    thread, entries = cute.arch.thread_idx()[0], call.table_h if call.table_h > 0 else call.table_b
+    load.prefetch(call.table, first_entry(call, rows), entries, thread)
+    load.prefetch(sink_logits, rows.head_idx * call.ratio % sink_logits.shape[0], 1, thread)
 
 
 @cute.jit
 def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work: walk.Walk, ring: load.Ring,
-                 me: load.Lane, ids: Int32, queries: query.Query, rows: query.Rows, state: softmax.State,
+                 me: load.Lane, ids: Int32, queries: query.Query, rows: Rows, state: softmax.State,
                  limits: masks.Limits):
     """The warp's pages, one after the other; slot and phase follow the pieces."""
     slot, phase = Int32(0), Int32(0)

@@ -18,6 +18,7 @@ from lowbit_attn.hopper.register.walk import Unit, Walk
 
 UNIT_BYTES = 128  # the pool's unit of addresses
 BLOCK_WORDS = layout.BLOCK_WORDS
+LINE_WORDS = 32  # of L2
 
 
 class Lane(NamedTuple):
@@ -76,6 +77,13 @@ def page_ids(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, start: Int32,
     if at < pages.count:
         found = pages.table[pages.first + at * cfg.warps]
     return found
+
+
+@cute.jit
+def prefetch(tensor: cute.Tensor, first: Int32, count: Int32, thread: Int32):
+    """Bring words that are asked for later to L2, a line a thread."""
+    if thread * LINE_WORDS < count:
+        cute.arch.prefetch((tensor.iterator + (first + thread * LINE_WORDS)).llvm_ptr, cache_level="L2")
 
 
 @cute.jit

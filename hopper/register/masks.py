@@ -9,9 +9,10 @@ from cutlass import Float32, Int32
 from lowbit_attn.hopper.register import softmax
 from lowbit_attn.hopper.register.config import RegisterConfig
 from lowbit_attn.hopper.register.load import Lane
-from lowbit_attn.hopper.register.query import Rows, column_row, place
+from lowbit_attn.hopper.register.query import column_row
 from lowbit_attn.hopper.register.scores import Scores
 from lowbit_attn.hopper.register.walk import Unit, Walk
+from lowbit_attn.hopper.walk import Rows, place
 from lowbit_attn.layout import PAGE_TOKENS
 
 NEG_INF = float("-inf")

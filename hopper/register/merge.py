@@ -1,4 +1,4 @@
-"""End of a CTA: the warps' partial results through shared memory, normalised, then o_partial and lse_partial."""
+"""End of a CTA: the warps' partial results through shared memory, normalised, then the merge with the other splits."""
 
 from typing import NamedTuple
 
@@ -6,22 +6,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from lowbit_attn.hopper.epilogue import LN_2
+from lowbit_attn.hopper import combine
 from lowbit_attn.hopper.register import numbers, softmax
 from lowbit_attn.hopper.register.config import RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Ring
-from lowbit_attn.hopper.register.query import Rows, column_row, place
+from lowbit_attn.hopper.register.query import column_row
 from lowbit_attn.hopper.register.softmax import State
+from lowbit_attn.hopper.walk import Rows
 
-NEG_INF = float("-inf")
-
-
-class Partial(NamedTuple):
-    """Outputs, fp32, and the split that writes them."""
-
-    o: cute.Tensor  # (num_splits, b, q_len, h, d)
-    lse: cute.Tensor  # (num_splits, b, q_len, h)
-    split_idx: Int32
+CTA_BARRIER = 0  # that of sync_threads
 
 
 class Shared(NamedTuple):
@@ -43,8 +36,9 @@ def views(cfg: RegisterConfig, ring: Ring) -> Shared:
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, rows: Rows, state: State, out: Partial):
-    """The only barriers of the CTA after its start: every warp is done with its ring before it holds O."""
+def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, rows: Rows, state: State,
+        out: combine.Outputs):
+    """The first barriers of the CTA after its start: every warp is done with its ring before it holds O."""
     shared = views(cfg, ring)
     cute.arch.sync_threads()
     leave(cfg, shared, me, state)
@@ -54,6 +48,7 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, rows: Rows
         row, d = (first + thread) // cfg.head_dim, (first + thread) % cfg.head_dim
         if row < rows.count:
             write(cfg, shared, rows, out, row, d)
+    combine.merge(out, rows, cfg.head_dim, cfg.threads, thread, CTA_BARRIER, ring.buffer)
 
 
 @cute.jit
@@ -70,18 +65,16 @@ def leave(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, me: Lane, stat
 
 
 @cute.jit
-def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, rows: Rows, out: Partial, row: Int32, d: Int32):
+def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, rows: Rows, out: combine.Outputs, row: Int32,
+          d: Int32):
     """One channel of one query row; no token at all gives o = 0 and lse = -inf."""
     tops = [shared.row_max[row, w] for w in range(cfg.warps)]
     top = numbers.tree(tops, cute.arch.fmax)
     weights = [cute.math.exp2(x - top, fastmath=True) for x in tops]
     total = numbers.tree([w * shared.row_sum[row, i] for i, w in enumerate(weights)], numbers.add)
     value = numbers.tree([w * shared.o[d, row, i] for i, w in enumerate(weights)], numbers.add)
-    inverse, lse = Float32(0.0), Float32(NEG_INF)
+    inverse, lse = Float32(0.0), Float32(combine.NEG_INF)
     if total != 0.0:  # a NaN among live scores stays visible
         inverse = Float32(1.0) / total
-        lse = (top + cute.math.log2(total, fastmath=True)) * LN_2
-    query, head = place(rows, row)
-    out.o[out.split_idx, rows.batch_idx, query, head, d] = value * inverse
-    if d == 0:
-        out.lse[out.split_idx, rows.batch_idx, query, head] = lse
+        lse = (top + cute.math.log2(total, fastmath=True)) * combine.LN_2
+    combine.leave(out, combine.find_row(out, rows, row), (d,), (value * inverse,), lse, d == 0)

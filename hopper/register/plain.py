@@ -11,9 +11,9 @@ from lowbit_attn.hopper.dequant import zero_dead
 from lowbit_attn.hopper.register import load, masks, numbers, query, softmax
 from lowbit_attn.hopper.register.config import UNIT_TOKENS, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Plain, Ring
-from lowbit_attn.hopper.register.query import Rows
 from lowbit_attn.hopper.register.softmax import State
 from lowbit_attn.hopper.register.walk import Unit, Walk, unit
+from lowbit_attn.hopper.walk import Rows
 
 CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix
 
@@ -28,9 +28,6 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: 
     if walk.first_unit < walk.num_units:
         element = numbers.ELEMENT[cfg.dtype]
         operand, operand_words = numbers.fragments(cfg.k.col_tiles * cfg.col_blocks, element)
-        if cutlass.const_expr(cfg.loops_over_groups):
-            # a value of its own: else q's address would stay in registers over the page loop, and spill
-            rows = rows._replace(head_idx=cute.arch.make_warp_uniform(rows.head_idx))
         operand_words.store(query.load(cfg, q, rows, me).load())
         queries = masks.queries_of(cfg, rows, me)
         for i in cutlass.range(walk.first_unit, walk.num_units, cfg.warps, unroll=1):

@@ -11,18 +11,7 @@ from lowbit_attn.device import ptx
 from lowbit_attn.hopper.register import boost, numbers
 from lowbit_attn.hopper.register.config import COLUMNS, WARP, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, read
-from lowbit_attn.hopper.walk import at_most
-
-
-class Rows(NamedTuple):
-    """The query rows of this CTA: ``first .. first + count - 1`` of the KV head's ``ratio * q_len``, query by query."""
-
-    batch_idx: Int32
-    head_idx: Int32  # KV head
-    first: Int32
-    count: Int32
-    ratio: Int32  # query heads of a KV head
-    q_len: Int32
+from lowbit_attn.hopper.walk import Rows, place
 
 
 class Query(NamedTuple):
@@ -41,19 +30,6 @@ def column_row(cfg: RegisterConfig, t, column: int):
 def operand_row(cfg: RegisterConfig, g, block: int):
     """Query row in column g of a B operand; the integer path's columns come in pairs."""
     return g // 2 if cfg.is_integer else g + COLUMNS * block
-
-
-def make_rows(cfg: RegisterConfig, batch_idx, head_idx, block, ratio, q_len) -> Rows:
-    """The rows of row block ``block``; the last block may have fewer than ``cfg.rows``."""
-    first = block * cfg.rows
-    return Rows(batch_idx, head_idx, first, at_most(ratio * q_len - first, cfg.rows), ratio, q_len)
-
-
-def place(rows: Rows, row) -> tuple[Int32, Int32]:
-    """(query, head) of a row of this CTA, counted from 0; beyond the last row, those that would follow."""
-    row = rows.first + row
-    query = Int32(Uint32(row) // Uint32(rows.ratio))
-    return query, rows.head_idx * rows.ratio + row - query * rows.ratio
 
 
 @cute.jit

@@ -15,11 +15,12 @@ from lowbit_attn.hopper.register.config import WARP, WORD, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Pages, Plain, Ring
 from lowbit_attn.hopper.register.softmax import State
 from lowbit_attn.hopper.register.walk import Walk
+from lowbit_attn.hopper.walk import Rows
 
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, work: Walk, source: Plain, ring: Ring, me: Lane,
-        queries: query.Query, rows: query.Rows, state: State, limits: masks.Limits) -> Int32:
+        queries: query.Query, rows: Rows, state: State, limits: masks.Limits) -> Int32:
     """The warp's pages third_page, third_page + warps, ...; returns the parity that ring.unit_full waits for next."""
     on_unit = ring._replace(full=ring.unit_full)
     phase = Int32(0)

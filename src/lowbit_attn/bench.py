@@ -1,7 +1,7 @@
 """Times decode beside a plain read of the same bytes and torch's best 16-bit attention, in one run on one GPU.
 
 Random data, distinct pages in permuted order, 64 residual tokens a sequence, L2 flushed, medians. ``us`` is the
-whole call (decode and combine) replayed from a CUDA graph. Needs a CUDA device and triton's timer.
+call replayed from a CUDA graph. Needs a CUDA device and triton's timer.
 """
 
 import warnings

@@ -151,7 +151,6 @@ def _build_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
         folder = Path(scratch)
         (folder / "kernel_meta.h").write_text(
             f'#define KERNEL_NAME "{kernel_name}"\n#define NUM_PARAMS {len(kinds)}\n#define NUM_DIMS {len(dims)}\n'
-            f'#define IS_PROGRAMMATIC {int("has_cuda_pdl_sync" in device_function.attrs)}\n'
             f'static const char param_kind[] = "{kinds}";\n'
             f'static const int dim_slot[] = {{{", ".join(map(str, dims))}}};\n')
         (folder / "host.c").write_text(_standalone(host))

@@ -122,8 +122,8 @@ def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey
     window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
     scalars = (scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, window, NO_WINDOW if options.keep_sinks else window,
                *cache.strides)
-    functions = loader.load(key), loader.load(kernels.combine_key(key.target, key.dtype, key.head_dim))
-    return DecodePlan(cache, q, functions, splits, scalars, _part(cache, "k").view(torch.uint32))
+    places = batch * cache.num_heads_kv * blocks
+    return DecodePlan(cache, q, loader.load(key), splits, places, scalars, _part(cache, "k").view(torch.uint32))
 
 
 def planned(q: torch.Tensor, cache: KVCache, options: tuple) -> DecodePlan | None:

@@ -63,8 +63,7 @@ class MatrixKernel:
         """The kernels that a decode call needs on the one target of an architecture that runs on Hopper."""
         common = (kernels.ARCH_TARGETS[arch][-1], self.dtype, self.head_dim)
         shape = self.shape(arch, path)
-        decode = [KernelKey("decode", arch, *common, self.format, *shape, features=self.features)] if shape else []
-        return [kernels.combine_key(*common), *decode]
+        return [KernelKey("decode", arch, *common, self.format, *shape, features=self.features)] if shape else []
 
 
 REGISTER = tuple(MatrixKernel(*kernel) for kernel in (

@@ -19,7 +19,6 @@ from lowbit_attn.layout import PAGE_TOKENS
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
 ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
-PROGRAMMATIC_TARGET = "sm_90"  # of device kernels that may be launched while the kernel before them ends
 SHIPPED_FORMATS = ("k8v4", "k4v4", "k4v2", "k2v2", "k4tv4")
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_DTYPES = ("float16", "bfloat16")
@@ -37,12 +36,12 @@ QUANTIZE_HEAD_DIMS = (64, 96, 128, 256)
 class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
-    op: str  # "decode", "quantize", "dequantize", "append", "combine" or "read"
+    op: str  # "decode", "quantize", "dequantize", "append" or "read"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
     head_dim: int
-    format: str = ""  # "" where no packed data is touched (combine)
+    format: str = ""  # "" where no packed data is touched (read)
     variant: str = ""  # decode: path; quantize, append: side, or side-search; dequantize: side; read: threads x unroll
     rows: int = 0  # decode: query rows of one KV head that it multiplies at once
     without: tuple[str, ...] = ()  # decode, register path: parts left out (registers.Options), to measure them
@@ -83,9 +82,6 @@ def arch_package(arch: str):
 
 def trace(key: KernelKey):
     """The DSL program of a kernel: a TileKernel or a CuteKernel. Imports the DSL."""
-    if key.op == "combine":
-        return import_module("lowbit_attn.device.combine").combine_kernel(
-            key.head_dim, key.dtype, key.target == PROGRAMMATIC_TARGET)
     if key.op == "read":
         threads, unroll = map(int, key.variant.split("x"))
         return import_module("lowbit_attn.device.read").read_kernel(threads, unroll)
@@ -205,11 +201,6 @@ def device_target(target: str) -> str:
     return {"sm_89": "sm_80", "sm_90a": "sm_90"}.get(target, target)
 
 
-def combine_key(target: str, dtype: str, head_dim: int) -> KernelKey:
-    """The kernel that merges the splits."""
-    return KernelKey("combine", "device", device_target(target), dtype, head_dim)
-
-
 def quantize_key(target: str, dtype: str, head_dim: int, fmt: Format, side_name: str,
                  range_search: bool | None = None) -> KernelKey:
     """The kernel that fills one side ("k" or "v") of pages; formats that have the side in common share it."""
@@ -278,7 +269,7 @@ def shipped(arch: str) -> list[KernelKey]:
     keys = {}
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
-        wanted = [combine_key(*common)]
+        wanted = []
         for name in SHIPPED_FORMATS:
             has_steps = name in SHIPPED_APPEND_FORMATS and head_dim in SHIPPED_APPEND_HEAD_DIMS
             wanted += (step_keys if has_steps else packing_keys)(*common, FORMATS[name])

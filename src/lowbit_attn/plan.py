@@ -1,7 +1,7 @@
 """Decode calls made ready: what a call on one cache, of one shape and one set of options, repeats at every step.
 
 A decode step is short (tens of microseconds), so its host side must be shorter: views, kernel handles, scalars and
-scratch are made once and kept with the cache; a call then allocates its outputs and launches two kernels.
+scratch are made once and kept with the cache; a call then allocates its outputs and launches one kernel.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,11 @@ from lowbit_attn.state import STATE, STEP_STATE, is_capturing
 _made_of = attrgetter(*STATE, "strides", "format")
 _made_of_step = attrgetter(*STEP_STATE, "strides", "format")
 ACCESS_BYTES = 16  # of the kernels' widest loads
-
+GRAPH_COUNTERS = 1 << 18  # a device: 512 captured calls of 64 sequences and 8 KV heads; 1 MiB
 
 _NO_SINK_LOGIT: dict[torch.device, torch.Tensor] = {}
+_FREE_COUNTERS: dict[torch.device, torch.Tensor] = {}
+_STOCK = Lock()
 
 
 def no_sink_logit(device: torch.device) -> torch.Tensor:
@@ -33,14 +35,31 @@ def no_sink_logit(device: torch.device) -> torch.Tensor:
     return _NO_SINK_LOGIT[device]
 
 
+def counters(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` zeros, int32, which every call leaves as zeros.
+
+    A captured call's are its own for good, since its graph may run at any time; they come from a stock that is made
+    outside of captures. A graph beyond the stock sets its own to zero, in a launch more a call.
+    """
+    if not is_capturing(device):
+        if device not in _FREE_COUNTERS and device.type == "cuda":
+            _FREE_COUNTERS[device] = torch.zeros(GRAPH_COUNTERS, dtype=torch.int32).to(device)
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    with _STOCK:
+        free = _FREE_COUNTERS.get(device)
+        if free is None or len(free) < count:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        _FREE_COUNTERS[device] = free[count:]
+    return free[:count]
+
+
 class Scratch(NamedTuple):
-    """Partial results of one call's splits as the decode kernel takes them (o [splits, batch, q_len, num_heads,
-    head_dim], lse [splits, batch, q_len, num_heads], fp32), and the same memory flattened over rows for combine."""
+    """What the splits of one call leave for the one that ends last, as the kernel takes it: partial results (o [splits,
+    batch, q_len, num_heads, head_dim] and lse [splits, batch, q_len, num_heads], fp32) and ``counters`` of arrivals."""
 
     o: object
     lse: object
-    o_rows: object
-    lse_rows: object
+    arrivals: object
 
 
 class DecodePlan:
@@ -49,29 +68,27 @@ class DecodePlan:
     Args:
         cache: the cache, or anything with its public state.
         q: queries of the shape, dtype and device that calls will bring.
-        kernels: the loaded decode and combine kernels.
+        decode: the loaded kernel.
         splits: CTAs that share one sequence's tokens.
+        places: blocks of query rows, over KV heads and sequences, whose splits are merged.
         scalars: the decode kernel's plain arguments after its tensors.
         pool: the pool's records as the kernel takes them.
     """
 
-    def __init__(self, cache, q: torch.Tensor, kernels: tuple[Callable, Callable], splits: int, scalars: tuple,
+    def __init__(self, cache, q: torch.Tensor, decode: Callable, splits: int, places: int, scalars: tuple,
                  pool: torch.Tensor):
-        batch, q_len, num_heads, head_dim = self.shape = tuple(q.shape)
+        batch, q_len, num_heads, _ = self.shape = tuple(q.shape)
         self.made_of = _made_of(cache)
         self.device, self.q_dtype, self.dtype = q.device, q.dtype, cache.dtype
-        self.decode, self.combine = kernels
-        self.splits, self.scalars, self.heads = splits, scalars, (num_heads, q_len)
-        self.rows, self.lse_shape = batch * q_len * num_heads, (batch, num_heads, q_len)
+        self.decode, self.splits, self.places, self.scalars = decode, splits, places, scalars
         state = (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v, cache.ring_k,
                  cache.ring_v)
         self.tensors = tuple(loader.argument(x) for x in (pool, cache.table.view(-1), *(x[:batch] for x in state)))
         self.no_sink_logit = loader.argument(no_sink_logit(q.device))
         # what outputs look like, to allocate by the cheapest call there is
-        self.o_like = torch.empty(self.rows, head_dim, dtype=self.dtype, device=q.device)
-        self.lse_like = torch.empty(self.rows, dtype=torch.float32, device=q.device)
+        self.o_like = torch.empty(self.shape, dtype=self.dtype, device=q.device)
+        self.lse_like = torch.empty(batch, num_heads, q_len, dtype=torch.float32, device=q.device)
         self.scratch: dict[int, Scratch] = {}
-        self.lock = Lock()
 
     def serves(self, cache) -> bool:
         """Whether the cache's state is still the memory that this plan reads."""
@@ -86,13 +103,12 @@ class DecodePlan:
         """
         if q.dtype != self.dtype or not q.is_contiguous():
             q = q.to(self.dtype).contiguous()
-        rows, lse_rows = _flat(out, self.o_like), _flat(lse, self.lse_like)
+        o, logsumexp = _target(out, self.o_like), _target(lse, self.lse_like)
         sink_logits = self.no_sink_logit if sink_logits is None else sink_logits.contiguous()
-        with self.lock:  # of scratch: the two launches of one thread follow each other on a stream
-            scratch = self._scratch()
-            self.decode(q, *self.tensors, scratch.o, scratch.lse, *self.scalars)
-            self.combine(scratch.o_rows, scratch.lse_rows, rows, lse_rows, sink_logits, *self.heads)
-        return _shaped(rows, out, self.shape, self.q_dtype), _shaped(lse_rows, lse, self.lse_shape, torch.float32)
+        scratch = self._scratch()
+        self.decode(q, *self.tensors, scratch.o, scratch.lse, o, logsumexp, sink_logits, scratch.arrivals,
+                    *self.scalars)
+        return _result(o, out, self.q_dtype), _result(logsumexp, lse, torch.float32)
 
     def _scratch(self) -> Scratch:
         """Scratch of the current stream; in a captured step new memory, which belongs to that graph."""
@@ -106,8 +122,9 @@ class DecodePlan:
     def _allocate(self) -> Scratch:
         o = torch.empty(self.splits, *self.shape, dtype=torch.float32, device=self.device)
         lse = torch.empty(self.splits, *self.shape[:3], dtype=torch.float32, device=self.device)
-        rows = (o.view(self.splits, self.rows, -1), lse.view(self.splits, self.rows))
-        return Scratch(*(loader.argument(x) for x in (o, lse, *rows)))
+        arrivals = (counters(self.places, self.device) if self.splits > 1
+                    else torch.empty(1, dtype=torch.int32, device=self.device))  # not used
+        return Scratch(*(loader.argument(x) for x in (o, lse, arrivals)))
 
 
 class StepPlan:
@@ -139,19 +156,20 @@ class StepPlan:
             kernel(x.clone() if x.data_ptr() % ACCESS_BYTES else x, rows, *arguments)
 
 
-def _flat(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Where combine writes: the caller's buffer, if it has the layout, or new memory; in the shape of ``like``."""
-    if given is not None and given.dtype == like.dtype and given.is_contiguous():
-        return given.view(like.shape)
+def _target(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Where the kernel writes: the caller's buffer, if it has dtype, layout and alignment, or new memory."""
+    if (given is not None and given.dtype == like.dtype and given.is_contiguous()
+            and given.data_ptr() % ACCESS_BYTES == 0):
+        return given
     return torch.empty_like(like)
 
 
-def _shaped(flat: torch.Tensor, given: torch.Tensor | None, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
-    """What combine wrote, as the caller gets it."""
+def _result(written: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What the kernel wrote, as the caller gets it."""
     if given is None:
-        return flat.view(shape) if flat.dtype == dtype else flat.view(shape).to(dtype)
-    if given.data_ptr() != flat.data_ptr():
-        given.copy_(flat.view(shape))
+        return written if written.dtype == dtype else written.to(dtype)
+    if given is not written:
+        given.copy_(written)
     return given
 
 

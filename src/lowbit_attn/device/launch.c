@@ -4,8 +4,7 @@
  * the one that makes a device current, the one that encodes a tensor map (unused by our kernels) and the kernel
  * itself. This file is that environment: it loads the cubin linked beside it through the CUDA driver, found at
  * the first launch, so the result loads (and checks arguments) on a machine without a GPU.
- * kernel_meta.h, written by compile.py, gives KERNEL_NAME, NUM_PARAMS, param_kind[], NUM_DIMS, dim_slot[] and
- * IS_PROGRAMMATIC: the kernel waits itself for the one before it, so it may be launched while that one ends. */
+ * kernel_meta.h, written by compile.py, gives KERNEL_NAME, NUM_PARAMS, param_kind[], NUM_DIMS and dim_slot[]. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -16,24 +15,12 @@
 
 enum { DIM_DYNAMIC_SMEM = 6, CUDA_DEVICE = 2, MAX_DEVICES = 64 };
 enum { ATTR_MAX_DYNAMIC_SMEM = 8 }; /* CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES */
-enum { ATTR_PROGRAMMATIC_STREAM_SERIALIZATION = 6 }; /* CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION */
 enum { STATIC_SMEM_LIMIT = 48 * 1024 };
 
 extern const unsigned char kernel_cubin[];
 
 typedef int CUresult;
 typedef void *CUkernel;
-typedef struct {
-  int id;
-  int padding;
-  union { int value; void *aligned; char bytes[64]; };
-} CUlaunchAttribute;
-typedef struct {
-  unsigned grid[3], block[3], dynamic_smem;
-  void *stream;
-  CUlaunchAttribute *attributes;
-  unsigned num_attributes;
-} CUlaunchConfig;
 static struct {
   CUresult (*GetErrorString)(CUresult, const char **);
   CUresult (*DeviceGet)(int *, int);
@@ -43,7 +30,8 @@ static struct {
   CUresult (*LibraryLoadData)(void **, const void *, void *, void *, unsigned, void *, void *, unsigned);
   CUresult (*LibraryGetKernel)(CUkernel *, void *, const char *);
   CUresult (*KernelSetAttribute)(int, int, CUkernel, int);
-  CUresult (*LaunchKernelEx)(const CUlaunchConfig *, CUkernel, void **, void **);
+  CUresult (*LaunchKernel)(CUkernel, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *,
+                           void **, void **);
 } cu;
 
 static CUkernel kernel;
@@ -67,9 +55,9 @@ static int load_driver(void) {
       {(void **)&cu.LibraryLoadData, "cuLibraryLoadData"},
       {(void **)&cu.LibraryGetKernel, "cuLibraryGetKernel"},
       {(void **)&cu.KernelSetAttribute, "cuKernelSetAttribute"},
-      {(void **)&cu.LaunchKernelEx, "cuLaunchKernelEx"},
+      {(void **)&cu.LaunchKernel, "cuLaunchKernel"},
   };
-  if (cu.LaunchKernelEx) return 0;
+  if (cu.LaunchKernel) return 0;
   void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
   for (unsigned i = 0; i < sizeof symbols / sizeof *symbols; ++i)
     if (!driver || !(*symbols[i].to = dlsym(driver, symbols[i].name))) {
@@ -135,11 +123,9 @@ static int launch(void *self, const TVMFFIAny *args, int32_t num_args, TVMFFIAny
       *done = dim[DIM_DYNAMIC_SMEM];
     }
   }
-  CUlaunchAttribute overlap = {.id = ATTR_PROGRAMMATIC_STREAM_SERIALIZATION, .value = 1};
-  CUlaunchConfig config = {{dim[0], dim[1], dim[2]}, {dim[3], dim[4], dim[5]}, dim[DIM_DYNAMIC_SMEM],
-                           TVMFFIEnvGetStream(CUDA_DEVICE, current_device), &overlap, IS_PROGRAMMATIC};
-  code = cu.LaunchKernelEx(&config, kernel, params, 0);
-  return code ? fail("cuLaunchKernelEx", code) : 0;
+  code = cu.LaunchKernel(kernel, dim[0], dim[1], dim[2], dim[3], dim[4], dim[5], dim[DIM_DYNAMIC_SMEM],
+                         TVMFFIEnvGetStream(CUDA_DEVICE, current_device), params, 0);
+  return code ? fail("cuLaunchKernel", code) : 0;
 }
 
 __attribute__((visibility("hidden"))) int TVMBackendGetFuncFromEnv(void *ctx, const char *name, void **out) {
