@@ -133,24 +133,29 @@ def store_fetched(at, accesses, k, v, here, place, held, num_sinks):
 
 
 @T.macro
-def pack_block(m, range_search, ring, row, head, first, pool, unit, tile, tx):
-    """The 128 tokens of a ring from slot ``first`` on -> the record at ``unit``, by the first m.threads threads."""
+def pack_block(m, range_search, ring, row, head, first, pool, unit, tile, threads, tx):
+    """The 128 tokens of a ring from slot ``first`` on -> the record at ``unit``, by the first ``threads`` threads.
+
+    They stand for m.threads threads, in turns if those are more.
+    """
     for part in T.serial(m.parts):
-        load_tokens(ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, m.threads, True)
-        sync_packers(m.threads)
-        BODIES[type(m)][0](m, range_search, tile, part, pool.words, pool.halves, unit, tx)
-        sync_packers(m.threads)
+        load_tokens(ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, threads, True)
+        sync_packers(threads)
+        for turn in T.serial(m.threads // threads):
+            BODIES[type(m)][0](m, range_search, tile, part, pool.words, pool.halves, unit, turn * threads + tx)
+        sync_packers(threads)
 
 
 @T.macro
 def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx):
     """A full block of one side and head of row ``first + t``, from token ``packed`` on; then its new tokens."""
     m, (row, unit, slot) = side.m, (T.alloc_var("int32") for _ in range(3))
+    packers = min(m.threads, threads)
     row = here.row[t]
-    if tx < m.threads:
+    if tx < packers:
         unit = pool.table[row, T.truncdiv(packed, PAGE)] * pool.page_stride + head * pool.head_stride + side.first_unit
         slot = T.truncmod(packed, side.ring.shape[2])
-        pack_block(m, side.range_search, side.ring, row, head, slot, pool, unit, tile, tx)
+        pack_block(m, side.range_search, side.ring, row, head, slot, pool, unit, tile, packers, tx)
     T.sync_threads()  # the block may lie where new tokens go
     for r in T.serial(T.truncdiv(side.x.shape[1] * m.row_accesses + threads - 1, threads)):
         token, access = T.alloc_var("int32"), T.alloc_var("int32")

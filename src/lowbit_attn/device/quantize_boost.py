@@ -82,9 +82,9 @@ class BoostMatrix:
         self.staged_rounds = -(-self.staged_words // self.threads)
         self.shared_words = self.staged + self.staged_words
 
-    def blocks_per_sm(self, range_search, threads=None):
-        """Blocks (of m.threads, or more) that must fit an SM together."""
-        return blocks_per_sm(threads or self.threads, self.held, range_search=True)
+    def blocks_per_sm(self, range_search, threads=None, more=0):
+        """Blocks of m.threads, or of so many with ``more`` registers each, that must fit an SM together."""
+        return blocks_per_sm(threads or self.threads, self.held, True, more)
 
     def column_of(self, column_tile, t, c):
         return layout.TILE * column_tile + 8 * (c // 2) + 2 * t + c % 2

@@ -8,9 +8,12 @@ import tilelang.language as T
 
 from lowbit_attn import layout
 from lowbit_attn.device.quantize import matrix_of
+from lowbit_attn.device.quantize_boost import BoostMatrix
 from lowbit_attn.formats import Format
 
 SMS, BLOCKS_PER_SM = 128, 2  # of the largest grid
+THREADS = 256  # of a block, but for boosted channels, which are ranked together
+STEP_REGISTERS = 16  # of a thread, beside those that packing takes
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,12 @@ class StepGeometry:
 
     @property
     def threads(self) -> int:
-        """Of a block: as many as the larger side packs with."""
-        return max(m.threads for m in self.matrices)
+        return max([THREADS, *(m.threads for m in self.matrices if isinstance(m, BoostMatrix))])
 
     @property
     def blocks_per_sm(self) -> int:
         """Blocks that must fit an SM together, with the registers that either side takes."""
-        return min(BLOCKS_PER_SM, *(m.blocks_per_sm(name in self.searches, self.threads)
+        return min(BLOCKS_PER_SM, *(m.blocks_per_sm(name in self.searches, self.threads, STEP_REGISTERS)
                                     for m, name in zip(self.matrices, "kv")))
 
     @property
