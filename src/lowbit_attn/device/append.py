@@ -1,95 +1,273 @@
-"""One step of a cache on the device: pack the block that the last step filled, then store the new tokens.
+"""One step of a cache on the device: pack the blocks that the last step filled, then store the new tokens.
 
-Two launches, one a side, K's first; each reads the counters itself, so a captured launch serves every length and
-every block boundary. V's launch moves the counters: its blocks of a sequence count themselves, and the last to have
-read them writes the new ones. A block is one (KV head, sequence).
+One launch for both sides; it reads the counters itself, so a captured launch serves every length and every block
+boundary. Every block of threads reads the counters of all rows, a thread a row, and so knows the whole step:
 
-    K:  ring -> record if K's window and a block are full;  new K -> sinks, ring
-    V:  the same for V;  last block: n_qk, n_qv, n_tok, n_sink
+    new tokens   -> sinks, ring    16 bytes a thread, of all rows, heads and both sides, loaded beside the counters
+    full blocks  -> records        dealt out by (row, side, KV head); whoever packs a block then stores the new tokens
+                                   of its side and head, which may go where the block lay
+    counters                       moved by the last block of threads to have read them
 
-A sequence that has no room (its tokens would pass ``limit``, 0 for a freed one) and an unknown row are left as they
-are and marked in ``faults``.
+The grid is no larger than what a GPU holds at once, whatever the batch: a step that packs nothing takes as long as
+its chain of dependent reads, once. A sequence that has no room (its tokens would pass ``limit``, 0 for a freed one) and
+an unknown row are left as they are and marked in ``faults``.
 """
 
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.device.groups import EXACT, UNIT_WORDS
-from lowbit_attn.device.quantize import BODIES, matrix_of
+from lowbit_attn.device.groups import EXACT, UNIT_WORDS, sync_packers
+from lowbit_attn.device.quantize import BODIES
+from lowbit_attn.device.step import Counters, Pool, Side, StepGeometry, rows_in_shared_memory
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES as ACCESS
 from lowbit_attn.device.tokens import load_tokens
+from lowbit_attn.formats import Format
 
-PAGE = layout.PAGE_TOKENS
-
-
-@T.macro
-def store_tokens(x, sink, ring, b, row, head, tx, threads, head_dim, length, num_sinks):
-    """New tokens x[b] of one head -> sinks while there are any to fill, then the ring."""
-    accesses = T.alloc_var("int32")
-    accesses = x.shape[1] * (head_dim // ACCESS)
-    for r in T.serial(T.truncdiv(accesses + threads - 1, threads)):
-        at = T.alloc_var("int32")
-        at = r * threads + tx
-        if at < accesses:
-            token, chunk, place = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            token = T.truncdiv(at, head_dim // ACCESS)
-            chunk = T.truncmod(at, head_dim // ACCESS)
-            place = length + token
-            if place < num_sinks:
-                for e in T.vectorized(ACCESS):
-                    sink[row, head, place, ACCESS * chunk + e] = x[b, token, head, ACCESS * chunk + e]
-            else:
-                place = T.truncmod(place - num_sinks, ring.shape[2])
-                for e in T.vectorized(ACCESS):
-                    ring[row, head, place, ACCESS * chunk + e] = x[b, token, head, ACCESS * chunk + e]
+PAGE, LANES = layout.PAGE_TOKENS, layout.LANES
 
 
 @T.macro
-def move_counters(row, tokens, num_sinks, window_k, window_v, n_sink, n_qk, n_qv, n_tok, arrivals):
-    """The step's end for one sequence, by the one thread that finds all blocks of it to have read the counters."""
-    filled, length = T.alloc_var("int32"), T.alloc_var("int32")
-    length = n_tok[row]
-    filled = length - n_sink[row]
-    if filled - n_qk[row] >= window_k + PAGE:
-        n_qk[row] = n_qk[row] + PAGE
-    if filled - n_qv[row] >= window_v + PAGE:
-        n_qv[row] = n_qv[row] + PAGE
-    n_tok[row] = length + tokens
-    n_sink[row] = T.min(length + tokens, num_sinks)
-    arrivals[row] = 0
+def load_counters(row, counters, mine):
+    mine[0] = counters.limit[row]
+    mine[1] = counters.n_tok[row]
+    mine[2] = counters.n_sink[row]
+    mine[3] = counters.n_qk[row]
+    mine[4] = counters.n_qv[row]
 
 
 @T.macro
-def pack_block(m, quantize, range_search, ring, row, head, first, pool, pool_meta, unit, tx):
-    """The 128 tokens of a ring from slot ``first`` on -> the record at ``unit``, by all threads of a block."""
-    tile = T.alloc_shared((m.part_rows * m.row_accesses, ACCESS), ring.dtype)
-    for part in T.serial(m.parts):
-        load_tokens(ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, m.threads, True)
-        T.sync_threads()
-        quantize(m, range_search, tile, part, pool, pool_meta, unit, tx)
-        T.sync_threads()
+def guess_counters(rows, at, counters, row, mine):
+    """Row ``at`` of the batch (-1: none) and its counters, if it is sequence ``at``, which saves a dependent read."""
+    row[0] = -1
+    if at < rows.shape[0]:
+        row[0] = rows[at]
+        if at < counters.limit.shape[0]:
+            load_counters(at, counters, mine)
 
 
-def append_kernel(side, side_name: str, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
-    """x [batch, tokens, num_heads_kv, head_dim] -> one side of rows int32 [batch]; tensors as KVCache names them.
+@T.macro
+def plan_row(at, tokens, counters, row, mine, here, tx):
+    """What the step does for a thread's row -> the thread's place of ``here``; ``row`` and ``mine`` as guessed."""
+    length, packed_k, packed_v = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    length = -1
+    packed_k = -1
+    packed_v = -1
+    if T.And(row[0] >= 0, row[0] < counters.limit.shape[0]):
+        if row[0] != at:
+            load_counters(row[0], counters, mine)
+        filled = mine[1] - mine[2]
+        if mine[0] - mine[1] >= tokens:
+            length = mine[1]
+            packed_k = T.if_then_else(filled - mine[3] >= counters.window_k + PAGE, mine[3], -1)
+            packed_v = T.if_then_else(filled - mine[4] >= counters.window_v + PAGE, mine[4], -1)
+    here.row[tx] = row[0]
+    here.length[tx] = length
+    here.packed_k[tx] = packed_k
+    here.packed_v[tx] = packed_v
+    votes = T.alloc_var("uint32")
+    votes = T.cast(T.ballot(T.Or(packed_k >= 0, packed_v >= 0)), "uint32")
+    if tx % LANES == 0:
+        here.votes[tx // LANES] = votes
 
-    pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes, from the first record's part of this side on;
-    sink, ring: this side's. num_sinks, window_k, window_v in tokens; page_stride and head_stride in units.
+
+@T.macro
+def list_full(threads, here, tx, count):
+    """The rows that have a full block -> here.full, by all threads; their number. The caller synchronises."""
+    before, own = T.alloc_var("int32"), T.alloc_var("uint32")
+    own = here.votes[tx // LANES]
+    count[0] = 0
+    before = 0
+    for warp in T.unroll(threads // LANES):
+        before = T.if_then_else(warp == tx // LANES, count[0], before)
+        count[0] = count[0] + T.cast(T.popcount(here.votes[warp]), "int32")
+    bit = T.uint32(1) << T.cast(tx % LANES, "uint32")
+    if (own & bit) != T.uint32(0):
+        here.full[before + T.cast(T.popcount(own & (bit - T.uint32(1))), "int32")] = tx
+
+
+@T.macro
+def put(held, side, row, head, position, access, num_sinks):
+    """16 bytes of a new token -> sinks while there are any to fill, then the ring."""
+    if position < num_sinks:
+        for e in T.vectorized(ACCESS):
+            side.sink[row, head, position, ACCESS * access + e] = held[e]
+    else:
+        slot = T.alloc_var("int32")
+        slot = T.truncmod(position - num_sinks, side.ring.shape[2])
+        for e in T.vectorized(ACCESS):
+            side.ring[row, head, slot, ACCESS * access + e] = held[e]
+
+
+@T.macro
+def fetch(at, accesses, first, k, v, place, held):
+    """Access ``at`` of the new tokens of K, then V, from row ``first`` on, ``accesses`` of each -> registers.
+
+    place: its row (of those from ``first`` on), token, head and access of the head.
     """
-    m = matrix_of(side, head_dim)
-    quantize, threads = BODIES[type(m)][0], m.threads
-    is_last = side_name == "v"
+    if at < 2 * accesses:
+        place[3] = T.if_then_else(at < accesses, at, at - accesses)
+        for i, size in ((2, k.m.row_accesses), (1, k.x.shape[2]), (0, k.x.shape[1])):
+            place[i] = T.truncdiv(place[i + 1], size)
+            place[i + 1] = place[i + 1] - place[i] * size
+        if at < accesses:
+            for e in T.vectorized(ACCESS):
+                held[e] = k.x[first + place[0], place[1], place[2], ACCESS * place[3] + e]
+        else:
+            for e in T.vectorized(ACCESS):
+                held[e] = v.x[first + place[0], place[1], place[2], ACCESS * place[3] + e]
+
+
+@T.macro
+def store_fetched(at, accesses, k, v, here, place, held, num_sinks):
+    """What ``fetch`` loaded -> sinks, ring; but for rows without room and sides whose block is full."""
+    row, length, packed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    row = here.row[place[0]]
+    length = here.length[place[0]]
+    packed = T.if_then_else(at < accesses, here.packed_k[place[0]], here.packed_v[place[0]])
+    if T.And(length >= 0, packed < 0):
+        if at < accesses:
+            put(held, k, row, place[2], length + place[1], place[3], num_sinks)
+        else:
+            put(held, v, row, place[2], length + place[1], place[3], num_sinks)
+
+
+@T.macro
+def pack_block(m, range_search, ring, row, head, first, pool, unit, tile, threads, tx):
+    """The 128 tokens of a ring from slot ``first`` on -> the record at ``unit``, by the first ``threads`` threads.
+
+    They stand for m.threads threads, in turns if those are more.
+    """
+    for part in T.serial(m.parts):
+        load_tokens(ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, threads, True)
+        sync_packers(threads)
+        for turn in T.serial(m.threads // threads):
+            BODIES[type(m)][0](m, range_search, tile, part, pool.words, pool.halves, unit, turn * threads + tx)
+        sync_packers(threads)
+
+
+@T.macro
+def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx):
+    """A full block of one side and head of row ``first + t``, from token ``packed`` on; then its new tokens."""
+    m, (row, unit, slot) = side.m, (T.alloc_var("int32") for _ in range(3))
+    packers = min(m.threads, threads)
+    row = here.row[t]
+    if tx < packers:
+        unit = pool.table[row, T.truncdiv(packed, PAGE)] * pool.page_stride + head * pool.head_stride + side.first_unit
+        slot = T.truncmod(packed, side.ring.shape[2])
+        pack_block(m, side.range_search, side.ring, row, head, slot, pool, unit, tile, packers, tx)
+    T.sync_threads()  # the block may lie where new tokens go
+    for r in T.serial(T.truncdiv(side.x.shape[1] * m.row_accesses + threads - 1, threads)):
+        token, access = T.alloc_var("int32"), T.alloc_var("int32")
+        token = T.truncdiv(r * threads + tx, m.row_accesses)
+        access = T.truncmod(r * threads + tx, m.row_accesses)
+        if token < side.x.shape[1]:
+            for e in T.vectorized(ACCESS):
+                held[e] = side.x[first + t, token, head, ACCESS * access + e]
+            put(held, side, row, head, here.length[t] + token, access, num_sinks)
+
+
+@T.macro
+def pack_all(k, v, count, first, block, grid, pool, here, tile, held, num_sinks, threads, tx):
+    """This block's share of the full blocks of ``count`` rows: every ``grid``-th of (row, side, head)."""
+    heads = k.x.shape[2]
+    for i in T.serial(T.truncdiv(2 * heads * count - block + grid - 1, grid)):
+        t, head, packed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+        t = T.truncdiv(i * grid + block, 2 * heads)
+        head = i * grid + block - t * 2 * heads
+        t = here.full[t]
+        if head < heads:
+            packed = here.packed_k[t]
+            if packed >= 0:
+                pack_full(k, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx)
+        else:
+            head = head - heads
+            packed = here.packed_v[t]
+            if packed >= 0:
+                pack_full(v, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx)
+
+
+@T.macro
+def move_counters(rows, at, tokens, counters, faults):
+    """The step's end for row ``rows[at]``, when all blocks have read the counters."""
+    row = T.alloc_var("int32")
+    row = rows[at]
+    if T.And(row >= 0, row < counters.limit.shape[0]):
+        length, filled = T.alloc_var("int32"), T.alloc_var("int32")
+        length = counters.n_tok[row]
+        filled = length - counters.n_sink[row]
+        if counters.limit[row] - length >= tokens:
+            if filled - counters.n_qk[row] >= counters.window_k + PAGE:
+                counters.n_qk[row] = counters.n_qk[row] + PAGE
+            if filled - counters.n_qv[row] >= counters.window_v + PAGE:
+                counters.n_qv[row] = counters.n_qv[row] + PAGE
+            counters.n_tok[row] = length + tokens
+            counters.n_sink[row] = T.min(length + tokens, counters.num_sinks)
+        else:
+            faults[row] = 1
+    else:
+        faults[faults.shape[0] - 1] = 1
+
+
+@T.macro
+def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx):
+    """The whole step, by one of ``grid`` blocks; arrivals: blocks that have read the counters, at the first row."""
+    (batch, tokens, heads), threads = k.x.shape[:3], step.threads
+    here, tile = rows_in_shared_memory(threads), T.alloc_shared((step.tile_accesses, ACCESS), k.x.dtype)
+    place, held, count = T.alloc_local((4,), "int32"), T.alloc_local((ACCESS,), k.x.dtype), T.alloc_local((1,), "int32")
+    row, mine = T.alloc_local((1,), "int32"), T.alloc_local((5,), "int32")
+    home, arrived = T.alloc_var("int32"), T.alloc_var("int32")
+    arrived = -1
+    for chunk in T.serial(T.truncdiv(batch + threads - 1, threads)):
+        first, accesses, at = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+        first = chunk * threads
+        accesses = T.min(batch - first, threads) * tokens * heads * k.m.row_accesses
+        at = block * threads + tx
+        guess_counters(rows, first + tx, counters, row, mine)
+        fetch(at, accesses, first, k, v, place, held)
+        T.sync_threads()  # of the chunk before
+        plan_row(first + tx, tokens, counters, row, mine, here, tx)
+        if first == 0:
+            home = T.max(0, T.min(row[0], counters.limit.shape[0] - 1))
+        T.sync_threads()
+        if T.And(tx == 0, first + threads >= batch):  # relaxed: all that the block read is in ``here`` already
+            arrived = T.atomic_add(arrivals[home], 1, memory_order="relaxed", return_prev=True)
+        while at < 2 * accesses:
+            store_fetched(at, accesses, k, v, here, place, held, counters.num_sinks)
+            at = at + grid * threads
+            fetch(at, accesses, first, k, v, place, held)
+        list_full(threads, here, tx, count)
+        T.sync_threads()
+        pack_all(k, v, count[0], first, block, grid, pool, here, tile, held, counters.num_sinks, threads, tx)
+    if T.syncthreads_or(T.cast(arrived == grid - 1, "int32")) != 0:
+        for r in T.serial(T.truncdiv(batch + threads - 1, threads)):
+            if r * threads + tx < batch:
+                move_counters(rows, r * threads + tx, tokens, counters, faults)
+        if tx == 0:
+            arrivals[home] = 0
+
+
+def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> TileKernel:
+    """k, v [batch, tokens, num_heads_kv, head_dim] -> rows int32 [batch] of a cache; tensors as KVCache names them.
+
+    pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes. num_sinks, window_k, window_v in tokens;
+    page_stride and head_stride in units. searches: the sides with range search.
+    """
+    step = StepGeometry(fmt, head_dim, searches)
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
-    slots, sink_slots, entries = (T.dynamic(name) for name in ("slots", "sink_slots", "entries"))
-    units, marks = T.dynamic("units"), T.dynamic("marks")
+    slots_k, slots_v, sink_slots = (T.dynamic(name) for name in ("slots_k", "slots_v", "sink_slots"))
+    entries, units, marks = (T.dynamic(name) for name in ("entries", "units", "marks"))
+    grid = T.min(2 * heads * batch, step.max_blocks)
 
     @T.prim_func
     def append(
-        x: T.Tensor((batch, tokens, heads, head_dim), dtype),
+        x_k: T.Tensor((batch, tokens, heads, head_dim), dtype),
+        x_v: T.Tensor((batch, tokens, heads, head_dim), dtype),
         rows: T.Tensor((batch,), "int32"),
-        sink: T.Tensor((seqs, heads, sink_slots, head_dim), dtype),
-        ring: T.Tensor((seqs, heads, slots, head_dim), dtype),
+        sink_k: T.Tensor((seqs, heads, sink_slots, head_dim), dtype),
+        sink_v: T.Tensor((seqs, heads, sink_slots, head_dim), dtype),
+        ring_k: T.Tensor((seqs, heads, slots_k, head_dim), dtype),
+        ring_v: T.Tensor((seqs, heads, slots_v, head_dim), dtype),
         table: T.Tensor((seqs, entries), "int32"),
         pool: T.Tensor((units, UNIT_WORDS), "uint32"),
         pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
@@ -106,38 +284,14 @@ def append_kernel(side, side_name: str, head_dim: int, dtype: str, range_search:
         page_stride: T.int32,
         head_stride: T.int32,
     ):
-        with T.Kernel(heads, batch, threads=threads) as (head, b):
-            T.annotate_min_blocks_per_sm(m.blocks_per_sm(range_search))
-            tx = T.get_thread_binding()
-            row, room = T.alloc_var("int32"), T.alloc_var("int32")
-            length, filled, packed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            row = rows[b]
-            room = -1
-            if T.And(row >= 0, row < seqs):
-                room = limit[row]
-                length = n_tok[row]
-                filled = length - n_sink[row]
-                packed = n_qv[row] if is_last else n_qk[row]
-                room = room - length - tokens
-                if T.And(room < 0, tx == 0):
-                    faults[row] = 1
-            else:
-                if tx == 0:
-                    faults[marks - 1] = 1
-            if room >= 0:
-                if filled - packed >= (window_v if is_last else window_k) + PAGE:
-                    unit, first = T.alloc_var("int32"), T.alloc_var("int32")
-                    unit = table[row, T.truncdiv(packed, PAGE)] * page_stride + head * head_stride
-                    first = T.truncmod(packed, slots)
-                    pack_block(m, quantize, range_search, ring, row, head, first, pool, pool_meta, unit, tx)
-                T.sync_threads()  # the block may lie where new tokens go, and the counters are read
-                store_tokens(x, sink, ring, b, row, head, tx, threads, head_dim, length, num_sinks)
-                if is_last:
-                    if tx == 0:
-                        arrived = T.alloc_var("int32")
-                        arrived = T.atomic_add(arrivals[row], 1, memory_order="acq_rel", return_prev=True)
-                        if arrived == heads - 1:
-                            move_counters(row, tokens, num_sinks, window_k, window_v, n_sink, n_qk, n_qv, n_tok,
-                                          arrivals)
+        with T.Kernel(grid, threads=step.threads) as block:
+            T.annotate_min_blocks_per_sm(step.blocks_per_sm)
+            k = Side(step.matrices[0], "k" in searches, step.first_units[0], x_k, sink_k, ring_k)
+            v = Side(step.matrices[1], "v" in searches, step.first_units[1], x_v, sink_v, ring_v)
+            counters = Counters(n_sink, n_qk, n_qv, n_tok, limit, num_sinks, window_k, window_v)
+            records = Pool(pool, pool_meta, table, page_stride, head_stride)
+            blocks = T.alloc_var("int32")
+            blocks = grid
+            run_step(step, k, v, rows, counters, records, faults, arrivals, block, blocks, T.get_thread_binding())
 
     return TileKernel(append, compile_flags=EXACT)

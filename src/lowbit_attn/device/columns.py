@@ -28,9 +28,12 @@ SM_REGISTERS = 65536
 REGISTERS, SEARCH_REGISTERS = 80, 128  # of a thread that holds 16 rows: 3 or 2 blocks of 256 threads hide their loads
 
 
-def blocks_per_sm(threads: int, held: int, range_search: bool) -> int:
-    """Blocks that should fit an SM together: what bounds the registers of a thread that holds so many rows."""
-    registers = (SEARCH_REGISTERS if range_search else REGISTERS) + COLUMNS // 2 * max(0, held - 16)
+def blocks_per_sm(threads: int, held: int, range_search: bool, more: int = 0) -> int:
+    """Blocks that should fit an SM together: what bounds the registers of a thread that holds so many rows.
+
+    more: registers of a thread beyond those that packing takes.
+    """
+    registers = (SEARCH_REGISTERS if range_search else REGISTERS) + COLUMNS // 2 * max(0, held - 16) + more
     return max(1, SM_REGISTERS // (threads * registers))
 
 

@@ -18,6 +18,7 @@ ROUND = 1.5 * 2**23  # adding it rounds an fp32 value below 2^22 to an integer, 
 ROUND_BITS = 0x4B400000
 NAN_BITS = 0x7FC00000
 BYTES = 0x01010101
+PACKERS = 1  # barrier of the threads that pack a block of tokens; 0 is that of all
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Lanes:
 
 ROW_LANES = Lanes((16, 8, 4))  # those of one column: rows g
 QUAD_LANES = Lanes((2, 1))  # those of one row: columns t
+
+
+@T.macro
+def sync_packers(threads):
+    """Barrier of the first ``threads`` threads, which pack a block; others of the same block may do without."""
+    T.sync_threads(PACKERS, threads)
 
 
 @T.macro

@@ -35,6 +35,7 @@ from lowbit_attn.device.groups import (
     load_meta,
     static,
     store_meta,
+    sync_packers,
 )
 from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, swizzled
 from lowbit_attn.formats.affine import folds
@@ -81,9 +82,9 @@ class BoostMatrix:
         self.staged_rounds = -(-self.staged_words // self.threads)
         self.shared_words = self.staged + self.staged_words
 
-    def blocks_per_sm(self, range_search):
-        """Blocks that must fit an SM together."""
-        return blocks_per_sm(self.threads, self.held, range_search=True)
+    def blocks_per_sm(self, range_search, threads=None, more=0):
+        """Blocks of m.threads, or of so many with ``more`` registers each, that must fit an SM together."""
+        return blocks_per_sm(threads or self.threads, self.held, True, more)
 
     def column_of(self, column_tile, t, c):
         return layout.TILE * column_tile + 8 * (c // 2) + 2 * t + c % 2
@@ -252,9 +253,9 @@ def choose(m, pairs, scores, shared, tx, column_tile, lane):
             shared[m.masks + tx] = m.fixed_mask(tx)
     else:
         score_columns(m, pairs, scores, column_tile, lane)
-        T.sync_threads()
+        sync_packers(m.threads)
         mark_largest(m, scores, shared, tx)
-    T.sync_threads()
+    sync_packers(m.threads)
 
 
 @T.macro
@@ -269,7 +270,7 @@ def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx):
     high_words = T.alloc_local((m.high_words,), "uint32")
     for col8, i in product(static(2), static(m.held // MATRICES)):
         load_fragment(False, tile, m.place(column_tile, col8, MATRICES * i, lane), pairs, col8 * m.held + MATRICES * i)
-    T.sync_threads()  # the compiler may put the scratch where the tile is
+    sync_packers(m.threads)  # the compiler may put the scratch where the tile is
     clear_staged(m, shared, tx)
     choose(m, pairs, scores, shared, tx, column_tile, lane)
     boosted = T.alloc_local((COLUMNS,), "int32")
@@ -298,7 +299,7 @@ def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx):
             slot = m.slot_of(shared, channel)
             stage_column(m, octets, high_words, slot, channel, lane // 4)
     store_words(m, pool, unit, column_tile, lane, words)
-    T.sync_threads()
+    sync_packers(m.threads)
     store_staged(m, pool, unit, shared, tx)
 
 

@@ -62,9 +62,10 @@ class RowMatrix:
         self.row_accesses = head_dim // ACCESS_HALVES  # of a token
         self.parts, self.part_rows = 1, layout.PAGE_TOKENS
 
-    def blocks_per_sm(self, range_search):
-        """Blocks that must fit an SM together; two means take more registers than more blocks would leave."""
-        return 1 if self.bits == 1 else blocks_per_sm(self.threads, self.held, range_search)
+    def blocks_per_sm(self, range_search, threads=None, more=0):
+        """Blocks of m.threads, or of so many with ``more`` registers each, that must fit an SM together; two means take
+        more registers than more blocks would leave."""
+        return 1 if self.bits == 1 else blocks_per_sm(threads or self.threads, self.held, range_search, more)
 
     def word_and_shift(self, held, column):
         """(word within the column tile, bit position) of a lane's element: row 8*held + g, column 8*col8 + 2t + e."""

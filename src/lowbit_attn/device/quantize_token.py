@@ -52,7 +52,7 @@ class TokenMatrix:
         self.col_tiles = head_dim // layout.TILE
         self.meta_bytes = side.plane_sizes(head_dim)["codes"]  # metadata follow the codes
 
-    def blocks_per_sm(self, range_search):
+    def blocks_per_sm(self, range_search, threads=None, more=0):
         """Blocks that must fit an SM together: small as they are, more than one do."""
         return 1
 

@@ -1,0 +1,104 @@
+"""What a step of a cache on the device is made of (``append.py``): its geometry and the buffers its macros share."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from lowbit_attn import layout
+from lowbit_attn.device.quantize import matrix_of
+from lowbit_attn.device.quantize_boost import BoostMatrix
+from lowbit_attn.formats import Format
+
+SMS, BLOCKS_PER_SM = 128, 2  # of the largest grid
+THREADS = 256  # of a block, but for boosted channels, which are ranked together
+STEP_REGISTERS = 16  # of a thread, beside those that packing takes
+
+
+@dataclass(frozen=True)
+class StepGeometry:
+    """What is static in the step of a format: both sides' matrices of codes, threads and blocks of them."""
+
+    fmt: Format
+    head_dim: int
+    searches: str  # the sides with range search: "", "k", "v" or "kv"
+
+    @cached_property
+    def matrices(self) -> tuple:
+        return matrix_of(self.fmt.k, self.head_dim), matrix_of(self.fmt.v, self.head_dim)
+
+    @property
+    def threads(self) -> int:
+        return max([THREADS, *(m.threads for m in self.matrices if isinstance(m, BoostMatrix))])
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that must fit an SM together, with the registers that either side takes."""
+        return min(BLOCKS_PER_SM, *(m.blocks_per_sm(name in self.searches, self.threads, STEP_REGISTERS)
+                                    for m, name in zip(self.matrices, "kv")))
+
+    @property
+    def max_blocks(self) -> int:
+        """Of a grid: what a GPU holds at once."""
+        return SMS * self.blocks_per_sm
+
+    @property
+    def tile_accesses(self) -> int:
+        """16-byte accesses of what is packed at once."""
+        return max(m.part_rows * m.row_accesses for m in self.matrices)
+
+    @property
+    def first_units(self) -> tuple[int, int]:
+        """Where K and V begin in a record, in units of the pool."""
+        return 0, self.fmt.record(self.head_dim).v_offset // layout.RECORD_ALIGN
+
+
+class Side(NamedTuple):
+    """K or V: how it is packed, new tokens x [batch, tokens, heads, head_dim], and where they go."""
+
+    m: Any
+    range_search: bool
+    first_unit: int
+    x: Any
+    sink: Any
+    ring: Any
+
+
+class Pool(NamedTuple):
+    """Records, in units of 128 bytes as words and as halves, and where those of a (page, head) are."""
+
+    words: Any
+    halves: Any
+    table: Any
+    page_stride: Any
+    head_stride: Any
+
+
+class Counters(NamedTuple):
+    """Where every sequence of the cache stands, and what is one for all."""
+
+    n_sink: Any
+    n_qk: Any
+    n_qv: Any
+    n_tok: Any
+    limit: Any
+    num_sinks: Any
+    window_k: Any
+    window_v: Any
+
+
+class Rows(NamedTuple):
+    """Shared memory: what a step does for up to ``threads`` rows, a thread each."""
+
+    row: Any
+    length: Any  # -1: nothing to do
+    packed_k: Any  # K's packed tokens if a block is full, else -1
+    packed_v: Any
+    votes: Any  # rows with a full block, a bit each
+    full: Any  # the same in order
+
+
+def rows_in_shared_memory(threads: int) -> Rows:
+    row, length, packed_k, packed_v, full = (T.alloc_shared((threads,), "int32") for _ in range(5))
+    return Rows(row, length, packed_k, packed_v, T.alloc_shared((threads // layout.LANES,), "uint32"), full)
