@@ -96,18 +96,11 @@ class RegisterSm90:
         work = walk_of(cfg, call, rows, block, me)
         pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
                            Int64(rows.head_idx) * Int64(head_stride))
-        state, ids = softmax.make_state(cfg), Int32(0)
-        # on the integer path O has its true scale from the start: 16-bit units go first, while other warps' pages come
-        waits = work.first_unit < work.num_units if cutlass.const_expr(cfg.is_integer) else False
-        if not waits:
-            ids = load.start(cfg, pages, ring, me)
+        ids = load.start(cfg, pages, ring, me)
+        state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         if cutlass.const_expr(cfg.is_integer):
             queries = integer_scores.prepare(cfg, q, rows, scale_log2, me, smem.query.data_ptr())
-            plain.run(cfg, work, plain_of(cfg, call, rows), ring, me, q, rows, state, scale_log2, limits, Int32(0))
-            if waits:
-                cute.arch.sync_warp()
-                ids = load.start(cfg, pages, ring, me)
         else:
             words = query.load(cfg, q, rows, me)
             queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
@@ -121,8 +114,7 @@ class RegisterSm90:
         if cutlass.const_expr(cfg.third_segment):
             pages = pages._replace(first=first_entry(call, rows) + work.third_page, count=work.num_third)
             phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits)
-        if cutlass.const_expr(not cfg.is_integer):
-            plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, phase)
+        plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, phase)
         arrived = arrivals.iterator + (block[1] * cute.arch.grid_dim()[0] + block[0])
         merge.run(cfg, ring, me, rows, state, combine.Outputs(o_partial, lse_partial, out, lse, sink_logits, arrived,
                                                               block[2]))
