@@ -80,6 +80,7 @@ class DecodePlan:
         batch, q_len, num_heads, _ = self.shape = tuple(q.shape)
         self.made_of = _made_of(cache)
         self.device, self.q_dtype, self.dtype = q.device, q.dtype, cache.dtype
+        self.is_cuda, self.index = q.device.type == "cuda", q.device.index
         self.decode, self.splits, self.places, self.scalars = decode, splits, places, scalars
         state = (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v, cache.ring_k,
                  cache.ring_v)
@@ -103,21 +104,27 @@ class DecodePlan:
         """
         if q.dtype != self.dtype or not q.is_contiguous():
             q = q.to(self.dtype).contiguous()
-        o, logsumexp = _target(out, self.o_like), _target(lse, self.lse_like)
+        o = torch.empty_like(self.o_like) if out is None else _target(out, self.o_like)
+        logsumexp = torch.empty_like(self.lse_like) if lse is None else _target(lse, self.lse_like)
         sink_logits = self.no_sink_logit if sink_logits is None else sink_logits.contiguous()
         scratch = self._scratch()
         self.decode(q, *self.tensors, scratch.o, scratch.lse, o, logsumexp, sink_logits, scratch.arrivals,
                     *self.scalars)
+        if out is None and lse is None and self.q_dtype is self.dtype:
+            return o, logsumexp
         return _result(o, out, self.q_dtype), _result(logsumexp, lse, torch.float32)
 
     def _scratch(self) -> Scratch:
         """Scratch of the current stream; in a captured step new memory, which belongs to that graph."""
-        if is_capturing(self.device):
-            return self._allocate()
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
-        if stream not in self.scratch:
-            self.scratch[stream] = self._allocate()
-        return self.scratch[stream]
+        stream = 0
+        if self.is_cuda:
+            if torch._C._cuda_isCurrentStreamCapturing():  # what is_capturing asks, without its calls
+                return self._allocate()
+            stream = torch._C._cuda_getCurrentRawStream(self.index)
+        scratch = self.scratch.get(stream)
+        if scratch is None:
+            scratch = self.scratch[stream] = self._allocate()
+        return scratch
 
     def _allocate(self) -> Scratch:
         o = torch.empty(self.splits, *self.shape, dtype=torch.float32, device=self.device)
