@@ -11,7 +11,7 @@ import ptx
 import pytest
 import torch
 
-from lowbit_attn import dispatch, kernels, reference, testing
+from lowbit_attn import dispatch, gpu_matrix, kernels, reference, testing  # noqa: F401 - gpu_matrix: names like +w128
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -61,14 +61,16 @@ def decode(program, cfg, problem: testing.Problem, options: Attention, splits: i
     """What dispatch does, on the CPU: (o, lse) of the merged splits."""
     cache, q = problem.cache, problem.q.to(problem.cache.dtype)
     batch, q_len, heads, head_dim = q.shape
-    tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), cache.n_sink[:batch], cache.n_qk[:batch],
-               cache.n_tok[:batch], *(x[:batch] for x in (cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v)),
+    counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.third_segment, cache.n_tok]
+    tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
+    tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens),
                torch.full((splits, *q.shape), torch.nan), torch.full((splits, *q.shape[:3]), torch.nan)]
     memory = GlobalMemory(tensors)
     parameters = [memory.parameter(0, q.shape[:3], strides_of(q, 2))]
-    parameters += [memory.parameter(i, tensors[i].shape[:1], ()) for i in range(1, 6)]
-    parameters += [memory.parameter(i, tensors[i].shape[:3], strides_of(tensors[i], 2)) for i in range(6, 10)]
-    parameters += [memory.parameter(i, tensors[i].shape[:4], strides_of(tensors[i], 3)) for i in (10, 11)]
+    at, out = 3 + len(counts), 3 + len(counts + tokens)  # where the 16-bit tokens and the outputs start
+    parameters += [memory.parameter(i, tensors[i].shape[:1], ()) for i in range(1, at)]
+    parameters += [memory.parameter(i, tensors[i].shape[:3], strides_of(tensors[i], 2)) for i in range(at, out)]
+    parameters += [memory.parameter(i, tensors[i].shape[:4], strides_of(tensors[i], 3)) for i in (out, out + 1)]
     ratio = heads // cache.num_heads_kv
     blocks = -(-ratio * q_len // cfg.rows)
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
@@ -77,9 +79,9 @@ def decode(program, cfg, problem: testing.Problem, options: Attention, splits: i
     numbers = (scale * dispatch.LOG2_E, 2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
     parameters += [struct.pack("<f", x) for x in numbers]
     parameters += [struct.pack("<i", x) for x in (window, window, *cache.strides, ratio, blocks)]
-    for z, y, x in np.ndindex(batch, cache.num_heads_kv, splits * blocks):
+    for z, y, x in np.ndindex(splits, batch, cache.num_heads_kv * blocks):
         ptx.Cta(program, parameters, memory.memory, (x, y, z)).run(cfg.threads)
-    o, lse = memory.fp32(10, tensors[10].shape), memory.fp32(11, tensors[11].shape)
+    o, lse = (memory.fp32(i, tensors[i].shape) for i in (out, out + 1))
     return reference.merge_states(o, lse.transpose(2, 3).contiguous())
 
 
@@ -88,10 +90,10 @@ def scratch(tmp_path_factory):
     return tmp_path_factory.mktemp("ptx")
 
 
-def key_of(case: Case, options: Attention) -> KernelKey:
+def key_of(case: Case, options: Attention, path: str = "integer", rows: int = 4) -> KernelKey:
     features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
     return KernelKey("decode", "hopper", "sm_90a", str(case.dtype).removeprefix("torch."), case.head_dim,
-                     str(case.format), "integer", 4, features=features)
+                     str(case.format), path, rows, features=features)
 
 
 PLAIN = Case("k4v4", head_dim=64, num_heads=8, num_heads_kv=2, lengths=(0, 300), sinks=5)
@@ -105,6 +107,20 @@ PLAIN = Case("k4v4", head_dim=64, num_heads=8, num_heads_kv=2, lengths=(0, 300),
 def test_integer_path(case, splits, options, scratch):
     text, cfg = compiled(key_of(case, options), scratch)
     problem = testing.build(case)
+    testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
+
+
+@pytest.mark.parametrize("case, splits, rows, options", [
+    (Case("kitty", head_dim=64, num_heads=4, num_heads_kv=1, lengths=(300,), sinks=5), 2, 8, Attention()),
+    (Case("kitty-pro-bf16", torch.bfloat16, 64, 2, 1, q_len=4, lengths=(450,)), 1, 8, Attention(None, 20.0, 200)),
+    (Case("k2v2-g64+w256", head_dim=64, num_heads=10, num_heads_kv=1, lengths=(450,)), 1, 16, Attention()),
+    (Case("k8tv8+w128", head_dim=64, num_heads=2, num_heads_kv=1, lengths=(300,)), 1, 8, Attention()),
+], ids=("kitty", "features", "groups", "per-token"))
+def test_packed_keys_beside_values_in_16_bit(case, splits, rows, options, scratch):
+    """The register path's third segment, shared out over the warps."""
+    text, cfg = compiled(key_of(case, options, "register", rows), scratch)
+    problem = testing.build(case)
+    assert cfg.third_segment and (problem.cache.n_qk > problem.cache.n_qv).all()
     testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
 
 

@@ -254,29 +254,39 @@ def test_private_ring_neither_hangs_nor_mixes_pieces(name, head_dim):
             slot, phase = (value(x) for x in load.advance(cfg, slot, phase))
 
 
+def third_units(w: walk.Walk, warps: int) -> list[tuple[int, int]]:
+    """(page, row tile) of a warp's units of the third segment."""
+    places = [third.unit_place(i) for i in range(w.first_third, w.num_third, warps)]
+    return [(w.third_page + page, tile) for page, tile in places]
+
+
 @pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 0), (4, 0, 0), (3, 0, 5), (0, 128, 0), (130, 1280, 255),
                                                     (0, 640, 128), (128, 384, 1), (32, 4096, 129)])
 @pytest.mark.parametrize("third_pages", (0, 1, 2, 9))
-@pytest.mark.parametrize("num_splits, warps", [(1, 8), (2, 7), (3, 4), (7, 8), (40, 8)])
+@pytest.mark.parametrize("num_splits, warps", [(1, 8), (2, 7), (3, 4), (7, 12), (40, 8)])
 def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_splits, warps):
-    visited = []
+    visited, dealt = [], {}
     n_qv = max(0, n_qk - third_pages * layout.PAGE_TOKENS)
     for split, warp in itertools.product(range(num_splits), range(warps)):
         w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, 1, None, split, num_splits, warp, warps)
         w = walk.Walk(*(value(x) for x in w))
         visited += [("page", w.first_page + i * warps) for i in range(w.num_pages)]
-        third = [("third", w.third_page + i * warps) for i in range(w.num_third)]
-        assert not third or split == num_splits - 1
-        visited += third
+        units = third_units(w, warps)
+        assert not units or split == num_splits - 1
+        visited += [("third", *unit) for unit in units]
+        dealt[split, warp] = len(units) + len(range(w.first_unit, w.num_units, warps))
         for i in range(w.first_unit, w.num_units, warps):
             start, live, is_sink, _ = (value(x) for x in walk.unit(w, i, 1))
             assert 1 <= live <= config.UNIT_TOKENS and start % config.UNIT_TOKENS == 0
             visited += [("sink" if is_sink else "residual", start + j) for j in range(live)]
         assert w.n_packed == n_qk, "the residual starts where K is no longer packed"
     packed_v = n_qv // layout.PAGE_TOKENS
-    want = [("page" if i < packed_v else "third", i) for i in range(n_qk // layout.PAGE_TOKENS)]
+    want = [("page", i) for i in range(packed_v)]
+    want += [("third", i, tile) for i in range(packed_v, n_qk // layout.PAGE_TOKENS) for tile in range(8)]
     want += [("sink", i) for i in range(n_sink)] + [("residual", i) for i in range(residual)]
     assert sorted(visited) == sorted(want)
+    last = [dealt[num_splits - 1, warp] for warp in range(warps)]
+    assert sorted(last) == last and last[-1] - last[0] <= 1, "not shared out evenly, late warps first"
 
 
 @pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 0), (4, 0, 1), (3, 0, 40), (0, 128, 16), (130, 1280, 255),
@@ -296,11 +306,11 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
             w = walk.Walk(*(value(x) for x in w))
             assert w.first_seen == lowest - n_sink
             packed = [w.first_page + i * warps for i in range(w.num_pages)]
-            third = [w.third_page + i * warps for i in range(w.num_third)]
-            assert all(p < packed_v for p in packed) and all(p >= packed_v for p in third)
-            assert not third or split == num_splits - 1
-            visited += packed + third
-        assert sorted(visited) == want
+            units = third_units(w, warps)
+            assert all(p < packed_v for p in packed) and all(p >= packed_v for p, _ in units)
+            assert not units or split == num_splits - 1
+            visited += [(p, tile) for p in packed for tile in range(8)] + units
+        assert sorted(visited) == [(p, tile) for p in want for tile in range(8)]
 
 
 @pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 1), (4, 0, 0), (3, 0, 40), (0, 128, 16), (130, 1280, 255),
@@ -354,34 +364,53 @@ class UnitBarrier:
         assert (self.fills - 1) % 2 == phase, "the wait would not pass, or would pass a phase too early"
 
 
-@pytest.mark.parametrize("name, head_dim, slots_v", [("k4v4", 128, 192), ("k2v2", 64, 128), ("k8v8", 128, 448),
-                                                     ("k1v1", 64, 320), ("k4tv4", 128, 384),
-                                                     ("k2v2", 96, 192), ("k8v4", 256, 256)])
+WINDOWED = [("k4v4", 128, 192), ("k2v2", 64, 128), ("k8v8", 128, 448), ("k1v1", 64, 320), ("k4tv4", 128, 384),
+            ("k2v2", 96, 192), ("k8v4", 256, 256), ("k1v1", 256, 192), ("kitty", 128, 256), ("kitty-b128", 128, 256)]
+
+
+@pytest.mark.parametrize("name, head_dim, slots_v", WINDOWED)
 @pytest.mark.parametrize("rows", (8, 16))
-def test_values_of_a_third_page_come_once_and_from_their_slots(name, head_dim, slots_v, rows):
+def test_values_beside_packed_keys_come_once_and_from_their_slots(name, head_dim, slots_v, rows):
     fmt = dataclasses.replace(FORMATS[name], window_v=128)
     cfg = config.make_config(fmt, head_dim, "float16", min(rows, most_rows(head_dim)))
-    assert cfg.third_segment and layout.PAGE_TOKENS % cfg.third_tokens == 0 and cfg.third_tokens % config.WARP == 0
-    assert cfg.third_tokens * cfg.row_pitch <= cfg.warp_bytes and cfg.k.part_bytes <= cfg.slot_bytes
-    barrier, phase = UnitBarrier(), 0
-    for page in (0, 1, 2, 7, 31):
-        barrier.fill()  # K
-        barrier.wait(phase)
-        phase ^= 1
-        multiplied = []
-        for first in range(0, layout.PAGE_TOKENS, cfg.third_tokens):
-            first_token = page * layout.PAGE_TOKENS + first
-            rows_of = {run + lane: value(third.value_row(first_token + run, slots_v, lane))
-                       for run in range(0, cfg.third_tokens, config.WARP) for lane in range(config.WARP)}
-            assert sorted(rows_of) == list(range(cfg.third_tokens))
-            for row, slot in rows_of.items():
-                assert slot == (first_token + row) % slots_v
+    assert cfg.third_segment and cfg.third_row * cfg.row_pitch >= cfg.k.part_bytes
+    assert (cfg.third_row + config.UNIT_TOKENS) * cfg.row_pitch <= cfg.warp_bytes
+    found, pages, start = [], 3, 5 * layout.PAGE_TOKENS
+    for warp in range(cfg.warps):
+        barrier, phase = UnitBarrier(), 0
+        w = walk.plan(0, start + pages * 128, start, start + pages * 128, 1, None, 0, 1, warp, cfg.warps)
+        w = walk.Walk(*(value(x) for x in w))
+        for i in range(w.first_third, w.num_third, cfg.warps):
+            first_token = w.third_page * layout.PAGE_TOKENS + i * config.UNIT_TOKENS
+            page, tile = third.unit_place(i)
+            assert first_token == (w.third_page + page) * layout.PAGE_TOKENS + tile * layout.TILE
+            for lane in range(config.UNIT_TOKENS):
+                found.append(first_token + lane)
+                assert value(third.value_row(first_token, slots_v, lane)) == found[-1] % slots_v
             barrier.fill()
             barrier.wait(phase)
             phase ^= 1
-            multiplied += [(first + token) // layout.TILE for token in range(0, cfg.third_tokens, layout.TILE)]
-        assert multiplied == list(range(layout.PAGE_TOKENS // layout.TILE))
-    assert barrier.fills % 2 == phase, "the first 16-bit unit waits for the parity that is handed on"
+        assert barrier.fills % 2 == phase, "the first 16-bit unit waits for the parity that is handed on"
+    assert sorted(found) == list(range(start, start + pages * 128))
+
+
+@pytest.mark.parametrize("name, head_dim", served(("k8v8", "k4v4", "k2v2", "k1v1", "kitty-pro", "k1tv2-g64")))
+def test_codes_of_a_row_tile_stand_where_those_of_the_first_would(name, head_dim):
+    cfg, part, _ = boosted_page(name, head_dim)
+    for side in [cfg.k] + ([cfg.boost.high] if cfg.boost else []):
+        n, width = layout.tiles_per_word(side.bits), max(1, side.words_of(1))
+        plane = part[side.codes_offset : side.codes_offset + layout.plane_bytes(side.rows, side.cols, side.bits)]
+        accesses = plane.view(np.uint32).reshape(-1, width)
+        for ct, tile in itertools.product(range(side.col_tiles), range(side.row_tiles)):
+            first, whole = ct * side.row_tiles, lane_words(side, part, ct * side.row_tiles, side.row_tiles)
+            values = accesses[value(load.tile_access(side, first, tile, width)) + side.code_access(0, width, LANES)]
+            down = np.uint32(load.tile_shift(side, tile))
+            for register, (word, shift, mask) in enumerate(side.operand(first)):
+                got = values[:, word - side.words_of(first)] >> down >> np.uint32(shift) & np.uint32(mask)
+                at, want_shift, want_mask = side.operand(first + tile)[register]
+                want = whole[at] >> np.uint32(want_shift) & np.uint32(want_mask)
+                power = side.power(tile, register % 2) - side.power(0, register % 2)
+                assert np.array_equal(got << np.uint32(power), want) and (n > 1 or down == 0)
 
 
 def test_only_formats_with_a_longer_window_of_v_have_the_third_segment():

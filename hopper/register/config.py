@@ -235,9 +235,14 @@ class RegisterConfig:
         return 2 * UNIT_TOKENS * self.row_pitch
 
     @property
-    def third_tokens(self) -> int:
-        """Tokens of a page's 16-bit V that a warp copies at a time: whole warps of rows, as many as its ring holds."""
-        return next(n for n in (128, 64, WARP) if n == WARP or n * self.row_pitch <= self.warp_bytes)
+    def third_row(self) -> int:
+        """First row of the ring where a unit's 16-bit V lies beside packed K: behind K's part, at the ring's start."""
+        return -(-self.k.part_bytes // self.row_pitch)
+
+    @property
+    def third_bytes(self) -> int:
+        """Such a unit: a page's K part, then 16 rows of V; it reuses the warp's ring."""
+        return (self.third_row + UNIT_TOKENS) * self.row_pitch if self.third_segment else 0
 
     @property
     def merge_pitch(self) -> int:
@@ -276,8 +281,8 @@ class RegisterConfig:
         if self.smem_bytes > SMEM_LIMIT:
             found.append(f"shared memory: {self.smem_bytes} B at {self.warps} warps and "
                          f"{self.slots} slots, limit {SMEM_LIMIT} B")
-        if self.warp_bytes < self.unit_bytes:
-            found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit needs {self.unit_bytes} B")
+        if self.warp_bytes < (needed := max(self.unit_bytes, self.third_bytes)):
+            found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit needs {needed} B")
         if self.head_dim not in HEAD_DIMS:
             found.append(f"head_dim: got {self.head_dim}, supported: {', '.join(map(str, HEAD_DIMS))}")
         if self.rows not in self.row_choices:
@@ -328,8 +333,9 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     warps, slots = kind.max_warps, kind.min_slots
-    is_plain = not (features or without or has_third)
+    is_plain = not (features or without)
     is_slim = is_plain and rows == COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
+    is_slim = is_slim and not (has_third and k.is_per_token)  # would spill 5 words
     if is_slim and MANY_WARPS * MANY_WARPS_SLOTS * slot <= free:
         warps, slots = MANY_WARPS, MANY_WARPS_SLOTS
     warps = max(1, min(warps, free // (slots * slot)))
@@ -338,7 +344,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
 
 
 def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
-    """Predicted static SASS counts: one warp's share of one packed page, of one 16-bit unit and of one third page.
+    """Predicted static SASS counts: one warp's share of one packed page, of one 16-bit unit and of one beside packed K.
 
     The page loop is not unrolled, so a CTA issues the page's share once for each page.
     """
@@ -366,16 +372,18 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
         exact = 2  # multiplies of two scales by a power of two; products with bf16 scales are formed in fp32
         counts["HMUL2"] = 2 * (cfg.k.col_tiles * cfg.k.groups + steps) * (exact + cfg.col_blocks)
     if cfg.third_segment:
-        v_tiles = v.row_tiles * v.col_tiles
-        counts["HMMA"] += cfg.col_blocks * multiplies  # V has as many tiles in 16 bit
-        counts["LDSM"] += v_tiles + steps
-        counts["LOP3"] += 4 * (tiles - v_tiles)
-        counts["MOVM"] += cfg.col_blocks * 2 * v.col_tiles
-        counts["MUFU.EX2"] += 2 * cfg.col_blocks * (2 * v.col_tiles + 1)
-        for name in {"SHF", "HMUL2"} & counts.keys():
-            counts[name] *= 2
+        k_tiles = (k.col_tiles + steps) // shown
+        counts["HMMA"] += cfg.col_blocks * (multiplies - tiles + k_tiles + v.row_tiles)
+        counts["LDSM"] += v.row_tiles + steps
+        counts["LOP3"] += 4 * k_tiles
+        counts["MOVM"] += cfg.col_blocks * 2
+        counts["MUFU.EX2"] += 2 * cfg.col_blocks * 3
+        if "SHF" in counts:
+            counts["SHF"] += k_tiles * 2
+        if "HMUL2" in counts:
+            counts["HMUL2"] *= 2
     if cfg.has_softcap:
-        logits = 2 * cfg.col_blocks * (k.row_tiles * (1 + cfg.third_segment) + 1) * 2
+        logits = 2 * cfg.col_blocks * (k.row_tiles + cfg.third_segment + 1) * 2
         counts["MUFU.EX2"] += logits
         counts["MUFU.RCP"] = logits
     return counts
