@@ -276,6 +276,11 @@ def shuffle(warp, suffixes, operands, active):
     return value[LANE ^ by if suffixes[1] == "bfly" else by % LANES]
 
 
+def reduce(warp, suffixes, operands, active):
+    assert active.all() and suffixes[1:] == ["max", "u32"], suffixes
+    return np.full(LANES, warp.value(operands[1]).max())
+
+
 def vote(warp, suffixes, operands, active):
     assert active.all()
     return np.full(LANES, warp.value(operands[1]).astype(bool).any())
@@ -352,7 +357,7 @@ def nothing(warp, suffixes, operands, active):
 
 WHOLE = {
     "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": bulk_copy,
-    "mapa": move, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "elect": elect, "prmt": permute,
+    "mapa": move, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "redux": reduce, "elect": elect, "prmt": permute,
     "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma, "fence": nothing, "bar": nothing,
     "griddepcontrol": nothing,
 }

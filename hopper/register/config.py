@@ -356,7 +356,8 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
                                                                        (v, v.col_tiles)))
     # sums of q' (per token); bias and centring (per channel; of boosted channels where there is centring)
     around = 1 if k.is_per_token else 1 + cfg.options.centring * k.groups
-    multiplies = tiles + k.col_tiles // (shown if k.is_per_token else 1) * around + 2 * steps * cfg.options.centring
+    around = k.col_tiles // (shown if k.is_per_token else 1) * around + 2 * steps * cfg.options.centring
+    multiplies = tiles + around + v.col_tiles * v.groups * cfg.options.centring  # the last: sums of (p s)~
     plain = k.col_tiles + v.row_tiles
     counts = {
         "HMMA": cfg.col_blocks * (multiplies + plain),
@@ -369,11 +370,11 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
     if cfg.k.storage == cfg.v.storage == "float16":
         counts["SHF"] = code_words + 40  # word >> 8; bf16 metadata are widened by shifts too
     if not cfg.k.is_per_token and cfg.k.storage == "float16":
-        exact = 2  # multiplies of two scales by a power of two; products with bf16 scales are formed in fp32
+        exact = 1  # multiply of two scales by a power of two; products with bf16 scales are formed in fp32
         counts["HMUL2"] = 2 * (cfg.k.col_tiles * cfg.k.groups + steps) * (exact + cfg.col_blocks)
     if cfg.third_segment:
         k_tiles = (k.col_tiles + steps) // shown
-        counts["HMMA"] += cfg.col_blocks * (multiplies - tiles + k_tiles + v.row_tiles)
+        counts["HMMA"] += cfg.col_blocks * (around + k_tiles + v.row_tiles)
         counts["LDSM"] += v.row_tiles + steps
         counts["LOP3"] += 4 * k_tiles
         counts["MOVM"] += cfg.col_blocks * 2

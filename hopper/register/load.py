@@ -206,6 +206,14 @@ def channel_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, gr
     return read(view, side.channel_access(Int32(group), is_zero, col_tile, Int32(me.t)))
 
 
+def all_scales(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group) -> list[Uint32]:
+    """This lane's share of a token group's scales, in no useful order; with few channels lanes share a share."""
+    accesses = layout.META_BYTES * side.head_dim // META_BYTES
+    view = part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, 2 * side.groups * accesses)
+    first = side.channel_access(Int32(group), 0, 0, 0) + Int32(me.lane % min(accesses, WARP))
+    return [word for start in range(0, accesses, WARP) for word in read(view, first + start)]
+
+
 def token_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group: int, tile) -> list[Uint32]:
     """[half] (scale, zero) words of tokens 16 * tile + 8 * half + g: scale in the low half."""
     accesses = (side.part_bytes - side.meta_offset) // META_BYTES

@@ -45,7 +45,7 @@ def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile:
     atom = numbers.multiply_atom()
     groups, own = (side.groups, me.g % side.groups) if tile is None else (1, tile // (side.group // layout.TILE))
     scales = [load.channel_meta(cfg, side, piece, me, own, 0, ct) for ct in range(side.col_tiles)]
-    own_e_s = scale_exponent(cfg, scales)
+    own_e_s = scale_exponent(cfg, piece, me, scales, groups, own)
     bias, zero_down = bias_accumulators(cfg, piece, me, query, scales, own_e_s, own)
     e_s = [own_e_s if groups == 1 else cute.arch.shuffle_sync(own_e_s, registers.bias_lane(j, 0, groups))
            for j in range(groups)]
@@ -101,12 +101,16 @@ def to_logits(cfg: RegisterConfig, me: Lane, acc: cute.Tensor, kinds: tuple, slo
                 acc[at] = acc[at] * (slope[column] * Float32(2.0 ** -kinds[row][1])) + offset
 
 
-def scale_exponent(cfg: RegisterConfig, scales: list) -> Int32:
-    """e_s of the lane's token group."""
+def scale_exponent(cfg: RegisterConfig, piece: Piece, me: Lane, scales: list, groups: int, own) -> Int32:
+    """e_s of the lane's token group ``own``; of one group for all lanes, each looks at its share of the scales."""
     if not cfg.options.exponents:
         return Int32(registers.FIXED_SCALE_EXPONENT)
-    largest = numbers.tree([w for pair in scales for w in pair], ptx.max_u16x2)
-    largest = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.k.storage)
+    if groups == 1:
+        largest = numbers.tree(load.all_scales(cfg, cfg.k, piece, me, own), ptx.max_u16x2)
+        largest = numbers.warp_max_half(ptx.max_u16x2(largest, largest >> Uint32(16)), cfg.k.storage)
+    else:
+        largest = numbers.tree([w for pair in scales for w in pair], ptx.max_u16x2)
+        largest = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.k.storage)
     at_least = numbers.MIN_FP16_SCALE_LOG2 if cfg.k.storage == "float16" else registers.MIN_SCALE_LOG2
     return -numbers.ceil_log2(largest, at_least)
 
@@ -123,22 +127,19 @@ def zero_exponent(cfg: RegisterConfig, zeros: list) -> Int32:
 def scale_up(storage: str, e_s: Int32):
     """The function from a word of two scales to that from a word of q' to fp16(q' s * 2^(e_s + 2)).
 
-    fp16 scales take two exact multiplies by a power of two; bf16 ones reach far below their largest, so their product
+    fp16 scales take an exact multiply by a power of two; bf16 ones reach far below their largest, so their product
     with q' is rounded once, from fp32.
     """
-    shift = e_s + registers.SCALE_SHIFT
+    up = numbers.pow2(e_s + registers.SCALE_SHIFT)
     if storage == "bfloat16":
-        up = numbers.pow2(shift)
-
         def times(word: Uint32):
             scales = [half * up for half in numbers.widen(word, storage)]
             return lambda q: numbers.pack(*(x * s for x, s in zip(numbers.widen(q, "float16"), scales)))
         return times
-    first = shift >> 1
-    factors = [numbers.pack(x, x) for x in (numbers.pow2(first), numbers.pow2(shift - first))]
+    factor = numbers.pack(up, up)
 
     def times_exact(word: Uint32):
-        scale = ptx.mul_f16x2(ptx.mul_f16x2(word, factors[0]), factors[1])
+        scale = ptx.mul_f16x2(word, factor)
         return lambda q: ptx.mul_f16x2(q, scale)
     return times_exact
 
