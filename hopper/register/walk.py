@@ -13,6 +13,7 @@ from lowbit_attn.hopper.register.config import UNIT_TOKENS
 from lowbit_attn.hopper.walk import at_most
 
 THIRD_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page
+PAGE_COST = 2  # 16-bit units that take a CTA as long as a page: few of them, each a load that nothing hides
 
 
 class Walk(NamedTuple):
@@ -45,7 +46,8 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
     n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk. window: tokens that a query sees, itself
-    included, or None; pages that the first query does not reach are left out, and the splits share the rest.
+    included, or None; pages that the first query does not reach are left out, and the splits share the rest, the last
+    one fewer of them, for the time that its units take.
     """
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
     packed_k, packed_v = n_qk // layout.PAGE_TOKENS, n_qv // layout.PAGE_TOKENS
@@ -54,18 +56,20 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
         hidden = at_most(first_seen * Int32(first_seen > 0) // layout.PAGE_TOKENS, packed_k)
         start = at_most(hidden, packed_v)
         third_start = packed_v + hidden - start
+    num_third, n_residual = (packed_k - third_start) * THIRD_UNITS, n_tok - n_sink - n_qk
+    sink_units, residual_units = units_of(n_sink), units_of(n_residual)
+    # the last split has all units, hence fewer pages
     pages = packed_v - start
-    first = start + pages * split_idx // num_splits
-    count = start + pages * (split_idx + 1) // num_splits - first
+    work = pages + (num_third + sink_units + residual_units) // PAGE_COST
+    first = at_most(work * split_idx // num_splits, pages)
+    count = at_most(work * (split_idx + 1) // num_splits, pages) - first
     is_last = Int32(split_idx == num_splits - 1)
-    num_third = is_last * (packed_k - third_start) * THIRD_UNITS
-    n_residual = is_last * (n_tok - n_sink - n_qk)
-    n_sink = is_last * n_sink
-    sink_units = units_of(n_sink)
+    num_third, sink_units, residual_units = is_last * num_third, is_last * sink_units, is_last * residual_units
+    n_sink, n_residual = is_last * n_sink, is_last * n_residual
     first_third = warps - 1 - warp_idx
     first_unit = (first_third + (warps - 1) * (num_third % warps)) % warps  # num_third further on
-    return Walk(first + warp_idx, dealt(count, warp_idx, warps), third_start, first_third, num_third, first_unit,
-                sink_units + units_of(n_residual), sink_units, n_sink, n_residual, n_qk, first_seen)
+    return Walk(start + first + warp_idx, dealt(count, warp_idx, warps), third_start, first_third, num_third,
+                first_unit, sink_units + residual_units, sink_units, n_sink, n_residual, n_qk, first_seen)
 
 
 def dealt(count, warp_idx, warps: int):
