@@ -55,8 +55,6 @@ def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile:
     acc.fill(0.0)
     ones.fill(0.0)
     ups = [scale_up(side.storage, e) for e in e_s]
-    if cfg.boost:
-        boost.add(cfg, piece, me, query.channels, ups[0], own_e_s, boost.Sums(acc, ones, bias), tile)
     for ct in range(side.col_tiles):
         if groups > 1:
             cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
@@ -80,6 +78,8 @@ def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile:
             for nt in range(blocks):
                 b = scaled[None, layout.TILE * rt // side.group * blocks + nt]
                 numbers.multiply(atom, acc, rt * blocks + nt, a, b)
+    if cfg.boost:
+        boost.add(cfg, piece, me, query.channels, ups[0], own_e_s, boost.Sums(acc, ones, bias), tile)
     own_offset = own_offsets(cfg, query, bias, ones, own_e_s, zero_down)
     kinds = tuple((layout.TILE * (i // 2) // side.group, side.power(i // 2, i % 2)) for i in range(2 * row_tiles))
     posts = [numbers.pow2(cutlass.min(POST_SHIFT - e, Int32(MAX_POW2))) for e in e_s]
