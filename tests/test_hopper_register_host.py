@@ -231,6 +231,17 @@ def test_metadata_share_of_the_maximum_reads_every_word_once():
         assert sorted(read) == list(range((side.part_bytes - side.meta_offset) // 16))
 
 
+@pytest.mark.parametrize("name, head_dim", served(("k4v4", "k4v4-g32", "kitty-b40-bf16")))
+def test_the_warp_reads_all_scales_of_a_token_group_and_nothing_else(name, head_dim):
+    cfg, part, _ = boosted_page(name, head_dim)
+    side, plane = cfg.k, part[cfg.k.meta_offset :]
+    wide = plane[: len(plane) // config.META_BYTES * config.META_BYTES].view(np.uint16).reshape(-1, 4)
+    for group in range(side.groups):
+        scales = plane.view(np.uint16)[2 * group * head_dim :][:head_dim]
+        found = [wide[index] for lane in range(config.WARP) for index in load.scale_accesses(side, group, lane)]
+        assert set(np.concatenate(found)) == set(scales)
+
+
 @pytest.mark.parametrize("name, head_dim", [("k4v4", 128), ("k2v2", 128), ("k1v1", 64), ("k8v8", 128), ("k8v4", 256)])
 def test_private_ring_neither_hangs_nor_mixes_pieces(name, head_dim):
     cfg = config.make_config(FORMATS[name], head_dim, "float16", 8)

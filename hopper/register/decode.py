@@ -130,19 +130,21 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         ids = load.refill(cfg, 0, pages, ring, me, page, slot, ids)
         slot, phase = load.advance(cfg, slot, phase)
         found = masks.of_page(cfg, found, work.first_page + page * cfg.warps, work, rows, limits, me)
+        cute.arch.mbarrier_wait(ring.full + slot, phase)
+        piece = load.Piece(ring.buffer, me.warp, slot)
+        exponent = state.exponent[0]
+        if cutlass.const_expr(not cfg.is_integer):
+            exponent = values.page_exponent(cfg, piece, me, state)  # hides behind the softmax
         # P = exp2(S - maximum)
         maxima = softmax.page_max(cfg, found, state)
         for column in cutlass.range_constexpr(cfg.lane_rows):
             new_max[column] = maxima[column]
         softmax.exponentiate(cfg, found, maxima)
         # O += P V
-        cute.arch.mbarrier_wait(ring.full + slot, phase)
-        piece = load.Piece(ring.buffer, me.warp, slot)
         if cutlass.const_expr(cfg.is_integer):
             softmax.rescale(cfg, state, new_max, state.exponent[0])
             integer_values.accumulate(cfg, piece, me, state, found.acc)
         else:
-            exponent = values.page_exponent(cfg, piece, me, state)
             softmax.rescale(cfg, state, new_max, exponent)
             values.accumulate(cfg, piece, me, state, found.acc, exponent)
         ids = load.refill(cfg, 1, pages, ring, me, page, slot, ids)

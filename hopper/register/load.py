@@ -208,10 +208,16 @@ def channel_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, gr
 
 def all_scales(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group) -> list[Uint32]:
     """This lane's share of a token group's scales, in no useful order; with few channels lanes share a share."""
-    accesses = layout.META_BYTES * side.head_dim // META_BYTES
-    view = part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, 2 * side.groups * accesses)
-    first = side.channel_access(Int32(group), 0, 0, 0) + Int32(me.lane % min(accesses, WARP))
-    return [word for start in range(0, accesses, WARP) for word in read(view, first + start)]
+    view = part_view(cfg, piece, side.meta_offset, META_BYTES // WORD,
+                     (side.part_bytes - side.meta_offset) // META_BYTES)
+    return [word for index in scale_accesses(side, Int32(group), me.lane) for word in read(view, Int32(index))]
+
+
+def scale_accesses(side: SidePlan, group, lane) -> list:
+    """Indices of a lane's accesses of META_BYTES, which all lanes together make to a token group's scales."""
+    count = layout.META_BYTES * side.head_dim // META_BYTES
+    own = lane % min(count, WARP)
+    return [side.channel_access(group, 0, 0, 0) + start + own for start in range(0, count, WARP)]
 
 
 def token_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group: int, tile) -> list[Uint32]:
