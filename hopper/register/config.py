@@ -185,10 +185,10 @@ class RegisterConfig:
     def may_spill(self) -> bool:
         """Several groups of K and of O's 256 channels or, with 16 rows, a third segment or features and groups of V.
 
-        255 registers fall a few short, and so they do for boosted channels in 16 rows.
+        255 registers fall a few short; in 16 rows also for boosted channels, or a third segment and groups of V.
         """
         is_full = self.third_segment or (self.v.groups > 1 and bool(self.features))
-        if self.boost and self.col_blocks > 1:
+        if self.col_blocks > 1 and (self.boost or (self.third_segment and self.v.groups > 1)):
             return True
         return self.k.groups > 1 and (self.head_dim > 128 or (self.col_blocks > 1 and is_full))
 

@@ -34,7 +34,7 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
     up = numbers.pow2(exponent + registers.PROBABILITY_SHIFT)
     softmax.add_sums(cfg, state, p)
     group_tiles = side.group // layout.TILE
-    rounded_sums = cute.make_rmem_tensor((4, side.groups * blocks), Float32)
+    rounded_sums = cute.make_rmem_tensor((4, (side.groups + 1) // 2 * blocks), Float32)
     rounded_sums.fill(0.0)
     for ct in range(side.col_tiles):
         if side.groups > 1:
@@ -44,9 +44,10 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
         for j in range(side.groups):
             operand = scaled_p(cfg, state, p, ct, j, up, load.token_meta(cfg, side, piece, me, j, ct))
             if cfg.options.centring:
-                ones = numbers.operand_a([Uint32(numbers.ONES)] * 4)
+                ones = numbers.operand_a([Uint32(numbers.ONES * (side.groups == 1 or row8 == j % 2))
+                                          for row8 in (0, 1, 0, 1)])
                 for nt in range(blocks):
-                    numbers.multiply(atom, rounded_sums, j * blocks + nt, ones, operand[None, nt])
+                    numbers.multiply(atom, rounded_sums, j // 2 * blocks + nt, ones, operand[None, nt])
             for rt in range(j * group_tiles, (j + 1) * group_tiles):
                 a = numbers.operand_a(load.operand(side, words, first + rt))
                 for nt in range(blocks):
@@ -56,13 +57,17 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
 
 
 def recentre(cfg: RegisterConfig, state: State, rounded_sums: cute.Tensor) -> None:
-    """O -= N/2 sum (ps)~ of a page, in the accumulators' units; rounded_sums: (4, group * col_blocks + block)."""
+    """O -= N/2 sum (ps)~ of a page, in the accumulators' units.
+
+    rounded_sums: (4, group // 2 * col_blocks + block), even groups in elements 0 and 1, odd ones in 2 and 3.
+    """
     side, blocks = cfg.v, cfg.col_blocks
     for column in range(2 * blocks):
         for row, at in enumerate(softmax.places(state.acc_o, column, blocks)):
             rt, row8 = divmod(row, 2)
             half = Float32(-side.levels / 2 * 2.0 ** (side.power(rt, row8) - registers.SUBNORMAL_SHIFT))
-            total = rounded_sums[column % 2, layout.TILE * rt // side.group * blocks + column // 2]
+            group = layout.TILE * rt // side.group
+            total = rounded_sums[2 * (group % 2) + column % 2, group // 2 * blocks + column // 2]
             state.acc_o[at] = total * half + state.acc_o[at]
 
 
