@@ -276,15 +276,15 @@ class Warp:
         centre = pairs[..., 1] + half_steps * pairs[..., 0]
         self.z += self._sum_of_page(p * centre[:, None])
         a = code_matrix(record, self.record.v_planes, self.head_dim, side.bits)
-        b = self._transposed(operand).swapaxes(0, 1)[:, self._group_of_tile()]
-        self.acc_o = multiply(a, b, self.acc_o)
+        b = self._transposed(operand)
+        self.acc_o = multiply(a, b.swapaxes(0, 1)[:, self._group_of_tile()], self.acc_o)
         if self.centring:
-            self.recentre(self._sum_of_page(operand))
+            self.recentre(multiply(np.ones((1, 16, 16)), b)[..., :2])
 
     def recentre(self, total: np.ndarray) -> None:
-        """O -= N/2 of the page's sum of operands, of which ``total`` is the lanes' share as in z."""
+        """O -= N/2 of the page's sum of operands, ``total``: whole in every lane, for its columns."""
         half_steps = np.float32(((1 << self.format.v.bits) - 1) / 2)
-        total = np.tile(over_lanes(total, np.add), 2)[self._group_of_tile()].swapaxes(0, 1)
+        total = np.tile(total, 2)[self._group_of_tile()].swapaxes(0, 1)
         power = powers(self.acc_o.shape[1], self.format.v.bits)
         self.acc_o = self.acc_o - half_steps * pow2(power - registers.SUBNORMAL_SHIFT) * total
 

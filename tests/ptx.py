@@ -164,7 +164,7 @@ class Warp:
 
     def set(self, operand: str, value: np.ndarray, active: np.ndarray) -> None:
         value = value if value.dtype == bool else value.astype(np.uint64)
-        self.registers[operand] = np.where(active, value, self.registers.get(operand, value[:1] * 0))
+        self.registers[operand] = np.where(active, value, self.registers.get(operand, np.zeros_like(value[:1])))
 
 
 def _all(value: int) -> np.ndarray:

@@ -19,7 +19,9 @@ def execute(warp, opcode: str, operands: tuple[str, ...], active: np.ndarray) ->
     """One instruction in the active lanes of a warp (ptx.Warp)."""
     kind, _, rest = opcode.partition(".")
     suffixes = rest.split(".")
-    for table, key in ((WHOLE, kind), (FLOATS, kind if suffixes[-1] == "f32" else None), (INTEGERS, kind)):
+    tables = ((WHOLE, kind), (PAIRS, (kind, suffixes[-1])), (HALVES, (kind, suffixes[-1])),
+              (FLOATS, kind if suffixes[-1] == "f32" else None), (INTEGERS, kind))
+    for table, key in tables:
         if key in table:
             result = table[key](warp, suffixes, operands, active)
             if result is not None:
@@ -99,7 +101,8 @@ def fused(x, y, z):
 
 
 def set_predicate(warp, suffixes, operands, active):
-    read = f32 if suffixes[-1] == "f32" else lambda x: typed(x, suffixes)
+    readers = {"f32": f32, "f16": lambda x: halves_of(x, False)[0]}
+    read = readers.get(suffixes[-1], lambda x: typed(x, suffixes))
     return COMPARE[suffixes[0]](*(read(warp.value(x)) for x in operands[1:3]))
 
 
@@ -110,6 +113,30 @@ def select(warp, suffixes, operands, active):
 FLOATS = {name: float_step(function) for name, function in {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "max": np.fmax, "abs": np.abs, "fma": fused,
     "neg": operator.neg, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal}.items()}
+
+
+# ---- 16-bit halves
+
+
+def each_half(function):
+    """A step on both halves of words."""
+    def step(warp, suffixes, operands, active):
+        words = [warp.value(x) for x in operands[1:]]
+        low, high = (function(*(word >> U64(shift) & HALF for word in words)) for shift in (0, 16))
+        return low | high << U64(16)
+    return step
+
+
+def half_product(x, y):
+    return to_half(halves_of(x, False)[0] * halves_of(y, False)[0], False)
+
+
+def half_maximum(warp, suffixes, operands, active):
+    return to_half(np.fmax(*(halves_of(warp.value(x), False)[0] for x in operands[1:])), False)
+
+
+PAIRS = {("max", "u16x2"): each_half(np.maximum), ("mul", "f16x2"): each_half(half_product)}
+HALVES = {("max", "f16"): half_maximum}
 
 
 # ---- integers
@@ -175,7 +202,8 @@ def convert(warp, suffixes, operands, active):
 
 
 def negate(warp, suffixes, operands, active):
-    return ~warp.value(operands[1]).astype(bool)
+    value = warp.value(operands[1])
+    return ~value.astype(bool) if suffixes[-1] == "pred" else unsigned(~value, width(suffixes))
 
 
 INTEGERS = {
@@ -259,6 +287,11 @@ def shuffle(warp, suffixes, operands, active):
     return value[LANE ^ by if suffixes[1] == "bfly" else by % LANES]
 
 
+def reduce(warp, suffixes, operands, active):
+    assert active.all() and suffixes[1:] == ["max", "u32"], suffixes
+    return np.full(LANES, warp.value(operands[1]).max())
+
+
 def vote(warp, suffixes, operands, active):
     assert active.all()
     return np.full(LANES, warp.value(operands[1]).astype(bool).any())
@@ -335,7 +368,7 @@ def nothing(warp, suffixes, operands, active):
 
 WHOLE = {
     "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": bulk_copy,
-    "mapa": move, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "elect": elect, "prmt": permute,
+    "mapa": move, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "redux": reduce, "elect": elect, "prmt": permute,
     "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma, "fence": nothing, "bar": nothing,
     "atom": atomic_add, "prefetch": nothing,
 }

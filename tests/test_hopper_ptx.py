@@ -11,7 +11,7 @@ import ptx
 import pytest
 import torch
 
-from lowbit_attn import dispatch, kernels, testing
+from lowbit_attn import dispatch, gpu_matrix, kernels, testing  # noqa: F401 - gpu_matrix: names like +w128
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -66,12 +66,14 @@ def decode(program, cfg, problem: testing.Problem, options: Attention, splits: i
     sink_logits = torch.full((1,), -torch.inf) if options.sink_logits is None else options.sink_logits
     of_row = [torch.full((splits, *q.shape), torch.nan), torch.full((splits, *q.shape[:3]), torch.nan),
               torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
-    tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), cache.n_sink[:batch], cache.n_qk[:batch],
-               cache.n_tok[:batch], *(x[:batch] for x in (cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v)),
-               *of_row, sink_logits, torch.zeros(grid[0] * batch, dtype=torch.int32)]
+    counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.third_segment, cache.n_tok]
+    tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
+    arrivals = torch.zeros(grid[0] * batch, dtype=torch.int32)
+    tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens), *of_row,
+               sink_logits, arrivals]
     memory = GlobalMemory(tensors)
-    sizes = [3, *[1] * 5, *[3] * 4, 4, 4, 3, 3, 1, 1]  # that vary
-    strides = [2, *[0] * 5, *[2] * 4, 3, 3, 2, 2, 0, 0]
+    sizes = [3, 1, 1, *[1] * len(counts), *[3] * 4, 4, 4, 3, 3, 1, 1]  # that vary
+    strides = [2, 0, 0, *[0] * len(counts), *[2] * 4, 3, 3, 2, 2, 0, 0]
     parameters = [memory.parameter(i, x.shape[:count], strides_of(x, apart))
                   for i, (x, count, apart) in enumerate(zip(tensors, sizes, strides))]
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
@@ -82,8 +84,9 @@ def decode(program, cfg, problem: testing.Problem, options: Attention, splits: i
     parameters += [struct.pack("<i", x) for x in (window, window, *cache.strides, ratio, blocks)]
     for index in sorted(np.ndindex(grid), reverse=reverse):
         ptx.Cta(program, parameters, memory.memory, index, grid).run(cfg.threads)
-    assert not memory.tensor(15, tensors[15]).any()  # ready for the next call
-    return memory.tensor(12, q), memory.tensor(13, tensors[13])
+    last = len(tensors) - 1
+    assert not memory.tensor(last, arrivals).any()  # ready for the next call
+    return memory.tensor(last - 3, q), memory.tensor(last - 2, of_row[3])
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +94,10 @@ def scratch(tmp_path_factory):
     return tmp_path_factory.mktemp("ptx")
 
 
-def key_of(case: Case, options: Attention) -> KernelKey:
+def key_of(case: Case, options: Attention, path: str = "integer", rows: int = 4) -> KernelKey:
     features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
     return KernelKey("decode", "hopper", "sm_90a", str(case.dtype).removeprefix("torch."), case.head_dim,
-                     str(case.format), "integer", 4, features=features)
+                     str(case.format), path, rows, features=features)
 
 
 PLAIN = Case("k4v4", head_dim=64, num_heads=8, num_heads_kv=2, lengths=(0, 300), sinks=5)
@@ -117,6 +120,20 @@ def test_which_cta_ends_last_changes_nothing(scratch):
     found = [decode(ptx.Program(text), cfg, problem, Attention(), 3, reverse) for reverse in (False, True)]
     for first, second in zip(*found):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("case, splits, rows, options", [
+    (Case("kitty", head_dim=64, num_heads=4, num_heads_kv=1, lengths=(300,), sinks=5), 2, 8, Attention()),
+    (Case("kitty-pro-bf16", torch.bfloat16, 64, 2, 1, q_len=4, lengths=(450,)), 1, 8, Attention(None, 20.0, 200)),
+    (Case("k2v2-g64+w256", head_dim=64, num_heads=10, num_heads_kv=1, lengths=(450,)), 1, 16, Attention()),
+    (Case("k8tv8+w128", head_dim=64, num_heads=2, num_heads_kv=1, lengths=(300,)), 1, 8, Attention()),
+], ids=("kitty", "features", "groups", "per-token"))
+def test_packed_keys_beside_values_in_16_bit(case, splits, rows, options, scratch):
+    """The register path's third segment, shared out over the warps."""
+    text, cfg = compiled(key_of(case, options, "register", rows), scratch)
+    problem = testing.build(case)
+    assert cfg.third_segment and (problem.cache.n_qk > problem.cache.n_qv).all()
+    testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
 
 
 @pytest.mark.parametrize("right, wrong, error", [

@@ -19,7 +19,7 @@ from lowbit_attn.formats.kitty import Boosted
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import PATHS, decode  # noqa: E402
-from lowbit_attn.hopper.register import boost, config, load, masks, query, third, walk  # noqa: E402
+from lowbit_attn.hopper.register import boost, config, load, query  # noqa: E402
 
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16",
          "k4tv4", "k2tv1-g32-vg64", "k8tv2-g64-vg32-bf16", "k1tv8-g32")
@@ -231,6 +231,17 @@ def test_metadata_share_of_the_maximum_reads_every_word_once():
         assert sorted(read) == list(range((side.part_bytes - side.meta_offset) // 16))
 
 
+@pytest.mark.parametrize("name, head_dim", served(("k4v4", "k4v4-g32", "kitty-b40-bf16")))
+def test_the_warp_reads_all_scales_of_a_token_group_and_nothing_else(name, head_dim):
+    cfg, part, _ = boosted_page(name, head_dim)
+    side, plane = cfg.k, part[cfg.k.meta_offset :]
+    wide = plane[: len(plane) // config.META_BYTES * config.META_BYTES].view(np.uint16).reshape(-1, 4)
+    for group in range(side.groups):
+        scales = plane.view(np.uint16)[2 * group * head_dim :][:head_dim]
+        found = [wide[index] for lane in range(config.WARP) for index in load.scale_accesses(side, group, lane)]
+        assert set(np.concatenate(found)) == set(scales)
+
+
 @pytest.mark.parametrize("name, head_dim", [("k4v4", 128), ("k2v2", 128), ("k1v1", 64), ("k8v8", 128), ("k8v4", 256)])
 def test_private_ring_neither_hangs_nor_mixes_pieces(name, head_dim):
     cfg = config.make_config(FORMATS[name], head_dim, "float16", 8)
@@ -254,121 +265,23 @@ def test_private_ring_neither_hangs_nor_mixes_pieces(name, head_dim):
             slot, phase = (value(x) for x in load.advance(cfg, slot, phase))
 
 
-@pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 0), (4, 0, 0), (3, 0, 5), (0, 128, 0), (130, 1280, 255),
-                                                    (0, 640, 128), (128, 384, 1), (32, 4096, 129)])
-@pytest.mark.parametrize("third_pages", (0, 1, 2, 9))
-@pytest.mark.parametrize("num_splits, warps", [(1, 8), (2, 7), (3, 4), (7, 8), (40, 8)])
-def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_splits, warps):
-    visited = []
-    n_qv = max(0, n_qk - third_pages * layout.PAGE_TOKENS)
-    for split, warp in itertools.product(range(num_splits), range(warps)):
-        w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, 1, None, split, num_splits, warp, warps)
-        w = walk.Walk(*(value(x) for x in w))
-        visited += [("page", w.first_page + i * warps) for i in range(w.num_pages)]
-        third = [("third", w.third_page + i * warps) for i in range(w.num_third)]
-        assert not third or split == num_splits - 1
-        visited += third
-        for i in range(w.first_unit, w.num_units, warps):
-            start, live, is_sink, _ = (value(x) for x in walk.unit(w, i, 1))
-            assert 1 <= live <= config.UNIT_TOKENS and start % config.UNIT_TOKENS == 0
-            visited += [("sink" if is_sink else "residual", start + j) for j in range(live)]
-        assert w.n_packed == n_qk, "the residual starts where K is no longer packed"
-    packed_v = n_qv // layout.PAGE_TOKENS
-    want = [("page" if i < packed_v else "third", i) for i in range(n_qk // layout.PAGE_TOKENS)]
-    want += [("sink", i) for i in range(n_sink)] + [("residual", i) for i in range(residual)]
-    assert sorted(visited) == sorted(want)
-
-
-@pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 0), (4, 0, 1), (3, 0, 40), (0, 128, 16), (130, 1280, 255),
-                                                    (0, 640, 128), (128, 384, 17), (32, 4096, 129)])
-@pytest.mark.parametrize("third_pages", (0, 2, 9))
-@pytest.mark.parametrize("q_len, window", [(1, 1), (1, 128), (1, 300), (5, 200), (16, 1000), (4, 2**30), (16, 1)])
-def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, third_pages, q_len, window):
-    n_tok, pages = n_sink + n_qk + residual, n_qk // layout.PAGE_TOKENS
-    packed_v = max(0, pages - third_pages)
-    lowest = n_tok - q_len - window + 1  # position that query 0 sees first
-    want = [p for p in range(pages) if n_sink + layout.PAGE_TOKENS * (p + 1) > lowest]
-    for num_splits, warps in ((1, 8), (3, 4), (7, 2), (40, 8)):
-        visited = []
-        for split, warp in itertools.product(range(num_splits), range(warps)):
-            w = walk.plan(n_sink, n_qk, packed_v * layout.PAGE_TOKENS, n_tok, q_len, window, split, num_splits, warp,
-                          warps)
-            w = walk.Walk(*(value(x) for x in w))
-            assert w.first_seen == lowest - n_sink
-            packed = [w.first_page + i * warps for i in range(w.num_pages)]
-            third = [w.third_page + i * warps for i in range(w.num_third)]
-            assert all(p < packed_v for p in packed) and all(p >= packed_v for p in third)
-            assert not third or split == num_splits - 1
-            visited += packed + third
-        assert sorted(visited) == want
-
-
-@pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 1), (4, 0, 0), (3, 0, 40), (0, 128, 16), (130, 1280, 255),
-                                                    (33, 384, 17)])
-@pytest.mark.parametrize("q_len, window, sink_window", [(1, None, None), (5, None, None), (1, 40, 2**30), (5, 1, 600),
-                                                        (16, 1000, 2**30), (16, 20, 30), (4, 2**30, 2**30)])
-def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_window):
-    features = () if window is None else ("window",)
-    cfg = config.make_config(FORMATS["k4v4"], 128, "float16", 8, features=features)
-    limits, n_tok, warps = masks.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4
-    seen = {j: [] for j in range(q_len)}
-    for warp in range(warps):
-        w = walk.Walk(*(value(x) for x in walk.plan(n_sink, n_qk, n_qk, n_tok, q_len, window, 1, 2, warp, warps)))
-        for i in range(w.first_unit, w.num_units, warps):
-            unit = walk.Unit(*(value(x) for x in walk.unit(w, i, q_len)))
-            start = unit.start + (0 if unit.is_sink else n_sink + n_qk)
-            for j, token in itertools.product(range(q_len), range(config.UNIT_TOKENS)):
-                if masks.of_unit(cfg, unit, j, token, limits):
-                    seen[j].append(start + token)
-    for j, positions in seen.items():
-        high = n_tok - q_len + j
-        low, sink_low = (high - (2**40 if x is None else x) + 1 for x in (window, sink_window))
-        want = [p for p in range(n_sink) if sink_low <= p <= high]
-        want += [p for p in range(n_sink + n_qk, n_tok) if low <= p <= high]
-        assert sorted(positions) == want
-
-
-class UnitBarrier:
-    """ring.unit_full: a fill must meet an idle barrier, a wait a barrier that has completed the phase it names."""
-
-    def __init__(self):
-        self.fills = 0
-
-    def fill(self):
-        self.fills += 1
-
-    def wait(self, phase: int):
-        assert (self.fills - 1) % 2 == phase, "the wait would not pass, or would pass a phase too early"
-
-
-@pytest.mark.parametrize("name, head_dim, slots_v", [("k4v4", 128, 192), ("k2v2", 64, 128), ("k8v8", 128, 448),
-                                                     ("k1v1", 64, 320), ("k4tv4", 128, 384),
-                                                     ("k2v2", 96, 192), ("k8v4", 256, 256)])
-@pytest.mark.parametrize("rows", (8, 16))
-def test_values_of_a_third_page_come_once_and_from_their_slots(name, head_dim, slots_v, rows):
-    fmt = dataclasses.replace(FORMATS[name], window_v=128)
-    cfg = config.make_config(fmt, head_dim, "float16", min(rows, most_rows(head_dim)))
-    assert cfg.third_segment and layout.PAGE_TOKENS % cfg.third_tokens == 0 and cfg.third_tokens % config.WARP == 0
-    assert cfg.third_tokens * cfg.row_pitch <= cfg.warp_bytes and cfg.k.part_bytes <= cfg.slot_bytes
-    barrier, phase = UnitBarrier(), 0
-    for page in (0, 1, 2, 7, 31):
-        barrier.fill()  # K
-        barrier.wait(phase)
-        phase ^= 1
-        multiplied = []
-        for first in range(0, layout.PAGE_TOKENS, cfg.third_tokens):
-            first_token = page * layout.PAGE_TOKENS + first
-            rows_of = {run + lane: value(third.value_row(first_token + run, slots_v, lane))
-                       for run in range(0, cfg.third_tokens, config.WARP) for lane in range(config.WARP)}
-            assert sorted(rows_of) == list(range(cfg.third_tokens))
-            for row, slot in rows_of.items():
-                assert slot == (first_token + row) % slots_v
-            barrier.fill()
-            barrier.wait(phase)
-            phase ^= 1
-            multiplied += [(first + token) // layout.TILE for token in range(0, cfg.third_tokens, layout.TILE)]
-        assert multiplied == list(range(layout.PAGE_TOKENS // layout.TILE))
-    assert barrier.fills % 2 == phase, "the first 16-bit unit waits for the parity that is handed on"
+@pytest.mark.parametrize("name, head_dim", served(("k8v8", "k4v4", "k2v2", "k1v1", "kitty-pro", "k1tv2-g64")))
+def test_codes_of_a_row_tile_stand_where_those_of_the_first_would(name, head_dim):
+    cfg, part, _ = boosted_page(name, head_dim)
+    for side in [cfg.k] + ([cfg.boost.high] if cfg.boost else []):
+        n, width = layout.tiles_per_word(side.bits), max(1, side.words_of(1))
+        plane = part[side.codes_offset : side.codes_offset + layout.plane_bytes(side.rows, side.cols, side.bits)]
+        accesses = plane.view(np.uint32).reshape(-1, width)
+        for ct, tile in itertools.product(range(side.col_tiles), range(side.row_tiles)):
+            first, whole = ct * side.row_tiles, lane_words(side, part, ct * side.row_tiles, side.row_tiles)
+            values = accesses[value(load.tile_access(side, first, tile, width)) + side.code_access(0, width, LANES)]
+            down = np.uint32(load.tile_shift(side, tile))
+            for register, (word, shift, mask) in enumerate(side.operand(first)):
+                got = values[:, word - side.words_of(first)] >> down >> np.uint32(shift) & np.uint32(mask)
+                at, want_shift, want_mask = side.operand(first + tile)[register]
+                want = whole[at] >> np.uint32(want_shift) & np.uint32(want_mask)
+                power = side.power(tile, register % 2) - side.power(0, register % 2)
+                assert np.array_equal(got << np.uint32(power), want) and (n > 1 or down == 0)
 
 
 def test_only_formats_with_a_longer_window_of_v_have_the_third_segment():

@@ -49,10 +49,11 @@ def leave_channels(cfg: RegisterConfig, words: cute.Tensor, me: Lane, channels: 
                 view[Int32(me.t), layout.TILE * ct + 8 * col8 + Int32(me.g), nt] = word
 
 
-def add(cfg: RegisterConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s: Int32, sums: Sums) -> None:
+def add(cfg: RegisterConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s: Int32, sums: Sums,
+        tile: Uint32 | None) -> None:
     """The high codes into S; with centring, 4 q' s into the other sums, as these codes count four times.
 
-    up: as for all channels, scores.scale_up.
+    up: as for all channels, scores.scale_up; tile: of one row tile alone.
     """
     side, blocks = cfg.boost.high, cfg.col_blocks
     atom = numbers.multiply_atom()
@@ -71,10 +72,9 @@ def add(cfg: RegisterConfig, piece: Piece, me: Lane, channels: cute.Pointer, up,
             for nt in range(blocks):
                 numbers.multiply(atom, sums.ones, nt, a, scaled[None, nt])
                 numbers.multiply(atom, sums.bias, nt, own, queries[None, nt])
-        first = step * side.row_tiles
-        words = load.codes(cfg, side, piece, me, first, side.row_tiles)
-        for rt in range(side.row_tiles):
-            a = numbers.operand_a(load.operand(side, words, first + rt))
+        words = load.column_codes(cfg, side, piece, me, step, tile)
+        for rt in range(side.row_tiles if tile is None else 1):
+            a = numbers.operand_a(load.operand(side, words, step * side.row_tiles + rt))
             for nt in range(blocks):
                 numbers.multiply(atom, sums.acc, rt * blocks + nt, a, scaled[None, nt])
 

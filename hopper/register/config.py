@@ -187,10 +187,10 @@ class RegisterConfig:
     def may_spill(self) -> bool:
         """Several groups of K and of O's 256 channels or, with 16 rows, a third segment or features and groups of V.
 
-        255 registers fall a few short, and so they do for boosted channels in 16 rows.
+        255 registers fall a few short; in 16 rows also for boosted channels, or a third segment and groups of V.
         """
         is_full = self.third_segment or (self.v.groups > 1 and bool(self.features))
-        if self.boost and self.col_blocks > 1:
+        if self.col_blocks > 1 and (self.boost or (self.third_segment and self.v.groups > 1)):
             return True
         return self.k.groups > 1 and (self.head_dim > 128 or (self.col_blocks > 1 and is_full))
 
@@ -237,9 +237,14 @@ class RegisterConfig:
         return 2 * UNIT_TOKENS * self.row_pitch
 
     @property
-    def third_tokens(self) -> int:
-        """Tokens of a page's 16-bit V that a warp copies at a time: whole warps of rows, as many as its ring holds."""
-        return next(n for n in (128, 64, WARP) if n == WARP or n * self.row_pitch <= self.warp_bytes)
+    def third_row(self) -> int:
+        """First row of the ring where a unit's 16-bit V lies beside packed K: behind K's part, at the ring's start."""
+        return -(-self.k.part_bytes // self.row_pitch)
+
+    @property
+    def third_bytes(self) -> int:
+        """Such a unit: a page's K part, then 16 rows of V; it reuses the warp's ring."""
+        return (self.third_row + UNIT_TOKENS) * self.row_pitch if self.third_segment else 0
 
     @property
     def merge_pitch(self) -> int:
@@ -278,8 +283,8 @@ class RegisterConfig:
         if self.smem_bytes > SMEM_LIMIT:
             found.append(f"shared memory: {self.smem_bytes} B at {self.warps} warps and "
                          f"{self.slots} slots, limit {SMEM_LIMIT} B")
-        if self.warp_bytes < self.unit_bytes:
-            found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit needs {self.unit_bytes} B")
+        if self.warp_bytes < (needed := max(self.unit_bytes, self.third_bytes)):
+            found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit needs {needed} B")
         if self.head_dim not in HEAD_DIMS:
             found.append(f"head_dim: got {self.head_dim}, supported: {', '.join(map(str, HEAD_DIMS))}")
         if self.rows not in self.row_choices:
@@ -330,8 +335,9 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     warps, slots = kind.max_warps, kind.min_slots
-    is_plain = not (features or without or has_third)
+    is_plain = not (features or without)
     is_slim = is_plain and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
+    is_slim = is_slim and not (has_third and k.is_per_token)  # would spill 5 words
     if is_slim and MANY_WARPS * MANY_WARPS_SLOTS * slot <= free:
         warps, slots = MANY_WARPS, MANY_WARPS_SLOTS
     warps = max(1, min(warps, free // (slots * slot)))
@@ -340,7 +346,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
 
 
 def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
-    """Predicted static SASS counts: one warp's share of one packed page, of one 16-bit unit and of one third page.
+    """Predicted static SASS counts: one warp's share of one packed page, of one 16-bit unit and of one beside packed K.
 
     The page loop is not unrolled, so a CTA issues the page's share once for each page.
     """
@@ -352,7 +358,8 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
                                                                        (v, v.col_tiles)))
     # sums of q' (per token); bias and centring (per channel; of boosted channels where there is centring)
     around = 1 if k.is_per_token else 1 + cfg.options.centring * k.groups
-    multiplies = tiles + k.col_tiles // (shown if k.is_per_token else 1) * around + 2 * steps * cfg.options.centring
+    around = k.col_tiles // (shown if k.is_per_token else 1) * around + 2 * steps * cfg.options.centring
+    multiplies = tiles + around + v.col_tiles * v.groups * cfg.options.centring  # the last: sums of (p s)~
     plain = k.col_tiles + v.row_tiles
     counts = {
         "HMMA": cfg.col_blocks * (multiplies + plain),
@@ -365,19 +372,21 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
     if cfg.k.storage == cfg.v.storage == "float16":
         counts["SHF"] = code_words + 40  # word >> 8; bf16 metadata are widened by shifts too
     if not cfg.k.is_per_token and cfg.k.storage == "float16":
-        exact = 2  # multiplies of two scales by a power of two; products with bf16 scales are formed in fp32
+        exact = 1  # multiply of two scales by a power of two; products with bf16 scales are formed in fp32
         counts["HMUL2"] = 2 * (cfg.k.col_tiles * cfg.k.groups + steps) * (exact + cfg.col_blocks)
     if cfg.third_segment:
-        v_tiles = v.row_tiles * v.col_tiles
-        counts["HMMA"] += cfg.col_blocks * multiplies  # V has as many tiles in 16 bit
-        counts["LDSM"] += v_tiles + steps
-        counts["LOP3"] += 4 * (tiles - v_tiles)
-        counts["MOVM"] += cfg.col_blocks * 2 * v.col_tiles
-        counts["MUFU.EX2"] += 2 * cfg.col_blocks * (2 * v.col_tiles + 1)
-        for name in {"SHF", "HMUL2"} & counts.keys():
-            counts[name] *= 2
+        k_tiles = (k.col_tiles + steps) // shown
+        counts["HMMA"] += cfg.col_blocks * (around + k_tiles + v.row_tiles)
+        counts["LDSM"] += v.row_tiles + steps
+        counts["LOP3"] += 4 * k_tiles
+        counts["MOVM"] += cfg.col_blocks * 2
+        counts["MUFU.EX2"] += 2 * cfg.col_blocks * 3
+        if "SHF" in counts:
+            counts["SHF"] += k_tiles * 2
+        if "HMUL2" in counts:
+            counts["HMUL2"] *= 2
     if cfg.has_softcap:
-        logits = 2 * cfg.col_blocks * (k.row_tiles * (1 + cfg.third_segment) + 1) * 2
+        logits = 2 * cfg.col_blocks * (k.row_tiles + cfg.third_segment + 1) * 2
         counts["MUFU.EX2"] += logits
         counts["MUFU.RCP"] = logits
     return counts

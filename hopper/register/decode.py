@@ -112,7 +112,7 @@ class RegisterSm90:
         rows = rows_of(cfg, call, block)
         work, source, phase = walk_of(cfg, call, rows, block, me), plain_of(cfg, call, rows), Int32(0)
         if cutlass.const_expr(cfg.third_segment):
-            pages = pages._replace(first=first_entry(call, rows) + work.third_page, count=work.num_third)
+            pages = pages._replace(first=first_entry(call, rows) + work.third_page)
             phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits)
         plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, phase)
         arrived = arrivals.iterator + (block[1] * cute.arch.grid_dim()[0] + block[0])
@@ -181,19 +181,21 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         ids = load.refill(cfg, 0, pages, ring, me, page, slot, ids)
         slot, phase = load.advance(cfg, slot, phase)
         found = masks.of_page(cfg, found, work.first_page + page * cfg.warps, work, rows, limits, me)
+        cute.arch.mbarrier_wait(ring.full + slot, phase)
+        piece = load.Piece(ring.buffer, me.warp, slot)
+        exponent = state.exponent[0]
+        if cutlass.const_expr(not cfg.is_integer):
+            exponent = values.page_exponent(cfg, piece, me, state)  # hides behind the softmax
         # P = exp2(S - maximum)
         maxima = softmax.page_max(cfg, found, state)
         for column in cutlass.range_constexpr(cfg.lane_rows):
             new_max[column] = maxima[column]
         softmax.exponentiate(cfg, found, maxima)
         # O += P V
-        cute.arch.mbarrier_wait(ring.full + slot, phase)
-        piece = load.Piece(ring.buffer, me.warp, slot)
         if cutlass.const_expr(cfg.is_integer):
             softmax.rescale(cfg, state, new_max, state.exponent[0])
             integer_values.accumulate(cfg, piece, me, state, found.acc)
         else:
-            exponent = values.page_exponent(cfg, piece, me, state)
             softmax.rescale(cfg, state, new_max, exponent)
             values.accumulate(cfg, piece, me, state, found.acc, exponent)
         ids = load.refill(cfg, 1, pages, ring, me, page, slot, ids)

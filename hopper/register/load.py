@@ -88,8 +88,8 @@ def prefetch(tensor: cute.Tensor, first: Int32, count: Int32, thread: Int32):
 
 @cute.jit
 def issue(cfg: cutlass.Constexpr[RegisterConfig], side: cutlass.Constexpr[SidePlan], pages: Pages, ring: Ring,
-          warp: Int32, slot: Int32, page_id: Int32):
-    """Start one bulk copy: a part of a page's record into a slot."""
+          warp: Int32, slot: Int32, page_id: Int32, more_bytes: cutlass.Constexpr[int] = 0):
+    """Start one bulk copy: a part of a page's record into a slot. more_bytes: what else the barrier shall wait for."""
     units = Int64(page_id) * Int64(pages.page_stride) + pages.head_units
     source = cute.make_ptr(Uint32, pages.pool.iterator.toint() + units * UNIT_BYTES + side.part_offset,
                            cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
@@ -97,7 +97,7 @@ def issue(cfg: cutlass.Constexpr[RegisterConfig], side: cutlass.Constexpr[SidePl
     slots = cute.make_tensor(ring.buffer, cute.make_layout(
         (words, cfg.slots, cfg.warps), stride=(1, cfg.slot_bytes // WORD, cfg.warp_bytes // WORD)))
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, side.part_bytes)
+        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, side.part_bytes + more_bytes)
         cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32),
                   cute.make_tensor(source, cute.make_layout(words)), slots[None, slot, warp], mbar_ptr=ring.full + slot)
 
@@ -166,6 +166,40 @@ def codes(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, first_til
     return found
 
 
+def tile_codes(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, first_tile: int, tile: Uint32,
+               skip=0) -> dict[int, Uint32]:
+    """``codes`` of one row tile, chosen at run time, of the column tile from ``first_tile`` on.
+
+    They stand where those of row tile 0 would: ``operand`` of first_tile, and the powers of row tile 0.
+    """
+    first, width = side.words_of(first_tile), max(1, side.words_of(1))
+    view = part_view(cfg, piece, side.codes_offset, width,
+                     layout.plane_bytes(side.rows, side.cols, side.bits) // (width * WORD))
+    at = tile_access(side, first_tile, tile, width) + side.code_access(0, width, me.lane)
+    values = read(view, Int32(at) + skip * side.block_accesses(width))
+    return {first + i: value >> tile_shift(side, tile) if side.bits < 4 else value for i, value in enumerate(values)}
+
+
+def tile_access(side: SidePlan, first_tile: int, tile, width: int):
+    """Index of lane 0's access of ``width`` words with row tile ``tile`` of the column tile from ``first_tile`` on."""
+    own = tile // layout.tiles_per_word(side.bits) * width  # within the column tile: whole blocks, or of one block
+    return side.code_access(side.words_of(first_tile), width, 0) + side.code_access(own, width, 0)
+
+
+def tile_shift(side: SidePlan, tile):
+    """How far to the right the tile's codes go, to where the word has its first tile's."""
+    return tile % layout.tiles_per_word(side.bits) * (2 * side.bits)
+
+
+def column_codes(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, col_tile: int,
+                 tile: Uint32 | None) -> dict[int, Uint32]:
+    """Words of a column tile: of all its row tiles, or of ``tile`` alone."""
+    first = col_tile * side.row_tiles
+    if tile is None:
+        return codes(cfg, side, piece, me, first, side.row_tiles)
+    return tile_codes(cfg, side, piece, me, first, tile)
+
+
 def operand(side: SidePlan, words: dict[int, Uint32], tile: int) -> list[Uint32]:
     """The four A registers of a tile: raw codes as fp16 subnormals."""
     return [(words[word] >> Uint32(shift) if shift else words[word]) & Uint32(mask)
@@ -180,11 +214,25 @@ def channel_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, gr
     return read(view, side.channel_access(Int32(group), is_zero, col_tile, Int32(me.t)))
 
 
-def token_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group: int, tile: int) -> list[Uint32]:
+def all_scales(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group) -> list[Uint32]:
+    """This lane's share of a token group's scales, in no useful order; with few channels lanes share a share."""
+    view = part_view(cfg, piece, side.meta_offset, META_BYTES // WORD,
+                     (side.part_bytes - side.meta_offset) // META_BYTES)
+    return [word for index in scale_accesses(side, Int32(group), me.lane) for word in read(view, Int32(index))]
+
+
+def scale_accesses(side: SidePlan, group, lane) -> list:
+    """Indices of a lane's accesses of META_BYTES, which all lanes together make to a token group's scales."""
+    count = layout.META_BYTES * side.head_dim // META_BYTES
+    own = lane % min(count, WARP)
+    return [side.channel_access(group, 0, 0, 0) + start + own for start in range(0, count, WARP)]
+
+
+def token_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group: int, tile) -> list[Uint32]:
     """[half] (scale, zero) words of tokens 16 * tile + 8 * half + g: scale in the low half."""
     accesses = (side.part_bytes - side.meta_offset) // META_BYTES
     view = part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, accesses)
-    return read(view, side.token_access(group, tile, Int32(me.g)))
+    return read(view, Int32(side.token_access(group, tile, Int32(me.g))))
 
 
 def all_token_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane) -> list[Uint32]:

@@ -43,12 +43,18 @@ def capped(limits: Limits, logit: Float32) -> Float32:
 def of_page(cfg: RegisterConfig, found: Scores, page: Int32, walk: Walk, rows: Rows, limits: Limits,
             me: Lane) -> Scores:
     """The scores of page ``page`` of the sequence with the kernel's features."""
+    return of_tokens(cfg, found, page * PAGE_TOKENS, walk, rows, limits, me)
+
+
+def of_tokens(cfg: RegisterConfig, found: Scores, first_token: Int32, walk: Walk, rows: Rows, limits: Limits,
+              me: Lane) -> Scores:
+    """The same of a run of packed tokens, from number ``first_token`` on."""
     if cfg.has_softcap:
         found = cap_page(cfg, found, limits)
     elif cfg.has_window and found.slope is not None:
         found = found._replace(slope=tuple(cute.arch.fmax(s, Float32(MIN_SLOPE)) for s in found.slope))
     if cfg.has_window:
-        hide(cfg, found.acc, walk.first_seen - page * PAGE_TOKENS, rows, me)
+        hide(cfg, found.acc, walk.first_seen - first_token, rows, me)
     return found
 
 

@@ -11,7 +11,7 @@ ELEMENT = {"float16": Float16, "bfloat16": BFloat16}
 ONES = 0x3C00_3C00  # fp16 1.0 in both halves
 NO_SIGNS = 0x7FFF_7FFF
 LOW_HALF, HIGH_HALF = 0x0000_FFFF, 0xFFFF_0000
-MIN_FP16_SCALE_LOG2 = -24  # the smallest positive fp16: below it only 0 is left, whose products are 0
+MIN_FP16_SCALE_LOG2 = -13  # so that 2^(e_s + 2) is an fp16 number; q' s of smaller scales keep their digits, too
 OVER_T = (1, 2)  # lane distances of the four lanes that share g
 OVER_G = (4, 8, 16)  # lane distances of the eight lanes that share t
 
@@ -70,6 +70,11 @@ def add(x, y):
 def max_half(word: Uint32, storage: str) -> Float32:
     """The larger half of a word without sign bits, as fp32."""
     return widen(ptx.max_u16x2(word, word >> Uint32(16)) & Uint32(LOW_HALF), storage)[0]
+
+
+def warp_max_half(word: Uint32, storage: str) -> Float32:
+    """The largest low half of the warp's words without sign bits, as fp32."""
+    return widen(Uint32(cute.arch.warp_redux_sync(word & Uint32(LOW_HALF), "umax")), storage)[0]
 
 
 def fragments(count: int, element=Float16, words: int = 2):

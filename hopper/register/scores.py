@@ -31,59 +31,60 @@ class Scores(NamedTuple):
     offset: tuple | None  # [column]; None: 0
 
 
-def of_page(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query) -> Scores:
-    """S of the page whose K part is ``piece``."""
-    return (per_token if cfg.k.is_per_token else per_channel)(cfg, piece, me, query)
+def of_page(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile: Uint32 | None = None) -> Scores:
+    """S of the page whose K part is ``piece``; tile: of one of its row tiles alone, chosen at run time."""
+    return (per_token if cfg.k.is_per_token else per_channel)(cfg, piece, me, query, tile)
 
 
-def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query) -> Scores:
+def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile: Uint32 | None) -> Scores:
     """K grouped per channel over runs of tokens: Q takes the scales, the zero-points become one bias a query row.
 
     Boosted channels (one group of tokens) add the rest of their codes: boost.py.
     """
     side, blocks = cfg.k, cfg.col_blocks
     atom = numbers.multiply_atom()
-    own = me.g % side.groups
+    groups, own = (side.groups, me.g % side.groups) if tile is None else (1, tile // (side.group // layout.TILE))
     scales = [load.channel_meta(cfg, side, piece, me, own, 0, ct) for ct in range(side.col_tiles)]
-    own_e_s = scale_exponent(cfg, scales)
+    own_e_s = scale_exponent(cfg, piece, me, scales, groups, own)
     bias, zero_down = bias_accumulators(cfg, piece, me, query, scales, own_e_s, own)
-    e_s = [own_e_s if side.groups == 1 else cute.arch.shuffle_sync(own_e_s, registers.bias_lane(j, 0, side.groups))
-           for j in range(side.groups)]
+    e_s = [own_e_s if groups == 1 else cute.arch.shuffle_sync(own_e_s, registers.bias_lane(j, 0, groups))
+           for j in range(groups)]
 
-    acc, ones = (cute.make_rmem_tensor((4, n * blocks), Float32) for n in (ROW_TILES, 1))
+    row_tiles = ROW_TILES if tile is None else 1
+    acc, ones = (cute.make_rmem_tensor((4, n * blocks), Float32) for n in (row_tiles, 1))
     acc.fill(0.0)
     ones.fill(0.0)
     ups = [scale_up(side.storage, e) for e in e_s]
-    if cfg.boost:
-        boost.add(cfg, piece, me, query.channels, ups[0], own_e_s, boost.Sums(acc, ones, bias))
     for ct in range(side.col_tiles):
-        if side.groups > 1:
+        if groups > 1:
             cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
-        words = load.codes(cfg, side, piece, me, ct * ROW_TILES, ROW_TILES)
-        scaled, scaled_words = numbers.fragments(side.groups * blocks)
+        words = load.column_codes(cfg, side, piece, me, ct, tile)
+        scaled, scaled_words = numbers.fragments(groups * blocks)
         _, query_words = query_operand(cfg, query, me, ct)
-        for j in range(side.groups):
-            pair = scales[ct] if side.groups == 1 else load.channel_meta(cfg, side, piece, me, j, 0, ct)
+        for j in range(groups):
+            pair = scales[ct] if groups == 1 else load.channel_meta(cfg, side, piece, me, j, 0, ct)
             for col8 in (0, 1):
                 times = ups[j](pair[col8])
                 for nt in range(blocks):
                     scaled_words[col8, j * blocks + nt] = times(query_words[col8, nt])
             if cfg.options.centring:
                 # rows of group j only: lane 4g + t then sums its own group g % groups
-                one = Uint32(numbers.ONES) * Uint32(own == j) if side.groups > 1 else Uint32(numbers.ONES)
+                one = Uint32(numbers.ONES) * Uint32(own == j) if groups > 1 else Uint32(numbers.ONES)
                 a = numbers.operand_a([one] * 4)
                 for nt in range(blocks):
                     numbers.multiply(atom, ones, nt, a, scaled[None, j * blocks + nt])
-        for rt in range(ROW_TILES):
+        for rt in range(row_tiles):
             a = numbers.operand_a(load.operand(side, words, ct * ROW_TILES + rt))
             for nt in range(blocks):
                 b = scaled[None, layout.TILE * rt // side.group * blocks + nt]
                 numbers.multiply(atom, acc, rt * blocks + nt, a, b)
+    if cfg.boost:
+        boost.add(cfg, piece, me, query.channels, ups[0], own_e_s, boost.Sums(acc, ones, bias), tile)
     own_offset = own_offsets(cfg, query, bias, ones, own_e_s, zero_down)
-    kinds = tuple((layout.TILE * (i // 2) // side.group, side.power(i // 2, i % 2)) for i in range(2 * ROW_TILES))
+    kinds = tuple((layout.TILE * (i // 2) // side.group, side.power(i // 2, i % 2)) for i in range(2 * row_tiles))
     posts = [numbers.pow2(cutlass.min(POST_SHIFT - e, Int32(MAX_POW2))) for e in e_s]
     slopes = [[f * post for f in query.factor] for post in posts]
-    if side.groups == 1:
+    if groups == 1:
         return Scores(acc, tuple(k for _, k in kinds), tuple(slopes[0]), tuple(own_offset))
     to_logits(cfg, me, acc, kinds, slopes, own_offset)
     return Scores(acc, (0,) * len(kinds), None, None)
@@ -100,12 +101,16 @@ def to_logits(cfg: RegisterConfig, me: Lane, acc: cute.Tensor, kinds: tuple, slo
                 acc[at] = acc[at] * (slope[column] * Float32(2.0 ** -kinds[row][1])) + offset
 
 
-def scale_exponent(cfg: RegisterConfig, scales: list) -> Int32:
-    """e_s of the lane's token group."""
+def scale_exponent(cfg: RegisterConfig, piece: Piece, me: Lane, scales: list, groups: int, own) -> Int32:
+    """e_s of the lane's token group ``own``; of one group for all lanes, each looks at its share of the scales."""
     if not cfg.options.exponents:
         return Int32(registers.FIXED_SCALE_EXPONENT)
-    largest = numbers.tree([w for pair in scales for w in pair], ptx.max_u16x2)
-    largest = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.k.storage)
+    if groups == 1:
+        largest = numbers.tree(load.all_scales(cfg, cfg.k, piece, me, own), ptx.max_u16x2)
+        largest = numbers.warp_max_half(ptx.max_u16x2(largest, largest >> Uint32(16)), cfg.k.storage)
+    else:
+        largest = numbers.tree([w for pair in scales for w in pair], ptx.max_u16x2)
+        largest = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.k.storage)
     at_least = numbers.MIN_FP16_SCALE_LOG2 if cfg.k.storage == "float16" else registers.MIN_SCALE_LOG2
     return -numbers.ceil_log2(largest, at_least)
 
@@ -122,22 +127,19 @@ def zero_exponent(cfg: RegisterConfig, zeros: list) -> Int32:
 def scale_up(storage: str, e_s: Int32):
     """The function from a word of two scales to that from a word of q' to fp16(q' s * 2^(e_s + 2)).
 
-    fp16 scales take two exact multiplies by a power of two; bf16 ones reach far below their largest, so their product
+    fp16 scales take an exact multiply by a power of two; bf16 ones reach far below their largest, so their product
     with q' is rounded once, from fp32.
     """
-    shift = e_s + registers.SCALE_SHIFT
+    up = numbers.pow2(e_s + registers.SCALE_SHIFT)
     if storage == "bfloat16":
-        up = numbers.pow2(shift)
-
         def times(word: Uint32):
             scales = [half * up for half in numbers.widen(word, storage)]
             return lambda q: numbers.pack(*(x * s for x, s in zip(numbers.widen(q, "float16"), scales)))
         return times
-    first = shift >> 1
-    factors = [numbers.pack(x, x) for x in (numbers.pow2(first), numbers.pow2(shift - first))]
+    factor = numbers.pack(up, up)
 
     def times_exact(word: Uint32):
-        scale = ptx.mul_f16x2(ptx.mul_f16x2(word, factors[0]), factors[1])
+        scale = ptx.mul_f16x2(word, factor)
         return lambda q: ptx.mul_f16x2(q, scale)
     return times_exact
 
@@ -186,50 +188,54 @@ def own_offsets(cfg: RegisterConfig, query: Query, bias: cute.Tensor, ones: cute
     return own
 
 
-def per_token(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query) -> Scores:
+def per_token(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile: Uint32 | None) -> Scores:
     """K grouped per token over runs of channels: each group's product takes its token's scale and zero-point.
 
     S is in units of 2^24, so that no bf16 scale overflows.
     """
-    acc = cute.make_rmem_tensor((4, ROW_TILES * cfg.col_blocks), Float32)
+    row_tiles = ROW_TILES if tile is None else 1
+    acc = cute.make_rmem_tensor((4, row_tiles * cfg.col_blocks), Float32)
     acc.fill(0.0)
-    add_groups(cfg, piece, me, query, acc)
+    add_groups(cfg, piece, me, query, acc, tile)
     up = Float32(2.0**registers.SUBNORMAL_SHIFT)
-    return Scores(acc, (0,) * (2 * ROW_TILES), tuple(f * up for f in query.factor), None)
+    return Scores(acc, (0,) * (2 * row_tiles), tuple(f * up for f in query.factor), None)
 
 
 @cute.jit
-def add_groups(cfg: cutlass.Constexpr[RegisterConfig], piece: Piece, me: Lane, query: Query, acc: cute.Tensor):
+def add_groups(cfg: cutlass.Constexpr[RegisterConfig], piece: Piece, me: Lane, query: Query, acc: cute.Tensor,
+               tile: Uint32 | None):
     """All channel groups; a loop at run time where ptxas would otherwise hold two groups' registers at once."""
     if cutlass.const_expr(cfg.loops_over_groups):
         for j in cutlass.range(cfg.k.groups, unroll=1):
-            add_group(cfg, piece, me, query, acc, j)
+            add_group(cfg, piece, me, query, acc, j, tile)
     else:
         for j in cutlass.range_constexpr(cfg.k.groups):
-            add_group(cfg, piece, me, query, acc, j)
+            add_group(cfg, piece, me, query, acc, j, tile)
 
 
-def add_group(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, acc: cute.Tensor, j) -> None:
+def add_group(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, acc: cute.Tensor, j, tile) -> None:
     """acc += scale * S + zero-point * sum of q' of channel group ``j``, an int or Int32."""
-    side, blocks, chunk = cfg.k, cfg.col_blocks, cfg.chunk_tiles
+    side, blocks = cfg.k, cfg.col_blocks
+    row_tiles, chunk = (ROW_TILES, cfg.chunk_tiles) if tile is None else (1, 1)
     atom = numbers.multiply_atom()
     tiles = side.group // layout.TILE
     group_blocks = side.words_of(tiles * ROW_TILES) // layout.BLOCK_WORDS
     sums = [x * Float32(2.0**-registers.SUBNORMAL_SHIFT) for x in query_sums(cfg, me, query, j)]
-    for first in range(0, ROW_TILES, chunk):
-        if chunk < ROW_TILES:
+    for first in range(0, row_tiles, chunk):
+        if chunk < row_tiles:
             cute.arch.sync_warp()  # keeps the next chunk's loads, hence registers, behind this chunk's multiplies
         part = cute.make_rmem_tensor((4, chunk * blocks), Float32)
         part.fill(0.0)
         for i_ct in range(tiles):
             start = i_ct * ROW_TILES + first
-            words = load.codes(cfg, side, piece, me, start, chunk, j * group_blocks)
+            words = (load.codes(cfg, side, piece, me, start, chunk, j * group_blocks) if tile is None else
+                     load.tile_codes(cfg, side, piece, me, start, tile, j * group_blocks))
             b, _ = query_operand(cfg, query, me, j * tiles + i_ct)
             for i in range(chunk):
                 a = numbers.operand_a(load.operand(side, words, start + i))
                 for nt in range(blocks):
                     numbers.multiply(atom, part, i * blocks + nt, a, b[None, nt])
-        for rt, row8, scale, zero in token_pairs(cfg, piece, me, j, range(first, first + chunk)):
+        for rt, row8, scale, zero in token_pairs(cfg, piece, me, j, range(first, first + chunk), tile):
             scale = scale * Float32(2.0**-side.power(rt, row8))
             for column, total in enumerate(sums):
                 place, nt = 2 * row8 + column % 2, column // 2
@@ -237,10 +243,10 @@ def add_group(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, acc: cu
                 acc[at] = part[place, (rt - first) * blocks + nt] * scale + (zero * total + acc[at])
 
 
-def token_pairs(cfg: RegisterConfig, piece: Piece, me: Lane, group, row_tiles: range):
-    """(row tile, row8, scale, zero-point) of this lane's tokens."""
+def token_pairs(cfg: RegisterConfig, piece: Piece, me: Lane, group, row_tiles: range, tile: Uint32 | None):
+    """(row tile, row8, scale, zero-point) of this lane's tokens; those of ``tile`` as row tile 0."""
     for rt in row_tiles:
-        for row8, word in enumerate(load.token_meta(cfg, cfg.k, piece, me, group, rt)):
+        for row8, word in enumerate(load.token_meta(cfg, cfg.k, piece, me, group, rt if tile is None else tile)):
             yield rt, row8, *numbers.widen(word, cfg.k.storage)
 
 

@@ -1,7 +1,7 @@
-"""Pages whose K is packed while their V is still in 16 bit: few, after O came to true scale, one at a time.
+"""Units of 16 tokens whose K is packed while their V is still in 16 bit, on O in true scale, one at a time.
 
-Both sides come through the warp's ring, which no packed page uses any more, on the barrier of the 16-bit units: K's
-part in slot 0, then, over it, rows of V. The pages' own parts of V are never read.
+A page is shared out over the CTA's warps, tile by tile. Every warp that takes a tile copies the whole K part, for the
+metadata, and 16 rows of V into its ring, which no packed page uses any more; the page's own part of V is never read.
 """
 
 import cutlass
@@ -11,35 +11,38 @@ from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
 from lowbit_attn.hopper.register import load, masks, plain, query, scores, softmax
-from lowbit_attn.hopper.register.config import WARP, WORD, RegisterConfig
+from lowbit_attn.hopper.register.config import UNIT_TOKENS, WORD, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Pages, Plain, Ring
 from lowbit_attn.hopper.register.softmax import State
-from lowbit_attn.hopper.register.walk import Walk
+from lowbit_attn.hopper.register.walk import THIRD_UNITS, Walk
 from lowbit_attn.hopper.walk import Rows
 
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, work: Walk, source: Plain, ring: Ring, me: Lane,
         queries: query.Query, rows: Rows, state: State, limits: masks.Limits) -> Int32:
-    """The warp's pages third_page, third_page + warps, ...; returns the parity that ring.unit_full waits for next."""
-    on_unit = ring._replace(full=ring.unit_full)
+    """Units first_third, first_third + warps, ...; returns the parity that ring.unit_full waits for next.
+
+    pages.first: entry of page ``work.third_page``.
+    """
     phase = Int32(0)
-    for i in cutlass.range(pages.count, unroll=1):
-        cute.arch.sync_warp()  # all lanes have read what lies in the ring
-        load.issue(cfg, cfg.k, pages, on_unit, me.warp, Int32(0), pages.table[pages.first + i * cfg.warps])
+    for i in cutlass.range(work.first_third, work.num_third, cfg.warps, unroll=1):
+        page, tile = unit_place(Uint32(i))
+        first_token = work.third_page * layout.PAGE_TOKENS + i * UNIT_TOKENS
+        load_unit(cfg, pages, source, Int32(page), first_token, ring, me)
         cute.arch.mbarrier_wait(ring.unit_full, phase)
         phase = phase ^ 1
-        page = work.third_page + i * cfg.warps
-        found = scores.of_page(cfg, load.Piece(ring.buffer, me.warp, Int32(0)), me, queries)
-        found = masks.of_page(cfg, found, page, work, rows, limits, me)
+        found = scores.of_page(cfg, load.Piece(ring.buffer, me.warp, Int32(0)), me, queries, tile)
+        found = masks.of_tokens(cfg, found, first_token, work, rows, limits, me)
         probabilities(cfg, found, state)
-        first_token = page * layout.PAGE_TOKENS
-        for first in cutlass.range_constexpr(0, layout.PAGE_TOKENS, cfg.third_tokens):
-            load_values(cfg, source, first_token + first, ring, me)
-            cute.arch.mbarrier_wait(ring.unit_full, phase)
-            phase = phase ^ 1
-            add_values(cfg, ring, me, found.acc, first, state)
+        operand = plain.probabilities(cfg, found.acc, 0)
+        plain.add_values(cfg, ring, me, operand, cfg.third_row, cfg.third_row + UNIT_TOKENS, state, None)
     return phase
+
+
+def unit_place(i):
+    """(page of the segment, row tile of K) of unit ``i``."""
+    return i // THIRD_UNITS, i % THIRD_UNITS
 
 
 def probabilities(cfg: RegisterConfig, found: scores.Scores, state: State) -> None:
@@ -52,30 +55,25 @@ def probabilities(cfg: RegisterConfig, found: scores.Scores, state: State) -> No
 
 
 @cute.jit
-def load_values(cfg: cutlass.Constexpr[RegisterConfig], source: Plain, first_token: Int32, ring: Ring, me: Lane):
-    """``third_tokens`` rows of V from ``first_token`` on, one lane a row, to the start of the ring."""
+def load_unit(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, source: Plain, page: Int32, first_token: Int32,
+              ring: Ring, me: Lane):
+    """The page's K part to slot 0 and, by lanes 0..15, a row of V each behind it; one phase of ring.unit_full."""
     words = cfg.row_bytes // WORD
-    rows = plain.row_view(cfg, ring, Uint32, words, cfg.third_tokens)
+    target = plain.row_view(cfg, ring, Uint32, words, cfg.third_row + UNIT_TOKENS)
+    on_unit = ring._replace(full=ring.unit_full)
+    cute.arch.sync_warp()  # all lanes have read what lies in the ring
+    load.issue(cfg, cfg.k, pages, on_unit, me.warp, Int32(0), pages.table[pages.first + page],
+               UNIT_TOKENS * cfg.row_bytes)
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(ring.unit_full, cfg.third_tokens * cfg.row_bytes)
-    cute.arch.sync_warp()
-    for first in cutlass.range_constexpr(0, cfg.third_tokens, WARP):
-        row = value_row(first_token + first, source.slots_v, Int32(me.lane))
+    if me.lane < UNIT_TOKENS:
+        row = value_row(first_token, source.slots_v, Int32(me.lane))
         address = cute.make_ptr(Uint32, source.ring_v + Int64(row) * cfg.row_bytes, cute.AddressSpace.gmem,
                                 assumed_align=16)
         cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32),
-                  cute.make_tensor(address, cute.make_layout(words)), rows[None, 0, first + Int32(me.lane), me.warp],
-                  mbar_ptr=ring.unit_full)
+                  cute.make_tensor(address, cute.make_layout(words)),
+                  target[None, 0, cfg.third_row + Int32(me.lane), me.warp], mbar_ptr=ring.unit_full)
 
 
 def value_row(first_token, slots, lane):
-    """Slot of token ``first_token`` + lane: rings hold whole blocks of 64 tokens, so 32 aligned ones never wrap."""
+    """Slot of token ``first_token`` + lane: rings hold whole blocks of 64 tokens, so 16 aligned ones never wrap."""
     return first_token % slots + lane
-
-
-def add_values(cfg: RegisterConfig, ring: Ring, me: Lane, p: cute.Tensor, first: int, state: State) -> None:
-    """O += V P over the rows in the ring, tokens ``first`` and on of the page; p: fp32 accumulators of S^T."""
-    for token in range(0, cfg.third_tokens, layout.TILE):
-        operand = plain.probabilities(cfg, p, (first + token) // layout.TILE)
-        plain.add_values(cfg, ring, me, operand, token, cfg.third_tokens, state, None)

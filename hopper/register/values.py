@@ -23,8 +23,7 @@ def page_exponent(cfg: RegisterConfig, piece: Piece, me: Lane, state: State) -> 
     if not cfg.options.exponents:
         return cutlass.min(state.exponent[0], Int32(registers.FIXED_VALUE_EXPONENT))
     largest = numbers.tree(load.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
-    largest = numbers.over_lanes(largest, (*numbers.OVER_T, *numbers.OVER_G), ptx.max_u16x2)
-    scale, _ = numbers.widen(largest & Uint32(numbers.LOW_HALF), cfg.v.storage)
+    scale = numbers.warp_max_half(largest, cfg.v.storage)
     return cutlass.min(state.exponent[0], -numbers.ceil_log2(scale, registers.MIN_SCALE_LOG2))
 
 
@@ -35,14 +34,20 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
     up = numbers.pow2(exponent + registers.PROBABILITY_SHIFT)
     softmax.add_sums(cfg, state, p)
     group_tiles = side.group // layout.TILE
-    rounded_sums = [[Float32(0.0)] * side.groups for _ in range(2 * blocks)]
+    rounded_sums = cute.make_rmem_tensor((4, (side.groups + 1) // 2 * blocks), Float32)
+    rounded_sums.fill(0.0)
     for ct in range(side.col_tiles):
         if side.groups > 1:
             cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
         first = ct * side.row_tiles
         words = load.codes(cfg, side, piece, me, first, side.row_tiles)
         for j in range(side.groups):
-            operand = scaled_p(cfg, state, p, ct, j, up, rounded_sums, load.token_meta(cfg, side, piece, me, j, ct))
+            operand = scaled_p(cfg, state, p, ct, j, up, load.token_meta(cfg, side, piece, me, j, ct))
+            if cfg.options.centring:
+                ones = numbers.operand_a([Uint32(numbers.ONES * (side.groups == 1 or row8 == j % 2))
+                                          for row8 in (0, 1, 0, 1)])
+                for nt in range(blocks):
+                    numbers.multiply(atom, rounded_sums, j // 2 * blocks + nt, ones, operand[None, nt])
             for rt in range(j * group_tiles, (j + 1) * group_tiles):
                 a = numbers.operand_a(load.operand(side, words, first + rt))
                 for nt in range(blocks):
@@ -51,22 +56,26 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
         recentre(cfg, state, rounded_sums)
 
 
-def recentre(cfg: RegisterConfig, state: State, rounded_sums: list) -> None:
-    """O -= N/2 sum (ps)~ of a page, in the accumulators' units; rounded_sums: [column][group] this lane's share."""
-    side = cfg.v
-    for column, sums in enumerate(rounded_sums):
-        totals = [numbers.over_lanes(total, numbers.OVER_G, numbers.add) for total in sums]
-        for row, at in enumerate(softmax.places(state.acc_o, column, cfg.col_blocks)):
+def recentre(cfg: RegisterConfig, state: State, rounded_sums: cute.Tensor) -> None:
+    """O -= N/2 sum (ps)~ of a page, in the accumulators' units.
+
+    rounded_sums: (4, group // 2 * col_blocks + block), even groups in elements 0 and 1, odd ones in 2 and 3.
+    """
+    side, blocks = cfg.v, cfg.col_blocks
+    for column in range(2 * blocks):
+        for row, at in enumerate(softmax.places(state.acc_o, column, blocks)):
             rt, row8 = divmod(row, 2)
             half = Float32(-side.levels / 2 * 2.0 ** (side.power(rt, row8) - registers.SUBNORMAL_SHIFT))
-            state.acc_o[at] = totals[layout.TILE * rt // side.group] * half + state.acc_o[at]
+            group = layout.TILE * rt // side.group
+            total = rounded_sums[2 * (group % 2) + column % 2, group // 2 * blocks + column // 2]
+            state.acc_o[at] = total * half + state.acc_o[at]
 
 
 def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32,
-             rounded_sums: list, words) -> cute.Tensor:
+             words) -> cute.Tensor:
     """B operand (4, col_blocks) of a token tile: (ps)~ = fp16(p * s * up), transposed; z takes p (m + N/2 s).
 
-    up: 2^(E + 15). With centring rounded_sums [column][group] take (ps)~.
+    up: 2^(E + 15).
     """
     blocks = cfg.col_blocks
     operand, operand_words = numbers.fragments(blocks)
@@ -80,11 +89,7 @@ def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group
             for e in (0, 1):
                 column = 2 * nt + e
                 state.zeros[column, group] = pair[e] * zero + state.zeros[column, group]
-            packed = numbers.pack(pair[0] * scale, pair[1] * scale)
-            if cfg.options.centring:
-                for e, rounded in enumerate(numbers.widen(packed, "float16")):
-                    rounded_sums[2 * nt + e][group] = rounded_sums[2 * nt + e][group] + rounded
-            operand_words[row8, nt] = ptx.movmatrix(packed)
+            operand_words[row8, nt] = ptx.movmatrix(numbers.pack(pair[0] * scale, pair[1] * scale))
     return operand
 
 

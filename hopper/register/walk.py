@@ -1,4 +1,8 @@
-"""What one warp of one CTA visits: its packed pages, then (last split only) pages whose V is in 16 bit, then units."""
+"""What one warp of one CTA visits: its packed pages, then (last split only) its share of 16-bit units.
+
+A unit has 16 tokens: of pages whose K is packed while their V is in 16 bit (third.py), then of sinks and residual
+(plain.py). The units are dealt one by one, the late warps first, which have the fewer pages.
+"""
 
 from typing import NamedTuple
 
@@ -8,15 +12,19 @@ from lowbit_attn import layout
 from lowbit_attn.hopper.register.config import UNIT_TOKENS
 from lowbit_attn.hopper.walk import at_most
 
+THIRD_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page
+PAGE_COST = 2  # 16-bit units that take a CTA as long as a page: few of them, each a load that nothing hides
+
 
 class Walk(NamedTuple):
     """Run-time counts of one warp, Int32. Its pages are first_page, first_page + warps, ... of the sequence."""
 
     first_page: Int32
     num_pages: Int32
-    third_page: Int32  # pages with V in 16 bit: third_page, third_page + warps, ... of the sequence
-    num_third: Int32
-    first_unit: Int32  # units first_unit, first_unit + warps, ... below num_units; late warps come first
+    third_page: Int32  # the first page with V in 16 bit; its first unit is unit 0 of the third segment
+    first_third: Int32  # units first_third, first_third + warps, ... below num_third
+    num_third: Int32  # of the CTA
+    first_unit: Int32  # the same of sinks and residual: units first_unit, first_unit + warps, ... below num_units
     num_units: Int32  # of the CTA: units of sinks, then of the residual
     sink_units: Int32
     n_sink: Int32
@@ -38,7 +46,8 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
     n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk. window: tokens that a query sees, itself
-    included, or None; pages that the first query does not reach are left out, and the splits share the rest.
+    included, or None; pages that the first query does not reach are left out, and the splits share the rest, the last
+    one fewer of them, for the time that its units take.
     """
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
     packed_k, packed_v = n_qk // layout.PAGE_TOKENS, n_qv // layout.PAGE_TOKENS
@@ -47,18 +56,20 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
         hidden = at_most(first_seen * Int32(first_seen > 0) // layout.PAGE_TOKENS, packed_k)
         start = at_most(hidden, packed_v)
         third_start = packed_v + hidden - start
+    num_third, n_residual = (packed_k - third_start) * THIRD_UNITS, n_tok - n_sink - n_qk
+    sink_units, residual_units = units_of(n_sink), units_of(n_residual)
+    # the last split has all units, hence fewer pages
     pages = packed_v - start
-    first = start + pages * split_idx // num_splits
-    count = start + pages * (split_idx + 1) // num_splits - first
+    work = pages + (num_third + sink_units + residual_units) // PAGE_COST
+    first = at_most(work * split_idx // num_splits, pages)
+    count = at_most(work * (split_idx + 1) // num_splits, pages) - first
     is_last = Int32(split_idx == num_splits - 1)
-    third = is_last * (packed_k - third_start)
-    n_residual = is_last * (n_tok - n_sink - n_qk)
-    n_sink = is_last * n_sink
-    sink_units = units_of(n_sink)
-    first_unit = warps - 1 - warp_idx  # the last warps have the fewer pages
-    return Walk(first + warp_idx, dealt(count, warp_idx, warps), third_start + warp_idx,
-                dealt(third, warp_idx, warps), first_unit, sink_units + units_of(n_residual), sink_units, n_sink,
-                n_residual, n_qk, first_seen)
+    num_third, sink_units, residual_units = is_last * num_third, is_last * sink_units, is_last * residual_units
+    n_sink, n_residual = is_last * n_sink, is_last * n_residual
+    first_third = warps - 1 - warp_idx
+    first_unit = (first_third + (warps - 1) * (num_third % warps)) % warps  # num_third further on
+    return Walk(start + first + warp_idx, dealt(count, warp_idx, warps), third_start, first_third, num_third,
+                first_unit, sink_units + residual_units, sink_units, n_sink, n_residual, n_qk, first_seen)
 
 
 def dealt(count, warp_idx, warps: int):
