@@ -154,7 +154,6 @@ def _prim_func(config: DecodeConfig):
             ratio = T.truncdiv(heads, heads_kv)
             head = T.truncdiv(place, row_blocks)
             pool_of = pages.Pool(pool, table, seq * table_b + head * table_h, page_stride, head * head_stride)
-            pages.prefetch(pool_of, T.if_then_else(table_h == 0, table_b, T.min(table_b, table_h)), entries, thread)
             combine.prefetch(sink_logits, head * ratio, arrivals, seq * heads_kv * row_blocks + place, thread)
             first_row = (place - head * row_blocks) * config.rows
             if config.shares_pages:
@@ -168,8 +167,18 @@ def _prim_func(config: DecodeConfig):
                                   n_tok[seq], slots_k, slots_v)
             attend(config, pool_of, rows, state, ring, warp, thread, regs, ops, work, q, softmax_scale_log2,
                    softcap_log2, split, num_splits)
+            # values of their own: those of above would stay in registers over the page loop, or be spilled
+            place_again, seq_again = (T.alloc_var("int32") for _ in range(2))
+            place_again = T.shfl_sync(place, 0)
+            seq_again = T.shfl_sync(seq, 0)
+            head = T.truncdiv(place_again, row_blocks)
+            first_row = (place_again - head * row_blocks) * config.rows
+            if config.shares_pages:
+                first_row = first_row + warp * config.warp_rows
+            num_rows = T.min(ratio * q_len - first_row, config.warp_rows)
+            rows = rows._replace(seq=seq_again, first_head=head * ratio)
             deliver(config, regs, ring, rows, queries.of_block(config, rows, warp, q_len), warp, thread,
                     combine.Results(o_partial, lse_partial, out, lse, sink_logits, split, num_splits), arrivals,
-                    seq * heads_kv * row_blocks + place)
+                    seq_again * heads_kv * row_blocks + place_again)
 
     return decode

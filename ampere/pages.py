@@ -14,7 +14,6 @@ from lowbit_attn import layout
 from lowbit_attn.ampere import load, queries, register, softmax, tile
 from lowbit_attn.ampere.config import SIDE_K, SIDE_V, static
 
-LINE_ENTRIES = 128 // layout.WORD_BYTES  # of the table in a line of L2
 STEPS = {"register": register, "tile": tile}
 
 
@@ -46,14 +45,6 @@ class Scales(NamedTuple):
 def record_address(pages: Pool, page):
     """Units of 128 bytes from the start of the pool to a page's record of this head: below 2^31, as the pool's size."""
     return pages.table[pages.table_row + page] * pages.page_stride + pages.head_offset
-
-
-@T.macro
-def prefetch(pages, length, entries, thread):
-    """The head's row of the table, ``length`` entries at most, towards L2: its length in use is not known yet."""
-    line = thread * LINE_ENTRIES
-    if line < T.min(length, entries - pages.table_row):
-        load.prefetch(pages.table, pages.table_row + line)
 
 
 @T.macro
