@@ -48,6 +48,7 @@ def lengths_figure(lines: list[dict]):
     axes.plot(tokens, [line["fp16_us"] for line in points], marker="s", markersize=4, color="grey", label="16 bit")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(tokens, [f"{n >> 10}K" for n in tokens])
     axes.set(xlabel="tokens", ylabel="time of a decode call (us)")
     axes.grid(which="both", linewidth=0.3)
@@ -68,11 +69,11 @@ def targets_figure(lines: list[dict]):
     labels = [str(BenchCase.from_line(line)) + " *" * line["void"] for line in lines]
     bars = axes.barh(labels, fractions, height=0.7, color=[COLORS[line["format"]] for line in lines])
     axes.bar_label(bars, [f"{fraction:.2f}, {line['us']:.1f} us" for fraction, line in zip(fractions, lines)],
-                   padding=3, fontsize=8)
+                   label_type="center", color="white", fontsize=8)
     axes.axvline(1, linestyle="--", linewidth=0.8, color="grey")
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
-    axes.set(xlabel="rate of a decode call over that of a plain read of the same bytes", xlim=(0, 1.25))
+    axes.set(xlabel="rate of a decode call over that of a plain read of the same bytes", xlim=(0, 1.05))
     axes.set_title(title_of(lines) + "; *: slow plain read" * any(line["void"] for line in lines), fontsize=8)
     return figure
 

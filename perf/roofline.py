@@ -145,7 +145,8 @@ def built_loop(key: KernelKey, build: bool = False) -> PageLoop | None:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one case. busiest: pages of the busiest SM over those of the mean one; None, as issue_us: no page loop."""
+    """Of one case. busiest: pages of the busiest SM over those of the mean one; None: warps share pages by roles.
+    loop and issue_us None: that, or the kernel is not built."""
 
     grid: Launch
     nbytes: int
@@ -163,11 +164,9 @@ def predict(case: BenchCase, grid: Launch, gpu: budget.Gpu, sms: int, clock_ghz:
     found = traffic(case, grid.splits)
     nbytes = sum(found.values()) - found[PARTIAL]
     read_us = gpu.read_us(nbytes)
-    busiest = issue_us = None
-    if loop:
-        pages = pages_by_sm(case, grid, sms)
-        busiest = max(pages) * sms / max(1, sum(pages))
-        issue_us = max(pages) * loop.instructions / (clock_ghz * 1e3)
+    pages = pages_by_sm(case, grid, sms) if warps_of(grid.key) else None
+    busiest = pages and max(pages) * sms / max(1, sum(pages))
+    issue_us = loop and max(pages) * loop.instructions / (clock_ghz * 1e3)
     return Prediction(grid, nbytes, found[PARTIAL], loop, read_us, busiest, issue_us,
                       max(read_us, issue_us or 0) + fixed_us)
 
@@ -175,11 +174,13 @@ def predict(case: BenchCase, grid: Launch, gpu: budget.Gpu, sms: int, clock_ghz:
 def table_row(case: BenchCase, found: Prediction, line: dict | None) -> list[str]:
     """The cells of a case; line: the newest measured one."""
     key = found.grid.key
-    counts = ("-",) * 4 if found.loop is None else (
-        f"{found.loop.instructions}", f"{found.loop.multiplies}", f"{found.busiest:.2f}", f"{found.issue_us:.1f}")
+    counts = map(str, found.loop or ("-", "-"))
+    busiest = "-" if found.busiest is None else f"{found.busiest:.2f}"
+    issue = "-" if found.issue_us is None else f"{found.issue_us:.1f}"
     measured = (f"{line['us']:.1f}", f"{line['us'] / found.us:.2f}", line["commit"]) if line else ("-", "-", "")
     return [str(case), f"{key.variant} r{key.rows}", str(found.grid.splits), f"{found.nbytes / 1e6:.2f}",
-            f"{found.partial_bytes / 1e3:.0f}", f"{found.read_us:.1f}", *counts, f"{found.us:.1f}", *measured]
+            f"{found.partial_bytes / 1e3:.0f}", f"{found.read_us:.1f}", *counts, busiest, issue,
+            f"{found.us:.1f}", *measured]
 
 
 def main(
