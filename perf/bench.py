@@ -33,13 +33,18 @@ PRESETS = {
         for shape in ((8, 32, 8, 128, 32768), (1, 32, 32, 128, 131072), (1, 32, 8, 128, 32768), (1, 32, 8, 128, 131072))
     ],
 }
-PRESETS["targets"] = [BenchCase(name, batch, heads, kv_heads, 128, seqlen) for name in ("k4v4", "k2v2")
-                      for batch, heads, kv_heads, seqlen in (
-    (1, 32, 8, 8192), (1, 32, 8, 32768), (1, 32, 8, 131072), (1, 32, 32, 131072), (8, 32, 8, 32768),
-    (8, 64, 8, 32768), (64, 32, 8, 4096))]
+PRESETS["targets"] = [BenchCase(name, batch, heads, kv_heads, 128, seqlen, ragged=ragged) for name in ("k4v4", "k2v2")
+                      for batch, heads, kv_heads, seqlen, ragged in (
+    (1, 32, 8, 8192, None), (1, 32, 8, 32768, None), (1, 32, 8, 131072, None), (1, 32, 32, 131072, None),
+    (8, 32, 8, 32768, None), (8, 64, 8, 32768, None), (64, 32, 8, 4096, None), (64, 32, 8, 4096, (1024, 16384)))]
 PRESETS["wide"] = [BenchCase(name, 8, heads, 8, head_dim, 32768, q_len) for heads, head_dim, q_len, name in (
     (32, 128, 4, "k4v4"), (32, 128, 4, "k2v2"), (64, 128, 8, "k4v4"), (64, 128, 8, "k2v2"), (32, 96, 1, "k4v4"),
     (32, 256, 1, "k4v4"), (32, 256, 1, "k2v2"), (32, 256, 1, "k8v4"), (32, 256, 4, "k4v4"), (32, 128, 1, "k4tv4"))]
+PRESETS["formats"] = [BenchCase(name, 8, 32, 8, head_dim, 32768, dtype=dtype) for name, head_dim, dtype in (
+    *((name, 128, "float16") for name in ("k4v2", "k8v4", "k4tv4", "k4v4-g32", "k2v2-g32")),
+    *((name, head_dim, "float16") for head_dim in (64, 256) for name in ("k4v4", "k2v2")), ("k4v4", 96, "float16"),
+    *((name, 128, "bfloat16") for name in ("k4v4", "k2v2")))]
+PRESETS["lengths"] = [BenchCase(name, 1, 32, 8, 128, 1024 << i) for name in ("k4v4", "k2v2") for i in range(1, 9)]
 
 
 def main(
@@ -50,13 +55,14 @@ def main(
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/decode.jsonl",
 ) -> None:
     """Time the preset's cases on each architecture's kernels."""
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"{preset!r}, supported: {', '.join(PRESETS)}", param_hint="--preset")
     origin, console = provenance(), Console(width=150)
     table = Table("case", "arch", "path", "us", "x read", "read us", "GB/s", "fp16 us", "x fp16", "void")
     for case, name in product(PRESETS[preset], arch):
         os.environ["LOWBIT_ATTN_ARCH"] = name
         cache = make_cache(case)
-        rows = case.num_heads // case.num_heads_kv * case.q_len
-        picked = [kernels.pick(name, cache.format, case.head_dim, cache.dtype, rows, p)[0] for p in path or [None]]
+        picked = [kernels.pick(name, cache.format, case.head_dim, cache.dtype, case.rows, p)[0] for p in path or [None]]
         chosen_paths = [shape[0] for shape in picked if shape]
         calls = [(p, without) for p in chosen_paths
                  for without in ((), *gpu_matrix.ABLATED * (ablate and p == "register"))]

@@ -4,6 +4,7 @@ Random data, distinct pages in permuted order, 64 residual tokens a sequence, L2
 call replayed from a CUDA graph. Needs a CUDA device and triton's timer.
 """
 
+import random
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,8 @@ from lowbit_attn import KVCache, decode, kernels, layout, loader
 from lowbit_attn.testing import permute_pages
 
 RESIDUAL_TOKENS = 64
+RAGGED_SEED = 1
+RAGGED_NOTE = "fp16_us: equal lengths of the same total"  # so that torch's kernels read the same bytes without padding
 READ_CTAS_PER_SM = (1, 2, 3, 4, 6)
 # TB/s of a plain read on one H200 by MiB read (design measurement); a run below 95 % of it is void
 READ_RATE_TBPS = {16: 1.7, 32: 2.24, 64: 2.71, 128: 3.25, 256: 3.77, 512: 4.16, 2048: 4.49}
@@ -24,7 +27,8 @@ SDPA_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBack
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One decode step: every sequence holds ``seqlen`` tokens."""
+    """One decode step. Every sequence holds ``seqlen`` tokens, or, ragged, from ``ragged[0]`` to ``ragged[1]`` with
+    ``seqlen`` as their mean: the same tokens in all. dtype: a name in torch."""
 
     format: str
     batch: int
@@ -33,21 +37,79 @@ class BenchCase:
     head_dim: int
     seqlen: int
     q_len: int = 1
+    dtype: str = "float16"
+    ragged: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        if self.ragged is None:
+            return
+        shortest, longest = self.ragged
+        most = shortest + (self.batch - 1) * longest  # with one sequence at either end
+        least = longest + (self.batch - 1) * shortest
+        if any(n % layout.PAGE_TOKENS for n in (shortest, longest, self.seqlen)) or self.batch < 2 or not (
+                0 < shortest < longest and least <= self.batch * self.seqlen <= most):
+            raise ValueError(f"ragged: got {shortest} to {longest} with mean {self.seqlen} in a batch of {self.batch}, "
+                             f"supported: multiples of {layout.PAGE_TOKENS} tokens, 2 or more sequences, one of them "
+                             "at either end, that can have the mean")
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head."""
+        return self.num_heads // self.num_heads_kv * self.q_len
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence, the same at every call. Ragged ones: one sequence at either end, the others above
+        the shortest in proportion to log-uniform draws, then single pages at random until the sum is right."""
+        if self.ragged is None:
+            return (self.seqlen,) * self.batch
+        draw = random.Random(RAGGED_SEED)
+        low, high = (n // layout.PAGE_TOKENS for n in self.ragged)
+        missing = self.batch * (self.seqlen // layout.PAGE_TOKENS - low) - (high - low)  # above low, of the others
+        shares = [(high / low) ** draw.random() - 1 for _ in range(self.batch - 2)]
+        pages = [low, high, *(min(high, low + int(missing * share / sum(shares))) for share in shares)]
+        excess = sum(pages) - self.batch * self.seqlen // layout.PAGE_TOKENS
+        while excess:
+            i, step = draw.randrange(2, self.batch), -1 if excess > 0 else 1
+            if low <= pages[i] + step <= high:
+                pages[i] += step
+                excess += step
+        draw.shuffle(pages)
+        return tuple(n * layout.PAGE_TOKENS for n in pages)
+
+    @property
+    def line(self) -> dict:
+        """What a line of the results says of the case; ``from_line`` is the inverse."""
+        line = {"format": self.format, "batch": self.batch, "heads": self.num_heads, "kv_heads": self.num_heads_kv,
+                "head_dim": self.head_dim, "seqlen": self.seqlen, "q_len": self.q_len, "dtype": self.dtype}
+        return line | ({"ragged": list(self.ragged)} if self.ragged else {})
+
+    @classmethod
+    def from_line(cls, line: dict) -> "BenchCase":
+        """The case of a line of the results; early lines name no dtype."""
+        return cls(line["format"], line["batch"], line["heads"], line["kv_heads"], line["head_dim"], line["seqlen"],
+                   line["q_len"], line.get("dtype", "float16"), tuple(line["ragged"]) if "ragged" in line else None)
 
     def __str__(self) -> str:
         heads, queries = f"{self.num_heads}/{self.num_heads_kv}", f" q{self.q_len}" * (self.q_len > 1)
-        return f"{self.format} b{self.batch} {heads} d{self.head_dim} L{self.seqlen}{queries}"
+        tokens = "L{}-{} mean {}".format(*self.ragged, self.seqlen) if self.ragged else f"L{self.seqlen}"
+        dtype = f" {self.dtype}" * (self.dtype != "float16")
+        return f"{self.format} b{self.batch} {heads} d{self.head_dim} {tokens}{queries}{dtype}"
+
+
+def cache_tokens(seqlen: int) -> int:
+    """Tokens that the cache holds of a sequence of this length: its last page is a residual of 64."""
+    return seqlen // layout.PAGE_TOKENS * layout.PAGE_TOKENS - layout.PAGE_TOKENS + RESIDUAL_TOKENS
 
 
 def make_cache(case: BenchCase) -> KVCache:
     """Random K and V through the cache's own quantize kernels; the last 64 tokens stay in the residual."""
-    length = case.seqlen // layout.PAGE_TOKENS * layout.PAGE_TOKENS - layout.PAGE_TOKENS + RESIDUAL_TOKENS
-    pages = case.batch * (length // layout.PAGE_TOKENS)
-    cache = KVCache(case.format, pages, case.num_heads_kv, case.head_dim, device="cuda",
-                                max_batch=case.batch, max_seqlen=length, max_q_len=case.q_len)
-    for row in range(case.batch):
-        k, v = (torch.randn(length, case.num_heads_kv, case.head_dim, device="cuda", dtype=torch.float16)
-                for _ in range(2))
+    lengths, dtype = [cache_tokens(n) for n in case.lengths], getattr(torch, case.dtype)
+    pages = sum(n // layout.PAGE_TOKENS for n in lengths)
+    cache = KVCache(case.format, pages, case.num_heads_kv, case.head_dim, dtype, "cuda",
+                    max_batch=case.batch, max_seqlen=max(lengths), max_q_len=case.q_len)
+    for row, length in enumerate(lengths):
+        k, v = (torch.randn(length, case.num_heads_kv, case.head_dim, device="cuda", dtype=dtype) for _ in range(2))
         cache.prefill(row, k, v)
     permute_pages(cache, seed=1)
     return cache
@@ -88,13 +150,14 @@ def read_us(nbytes: int) -> tuple[float, str]:
 
 @cache
 def fp16_us(batch: int, num_heads: int, num_heads_kv: int, head_dim: int, seqlen: int,
-            q_len: int) -> tuple[float, str]:
+            q_len: int, dtype: str = "float16") -> tuple[float, str]:
     """Best 16-bit decode attention of torch here over its backends, contiguous K and V, and which it was.
 
     Several queries see all tokens: the mask within a step would cost a backend more than it saves.
     """
-    q = torch.randn(batch, num_heads, q_len, head_dim, device="cuda", dtype=torch.float16)
-    k, v = (torch.randn(batch, num_heads_kv, seqlen, head_dim, device="cuda", dtype=torch.float16) for _ in range(2))
+    like = dict(device="cuda", dtype=getattr(torch, dtype))
+    q = torch.randn(batch, num_heads, q_len, head_dim, **like)
+    k, v = (torch.randn(batch, num_heads_kv, seqlen, head_dim, **like) for _ in range(2))
     times = {}
     # torch says at length why a backend has no kernel for the shape
     warnings.filterwarnings("ignore", message=".*(kernel|attention).*")
@@ -125,14 +188,15 @@ def read_rate_floor(nbytes: int) -> float:
 def measure(case: BenchCase, cache: KVCache, arch: str, path: str | None) -> dict:
     """The numbers of one case: a cache of ``make_cache``, read by one architecture's kernels on one path (None: the
     dispatcher's pick)."""
-    q = torch.randn(case.batch, case.q_len, case.num_heads, case.head_dim, device="cuda", dtype=torch.float16)
+    q = torch.randn(case.batch, case.q_len, case.num_heads, case.head_dim, device="cuda", dtype=cache.dtype)
     nbytes = call_bytes(case, cache)
     us = graph_us(lambda: decode(q, cache, path=path))
     read, read_shape = read_us(nbytes)
-    fp16, fp16_by = fp16_us(case.batch, case.num_heads, case.num_heads_kv, case.head_dim, case.seqlen, case.q_len)
+    fp16, fp16_by = fp16_us(case.batch, case.num_heads, case.num_heads_kv, case.head_dim, case.seqlen, case.q_len,
+                            case.dtype)
     return {
-        "arch": arch, "path": path, "format": case.format, "batch": case.batch, "heads": case.num_heads,
-        "kv_heads": case.num_heads_kv, "head_dim": case.head_dim, "seqlen": case.seqlen, "q_len": case.q_len,
+        "arch": arch, "path": path, **case.line,
         "us": round(us, 2), "bytes": nbytes, "read_us": round(read, 2), "read_shape": read_shape,
         "fp16_us": round(fp16, 2), "fp16_by": fp16_by, "void": nbytes / read / 1e6 < read_rate_floor(nbytes),
+        **({"note": RAGGED_NOTE} if case.ragged else {}),
     }

@@ -1,0 +1,60 @@
+"""Instructions that a warp issues for a page, counted in the SASS of a built decode kernel; needs no GPU.
+
+The page loop is the one with the most tensor core instructions. ptxas keeps a loop's body in one piece and puts rare
+ways out of line, behind EXIT; waits are short loops that a warp passes once where the data are there. So every
+instruction between the loop's first and its last is counted once.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from lowbit_attn import sass
+from lowbit_attn.toolchain import find_tool
+
+MULTIPLIES = ("IMMA", "HMMA")  # of warps; a warpgroup's belong to the tile path, whose warps share a page by roles
+_LINE = re.compile(r"^(\.L_\w+):|^\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)\S*(.*);", re.M)
+_TARGET = re.compile(r"`\((\.L_\w+)\)")
+
+
+class PageLoop(NamedTuple):
+    """What one warp issues for one page, or for its rows of one."""
+
+    instructions: int
+    multiplies: int
+
+
+def page_loop(path: Path, expected_multiplies: int) -> PageLoop:
+    """The page loop of the kernel in a .so; expected_multiplies: about what a page takes, to see an unrolled loop."""
+    elf, = sass.cuda_elfs(path.read_bytes())
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(elf)
+        file.flush()
+        text = subprocess.run([find_tool("nvdisasm"), "-c", file.name], capture_output=True, text=True,
+                              check=True).stdout
+    loop = find_loop(text)
+    pages = max(1, round(loop.multiplies / expected_multiplies))
+    return PageLoop(round(loop.instructions / pages), round(loop.multiplies / pages))
+
+
+def find_loop(text: str) -> PageLoop:
+    """The loop with the most multiplies of a disassembled kernel, the shortest of several; ValueError without any."""
+    names, labels, loops, end = [], {}, [], 0
+    for label, predicate, name, rest in _LINE.findall(text):
+        if label:
+            labels[label] = len(names)
+            continue
+        names.append(name)
+        if name == "EXIT" and not predicate:
+            end = len(names)  # what follows is out of line: no loop spans it
+        target = _TARGET.search(rest)
+        if name == "BRA" and target and labels.get(target[1], -1) >= end:
+            body = [n for n in names[labels[target[1]]:] if n != "NOP"]
+            loops.append(PageLoop(len(body), sum(n in MULTIPLIES for n in body)))
+    found = max(loops, key=lambda loop: (loop.multiplies, -loop.instructions), default=PageLoop(0, 0))
+    if not found.multiplies:
+        raise ValueError(f"SASS: no loop with any of {', '.join(MULTIPLIES)}, supported: kernels of the integer and "
+                         "register paths")
+    return found

@@ -1,0 +1,115 @@
+"""Two plots of the times that perf/bench.py measured, as SVG and PNG.
+
+    python perf/plots.py        perf/results/plots/decode-lengths (preset lengths) and decode-targets (preset targets)
+
+Each plot is of one commit: the newest that has every case of its preset, or --commit.
+"""
+
+from typing import Annotated
+
+import typer
+from bench import PRESETS
+from decode_results import RESULTS, newest, read_lines
+from provenance import ROOT
+
+from lowbit_attn.bench import BenchCase
+
+PLOTS = "perf/results/plots"
+COLORS = {"k4v4": "tab:blue", "k2v2": "tab:orange"}
+
+
+def complete(lines: list[dict], cases: list[BenchCase], commit: str | None) -> list[dict]:
+    """The newest line of each case at one commit, in order; empty where no commit (or not this one) has all cases."""
+    for name in [commit] if commit else dict.fromkeys(line["commit"] for line in reversed(lines)):
+        found = [newest([line for line in lines if line["commit"] == name], case) for case in cases]
+        if all(found):
+            return found
+    return []
+
+
+def title_of(lines: list[dict]) -> str:
+    """Where numbers are from."""
+    first = lines[0]
+    return f"{first['gpu']}, {first['arch']} kernels, {first['date'][:10]}, commit {first['commit']}"
+
+
+def lengths_figure(lines: list[dict]):
+    """Time of a call against the tokens of its one sequence: both formats, plain reads of their bytes, 16 bit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for name, color in COLORS.items():
+        points = [line for line in lines if line["format"] == name]
+        tokens = [line["seqlen"] for line in points]
+        axes.plot(tokens, [line["us"] for line in points], marker="o", markersize=4, color=color, label=name)
+        axes.plot(tokens, [line["read_us"] for line in points], linestyle="--", linewidth=1, color=color,
+                  label=f"plain read of {name}'s bytes")
+    axes.plot(tokens, [line["fp16_us"] for line in points], marker="s", markersize=4, color="grey", label="16 bit")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(tokens, [f"{n >> 10}K" for n in tokens])
+    axes.set(xlabel="tokens", ylabel="time of a decode call (us)")
+    axes.grid(which="both", linewidth=0.3)
+    axes.legend(fontsize=8)
+    one = points[0]
+    figure.suptitle(f"batch {one['batch']}, heads {one['heads']}/{one['kv_heads']}, head_dim {one['head_dim']}; "
+                    f"{title_of(lines)}", fontsize=8)
+    return figure
+
+
+def targets_figure(lines: list[dict]):
+    """A bar a case: the rate at which a call reads its bytes, over that of a plain read. * where that was slow."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.2 + 0.28 * len(lines)), layout="constrained")
+    axes = figure.subplots()
+    fractions = [line["read_us"] / line["us"] for line in lines]
+    labels = [str(BenchCase.from_line(line)) + " *" * line["void"] for line in lines]
+    bars = axes.barh(labels, fractions, height=0.7, color=[COLORS[line["format"]] for line in lines])
+    axes.bar_label(bars, [f"{fraction:.2f}, {line['us']:.1f} us" for fraction, line in zip(fractions, lines)],
+                   label_type="center", color="white", fontsize=8)
+    axes.axvline(1, linestyle="--", linewidth=0.8, color="grey")
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set(xlabel="rate of a decode call over that of a plain read of the same bytes", xlim=(0, 1.05))
+    axes.set_title(title_of(lines) + "; *: slow plain read" * any(line["void"] for line in lines), fontsize=8)
+    return figure
+
+
+FIGURES = {"lengths": lengths_figure, "targets": targets_figure}
+
+
+def main(
+    arch: Annotated[str, typer.Option(help="Whose kernels: hopper or ampere.")] = "hopper",
+    commit: Annotated[str | None, typer.Option(help="Only lines of this commit; default: the newest complete.")] = None,
+    results: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS,
+    folder: Annotated[str, typer.Option(help="Where the plots go, in the repository.")] = PLOTS,
+) -> None:
+    """Draw every plot whose lines are there; an error says what to run for the others."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "lowbit_attn"  # the same numbers give the same file
+    lines, target, missing = read_lines(results, arch), ROOT / folder, []
+    for preset, draw in FIGURES.items():
+        found = complete(lines, PRESETS[preset], commit)
+        if not found:
+            missing.append(preset)
+            continue
+        target.mkdir(parents=True, exist_ok=True)
+        figure, file = draw(found), target / f"decode-{preset}"
+        figure.savefig(f"{file}.png", dpi=110, metadata={"Software": None})
+        figure.savefig(f"{file}.svg", metadata={"Date": None})
+        print(f"{file}.png", f"{file}.svg")
+    for preset in missing:
+        at = f"at commit {commit}" if commit else "of one commit"
+        typer.echo(f"{results} has not all cases of preset {preset} {at}, {arch} kernels; on a GPU run: "
+                   f"python perf/bench.py --preset {preset} --arch {arch}", err=True)
+    if missing:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
