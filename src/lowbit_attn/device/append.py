@@ -138,9 +138,10 @@ def pack_block(side, row, head, first, pool, unit, tile, threads, tx):
 
     They stand for m.threads threads, in turns if those are more.
     """
-    m, ring = side.m, side.ring
+    m = side.m
     for part in T.serial(m.parts):
-        load_tokens(ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, threads, True)
+        load_tokens(side.ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, threads,
+                    True)
         sync_packers(threads)
         for turn in T.serial(m.threads // threads):
             BODIES[type(m)][0](m, side.range_search, tile, part, pool.words, pool.halves, unit, turn * threads + tx,
