@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 import lowbit_attn
-from lowbit_attn import testing
+from lowbit_attn import FORMATS, testing
 from lowbit_attn.reference import PLAIN, Attention
 
 
@@ -15,6 +15,15 @@ def problem_and_expected(case: testing.Case, path: str,
     """Cases recur over architectures and split counts; their fp64 answers are made once."""
     problem = testing.build(case, "cuda")
     return problem, testing.expected(problem, options, path)
+
+
+def query_weights(name: str, num_heads_kv: int, head_dim: int, device) -> torch.Tensor | None:
+    """What a cache of this format needs: random by head, zero for some channels; None: nothing."""
+    if not FORMATS[name].k.weighs_queries:
+        return None
+    weights = torch.rand(num_heads_kv, head_dim, generator=torch.Generator().manual_seed(2)) ** 3 * 8
+    weights[:, ::9] = 0
+    return weights.to(device)
 
 
 def check_decode(case: testing.Case, path: str, group: str, record_property, num_splits: int | None = None,

@@ -337,15 +337,38 @@ def test_a_step_is_one_launch_planned_once(monkeypatch):
     assert launches[-1][-8] is cache.limit and loaded == [name] * 2
 
 
+def test_kernels_take_the_weights_of_formats_that_have_them(monkeypatch):
+    """The tensor itself, which its owner updates in place; another one makes another plan. V has none."""
+    launches = {"append": [], "quantize": []}
+    monkeypatch.setattr(loader, "load", lambda key: lambda *arguments: launches[key.op].append(arguments))
+    monkeypatch.setattr(loader, "argument", lambda tensor: tensor)
+    monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
+    cache = KVCache("kitty-weighted", 4, HEADS, 64, query_weights=torch.rand(HEADS, 64))
+    k, v = torch.randn(2, 1, 1, HEADS, 64).half()
+    for weights in (cache.query_weights, torch.rand(HEADS, 64)):
+        cache.query_weights = weights
+        for _ in range(2):
+            dispatch._append(cache, cache.row_tensor(np.array([0])), k, v)
+            assert launches["append"][-1][-6] is weights and len(launches["append"][-1]) == 23
+    blocks, pages = torch.randn(1, HEADS, 128, 64).half(), torch.zeros(1, dtype=torch.int64)
+    for side in "kv":
+        dispatch._write_blocks(cache, pages, blocks, side)
+    assert [len(arguments) for arguments in launches["quantize"]] == [7, 6]
+    assert launches["quantize"][0][4] is cache.query_weights
+
+
 @pytest.mark.parametrize("range_search, variant", [(None, "search_k"), (True, "search_kv"), (False, "")])
 def test_the_sides_of_a_step_search_as_the_cache_says(range_search, variant):
     key = kernels.append_key("sm_90a", "float16", 128, FORMATS["k2v2"], range_search)
     assert (key.target, key.format, key.variant) == ("sm_90", "k2v2", variant)
 
 
-@pytest.mark.parametrize("name", ("k4v4", "k4tv4", "kitty"))
+@pytest.mark.parametrize("name", ("k4v4", "k4tv4", "kitty", "kitty-weighted", "kitty-b0-weighted"))
 def test_the_step_of_every_kind_of_side_is_traced(name):
     """Without a compiler: the page quantizers and the step that calls them fit together."""
     pytest.importorskip("tilelang", reason="traces kernels")
     program = kernels.trace(kernels.append_key("sm_90", "float16", 64, FORMATS[name]))
     assert program.prim_func.attrs["global_symbol"] == "append"
+    names = [parameter.name for parameter in program.prim_func.params]
+    assert len(names) == 22 + FORMATS[name].k.weighs_queries
+    assert any(name.startswith("query_weights") for name in names) == FORMATS[name].k.weighs_queries

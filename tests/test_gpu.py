@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from gpu_checks import check_decode, differing_values, problem_and_expected
+from gpu_checks import check_decode, differing_values, problem_and_expected, query_weights
 
 import lowbit_attn
 from lowbit_attn import gpu_matrix, kernels, reference, testing
@@ -41,7 +41,8 @@ def hard_blocks(head_dim: int) -> torch.Tensor:
 @pytest.mark.parametrize("name, dtype, head_dim", gpu_matrix.QUANTIZED)
 def test_quantize_bytes_and_dequantized_values(arch, name, dtype, head_dim):
     blocks = hard_blocks(head_dim).to(getattr(torch, dtype))
-    caches = [lowbit_attn.KVCache(name, 40, 2, head_dim, blocks.dtype, device) for device in ("cpu", "cuda")]
+    caches = [lowbit_attn.KVCache(name, 40, 2, head_dim, blocks.dtype, device,
+                                  query_weights=query_weights(name, 2, head_dim, device)) for device in ("cpu", "cuda")]
     for cache in caches:
         tokens = blocks.transpose(1, 2).flatten(0, 1).to(cache.device)
         cache.prefill(0, tokens, tokens.flip(0))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from gpu_checks import query_weights
 
 import lowbit_attn
 from lowbit_attn import CacheFaultError, KVCache, gpu_matrix
@@ -23,7 +24,8 @@ def tokens(batch, count, head_dim, dtype=torch.float16, seed=0):
 
 def pair(name, head_dim, dtype=torch.float16, lengths=LENGTHS, pages=40, **options) -> list[KVCache]:
     """The same cache on the CPU and on the GPU, rows filled to these lengths."""
-    caches = [KVCache(name, pages, HEADS, head_dim, dtype, device, max_batch=len(lengths), **options)
+    caches = [KVCache(name, pages, HEADS, head_dim, dtype, device, max_batch=len(lengths),
+                      query_weights=query_weights(name, HEADS, head_dim, device), **options)
               for device in ("cpu", "cuda")]
     k, v = tokens(len(lengths), max(lengths), head_dim, dtype, seed=1)
     for cache in caches:
@@ -156,6 +158,29 @@ def test_one_captured_step_serves_every_length(name):
         cache.rewind([2], 1)
         cache.prefill(2, k[0].to(cache.device), v[0].to(cache.device))
         cache.append(k[:, :1].to(cache.device), v[:, :1].to(cache.device), [0])
+    assert_same_state(got, want)
+
+
+def test_weights_updated_in_place_matter_to_a_captured_steps_later_pages():
+    """Packed with what the tensor holds when a page is packed, within one graph, as the CPU's."""
+    want, got = pair("kitty-weighted", 128, sinks=5)
+    got.reserve(range(len(LENGTHS)), 600)
+    new = [torch.zeros(len(LENGTHS), 1, HEADS, 128, dtype=torch.float16, device="cuda") for _ in range(2)]
+    pair("kitty-weighted", 128, sinks=5)[1].append(*new)  # loads the kernel, which a capture cannot
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got.append(*new)
+    k, v = tokens(len(LENGTHS), 300, 128)
+    for i in range(300):
+        for mine, given in zip(new, (k, v)):
+            mine.copy_(given[:, i : i + 1])
+        if i % 100 == 50:
+            for cache in (want, got):
+                cache.query_weights.copy_(cache.query_weights.flip(0).roll(i, 1))
+        graph.replay()
+        want.append(k[:, i : i + 1], v[:, i : i + 1])
+    got.sync()
     assert_same_state(got, want)
 
 

@@ -109,6 +109,7 @@ def test_bf16_and_static_room(arch, name):
 PROMPT, STEPS = 120, 150  # two blocks fill and are packed on the way
 STATIC = [  # family, format, options, padding of two rows
     ("llama", "k4v4", dict(sinks=32), None), ("llama", "k2v2", dict(), (0, 37)), ("llama", "kitty", dict(), (0, 0)),
+    ("llama", "kitty-weighted", dict(), (0, 0)),
     ("llama", "k4v4", dict(window=60, keep_sinks=True, sinks=4), (37, 0)),
     ("gemma3", "k4v4", dict(sliding="lowbit"), (0, 37)),
 ]

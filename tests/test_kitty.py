@@ -325,8 +325,6 @@ def test_no_boost_takes_the_kernels_of_k2v2():
     assert plain_side(kitty, 64) is kitty
     with pytest.raises(NotImplementedError, match="K: 8 bits boosted over 2, supported: 4 over 2"):
         BoostMatrix(Boosted(2, 8), 64)
-    with pytest.raises(NotImplementedError, match="K: channels weighted by queries, supported: magnitude, variance"):
-        BoostMatrix(FORMATS["kitty-weighted"].k, 64)
 
 
 # ---- names and errors

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from test_kitty import NAN, F, chosen, element, formats, keys, largest
+from test_kitty import INF, NAN, F, chosen, element, emulated_masks, formats, keys, largest
 
-from lowbit_attn import FORMATS, KVCache, decode, kernels
-from lowbit_attn.formats.kitty import Boosted, magnitude, variance
+from lowbit_attn import FORMATS, KVCache, decode, kernels, layout
+from lowbit_attn.formats.kitty import Boosted, magnitude, variance, weighted
 from lowbit_attn.integrations.growth import grown
 from lowbit_attn.testing import assert_same_bytes
 
@@ -111,6 +111,7 @@ def test_decode_over_weighted_pages():
     ("kitty-weighted", torch.ones(2, 64).half(), TypeError, "query_weights: got torch.float16"),
     ("kitty-weighted", torch.full((2, 64), NAN), ValueError, "negative or non-finite"),
     ("kitty-weighted", torch.full((2, 64), -1.0), ValueError, "negative or non-finite"),
+    ("kitty-weighted", torch.ones(1, 64).expand(2, 64), ValueError, r"got strides \(0, 1\), supported: contiguous"),
 ])
 def test_query_weights_are_checked(name, weights, error, words):
     with pytest.raises(error, match=words):
@@ -122,9 +123,32 @@ def test_weights_and_selections_go_together():
         FORMATS["kitty-weighted"].k.quantize(keys(64), True)
     with pytest.raises(ValueError, match="query_weights: got .2, 64. for selection 'variance'"):
         FORMATS["kitty-variance"].k.boosted_channels(keys(64), torch.ones(2, 64))
-    reasons = kernels.quantize_missing(FORMATS["kitty-weighted"], 128, torch.float16)
-    assert reasons == ["format kitty-weighted: channels weighted by queries, supported: kitty, kitty-variance, "
-                       "kitty-random"]
+    assert not kernels.quantize_missing(FORMATS["kitty-weighted"], 128, torch.float16)
+
+
+@pytest.mark.parametrize("name, head_dim", [("kitty-weighted", 64), ("kitty-weighted", 128),
+                                            ("kitty-pro-weighted-bf16", 96), ("kitty-pro-weighted", 256)])
+def test_quantize_kernel_marks_the_channels_of_weighted_scores(name, head_dim):
+    """Lane by lane: a lane's rows, its lanes at the distances of a column, then one product."""
+    pytest.importorskip("tilelang", reason="the kernel's geometry lives in a file that imports tilelang")
+    from lowbit_attn.device import groups
+    from lowbit_attn.device.quantize_boost import BoostMatrix
+
+    side, k, weights = FORMATS[name].k, keys(head_dim, 4), torch.rand(4, head_dim) * 10
+    m = BoostMatrix(side, head_dim)
+    weights[:, 3:9], k[1, 5, :20], k[2, 9, 7], k[3] = 0, INF, NAN, k[3] * 0 + 1
+    weights[3, 30:] = 1.5  # equal scores
+    weights[0, 40] = 1e-42  # products that are subnormal numbers
+    lanes = np.arange(layout.LANES) // 4  # of all lanes of a t, row g of each eight
+    total = groups.tree_sum([np.abs(k.numpy()[:, 8 * i + lanes]) for i in range(m.held)])
+    for distance in groups.ROW_LANES.distances:
+        total = total + total[:, np.arange(layout.LANES) ^ distance]
+    scores, want = torch.from_numpy(total[:, 0]) * weights, weighted(k.transpose(1, 2), weights)
+    scores, want = (torch.where(x.isnan(), INF, x) for x in (scores, want))
+    assert_same_bytes("scores", scores, want)
+    for page, boosted in enumerate(side.boosted_channels(k, weights).tolist()):
+        masks = emulated_masks(m, scores[page])
+        assert [32 * w + bit for w, x in enumerate(masks) for bit in range(32) if x >> bit & 1] == boosted
 
 
 def halving_sum(values) -> np.float32:

@@ -168,7 +168,8 @@ def _write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, sid
     """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool."""
     key = kernels.quantize_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
     part = _part(cache, side)
-    loader.load(key)(blocks.contiguous(), pages.int(), part.view(torch.uint32), part.view(torch.uint16),
+    weights = (cache.query_weights,) if side == "k" and cache.query_weights is not None else ()
+    loader.load(key)(blocks.contiguous(), pages.int(), part.view(torch.uint32), part.view(torch.uint16), *weights,
                      cache.strides.page, cache.strides.head)
 
 

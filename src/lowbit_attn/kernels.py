@@ -188,8 +188,6 @@ def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str
     reasons = [] if dtype in QUANTIZE_DTYPES else [f"dtype {dtype}, supported: {_listed(QUANTIZE_DTYPES)}"]
     if not isinstance(fmt.k, PerChannel | PerToken | Boosted) or not isinstance(fmt.v, PerToken):
         reasons.append(f"format {fmt}, supported: K per channel, per token or boosted, with V per token")
-    if fmt.k.weighs_queries:
-        reasons.append(f"format {fmt}: channels weighted by queries, supported: kitty, kitty-variance, kitty-random")
     if head_dim not in QUANTIZE_HEAD_DIMS:
         reasons.append(f"head_dim {head_dim}, supported: {_listed(QUANTIZE_HEAD_DIMS)}")
     return reasons

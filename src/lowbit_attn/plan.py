@@ -16,7 +16,7 @@ from lowbit_attn.state import STATE, STEP_STATE, is_capturing
 
 # What a plan is made of: it serves a cache as long as these are the same objects.
 _made_of = attrgetter(*STATE, "strides", "format")
-_made_of_step = attrgetter(*STEP_STATE, "strides", "format")
+_made_of_step = attrgetter(*STEP_STATE, "strides", "format", "query_weights")
 ACCESS_BYTES = 16  # of the kernels' widest loads
 GRAPH_COUNTERS = 1 << 18  # a device: 512 captured calls of 64 sequences and 8 KV heads; 1 MiB
 
@@ -148,6 +148,7 @@ class StepPlan:
         self.kernel = kernel
         tensors = (cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v, cache.table, pool.view(torch.uint32),
                    pool.view(torch.uint16), *cache.counters(), cache.limit, cache.faults, cache.arrivals)
+        tensors += () if cache.query_weights is None else (cache.query_weights,)
         self.arguments = (*(loader.argument(x) for x in tensors), cache.sinks, cache.window_k, cache.window_v,
                           cache.strides.page, cache.strides.head)
 

@@ -104,6 +104,8 @@ class CacheState:
             check_tensor("query_weights", weights, shape, (torch.float32,), self.device)
             if not bool((weights.isfinite() & (weights >= 0)).all()):
                 raise ValueError("query_weights: got negative or non-finite values, supported: means of |q|")
+            if not weights.is_contiguous():
+                raise ValueError(f"query_weights: got strides {weights.stride()}, supported: contiguous")
         return weights
 
     def _allocate(self, pool: torch.Tensor | None) -> None:

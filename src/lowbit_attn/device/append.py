@@ -17,7 +17,7 @@ import tilelang.language as T
 
 from lowbit_attn import layout
 from lowbit_attn.device.groups import EXACT, UNIT_WORDS, sync_packers
-from lowbit_attn.device.quantize import BODIES
+from lowbit_attn.device.quantize import BODIES, weighing, weights_argument
 from lowbit_attn.device.step import Counters, Pool, Side, StepGeometry, rows_in_shared_memory
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES as ACCESS
@@ -133,16 +133,19 @@ def store_fetched(at, accesses, k, v, here, place, held, num_sinks):
 
 
 @T.macro
-def pack_block(m, range_search, ring, row, head, first, pool, unit, tile, threads, tx):
+def pack_block(side, row, head, first, pool, unit, tile, threads, tx):
     """The 128 tokens of a ring from slot ``first`` on -> the record at ``unit``, by the first ``threads`` threads.
 
     They stand for m.threads threads, in turns if those are more.
     """
+    m = side.m
     for part in T.serial(m.parts):
-        load_tokens(ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, threads, True)
+        load_tokens(side.ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, threads,
+                    True)
         sync_packers(threads)
         for turn in T.serial(m.threads // threads):
-            BODIES[type(m)][0](m, range_search, tile, part, pool.words, pool.halves, unit, turn * threads + tx)
+            BODIES[type(m)][0](m, side.range_search, tile, part, pool.words, pool.halves, unit, turn * threads + tx,
+                               *weighing(m, side.query_weights, head))
         sync_packers(threads)
 
 
@@ -155,7 +158,7 @@ def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, t
     if tx < packers:
         unit = pool.table[row, T.truncdiv(packed, PAGE)] * pool.page_stride + head * pool.head_stride + side.first_unit
         slot = T.truncmod(packed, side.ring.shape[2])
-        pack_block(m, side.range_search, side.ring, row, head, slot, pool, unit, tile, packers, tx)
+        pack_block(side, row, head, slot, pool, unit, tile, packers, tx)
     T.sync_threads()  # the block may lie where new tokens go
     for r in T.serial(T.truncdiv(side.x.shape[1] * m.row_accesses + threads - 1, threads)):
         token, access = T.alloc_var("int32"), T.alloc_var("int32")
@@ -251,7 +254,8 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
     """k, v [batch, tokens, num_heads_kv, head_dim] -> rows int32 [batch] of a cache; tensors as KVCache names them.
 
     pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes. num_sinks, window_k, window_v in tokens;
-    page_stride and head_stride in units. searches: the sides with range search.
+    page_stride and head_stride in units. query_weights: only of a K that weighs queries. searches: the sides with
+    range search.
     """
     step = StepGeometry(fmt, head_dim, searches)
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
@@ -278,6 +282,7 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
         limit: T.Tensor((seqs,), "int32"),
         faults: T.Tensor((marks,), "int32"),
         arrivals: T.Tensor((seqs,), "int32"),
+        query_weights: weights_argument(fmt.k, heads, head_dim),
         num_sinks: T.int32,
         window_k: T.int32,
         window_v: T.int32,
@@ -286,7 +291,7 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
     ):
         with T.Kernel(grid, threads=step.threads) as block:
             T.annotate_min_blocks_per_sm(step.blocks_per_sm)
-            k = Side(step.matrices[0], "k" in searches, step.first_units[0], x_k, sink_k, ring_k)
+            k = Side(step.matrices[0], "k" in searches, step.first_units[0], x_k, sink_k, ring_k, query_weights)
             v = Side(step.matrices[1], "v" in searches, step.first_units[1], x_v, sink_v, ring_v)
             counters = Counters(n_sink, n_qk, n_qv, n_tok, limit, num_sinks, window_k, window_v)
             records = Pool(pool, pool_meta, table, page_stride, head_stride)

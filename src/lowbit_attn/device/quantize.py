@@ -14,7 +14,7 @@ from lowbit_attn.device.quantize_rows import RowMatrix, dequantize_rows, quantiz
 from lowbit_attn.device.quantize_token import TokenMatrix, dequantize_tokens, quantize_tokens
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES, load_tokens
-from lowbit_attn.formats.kitty import Boosted
+from lowbit_attn.formats.kitty import WEIGHTED, Boosted
 from lowbit_attn.formats.uniform import PerChannel
 
 # (quantize one part of a block, dequantize one) by the geometry of the matrix of codes
@@ -32,11 +32,21 @@ def matrix_of(side, head_dim: int):
     return RowMatrix(side, head_dim)
 
 
+def weights_argument(side, heads, head_dim: int):
+    """query_weights of a kernel that packs a side: fp32 [heads, head_dim] if it weighs queries, else no argument."""
+    return T.Tensor((heads, head_dim), "float32") if side.weighs_queries else None
+
+
+def weighing(m, query_weights, head) -> tuple:
+    """What the body of a matrix takes beside the others' arguments where it weighs channels by queries."""
+    return (query_weights, head) if isinstance(m, BoostMatrix) and m.selection == WEIGHTED else ()
+
+
 def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
     """Blocks x [n, num_heads_kv, 128, head_dim] -> one side's codes and metadata in pages int32 [n] of the pool.
 
     pool: uint32 [units, 32] and its uint16 view [units, 64], in units of 128 bytes, from the first record's part of
-    this side on; page_stride and head_stride in the same units.
+    this side on; page_stride and head_stride in the same units. query_weights: only of sides that weigh queries.
     """
     m = matrix_of(side, head_dim)
     body = BODIES[type(m)][0]
@@ -48,6 +58,7 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
         pages: T.Tensor((n,), "int32"),
         pool: T.Tensor((units, UNIT_WORDS), "uint32"),
         pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
+        query_weights: weights_argument(side, heads, head_dim),
         page_stride: T.int32,
         head_stride: T.int32,
     ):
@@ -59,7 +70,7 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
             tile = T.alloc_shared((m.part_rows * m.row_accesses, ACCESS_HALVES), dtype)
             load_tokens(x, page, head, part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, m.threads)
             T.sync_threads()
-            body(m, range_search, tile, part, pool, pool_meta, unit, tx)
+            body(m, range_search, tile, part, pool, pool_meta, unit, tx, *weighing(m, query_weights, head))
 
     return TileKernel(quantize, compile_flags=EXACT)
 

@@ -39,7 +39,7 @@ from lowbit_attn.device.groups import (
 )
 from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, swizzled
 from lowbit_attn.formats.affine import folds
-from lowbit_attn.formats.kitty import Boosted
+from lowbit_attn.formats.kitty import WEIGHTED, Boosted
 from lowbit_attn.formats.uniform import PerChannel
 
 BITS = (2, 4)  # of a code, of a boosted code
@@ -57,14 +57,13 @@ class BoostMatrix:
     def __init__(self, side: Boosted, head_dim: int):
         if (side.bits, side.boosted_bits) != BITS:
             raise NotImplementedError(f"K: {side.boosted_bits} bits boosted over {side.bits}, supported: 4 over 2")
-        if side.weighs_queries:
-            raise NotImplementedError("K: channels weighted by queries, supported: magnitude, variance, random")
         self.head_dim, self.selection = head_dim, side.selection
         self.bits, self.high_bits = side.bits, side.high_bits
         self.steps, self.boosted_steps = (1 << side.bits) - 1, (1 << side.boosted_bits) - 1
         self.storage = str(side.storage).removeprefix("torch.")
         self.boost, self.slots = side.boost(head_dim), side.slots(head_dim)
-        self.fixed = side.boosted_channels(torch.zeros(1, layout.PAGE_TOKENS, head_dim))[0].tolist()  # if not by scores
+        blank = torch.zeros(1, layout.PAGE_TOKENS, head_dim)
+        self.fixed = side.boosted_channels(blank)[0].tolist() if self.selection == "random" else []
         self.threads = head_dim // layout.TILE * layout.LANES
         self.held = layout.PAGE_TOKENS // BYTE  # rows of one column that one lane holds
         self.words = layout.words_per_lane(layout.PAGE_TOKENS, layout.TILE, side.bits)  # a lane's of one column tile
@@ -156,8 +155,8 @@ def plain_side(side, head_dim: int):
 
 
 @T.macro
-def score_columns(m, pairs, scores, column_tile, lane):
-    """kitty.magnitude or kitty.variance of every column, not a number as infinity -> scores [head_dim]."""
+def score_columns(m, pairs, scores, column_tile, lane, query_weights, head):
+    """kitty.magnitude, variance or weighted of every column, not a number as infinity -> scores [head_dim]."""
     total, mean = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
     for c in static(COLUMNS):
         values = column_values(pairs, m.held, range(m.held), c)
@@ -167,6 +166,8 @@ def score_columns(m, pairs, scores, column_tile, lane):
             group_sum([[(x - mean[0]) * (x - mean[0]) for x in values]], ROW_LANES, total)
         else:
             group_sum([[T.abs(x) for x in values]], ROW_LANES, total)
+        if m.selection == WEIGHTED:
+            total[0] = total[0] * query_weights[head, m.column_of(column_tile, lane % 4, c)]
         if lane < 4:
             scores[m.column_of(column_tile, lane, c)] = T.if_then_else(
                 T.isnan(total[0]), T.infinity("float32"), total[0])
@@ -246,21 +247,24 @@ def store_staged(m, pool, unit, shared, tx):
 
 
 @T.macro
-def choose(m, pairs, scores, shared, tx, column_tile, lane):
+def choose(m, pairs, scores, shared, tx, column_tile, lane, query_weights, head):
     """The masks of boosted channels -> shared; ends with a barrier."""
     if m.selection == "random":
         if tx < m.num_masks:
             shared[m.masks + tx] = m.fixed_mask(tx)
     else:
-        score_columns(m, pairs, scores, column_tile, lane)
+        score_columns(m, pairs, scores, column_tile, lane, query_weights, head)
         sync_packers(m.threads)
         mark_largest(m, scores, shared, tx)
     sync_packers(m.threads)
 
 
 @T.macro
-def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx):
-    """The tile of one block's tokens in shared memory -> all planes of the record at ``unit``."""
+def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx, query_weights=None, head=None):
+    """The tile of one block's tokens in shared memory -> all planes of the record at ``unit``.
+
+    query_weights fp32 [num_heads_kv, head_dim], of which row ``head``: where channels are weighted by queries.
+    """
     column_tile, lane = tx // layout.LANES, tx % layout.LANES
     shared = T.alloc_shared((m.shared_words,), "uint32")
     scores = T.view(shared, (m.shared_words,), "float32")
@@ -272,7 +276,7 @@ def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx):
         load_fragment(False, tile, m.place(column_tile, col8, MATRICES * i, lane), pairs, col8 * m.held + MATRICES * i)
     sync_packers(m.threads)  # the compiler may put the scratch where the tile is
     clear_staged(m, shared, tx)
-    choose(m, pairs, scores, shared, tx, column_tile, lane)
+    choose(m, pairs, scores, shared, tx, column_tile, lane, query_weights, head)
     boosted = T.alloc_local((COLUMNS,), "int32")
     for c in static(COLUMNS):
         boosted[c] = T.cast(m.is_boosted(shared, m.column_of(column_tile, lane % 4, c)), "int32")

@@ -63,6 +63,7 @@ class Side(NamedTuple):
     x: Any
     sink: Any
     ring: Any
+    query_weights: Any = None  # fp32 [heads, head_dim] of a side that weighs channels by queries
 
 
 class Pool(NamedTuple):
