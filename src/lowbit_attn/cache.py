@@ -43,9 +43,9 @@ class KVCache(CacheState):
         rotate_keys: store K H with a random-sign Hadamard matrix H (QuaRot; formats of K per token, head_dim a power
             of two), which spreads outlier channels over a token's group; ``decode`` rotates queries likewise, so
             logits stay the same. ``gather`` and ``dequantize_pages`` give the rotated keys.
-        query_weights: fp32 [num_heads_kv, head_dim], finite and not negative: mean |q| by channel over the query heads
-            of each KV head, from a calibration. For formats that choose channels by it ("kitty-weighted", ...), which
-            need it; read whenever a page is packed, so it may be updated in place.
+        query_weights: fp32 [num_heads_kv, head_dim], contiguous, finite, not negative: mean |q| by channel over the
+            query heads of each KV head, from a calibration. For formats that choose channels by it ("kitty-weighted",
+            ...), which need it; read whenever a page is packed, so it may be updated in place.
 
         pool: memory for the pages, uint8 [num_pages, num_heads_kv, record_bytes], which the caller owns; None: new.
 

@@ -114,7 +114,7 @@ def checks(key: KernelKey) -> Checks:
         return config.checks(FORMATS[key.format], key.head_dim, target=key.target, path=key.variant, rows=key.rows,
                              dtype=key.dtype, without=key.without, features=key.features)
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and isinstance(FORMATS[key.format].k, Boosted):
-        return Checks(forbid=())  # V's search beside K's 512 threads spills a few registers, where a block is packed
+        return Checks(forbid=())  # beside K's 512 threads V's search, or weights, spill a few registers
     return Checks()
 
 
