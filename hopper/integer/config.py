@@ -78,7 +78,7 @@ def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
     }
     if cfg.has_softcap:
         counts["MUFU.EX2"] += logits + 2
-        counts["MUFU.RCP"] = logits + 2
+        counts["MUFU.RCP"] = logits + 2 + register.DIVISIONS
     return counts
 
 

@@ -29,6 +29,7 @@ PIECES = 2  # of a page: the K part, then the V part
 BOOST_BITS = 2  # of both planes of boosted K: rows then have the same powers, and S takes both
 SPLITS_AT_ONCE = 16  # of the merge of splits: loads that are under way together
 MERGE_EXPONENTIALS = SPLITS_AT_ONCE + 4  # weights: of the splits, of what there was before them, of a single split
+DIVISIONS = 16  # by sums, and by run-time integers, which take a reciprocal too: before the pages and again after them
 SASS_NEED = ("HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 SPILLS = ("LDL", "STL")
 SASS_FORBID = ("STSM", "HGMMA")
@@ -187,10 +188,10 @@ class RegisterConfig:
     def may_spill(self) -> bool:
         """Several groups of K and of O's 256 channels or, with 16 rows, a third segment or features and groups of V.
 
-        255 registers fall a few short; in 16 rows also for boosted channels, or a third segment and groups of V.
+        255 registers fall a few short; in 16 rows also for boosted channels, and for groups of V with one of these two.
         """
         is_full = self.third_segment or (self.v.groups > 1 and bool(self.features))
-        if self.col_blocks > 1 and (self.boost or (self.third_segment and self.v.groups > 1)):
+        if self.col_blocks > 1 and (self.boost or (is_full and self.v.groups > 1)):
             return True
         return self.k.groups > 1 and (self.head_dim > 128 or (self.col_blocks > 1 and is_full))
 
@@ -388,7 +389,7 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
     if cfg.has_softcap:
         logits = 2 * cfg.col_blocks * (k.row_tiles + cfg.third_segment + 1) * 2
         counts["MUFU.EX2"] += logits
-        counts["MUFU.RCP"] = logits
+        counts["MUFU.RCP"] = logits + DIVISIONS
     return counts
 
 
