@@ -9,7 +9,7 @@ from lowbit_attn import kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
-from lowbit_attn.plan import DecodePlan, StepPlan, plans_of
+from lowbit_attn.plan import DecodePlan, StepPlan, plans_of, prepare
 from lowbit_attn.reference import Attention
 from lowbit_attn.state import is_capturing
 
@@ -204,6 +204,7 @@ def _check_cuda(cache: KVCache) -> None:
     arch, _ = target_of(cache.device)
     if reasons := list(cache.unnamed) or kernels.quantize_missing(cache.format, cache.head_dim, cache.dtype):
         raise NotImplementedError(f"{arch}: {'; '.join(reasons)}")
+    prepare(torch.empty(0, device=cache.device).device)  # with its index
 
 
 BACKENDS["cuda"] = Backend(_check_cuda, _write_blocks, _read_pages, _append)

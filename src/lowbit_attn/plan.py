@@ -35,15 +35,22 @@ def no_sink_logit(device: torch.device) -> torch.Tensor:
     return _NO_SINK_LOGIT[device]
 
 
+def prepare(device: torch.device) -> None:
+    """Make what calls on a device share for good; waits for it, so a cache does it when it is made."""
+    if not is_capturing(device):
+        no_sink_logit(device)
+        with _STOCK:
+            if device not in _FREE_COUNTERS:
+                _FREE_COUNTERS[device] = torch.zeros(GRAPH_COUNTERS, dtype=torch.int32).to(device)
+
+
 def counters(count: int, device: torch.device) -> torch.Tensor:
     """``count`` zeros, int32, which every call leaves as zeros.
 
-    A captured call's are its own for good, since its graph may run at any time; they come from a stock that is made
-    outside of captures. A graph beyond the stock sets its own to zero, in a launch more a call.
+    A captured call's are its own for good, since its graph may run at any time; they come from the stock that
+    ``prepare`` made. A graph beyond the stock sets its own to zero, in a launch more a call.
     """
     if not is_capturing(device):
-        if device not in _FREE_COUNTERS and device.type == "cuda":
-            _FREE_COUNTERS[device] = torch.zeros(GRAPH_COUNTERS, dtype=torch.int32).to(device)
         return torch.zeros(count, dtype=torch.int32, device=device)
     with _STOCK:
         free = _FREE_COUNTERS.get(device)
