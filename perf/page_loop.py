@@ -6,13 +6,10 @@ instruction between the loop's first and its last is counted once.
 """
 
 import re
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from lowbit_attn import sass
-from lowbit_attn.toolchain import find_tool
 
 MULTIPLIES = ("IMMA", "HMMA")  # of warps; a warpgroup's belong to the tile path, whose warps share a page by roles
 _LINE = re.compile(r"^(\.L_\w+):|^\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)\S*(.*);", re.M)
@@ -29,12 +26,7 @@ class PageLoop(NamedTuple):
 def page_loop(path: Path, expected_multiplies: int) -> PageLoop:
     """The page loop of the kernel in a .so; expected_multiplies: about what a page takes, to see an unrolled loop."""
     elf, = sass.cuda_elfs(path.read_bytes())
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(elf)
-        file.flush()
-        text = subprocess.run([find_tool("nvdisasm"), "-c", file.name], capture_output=True, text=True,
-                              check=True).stdout
-    loop = find_loop(text)
+    loop = find_loop(sass.disassembly(elf))
     pages = max(1, round(loop.multiplies / expected_multiplies))
     return PageLoop(round(loop.instructions / pages), round(loop.multiplies / pages))
 

@@ -12,9 +12,7 @@ predicted   the larger of the two, and --fixed-us: what a call takes over the re
 
 import heapq
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Annotated
-from unittest.mock import patch
 
 import torch
 import typer
@@ -61,12 +59,8 @@ def launch(case: BenchCase, arch: str, sms: int) -> Launch | None:
     key = KernelKey("decode", arch, target, case.dtype, case.head_dim, fmt.name, *picked)
     row_blocks = -(-case.rows // key.rows)
     entries = max(1, packed(case, cache_tokens(max(case.lengths)))[0])
-    cache = SimpleNamespace(device=None, num_heads_kv=case.num_heads_kv,
-                            table=torch.empty(case.batch, entries, device="meta"))
-    # the library's own choice, told of a GPU that need not be here
-    with patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=sms)):
-        splits = dispatch.default_splits(cache, case.batch * row_blocks, kernels.ctas_per_sm(key))
-    return Launch(key, splits, row_blocks)
+    ctas = case.batch * row_blocks * case.num_heads_kv
+    return Launch(key, dispatch.filling_splits(kernels.ctas_per_sm(key) * sms, ctas, entries), row_blocks)
 
 
 def traffic(case: BenchCase, splits: int, sinks: int = 0) -> dict[str, int]:

@@ -9,7 +9,8 @@ import torch
 class Backend(NamedTuple):
     """The device's part of a cache's work. The first argument of each is the KVCache."""
 
-    check: Callable[[Any], None]  # raises NotImplementedError for a cache it cannot serve
+    # raises NotImplementedError for a cache it cannot serve; else makes what its calls need once a device
+    prepare: Callable[[Any], None]
     write_blocks: Callable[[Any, torch.Tensor, torch.Tensor, str], None]
     read_pages: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     # (cache, rows int32 [batch] on the device, k, v [batch, tokens, num_heads_kv, head_dim]): a whole step on the

@@ -149,8 +149,12 @@ def default_splits(cache: KVCache, batch: int, ctas_per_sm: int = 1) -> int:
     partial result.
     """
     sms = torch.cuda.get_device_properties(cache.device).multi_processor_count
-    ctas = batch * cache.num_heads_kv
-    return max(1, min(cache.table.shape[1], ctas_per_sm * sms // ctas))
+    return filling_splits(ctas_per_sm * sms, batch * cache.num_heads_kv, cache.table.shape[1])
+
+
+def filling_splits(places: int, ctas: int, pages: int) -> int:
+    """Splits with which so many CTAs fill so many places of a GPU; at most ``pages``."""
+    return max(1, min(pages, places // ctas))
 
 
 def _specialisation(cache: KVCache) -> tuple[str, str, str, int]:
@@ -199,12 +203,12 @@ def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torc
     return sides[0], sides[1]
 
 
-def _check_cuda(cache: KVCache) -> None:
-    """Raise NotImplementedError, with the reasons, for a cache that no kernel can fill or read."""
+def _prepare_cuda(cache: KVCache) -> None:
+    """Raise NotImplementedError, with the reasons, for a cache that no kernel can fill or read; else plan.prepare."""
     arch, _ = target_of(cache.device)
     if reasons := list(cache.unnamed) or kernels.quantize_missing(cache.format, cache.head_dim, cache.dtype):
         raise NotImplementedError(f"{arch}: {'; '.join(reasons)}")
     prepare(torch.empty(0, device=cache.device).device)  # with its index
 
 
-BACKENDS["cuda"] = Backend(_check_cuda, _write_blocks, _read_pages, _append)
+BACKENDS["cuda"] = Backend(_prepare_cuda, _write_blocks, _read_pages, _append)

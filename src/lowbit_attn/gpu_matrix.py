@@ -151,7 +151,7 @@ def keys(arch: str) -> list[KernelKey]:
     wanted += [key for kernel in WIDE + KITTY + MODELS for key in kernel.keys(arch)]
     wanted += [key for head_dim in TILE_HEAD_DIMS for key in MatrixKernel("k4v4", F16, head_dim, 8).keys(arch, "tile")]
     wanted += [replace(key, without=parts) for key in wanted for parts in ABLATED
-               if key.op == "decode" and (key.dtype, key.head_dim, key.rows, key.features) == (F16, 128, 8, ())
+               if (key.dtype, key.head_dim, key.rows, key.features) == (F16, 128, 8, ())
                and key.format in ("k4v4", "k2v2")]
     wanted += [key for name, dtype, head_dim in QUANTIZED
                for key in kernels.packing_keys(target, dtype, head_dim, FORMATS[name])]

@@ -272,13 +272,11 @@ def shipped(arch: str) -> list[KernelKey]:
     keys = {}
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
-        wanted = []
         for name in SHIPPED_FORMATS:
             has_steps = name in SHIPPED_APPEND_FORMATS and head_dim in SHIPPED_APPEND_HEAD_DIMS
-            wanted += (step_keys if has_steps else packing_keys)(*common, FORMATS[name])
+            wanted = (step_keys if has_steps else packing_keys)(*common, FORMATS[name])
             shapes = shipped_shapes(arch, name, dtype, head_dim)
-            wanted += [KernelKey("decode", arch, *common, name, *shape) for shape in shapes]
-        keys |= dict.fromkeys(wanted)
+            keys |= dict.fromkeys([*wanted, *(KernelKey("decode", arch, *common, name, *shape) for shape in shapes)])
     return list(keys)
 
 

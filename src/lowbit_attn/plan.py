@@ -50,14 +50,13 @@ def counters(count: int, device: torch.device) -> torch.Tensor:
     A captured call's are its own for good, since its graph may run at any time; they come from the stock that
     ``prepare`` made. A graph beyond the stock sets its own to zero, in a launch more a call.
     """
-    if not is_capturing(device):
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    with _STOCK:
-        free = _FREE_COUNTERS.get(device)
-        if free is None or len(free) < count:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        _FREE_COUNTERS[device] = free[count:]
-    return free[:count]
+    if is_capturing(device):
+        with _STOCK:
+            free = _FREE_COUNTERS.get(device)
+            if free is not None and len(free) >= count:
+                _FREE_COUNTERS[device] = free[count:]
+                return free[:count]
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 class Scratch(NamedTuple):

@@ -59,12 +59,13 @@ def cuda_elfs(blob: bytes) -> Iterator[bytes]:
         at += 4
 
 
+def disassembly(elf: bytes) -> str:
+    """SASS of a cubin as nvdisasm prints it, with labels."""
+    return _on_cubin(elf, "nvdisasm", "-c")
+
+
 def _inspect_elf(elf: bytes) -> Iterator[KernelSass]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(elf)
-        file.flush()
-        text = _run("nvdisasm", "-c", file.name)
-        usage = _run("cuobjdump", "-res-usage", file.name)
+    text, usage = disassembly(elf), _on_cubin(elf, "cuobjdump", "-res-usage")
     ops = Counter()
     for name, suffix in _MNEMONIC.findall(text):
         ops[name] += 1
@@ -79,5 +80,9 @@ def _inspect_elf(elf: bytes) -> Iterator[KernelSass]:
         yield KernelSass(name, arch, value["REG"], value["STACK"], static_smem_bytes, ops)
 
 
-def _run(tool: str, *args: str) -> str:
-    return subprocess.run([find_tool(tool), *args], capture_output=True, text=True, check=True).stdout
+def _on_cubin(elf: bytes, tool: str, *args: str) -> str:
+    """What a tool prints of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(elf)
+        file.flush()
+        return subprocess.run([find_tool(tool), *args, file.name], capture_output=True, text=True, check=True).stdout

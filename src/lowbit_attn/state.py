@@ -92,7 +92,7 @@ class CacheState:
         reach = num_pages * layout.PAGE_TOKENS + self._open_tokens(self.window_k) + sinks
         self.max_seqlen = reach if max_seqlen is None else max_seqlen
         one_of("device", self.device.type, list(BACKENDS))
-        BACKENDS[self.device.type].check(self)
+        BACKENDS[self.device.type].prepare(self)
         self._allocate(pool)
 
     def _checked_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
