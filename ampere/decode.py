@@ -155,9 +155,7 @@ def _prim_func(config: DecodeConfig):
             head = T.truncdiv(place, row_blocks)
             pool_of = pages.Pool(pool, table, seq * table_b + head * table_h, page_stride, head * head_stride)
             combine.prefetch(sink_logits, head * ratio, arrivals, seq * heads_kv * row_blocks + place, thread)
-            first_row = (place - head * row_blocks) * config.rows
-            if config.shares_pages:
-                first_row = first_row + warp * config.warp_rows
+            first_row = queries.first_row(config, place - head * row_blocks, warp)
             num_rows = T.min(ratio * q_len - first_row, config.warp_rows)
             rows = queries.Rows(seq, head * ratio, ratio, first_row, num_rows, n_tok[seq] - q_len + 1, n_tok[seq],
                                 window, sink_window)
@@ -172,9 +170,7 @@ def _prim_func(config: DecodeConfig):
             place_again = T.shfl_sync(place, 0)
             seq_again = T.shfl_sync(seq, 0)
             head = T.truncdiv(place_again, row_blocks)
-            first_row = (place_again - head * row_blocks) * config.rows
-            if config.shares_pages:
-                first_row = first_row + warp * config.warp_rows
+            first_row = queries.first_row(config, place_again - head * row_blocks, warp)
             num_rows = T.min(ratio * q_len - first_row, config.warp_rows)
             rows = rows._replace(seq=seq_again, first_head=head * ratio)
             deliver(config, regs, ring, rows, queries.of_block(config, rows, warp, q_len), warp, thread,

@@ -36,6 +36,11 @@ def head(rows: Rows, row):
     return rows.first_head + T.truncmod(rows.first + row, rows.ratio)
 
 
+def first_row(config, row_block, warp):
+    """The first row of a warp in a row block: of all its warps the same, or each has rows of its own."""
+    return row_block * config.rows + (warp * config.warp_rows if config.shares_pages else 0)
+
+
 def of_block(config, rows: Rows, warp, q_len) -> Rows:
     """The rows of a warp's block."""
     if not config.shares_pages:

@@ -13,10 +13,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.hopper.register import numbers
 from lowbit_attn.hopper.register.config import SPLITS_AT_ONCE
-from lowbit_attn.hopper.softmax import NEG_INF
+from lowbit_attn.hopper.softmax import LOG2_E, NEG_INF
 from lowbit_attn.hopper.walk import Rows, place
 
-LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 CHANNELS = 4  # of one thread: 16 bytes of a split's o
 
@@ -35,6 +34,11 @@ class Outputs(NamedTuple):
     @property
     def num_splits(self):
         return self.o_partial.shape[0]
+
+
+def counter(arrivals: cute.Tensor, block: tuple) -> cute.Pointer:
+    """That of a CTA's row block: all splits share it."""
+    return arrivals.iterator + (block[1] * cute.arch.grid_dim()[0] + block[0])
 
 
 class Row(NamedTuple):

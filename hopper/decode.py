@@ -86,9 +86,7 @@ class DecodeSm90:
                  lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, softmax_scale_log2: Float32,
                  softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
                  table_b: Int32, table_h: Int32, stream):
-        ratio = q.shape[2] // ring_k.shape[1]
-        row_blocks = (ratio * q.shape[1] + self.cfg.rows - 1) // self.cfg.rows
-        grid = (ring_k.shape[1] * row_blocks, q.shape[0], o_partial.shape[0])
+        grid, ratio, row_blocks = walk.grid_of(q, ring_k, o_partial.shape[0], self.cfg.rows)
         self.kernel(q, pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial, lse_partial,
                     out, lse, sink_logits, arrivals, softmax_scale_log2, softcap_log2, window, sink_window, page_stride,
                     head_stride, table_b, table_h, ratio, row_blocks).launch(
@@ -102,9 +100,9 @@ class DecodeSm90:
                softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
                table_b: Int32, table_h: Int32, ratio: Int32, row_blocks: Int32):
         cfg = self.cfg
-        x, batch_idx, split_idx = cute.arch.block_idx()
-        head_idx = Int32(Uint32(x) // Uint32(row_blocks))  # blocks that read the same pages are neighbours
-        rows = walk.make_rows(batch_idx, head_idx, x - head_idx * row_blocks, ratio, q.shape[1], cfg.rows)
+        block = cute.arch.block_idx()
+        rows = walk.block_rows(block, row_blocks, ratio, q.shape[1], cfg.rows)
+        batch_idx, head_idx, split_idx = rows.batch_idx, rows.head_idx, block[2]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_idx // GROUP_WARPS
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
@@ -132,10 +130,10 @@ class DecodeSm90:
             dequant.run(cfg, cfg.v, v_walk, v_packed, smem.v_packed.data_ptr(), v_tiles, smem.v_tiles.data_ptr())
         else:
             cute.arch.setmaxregister_increase(cfg.mma_regs)
-            arrived = arrivals.iterator + (batch_idx * cute.arch.grid_dim()[0] + x)
             mma.run(cfg, k_walk, rows, mma.Sight(n_tok[batch_idx] - rows.q_len, window, sink_window),
                     mma.Scores(scale_log2, softcap_log2), q, self.tiles(smem), k_tiles, v_tiles,
-                    combine.Outputs(o_partial, lse_partial, out, lse, sink_logits, arrived, split_idx),
+                    combine.Outputs(o_partial, lse_partial, out, lse, sink_logits, combine.counter(arrivals, block),
+                                    split_idx),
                     smem.k_tiles.data_ptr())
 
     def tiles(self, smem) -> mma.Tiles:

@@ -55,6 +55,19 @@ def make_rows(batch_idx, head_idx, block, ratio, q_len, rows: int) -> Rows:
     return Rows(batch_idx, head_idx, first, at_most(ratio * q_len - first, rows), ratio, q_len)
 
 
+def grid_of(q, ring_k, num_splits, rows: int):
+    """(grid, ratio, row blocks of a KV head). The grid is (row blocks of all KV heads, sequences, splits)."""
+    ratio = q.shape[2] // ring_k.shape[1]
+    row_blocks = (ratio * q.shape[1] + rows - 1) // rows
+    return (ring_k.shape[1] * row_blocks, q.shape[0], num_splits), ratio, row_blocks
+
+
+def block_rows(block, row_blocks, ratio, q_len, rows: int) -> Rows:
+    """The rows of CTA ``block`` of the grid; CTAs that read the same pages are neighbours."""
+    head_idx = Int32(Uint32(block[0]) // Uint32(row_blocks))
+    return make_rows(block[1], head_idx, block[0] - head_idx * row_blocks, ratio, q_len, rows)
+
+
 def place(rows: Rows, row):
     """(query, head) of a row of this CTA, counted from 0; beyond the last row, those that would follow."""
     row = rows.first + row

@@ -14,7 +14,7 @@ from lowbit_attn.device import ptx
 from lowbit_attn.hopper.integer import multiply
 from lowbit_attn.hopper.integer.config import STEP_TILES, IntegerConfig
 from lowbit_attn.hopper.register import load, numbers, query
-from lowbit_attn.hopper.register.config import META_BYTES, WARP, WORD, SidePlan
+from lowbit_attn.hopper.register.config import WARP, SidePlan
 from lowbit_attn.hopper.register.load import Lane, Piece
 from lowbit_attn.hopper.register.query import Query
 from lowbit_attn.hopper.register.scores import ROW_TILES, Scores
@@ -83,7 +83,7 @@ def query_digits(cfg: IntegerConfig, piece: Piece, me: Lane, queries: cute.Tenso
     """([step] B operand of two registers, slope, offset) of a token group; the last two are of row t."""
     steps = range(cfg.k.col_tiles // STEP_TILES)
     scales, zeros = ([own_metadata(cfg, piece, me, group, is_zero, step) for step in steps] for is_zero in (0, 1))
-    rows = [own_floats(queries[None, Int32(me.lane), step]) for step in steps]
+    rows = [load.read(queries[None, None, step], Int32(me.lane)) for step in steps]
     products = [[x * scale for x, scale in zip(rows[step], scales[step])] for step in steps]
     largest = numbers.tree([cute.math.absf(x) for step in products for x in step], cute.arch.fmax)
     largest = numbers.over_lanes(largest, OVER_ROW, cute.arch.fmax)
@@ -99,12 +99,6 @@ def query_digits(cfg: IntegerConfig, piece: Piece, me: Lane, queries: cute.Tenso
     return digits, multiply.down(largest, fixed_point(largest)), offset
 
 
-def own_floats(view: cute.Tensor) -> list[Float32]:
-    found = cute.make_rmem_tensor(layout.WORD_BYTES, Float32)
-    cute.autovec_copy(view, found)
-    return [found[i] for i in range(layout.WORD_BYTES)]
-
-
 def fixed_point(largest: Float32) -> Int32:
     return multiply.exponent(largest, registers.SIGNED_GUARD, registers.SIGNED_TOP)
 
@@ -112,9 +106,8 @@ def fixed_point(largest: Float32) -> Int32:
 def own_metadata(cfg: IntegerConfig, piece: Piece, me: Lane, group: int, is_zero: int, step: int) -> list[Float32]:
     """Scales or zero-points of the lane's column tile of a step, in the order of a word's bytes."""
     side = cfg.k
-    accesses = (side.part_bytes - side.meta_offset) // META_BYTES
-    view = load.part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, accesses)
-    words = load.read(view, own_access(side, group, is_zero, step, Int32(me.g), Int32(me.t)))
+    at = own_access(side, group, is_zero, step, Int32(me.g), Int32(me.t))
+    words = load.read(load.meta_view(cfg, side, piece), at)
     halves = [numbers.widen(word, side.storage) for word in words]
     return [halves[i % 2][i // 2] for i in range(layout.WORD_BYTES)]  # byte i: word col8 = i % 2, half e = i // 2
 

@@ -25,7 +25,7 @@ from lowbit_attn.hopper.integer import scores as integer_scores
 from lowbit_attn.hopper.integer import values as integer_values
 from lowbit_attn.hopper.register import load, masks, merge, plain, query, scores, softmax, third, values, walk
 from lowbit_attn.hopper.register.config import WORD, RegisterConfig
-from lowbit_attn.hopper.walk import Rows, make_rows
+from lowbit_attn.hopper.walk import Rows, block_rows, grid_of
 
 
 class RegisterSm90:
@@ -58,9 +58,7 @@ class RegisterSm90:
                  lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, softmax_scale_log2: Float32,
                  softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
                  table_b: Int32, table_h: Int32, stream):
-        ratio = q.shape[2] // ring_k.shape[1]
-        row_blocks = (ratio * q.shape[1] + self.cfg.rows - 1) // self.cfg.rows
-        grid = (ring_k.shape[1] * row_blocks, q.shape[0], o_partial.shape[0])
+        grid, ratio, row_blocks = grid_of(q, ring_k, o_partial.shape[0], self.cfg.rows)
         # without a third segment n_qv equals n_qk
         packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
         self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial,
@@ -115,9 +113,8 @@ class RegisterSm90:
             pages = pages._replace(first=first_entry(call, rows) + work.third_page)
             phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits)
         plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, phase)
-        arrived = arrivals.iterator + (block[1] * cute.arch.grid_dim()[0] + block[0])
-        merge.run(cfg, ring, me, rows, state, combine.Outputs(o_partial, lse_partial, out, lse, sink_logits, arrived,
-                                                              block[2]))
+        merge.run(cfg, ring, me, rows, state, combine.Outputs(
+            o_partial, lse_partial, out, lse, sink_logits, combine.counter(arrivals, block), block[2]))
 
 
 class Call(NamedTuple):
@@ -136,9 +133,7 @@ class Call(NamedTuple):
 
 
 def rows_of(cfg: RegisterConfig, call: Call, block: tuple) -> Rows:
-    """The query rows of a block; blocks that read the same pages are neighbours."""
-    head_idx = Int32(Uint32(block[0]) // Uint32(call.row_blocks))
-    return make_rows(block[1], head_idx, block[0] - head_idx * call.row_blocks, call.ratio, call.q.shape[1], cfg.rows)
+    return block_rows(block, call.row_blocks, call.ratio, call.q.shape[1], cfg.rows)
 
 
 def first_entry(call: Call, rows: Rows) -> Int32:

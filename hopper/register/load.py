@@ -145,9 +145,9 @@ def part_view(cfg: RegisterConfig, piece: Piece, offset: int, words: int, count:
     return view[None, None, piece.slot, piece.warp]
 
 
-def read(view: cute.Tensor, index) -> list[Uint32]:
-    """One access: its words."""
-    words = cute.make_rmem_tensor(cute.size(view, mode=[0]), Uint32)
+def read(view: cute.Tensor, index) -> list:
+    """One access: its words, or what else the view has."""
+    words = cute.make_rmem_tensor(cute.size(view, mode=[0]), view.element_type)
     cute.autovec_copy(view[None, index], words)
     return [words[i] for i in range(cute.size(words))]
 
@@ -206,18 +206,21 @@ def operand(side: SidePlan, words: dict[int, Uint32], tile: int) -> list[Uint32]
             for word, shift, mask in side.operand(tile)]
 
 
+def meta_view(cfg: RegisterConfig, side: SidePlan, piece: Piece) -> cute.Tensor:
+    """(words, accesses): the part's metadata in accesses of META_BYTES."""
+    accesses = (side.part_bytes - side.meta_offset) // META_BYTES
+    return part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, accesses)
+
+
 def channel_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group, is_zero: int,
                  col_tile: int) -> list[Uint32]:
     """[col8] words of a token group's scales or zero-points: channels 2t, 2t + 1 of each 8 of a column tile."""
-    accesses = (side.part_bytes - side.meta_offset) // META_BYTES
-    view = part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, accesses)
-    return read(view, side.channel_access(Int32(group), is_zero, col_tile, Int32(me.t)))
+    return read(meta_view(cfg, side, piece), side.channel_access(Int32(group), is_zero, col_tile, Int32(me.t)))
 
 
 def all_scales(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group) -> list[Uint32]:
     """This lane's share of a token group's scales, in no useful order; with few channels lanes share a share."""
-    view = part_view(cfg, piece, side.meta_offset, META_BYTES // WORD,
-                     (side.part_bytes - side.meta_offset) // META_BYTES)
+    view = meta_view(cfg, side, piece)
     return [word for index in scale_accesses(side, Int32(group), me.lane) for word in read(view, Int32(index))]
 
 
@@ -230,9 +233,7 @@ def scale_accesses(side: SidePlan, group, lane) -> list:
 
 def token_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane, group: int, tile) -> list[Uint32]:
     """[half] (scale, zero) words of tokens 16 * tile + 8 * half + g: scale in the low half."""
-    accesses = (side.part_bytes - side.meta_offset) // META_BYTES
-    view = part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, accesses)
-    return read(view, Int32(side.token_access(group, tile, Int32(me.g))))
+    return read(meta_view(cfg, side, piece), Int32(side.token_access(group, tile, Int32(me.g))))
 
 
 def all_token_meta(cfg: RegisterConfig, side: SidePlan, piece: Piece, me: Lane) -> list[Uint32]:
