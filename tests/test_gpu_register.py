@@ -198,7 +198,7 @@ def test_many_launches_beside_another_stream_are_bitwise_equal(arch, kernel):
 
 @pytest.mark.parametrize("ratio, q_len, path", ((1, 1, "integer"), (4, 1, "integer"), (2, 2, "integer"),
                                                 (5, 1, "register"), (2, 3, "register")))
-@pytest.mark.parametrize("kernel", [k for k in gpu_matrix.INTEGER if k.format in ("k4v4", "k2v2")], ids=str)
+@pytest.mark.parametrize("kernel", gpu_matrix.INTEGER_BESIDE_REGISTER, ids=str)
 def test_up_to_four_rows_take_the_integer_path(arch, kernel, ratio, q_len, path):
     """What decode picks is bit for bit the path asked for by name."""
     if arch != "hopper":

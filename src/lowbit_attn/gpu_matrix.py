@@ -102,6 +102,7 @@ INTEGER = tuple(MatrixKernel(*kernel) for kernel in (  # Hopper's path for up to
     ("k4v4", F16, 128, 4, ("softcap",)), ("k2v2", F16, 128, 4, ("window",)),
     ("k4v4-g64", F16, 64, 4, ("softcap", "window")), ("k8v8", F16, 256, 4, ("softcap", "window")),
 ))
+INTEGER_BESIDE_REGISTER = tuple(k for k in INTEGER if k.format in ("k4v4", "k2v2"))  # calls of 5 rows leave the path
 WIDE = tuple(MatrixKernel(*kernel) for kernel in (
     # many query rows at once
     ("k4v4", F16, 128, 64), ("k2v2", BF16, 128, 64), ("k8v4", F16, 64, 64), ("k4tv4", F16, 128, 64),
@@ -120,7 +121,8 @@ KITTY = tuple(MatrixKernel(*kernel) for kernel in (
 # what tiny models of tests/test_gpu_hf.py ask for: single tokens, and chunks whose queries come as heads
 MODELS = tuple(MatrixKernel(*kernel) for kernel in (
     *((name, F16, 128, rows) for name in ("k4v4", "k2v2") for rows in (4, 8, 16, 512)),
-    ("k4v4", F16, 128, 4, ("window",)), ("k4v4", BF16, 128, 4), ("k4v4", BF16, 128, 512),
+    ("k4v4", F16, 128, 4, ("window",)), *(("k4v4", BF16, 128, rows) for rows in (4, 8, 16, 512)),
+    ("kitty-weighted", F16, 128, 4),
     *(("k4v4", F16, 256, rows, features) for rows in (3, 6, 9, 384) for features in ((), ("softcap",))),
     ("k4v4", F16, 256, 3, ("window",)), ("k4v4", F16, 256, 3, ("softcap", "window")),
 ))
@@ -148,6 +150,7 @@ def keys(arch: str) -> list[KernelKey]:
     target = kernels.ARCH_TARGETS[arch][-1]
     wanted = [key for kernel in REGISTER for key in kernel.keys(arch, "register")]
     wanted += [key for kernel in INTEGER for key in kernel.keys(arch, "integer")]
+    wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
     wanted += [key for kernel in WIDE + KITTY + MODELS for key in kernel.keys(arch)]
     wanted += [key for head_dim in TILE_HEAD_DIMS for key in MatrixKernel("k4v4", F16, head_dim, 8).keys(arch, "tile")]
     wanted += [replace(key, without=parts) for key in wanted for parts in ABLATED

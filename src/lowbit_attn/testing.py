@@ -253,7 +253,7 @@ def expected(problem: Problem, options: Attention = PLAIN, path: str = "register
     """What decode must return for a problem, from its cache's dequantized values, with the tolerances.
 
     o: on "normal" data 2e-3 (fp16) or 1e-2 (bf16); elsewhere 3 e16 + 1e-3 + beta, where e16 is the error of fp64
-    attention with K, V, P and o rounded to the model type and beta bounds the rounding of q * scale.
+    attention with K, V, P and o rounded to the model type and beta bounds the rounding of q * scale and of fp32 sums.
     lse: 3 beta + 1e-3; the tile path, which rounds K itself to 16 bit as 16-bit attention does, may add 3 times the
     error in lse of that rounding.
     """
@@ -278,19 +278,24 @@ def expected(problem: Problem, options: Attention = PLAIN, path: str = "register
 
 
 def logit_bound(q, k, cache: KVCache, row: int, softmax_scale: float | None = None) -> float:
-    """beta: 2^-12 scale max over pages and query rows of sqrt(sum_d (q_d range_d)^2).
+    """beta: what rounding may move a logit of packed pages by, or of any token where its sum cancels.
 
-    The range of a channel in a page is that of its dequantized values, which equals (2^bits - 1) s_d for one
-    group a page and bounds it for smaller groups. 0 without a packed page.
+    The first: 2^-12 scale max over pages and query rows of sqrt(sum_d (q_d range_d)^2); 0 without a packed page. The
+    range of a channel in a page is that of its dequantized values, which equals (2^bits - 1) s_d for one
+    group a page and bounds it for smaller groups. The second: one rounding of the largest sum of magnitudes in fp32,
+    2^-24 scale max over tokens and query rows of sum_d |q_d k_d|.
     """
+    if not k.shape[1]:
+        return 0.0
     scale = cache.head_dim**-0.5 if softmax_scale is None else softmax_scale
     n_sink, n_qk = int(cache.n_sink[row]), int(cache.n_qk[row])
-    pages = k[:, n_sink : n_sink + n_qk].double().unflatten(1, (-1, layout.PAGE_TOKENS))
+    rows = q.double().transpose(0, 1).reshape(k.shape[0], -1, q.shape[-1]).transpose(1, 2)
+    sums = 2.0**-24 * float((k.double().abs() @ rows.abs()).max())
     if not n_qk:
-        return 0.0
+        return scale * sums
+    pages = k[:, n_sink : n_sink + n_qk].double().unflatten(1, (-1, layout.PAGE_TOKENS))
     span = (pages.amax(2) - pages.amin(2)) ** 2  # [num_heads_kv, pages, head_dim]
-    rows = q.double().transpose(0, 1).reshape(span.shape[0], -1, q.shape[-1]) ** 2
-    return float(2.0**-12 * scale * (span @ rows.transpose(1, 2)).max().sqrt())
+    return scale * max(sums, 2.0**-12 * float((span @ rows**2).max().sqrt()))
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
