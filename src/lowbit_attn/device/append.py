@@ -250,12 +250,13 @@ def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx
             arrivals[home] = 0
 
 
-def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> TileKernel:
+def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str, is_followed: bool) -> TileKernel:
     """k, v [batch, tokens, num_heads_kv, head_dim] -> rows int32 [batch] of a cache; tensors as KVCache names them.
 
     pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes. num_sinks, window_k, window_v in tokens;
     page_stride and head_stride in units. query_weights: only of a K that weighs queries. searches: the sides with
-    range search.
+    range search. is_followed: a decode kernel that waits for the end of this one may be launched from its start on
+    (programmatic dependent launch, sm_90 on).
     """
     step = StepGeometry(fmt, head_dim, searches)
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
@@ -291,6 +292,8 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
     ):
         with T.Kernel(grid, threads=step.threads) as block:
             T.annotate_min_blocks_per_sm(step.blocks_per_sm)
+            if is_followed:
+                T.pdl_trigger()
             k = Side(step.matrices[0], "k" in searches, step.first_units[0], x_k, sink_k, ring_k, query_weights)
             v = Side(step.matrices[1], "v" in searches, step.first_units[1], x_v, sink_v, ring_v)
             counters = Counters(n_sink, n_qk, n_qv, n_tok, limit, num_sinks, window_k, window_v)

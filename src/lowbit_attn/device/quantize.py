@@ -22,11 +22,14 @@ BODIES = {RowMatrix: (quantize_rows, dequantize_rows), TokenMatrix: (quantize_to
           BoostMatrix: (quantize_boosted, dequantize_boosted)}
 
 
-def matrix_of(side, head_dim: int):
-    """The matrix of codes of a side: threads of a block, parts of a page, and where lanes find and put everything."""
+def matrix_of(side, head_dim: int, dtype: str = ""):
+    """The matrix of codes of a side: threads of a block, parts of a page, and where lanes find and put everything.
+
+    dtype: of the tokens, where they are quantized by a kernel of their own.
+    """
     side = plain_side(side, head_dim)
     if isinstance(side, Boosted):
-        return BoostMatrix(side, head_dim)
+        return BoostMatrix(side, head_dim, dtype)
     if not isinstance(side, PerChannel) and not side.transposed:
         return TokenMatrix(side, head_dim)
     return RowMatrix(side, head_dim)
@@ -48,7 +51,7 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
     pool: uint32 [units, 32] and its uint16 view [units, 64], in units of 128 bytes, from the first record's part of
     this side on; page_stride and head_stride in the same units. query_weights: only of sides that weigh queries.
     """
-    m = matrix_of(side, head_dim)
+    m = matrix_of(side, head_dim, dtype)
     body = BODIES[type(m)][0]
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
 

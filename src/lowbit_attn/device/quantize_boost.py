@@ -43,6 +43,7 @@ from lowbit_attn.formats.kitty import WEIGHTED, Boosted
 from lowbit_attn.formats.uniform import PerChannel
 
 BITS = (2, 4)  # of a code, of a boosted code
+SCORES_AT_ONCE = 4  # of one access to shared memory
 MASK_BITS = 32  # channels whose membership is one word: those that a warp ranks
 BYTE = 8
 
@@ -50,14 +51,15 @@ BYTE = 8
 class BoostMatrix:
     """Static geometry of a boosted K, seen from a lane; byte offsets from the start of the K part.
 
-    Words of shared memory: scores [head_dim], masks of boosted channels [head_dim / 32], then what is staged, in the
-    order of the record: the high plane and the index.
+    Words of shared memory: scores [head_dim], ranks [head_dim], masks of boosted channels [head_dim / 32], then what is
+    staged, in the order of the record: the high plane and the index. dtype: of the tokens, where it is known: fp16
+    ones leave room for more blocks, but for 64 channels, where the compiler would spill.
     """
 
-    def __init__(self, side: Boosted, head_dim: int):
+    def __init__(self, side: Boosted, head_dim: int, dtype: str = ""):
         if (side.bits, side.boosted_bits) != BITS:
             raise NotImplementedError(f"K: {side.boosted_bits} bits boosted over {side.bits}, supported: 4 over 2")
-        self.head_dim, self.selection = head_dim, side.selection
+        self.head_dim, self.selection, self.dtype = head_dim, side.selection, dtype
         self.bits, self.high_bits = side.bits, side.high_bits
         self.steps, self.boosted_steps = (1 << side.bits) - 1, (1 << side.boosted_bits) - 1
         self.storage = str(side.storage).removeprefix("torch.")
@@ -72,7 +74,7 @@ class BoostMatrix:
         sizes = side.plane_sizes(head_dim)
         offsets = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         self.high_at, self.index_at, self.meta_at = (offsets[name] for name in ("high", "index", "meta"))
-        self.masks, self.num_masks = head_dim, head_dim // MASK_BITS
+        self.ranks, self.masks, self.num_masks = head_dim, 2 * head_dim, head_dim // MASK_BITS
         self.store_words = layout.BLOCK_WORDS  # that a lane stores at once
         self.row_accesses = head_dim // ACCESS_HALVES
         self.parts, self.part_rows = 1, layout.PAGE_TOKENS
@@ -83,7 +85,8 @@ class BoostMatrix:
 
     def blocks_per_sm(self, range_search, threads=None, more=0):
         """Blocks of m.threads, or of so many with ``more`` registers each, that must fit an SM together."""
-        return blocks_per_sm(threads or self.threads, self.held, True, more)
+        is_slim = self.dtype == "float16" and self.head_dim > 64
+        return blocks_per_sm(threads or self.threads, self.held, not is_slim, more)
 
     def column_of(self, column_tile, t, c):
         return layout.TILE * column_tile + 8 * (c // 2) + 2 * t + c % 2
@@ -174,19 +177,44 @@ def score_columns(m, pairs, scores, column_tile, lane, query_weights, head):
 
 
 @T.macro
+def count_ahead(scores, run, channel, rank):
+    """rank += channels of run ``run`` that are ahead of ``channel``; all of a warp's channels are of one run."""
+    mine, some = T.alloc_var("float32"), T.alloc_local((SCORES_AT_ONCE,), "float32")
+    mine = scores[channel]
+    for i in T.unroll(MASK_BITS // SCORES_AT_ONCE):
+        for e in T.vectorized(SCORES_AT_ONCE):
+            some[e] = scores[run * MASK_BITS + SCORES_AT_ONCE * i + e]
+        if run < channel // MASK_BITS:
+            for e in T.unroll(SCORES_AT_ONCE):
+                rank[0] = rank[0] + T.cast(some[e] >= mine, "uint32")
+        else:
+            for e in T.unroll(SCORES_AT_ONCE):
+                rank[0] = rank[0] + T.cast(some[e] > mine, "uint32")
+            if run == channel // MASK_BITS:
+                for e in T.unroll(SCORES_AT_ONCE):
+                    is_lower = SCORES_AT_ONCE * i + e < channel % MASK_BITS
+                    rank[0] = rank[0] + T.cast(T.And(some[e] == mine, is_lower), "uint32")
+
+
+@T.macro
 def mark_largest(m, scores, shared, tx):
     """The boosted channels, those with fewer than ``boost`` ahead of them -> one bit each in the masks.
 
-    Ahead are channels with a larger score, or an equal one and a lower number. A thread has a channel, a warp a mask.
+    Ahead are channels with a larger score, or an equal one and a lower number. Two threads count for a channel, each
+    among every other run of MASK_BITS channels; a warp makes a mask.
     """
-    if tx < m.head_dim:
-        mine, rank, mask = T.alloc_var("float32"), T.alloc_var("int32"), T.alloc_var("uint32")
-        mine = scores[tx]
-        rank = 0
-        for other in T.serial(m.head_dim):
-            ahead = T.Or(scores[other] > mine, T.And(scores[other] == mine, other < tx))
-            rank = rank + T.cast(ahead, "int32")
-        mask = T.cast(T.ballot(rank < m.boost), "uint32")
+    channel, half, rank = tx % m.head_dim, tx // m.head_dim, T.alloc_local((1,), "uint32")
+    rank[0] = T.uint32(0)
+    for r in T.serial(-(-m.num_masks // 2)):
+        run = 2 * r + half
+        if run < m.num_masks:
+            count_ahead(scores, run, channel, rank)
+    if half == 1:
+        shared[m.ranks + channel] = rank[0]
+    sync_packers(m.threads)
+    if half == 0:
+        mask = T.alloc_var("uint32")
+        mask = T.cast(T.ballot(rank[0] + shared[m.ranks + channel] < T.uint32(m.boost)), "uint32")
         if tx % MASK_BITS == 0:
             shared[m.masks + tx // MASK_BITS] = mask
 
