@@ -28,6 +28,7 @@ from lowbit_attn.device.columns import (
 )
 from lowbit_attn.device.groups import (
     BYTES,
+    ROUND_BITS,
     ROW_LANES,
     code_bits,
     errors_of,
@@ -99,6 +100,11 @@ class BoostMatrix:
         """(word within the column tile, bit position) of the low bits of a lane's element."""
         word, _, byte, slot = layout.code_slot(8 * held, 8 * (c // 2) + c % 2, layout.PAGE_TOKENS, self.bits)
         return word, BYTE * byte + self.bits * slot
+
+    def without_rounding(self, word, c):
+        """What takes the ROUND_BITS of a column's ``code_bits`` off a word that they are added to."""
+        places = (self.word_and_shift(i, c) for i in range(self.held))
+        return -sum(ROUND_BITS << shift for w, shift in places if w == word) % (1 << 32)
 
     def high_and_shift(self, held):
         """(word within the column tile, bit position within its byte) of the high bits of a lane's element."""
@@ -219,17 +225,22 @@ def mark_largest(m, scores, shared, tx):
             shared[m.masks + tx // MASK_BITS] = mask
 
 
+def any_boosted(boosted, column):
+    """Whether the warp holds a boosted channel at this place: else all of its lanes skip what only those need."""
+    return T.cast(T.ballot(boosted[column] != 0), "uint32") != T.uint32(0)
+
+
 @T.macro
 def boosted_errors(m, boosted, column, words, count, errors):
-    """groups.errors_of a column; without the folds of boosted ones where the warp holds none at this place."""
-    if T.cast(T.ballot(boosted[column] != 0), "uint32") != T.uint32(0):
+    """groups.errors_of a column."""
+    if any_boosted(boosted, column):
         errors_of(words, count, m.fold_words(boosted[column] != 0), errors)
     else:
         plain_errors(m.bits, column, words, count, errors)
 
 
 @T.macro
-def pack_column(m, pairs, c, zero, inverse, steps, words, high_words):
+def pack_boosted(m, pairs, c, zero, inverse, steps, words, high_words):
     """A column -> its low bits into the lane's words, the rest into ``high_words``, a byte a word."""
     for w in T.unroll(m.high_words):
         high_words[w] = T.uint32(0)
@@ -241,6 +252,16 @@ def pack_column(m, pairs, c, zero, inverse, steps, words, high_words):
         high_word, high_shift = m.high_and_shift(i)
         rest = (code & T.uint32(m.boosted_steps)) >> T.uint32(m.bits)
         high_words[high_word] = high_words[high_word] + (rest << T.uint32(high_shift))
+
+
+@T.macro
+def pack_plain(m, pairs, c, zero, inverse, words):
+    """A column of which no lane's is boosted -> the lane's words."""
+    for w in static(m.words):
+        words[w] = words[w] + T.uint32(m.without_rounding(w, c))
+    for i, x in enumerate(column_values(pairs, m.held, range(m.held), c)):
+        word, shift = m.word_and_shift(i, c)
+        words[word] = words[word] + (code_bits(x, zero, inverse, T.float32(m.steps)) << T.uint32(shift))
 
 
 @T.macro
@@ -324,7 +345,10 @@ def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx, que
         from_zero, scaling = T.alloc_var("float32"), T.alloc_var("float32")
         from_zero = T.shfl_sync(zero[0], owner(c, lane))
         scaling = T.shfl_sync(inverse[0], owner(c, lane))
-        pack_column(m, pairs, c, from_zero, scaling, m.steps_of(boosted[c] != 0), words, high_words)
+        if any_boosted(boosted, c):
+            pack_boosted(m, pairs, c, from_zero, scaling, m.steps_of(boosted[c] != 0), words, high_words)
+        else:
+            pack_plain(m, pairs, c, from_zero, scaling, words)
         if boosted[c] != 0:
             channel = m.column_of(column_tile, lane % 4, c)
             slot = T.alloc_var("int32")
