@@ -304,12 +304,14 @@ class KVCache(CacheState):
     def _follow_step(self, rows: np.ndarray, tokens: int) -> None:
         """What a step of ``append`` on the device does to the counters, done to the host's copy."""
         n_sink, n_qk, n_qv, n_tok = self.counts
-        filled = n_tok[rows] - n_sink[rows]
+        length = n_tok[rows]
+        filled = length - n_sink[rows]
         for n_packed, window in ((n_qk, self.window_k), (n_qv, self.window_v)):
             full = filled - n_packed[rows] >= window + layout.PAGE_TOKENS
-            n_packed[rows] += layout.PAGE_TOKENS * full.astype(np.int32)
-        n_tok[rows] += tokens
-        n_sink[rows] = np.minimum(n_tok[rows], self.sinks)
+            if full.any():
+                n_packed[rows[full]] += layout.PAGE_TOKENS
+        n_tok[rows] = length = length + tokens
+        n_sink[rows] = np.minimum(length, self.sinks)
 
     def _flush(self, rows: np.ndarray) -> None:
         n_sink, n_qk, n_qv, n_tok = (count[rows] for count in self.counts)
