@@ -274,8 +274,10 @@ class KVCache(CacheState):
     def _enter(self, name: str, x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
         check_tensor(name, x, (*lead, self.num_heads_kv, self.head_dim), (self.dtype, torch.float32), self.device)
         x = self.rotate(x) if name == "k" else x.to(self.dtype)
+        if not self.saturate:
+            return x
         largest = torch.finfo(self.dtype).max
-        return x.clamp(-largest, largest) if self.saturate else x
+        return x.clamp(-largest, largest)
 
     def _slots(self, start: int, stop: int, ring: torch.Tensor) -> torch.Tensor:
         return torch.arange(start, stop, device=self.device) % ring.shape[2]

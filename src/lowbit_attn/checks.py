@@ -12,12 +12,12 @@ def one_of(name: str, value, supported: Sequence) -> None:
 
 def check_rank(name: str, x: torch.Tensor, axes: tuple[str | int, ...]) -> torch.Size:
     """Shape of x; TypeError or ValueError unless it is a tensor with one axis for each of ``axes`` (names or sizes)."""
+    if isinstance(x, torch.Tensor) and x.dim() == len(axes):
+        return x.shape
     wanted = f"[{', '.join(map(str, axes))}]"
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, supported: a torch.Tensor {wanted}")
-    if x.dim() != len(axes):
-        raise ValueError(f"{name}: got shape {list(x.shape)}, supported: {wanted}")
-    return x.shape
+    raise ValueError(f"{name}: got shape {list(x.shape)}, supported: {wanted}")
 
 
 def check_tensor(name: str, x: torch.Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype],
