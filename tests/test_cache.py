@@ -301,6 +301,26 @@ def test_freed_pages_are_used_again_without_a_trace():
     assert all(map(torch.equal, cache.gather(1), prefilled(k, v, sinks=5).gather(0)))
 
 
+@pytest.mark.parametrize("sinks, max_q_len", ((0, 1), (5, 1), (300, 16)))
+def test_reach_is_the_longest_length_of_so_many_pages(sinks, max_q_len):
+    """``take_pages`` asks it first, and works out the pages only of what is longer."""
+    cache = KVCache("k4v4", 8, 1, 64, sinks=sinks, max_q_len=max_q_len)
+    for pages in range(4):
+        reach = cache._reach(pages)
+        packed = [int(cache._num_packed(length, cache.window_k)) for length in (1, reach, reach + 1)]
+        assert packed == [0, pages * 128, (pages + 1) * 128]
+
+
+def test_rows_of_different_lengths_take_their_own_pages():
+    cache = KVCache("k4v4", 8, 1, 64, max_batch=3)
+    for row, length in enumerate((126, 10, 400)):
+        cache.prefill(row, *torch.randn(2, length, 1, 64))
+    for pages in ([0, 0, 3], [1, 0, 3]):
+        cache.append(*torch.randn(2, 3, 1, 1, 64))
+        assert cache.n_pages.tolist() == pages
+    cache.check()
+
+
 def test_max_seqlen_is_a_limit_not_an_estimate():
     k, v = tokens(300)
     cache = make(max_seqlen=200)

@@ -44,6 +44,8 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
     is_compiling = torch.compiler.is_compiling()
     if isinstance(q, torch.Tensor) and not is_compiling:
         plan = dispatch.planned(q, cache, (softmax_scale, softcap, window, keep_sinks, num_splits, path))
+        if plan is not None and plan.takes(q, out, lse, sink_logits):
+            return plan.launch(cache.rotate(q) if cache.rotate_keys else q, out, lse, sink_logits)
         if plan is not None:
             return _repeat(plan, q, cache, out, lse, sink_logits)
     options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
@@ -61,7 +63,7 @@ def _lse_shape(q: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _repeat(plan, q, cache: KVCache, out, lse, sink_logits) -> tuple[torch.Tensor, torch.Tensor]:
-    """A planned call: what the plan's key does not settle is checked here, the rest was when the plan was made."""
+    """A planned call whose tensors must be checked or copied; the rest was checked when the plan was made."""
     if q.device != plan.device:
         raise ValueError(f"q: got device {q.device}, supported: {plan.device}")
     if not q.is_contiguous() or out is not None or lse is not None or sink_logits is not None:

@@ -274,8 +274,10 @@ class KVCache(CacheState):
     def _enter(self, name: str, x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
         check_tensor(name, x, (*lead, self.num_heads_kv, self.head_dim), (self.dtype, torch.float32), self.device)
         x = self.rotate(x) if name == "k" else x.to(self.dtype)
+        if not self.saturate:
+            return x
         largest = torch.finfo(self.dtype).max
-        return x.clamp(-largest, largest) if self.saturate else x
+        return x.clamp(-largest, largest)
 
     def _slots(self, start: int, stop: int, ring: torch.Tensor) -> torch.Tensor:
         return torch.arange(start, stop, device=self.device) % ring.shape[2]
@@ -304,12 +306,14 @@ class KVCache(CacheState):
     def _follow_step(self, rows: np.ndarray, tokens: int) -> None:
         """What a step of ``append`` on the device does to the counters, done to the host's copy."""
         n_sink, n_qk, n_qv, n_tok = self.counts
-        filled = n_tok[rows] - n_sink[rows]
+        length = n_tok[rows]
+        filled = length - n_sink[rows]
         for n_packed, window in ((n_qk, self.window_k), (n_qv, self.window_v)):
             full = filled - n_packed[rows] >= window + layout.PAGE_TOKENS
-            n_packed[rows] += layout.PAGE_TOKENS * full.astype(np.int32)
-        n_tok[rows] += tokens
-        n_sink[rows] = np.minimum(n_tok[rows], self.sinks)
+            if full.any():
+                n_packed[rows[full]] += layout.PAGE_TOKENS
+        n_tok[rows] = length = length + tokens
+        n_sink[rows] = np.minimum(length, self.sinks)
 
     def _flush(self, rows: np.ndarray) -> None:
         n_sink, n_qk, n_qv, n_tok = (count[rows] for count in self.counts)

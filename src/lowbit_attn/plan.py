@@ -5,16 +5,17 @@ scratch are made once and kept with the cache; a call then allocates its outputs
 """
 
 from collections.abc import Callable
-from operator import attrgetter, is_
+from functools import partial
+from itertools import accumulate
+from operator import attrgetter, is_, mul
 from threading import Lock
-from typing import NamedTuple
 
 import torch
 
 from lowbit_attn import loader
 from lowbit_attn.state import STATE, STEP_STATE, is_capturing
 
-# What a plan is made of: it serves a cache as long as these are the same objects.
+# What a plan is made of: it serves a cache as long as these are the same objects. DecodePlan.serves lists them again.
 _made_of = attrgetter(*STATE, "strides", "format")
 _made_of_step = attrgetter(*STEP_STATE, "strides", "format", "query_weights")
 ACCESS_BYTES = 16  # of the kernels' widest loads
@@ -59,13 +60,27 @@ def counters(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-class Scratch(NamedTuple):
-    """What the splits of one call leave for the one that ends last, as the kernel takes it: partial results (o [splits,
-    batch, q_len, num_heads, head_dim] and lse [splits, batch, q_len, num_heads], fp32) and ``counters`` of arrivals."""
+def _empty(kind: str) -> Callable:
+    """(shape, strides, dtype) -> new memory on a kind of device, the current one if there are several."""
+    # what torch's compiled code calls: half the time of torch.empty_like
+    found = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
+    return found or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=kind))
 
-    o: object
-    lse: object
-    arrivals: object
+
+_EMPTY = {kind: _empty(kind) for kind in ("cpu", "cuda")}
+
+
+class Buffer:
+    """A dense, aligned tensor that a kernel takes at every call: new, or the caller's if that is like it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.shape, self.dtype, self.device = shape, dtype, device
+        strides = tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1]
+        self.new = partial(_EMPTY[device.type], shape, strides, dtype)  # on the current device
+
+    def is_like(self, x) -> bool:
+        return (isinstance(x, torch.Tensor) and x.dtype is self.dtype and x.shape == self.shape and x.is_contiguous()
+                and x.device == self.device and not x.data_ptr() % ACCESS_BYTES)
 
 
 class DecodePlan:
@@ -86,58 +101,81 @@ class DecodePlan:
         batch, q_len, num_heads, _ = self.shape = tuple(q.shape)
         self.made_of = _made_of(cache)
         self.device, self.q_dtype, self.dtype = q.device, q.dtype, cache.dtype
+        self.is_exact = q.dtype == cache.dtype
         self.is_cuda, self.index = q.device.type == "cuda", q.device.index
         self.decode, self.splits, self.places, self.scalars = decode, splits, places, scalars
         state = (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v, cache.ring_k,
                  cache.ring_v)
-        self.tensors = tuple(loader.argument(x) for x in (pool, cache.table.view(-1), *(x[:batch] for x in state)))
+        if batch < cache.max_batch:
+            state = [x[:batch] for x in state]
+        self.tensors = tuple(loader.argument(x) for x in (pool, cache.table.view(-1), *state))
         self.no_sink_logit = loader.argument(no_sink_logit(q.device))
-        # what outputs look like, to allocate by the cheapest call there is
-        self.o_like = torch.empty(self.shape, dtype=self.dtype, device=q.device)
-        self.lse_like = torch.empty(batch, num_heads, q_len, dtype=torch.float32, device=q.device)
-        self.scratch: dict[int, Scratch] = {}
+        self.o = Buffer(self.shape, self.dtype, q.device)
+        self.lse = Buffer((batch, num_heads, q_len), torch.float32, q.device)
+        self.sink_logits = Buffer((num_heads,), torch.float32, q.device)
+        self.around: dict[int, tuple[tuple, tuple]] = {}
 
     def serves(self, cache) -> bool:
         """Whether the cache's state is still the memory that this plan reads."""
-        return all(map(is_, _made_of(cache), self.made_of))
+        # written out: a third of the time of a loop
+        pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, strides, format = self.made_of
+        return (cache.pool is pool and cache.table is table and cache.n_sink is n_sink and cache.n_qk is n_qk
+                and cache.n_qv is n_qv and cache.n_tok is n_tok and cache.sink_k is sink_k and cache.sink_v is sink_v
+                and cache.ring_k is ring_k and cache.ring_v is ring_v and cache.strides is strides
+                and cache.format is format)
+
+    def takes(self, q: torch.Tensor, out, lse, sink_logits) -> bool:
+        """Whether ``launch`` takes a call's tensors as they are, which says that they are valid too."""
+        return (self.is_exact and q.is_contiguous() and q.device == self.device and (out is None or self.o.is_like(out))
+                and (lse is None or self.lse.is_like(lse))
+                and (sink_logits is None or self.sink_logits.is_like(sink_logits)))
 
     def run(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None,
             sink_logits: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode on the current stream; returns (out, lse).
 
         q: the plan's shape, rotated as the cache's keys are. out [batch, q_len, num_heads, head_dim] of q's dtype and
-        lse fp32 [batch, num_heads, q_len]: where results go; None: new ones.
+        lse fp32 [batch, num_heads, q_len]: where results go, in any layout; None: new ones.
         """
-        if q.dtype != self.dtype or not q.is_contiguous():
-            q = q.to(self.dtype).contiguous()
-        o = torch.empty_like(self.o_like) if out is None else _target(out, self.o_like)
-        logsumexp = torch.empty_like(self.lse_like) if lse is None else _target(lse, self.lse_like)
-        sink_logits = self.no_sink_logit if sink_logits is None else sink_logits.contiguous()
-        scratch = self._scratch()
-        self.decode(q, *self.tensors, scratch.o, scratch.lse, o, logsumexp, sink_logits, scratch.arrivals,
-                    *self.scalars)
-        if out is None and lse is None and self.q_dtype is self.dtype:
-            return o, logsumexp
+        o, logsumexp = self.launch(q.to(self.dtype).contiguous(), out if self.o.is_like(out) else None,
+                                   lse if self.lse.is_like(lse) else None,
+                                   None if sink_logits is None else sink_logits.contiguous())
         return _result(o, out, self.q_dtype), _result(logsumexp, lse, torch.float32)
 
-    def _scratch(self) -> Scratch:
-        """Scratch of the current stream; in a captured step new memory, which belongs to that graph."""
+    def launch(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None,
+               sink_logits: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``run`` of tensors that the plan takes."""
+        if self.is_cuda and torch._C._cuda_getDevice() != self.index:
+            with torch.cuda.device(self.device):
+                return self.launch(q, out, lse, sink_logits)
+        before, after = self._around()
+        o = self.o.new() if out is None else out
+        logsumexp = self.lse.new() if lse is None else lse
+        self.decode(q, *before, o, logsumexp, self.no_sink_logit if sink_logits is None else sink_logits, *after)
+        return o, logsumexp
+
+    def _around(self) -> tuple[tuple, tuple]:
+        """The kernel's arguments before and after a call's outputs, with scratch of the current stream: of a captured
+        step it is new memory, which belongs to that graph."""
         stream = 0
         if self.is_cuda:
             if torch._C._cuda_isCurrentStreamCapturing():  # what is_capturing asks, without its calls
                 return self._allocate()
             stream = torch._C._cuda_getCurrentRawStream(self.index)
-        scratch = self.scratch.get(stream)
-        if scratch is None:
-            scratch = self.scratch[stream] = self._allocate()
-        return scratch
+        around = self.around.get(stream)
+        if around is None:
+            around = self.around[stream] = self._allocate()
+        return around
 
-    def _allocate(self) -> Scratch:
+    def _allocate(self) -> tuple[tuple, tuple]:
+        """``_around`` with new scratch, what the splits of a call leave for the one that ends last: partial results (o
+        [splits, batch, q_len, num_heads, head_dim] and lse [splits, batch, q_len, num_heads], fp32) and ``counters`` of
+        arrivals."""
         o = torch.empty(self.splits, *self.shape, dtype=torch.float32, device=self.device)
         lse = torch.empty(self.splits, *self.shape[:3], dtype=torch.float32, device=self.device)
         arrivals = (counters(self.places, self.device) if self.splits > 1
                     else torch.empty(1, dtype=torch.int32, device=self.device))  # not used
-        return Scratch(*(loader.argument(x) for x in (o, lse, arrivals)))
+        return (*self.tensors, loader.argument(o), loader.argument(lse)), (loader.argument(arrivals), *self.scalars)
 
 
 class StepPlan:
@@ -171,14 +209,6 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     """New tokens as the kernel reads them: contiguous, from an address of its widest loads."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % ACCESS_BYTES else x
-
-
-def _target(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Where the kernel writes: the caller's buffer, if it has dtype, layout and alignment, or new memory."""
-    if (given is not None and given.dtype == like.dtype and given.is_contiguous()
-            and given.data_ptr() % ACCESS_BYTES == 0):
-        return given
-    return torch.empty_like(like)
 
 
 def _result(written: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

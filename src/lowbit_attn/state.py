@@ -89,8 +89,7 @@ class CacheState:
         self.max_batch, self.max_q_len = max_batch, max_q_len
         self.window_k = max(self.format.window_k, max_q_len - 1)
         self.window_v = max(self.format.window_v, max_q_len - 1)
-        reach = num_pages * layout.PAGE_TOKENS + self._open_tokens(self.window_k) + sinks
-        self.max_seqlen = reach if max_seqlen is None else max_seqlen
+        self.max_seqlen = self._reach(num_pages) if max_seqlen is None else max_seqlen
         one_of("device", self.device.type, list(BACKENDS))
         BACKENDS[self.device.type].prepare(self)
         self._allocate(pool)
@@ -153,10 +152,14 @@ class CacheState:
         blocks = (seqlen - np.minimum(seqlen, self.sinks) - window) // layout.PAGE_TOKENS
         return np.maximum(blocks, 0) * layout.PAGE_TOKENS
 
+    def _reach(self, pages):
+        """Tokens of the longest sequence whose packed blocks fit into so many pages (int or array)."""
+        return self.sinks + self._open_tokens(self.window_k) + pages * layout.PAGE_TOKENS
+
     def _limit(self, pages: int) -> int:
         """Tokens that a sequence may have whose packed blocks fill so many pages."""
-        reach = self.sinks + self._open_tokens(self.window_k) + pages * layout.PAGE_TOKENS
-        return int(min(self.max_seqlen, reach))  # a number of numpy's would be copied to the device, and waited for
+        # a number of numpy's would be copied to the device, and waited for
+        return int(min(self.max_seqlen, self._reach(pages)))
 
     # ---- the host's copy
 
@@ -217,10 +220,11 @@ class CacheState:
         """
         count = self.max_batch if count is None else count
         rows = np.arange(count) if seqs is None else np.array([int(s) for s in seqs], dtype=np.int64)
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.max_batch or len(set(rows.tolist())) != len(rows)):
-            raise ValueError(f"seqs: got {rows.tolist()}, supported: distinct rows 0 to max_batch - 1 = "
+        named = rows.tolist()
+        if named and (min(named) < 0 or max(named) >= self.max_batch or len(set(named)) != len(named)):
+            raise ValueError(f"seqs: got {named}, supported: distinct rows 0 to max_batch - 1 = "
                              f"{self.max_batch - 1}")
-        if alive and (self.book.state[rows] == FREED).any():
+        if alive and FREED in self.book.state[rows].tolist():
             freed = rows[self.book.state[rows] == FREED].tolist()
             raise ValueError(f"seqs: {freed} were freed, supported: rows in use; add or prefill starts one anew")
         return rows
@@ -229,7 +233,7 @@ class CacheState:
         """Rows as int32 on the device; made once for each selection, so that captured steps may use it."""
         key = tuple(rows.tolist())
         if key == tuple(range(len(key))):
-            return self.all_rows[: len(key)]
+            return self.all_rows if len(key) == self.max_batch else self.all_rows[: len(key)]
         if key not in self._row_tensors:
             self._refuse_capture(f"append to rows {list(key)} for the first time")
             self._row_tensors[key] = self.upload(rows)
@@ -242,8 +246,10 @@ class CacheState:
 
     def start_rows(self, rows: np.ndarray) -> None:
         """Mark rows as in use; a freed one may take steps again."""
-        for row in rows[self.book.state[rows] != LIVE].tolist():
-            if self.book.state[row] == FREED:
+        for row, state in zip(rows.tolist(), self.book.state[rows].tolist()):
+            if state == LIVE:
+                continue
+            if state == FREED:
                 self.limit[row] = self._limit(len(self.book.held[row]))
             self.book.state[row] = LIVE
 
@@ -251,12 +257,12 @@ class CacheState:
 
     def take_pages(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         """Take the pages that these lengths fill and enter them in the table; raise before anything is written."""
-        if len(rows) and lengths.max() > self.max_seqlen:
-            raise ValueError(f"k: a sequence would reach {lengths.max()} tokens, "
-                             f"supported: max_seqlen = {self.max_seqlen}")
-        missing = self._num_packed(lengths, self.window_k) // layout.PAGE_TOKENS - self.book.n_pages[rows]
-        if not (missing > 0).any():
+        longest = max(lengths.tolist(), default=0)
+        if longest > self.max_seqlen:
+            raise ValueError(f"k: a sequence would reach {longest} tokens, supported: max_seqlen = {self.max_seqlen}")
+        if not (lengths > self._reach(self.book.n_pages[rows])).any():
             return
+        missing = self._num_packed(lengths, self.window_k) // layout.PAGE_TOKENS - self.book.n_pages[rows]
         self.book.require(int(missing.clip(0).sum()))
         for row, count in zip(rows.tolist(), missing.tolist()):
             if count > 0:
