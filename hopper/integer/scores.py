@@ -69,10 +69,8 @@ def of_page(cfg: IntegerConfig, piece: Piece, me: Lane, queries: Query) -> Score
 
 def page_sums(cfg: IntegerConfig, piece: Piece, me: Lane, digits: list, row_tiles: range) -> list:
     """[row tile][row8] sum over all channels, in runs that the accumulators hold."""
-    run = registers.SIGNED_COLUMNS // registers.BYTE_STEP
     total = None
-    for first in range(0, len(digits), run):
-        steps = range(first, min(first + run, len(digits)))
+    for steps in registers.signed_runs(len(digits), cfg.k.bits):
         part = multiply.sums(cfg, cfg.k, piece, me, digits, row_tiles, steps, True)
         total = part if total is None else [[x + y for x, y in zip(*pairs)] for pairs in zip(total, part)]
     return total
