@@ -11,6 +11,7 @@ from emulation import C_COL, C_ROW, LANE, PAGE_TILES, G, T, bits_of, over_lanes,
 
 from lowbit_attn import layout, registers
 from lowbit_attn.cache import KVCache
+from lowbit_attn.formats.kitty import Boosted
 
 ROWS = 4
 BYTE = np.arange(4)
@@ -36,15 +37,22 @@ def multiply(a: np.ndarray, b: np.ndarray, start_bits: int, low: int, high: int)
     return (start_bits + sums).astype(np.int32).view(np.float32)
 
 
-def a_bytes(words: np.ndarray, rows: int, bits: int) -> np.ndarray:
-    """Words [word, lane] of a plane -> masked bytes [row tile, step, register, lane, byte]."""
+def a_bytes(words: np.ndarray, rows: int, bits: int, tile: int | None = None) -> np.ndarray:
+    """Words [word, lane] of a plane -> masked bytes [row tile, step, register, lane, byte].
+
+    tile: of this row tile alone, its codes where row tile 0 has its own. A last step of one column tile has zeros in
+    the registers of the other, as m16n8k16 has half the columns.
+    """
     row_tiles = rows // layout.TILE
     cols = words.size * layout.WORD_BYTES * 8 // bits // rows
-    found = np.zeros((row_tiles, cols // registers.BYTE_STEP, 4, layout.LANES), np.uint32)
-    for rt, ct, row8 in np.ndindex(row_tiles, cols // layout.TILE, 2):
+    steps = -(-cols // registers.BYTE_STEP)
+    found = np.zeros((row_tiles if tile is None else 1, steps, 4, layout.LANES), np.uint32)
+    for rt, ct, row8 in np.ndindex(len(found), cols // layout.TILE, 2):
         row = layout.TILE * rt + 8 * row8
-        word, _, _, _ = layout.code_slot(row, layout.TILE * ct, rows, bits)
-        found[rt, ct // 2, row8 + 2 * (ct % 2)] = words[word] & np.uint32(registers.byte_mask(row, bits))
+        word, _, _, _ = layout.code_slot(row + layout.TILE * (tile or 0), layout.TILE * ct, rows, bits)
+        shift = (tile or 0) % layout.tiles_per_word(bits) * 2 * bits
+        found[rt, ct // 2, row8 + 2 * (ct % 2)] = (words[word] >> np.uint32(shift)) & np.uint32(
+            registers.byte_mask(row, bits))
     return found.view(np.uint8).reshape(*found.shape, 4)
 
 
@@ -65,7 +73,7 @@ def exponent(largest: np.ndarray, guard: float, top: int) -> np.ndarray:
 
 
 class Warp(emulation.Warp):
-    """Up to 4 query rows q [R, head_dim]; K per channel."""
+    """Up to 4 query rows q [R, head_dim]; K per channel or boosted."""
 
     def __init__(self, cache: KVCache, q: torch.Tensor, scale_log2: float):
         super().__init__(cache, q.repeat_interleave(2, 0), 2 * ROWS, scale_log2, False)
@@ -79,51 +87,89 @@ class Warp(emulation.Warp):
         tile = 2 * np.arange(self.steps)[:, None, None] + (G % 2)[:, None]
         return values[..., layout.TILE * tile + 2 * T[:, None] + registers.byte_column(BYTE)]
 
-    def _logits_per_channel(self, side, a, power, meta) -> np.ndarray:
-        """-> [1, token tile, lane, element]: elements 0, 1 are tokens g, 2, 3 tokens g + 8, of row t."""
-        groups = layout.PAGE_TOKENS // side.group_size
-        codes = a_bytes(self._words(self.record_now, self.record.k_planes), layout.PAGE_TOKENS, side.bits)
-        meta = meta.reshape(groups, 2, self.head_dim)[..., layout.channel_meta_index(np.arange(self.head_dim))]
-        rows = self._own(self.q_scaled)[ROW_G, :, LANE].swapaxes(0, 1)  # [step, lane, byte]
-        tiles, logits = PAGE_TILES // groups, []
-        for j, (scale, zero) in enumerate(meta):
-            products = (rows * self._own(scale)).astype(np.float32)
-            largest = np.abs(products).max((0, 2))
-            bias = np.float32(0)
-            for step, byte in np.ndindex(self.steps, 4):
-                bias = fused(rows[step, :, byte], self._own(zero)[step, :, byte], bias)
-            for distance in OVER_ROW:
-                largest, bias = np.maximum(largest, largest[LANE ^ distance]), bias + bias[LANE ^ distance]
-            e = exponent(largest, registers.SIGNED_GUARD, registers.SIGNED_TOP)
-            start = registers.SIGNED_START + registers.HALF_DIGIT
-            b = self._exchanged(fused(products, pow2(e)[:, None], start))
-            sums = np.float32(0)
-            run = registers.SIGNED_COLUMNS // registers.BYTE_STEP
-            for first in range(0, self.steps, run):
-                at = slice(first, first + run)
-                acc = multiply(codes[j * tiles : (j + 1) * tiles, at], b[at], registers.SIGNED_START_BITS,
-                               -(2**22), 2**22)
-                sums = sums + joined(acc, registers.SIGNED_START)
-            down = pow2(-e[8 * ROW_T])[:, None] * pow2(-power[j * tiles : (j + 1) * tiles, :, ::2])
-            logits.append(fused(sums, down, bias[8 * ROW_T][:, None]))
-        return np.repeat(np.concatenate(logits), 2, -1)[None]
+    def logits(self, record: np.ndarray, tile: int | None = None) -> np.ndarray:
+        """-> [1, token tile, lane, element]: elements 0, 1 are tokens g, 2, 3 tokens g + 8, of row t.
 
-    def _exchanged(self, values: np.ndarray) -> np.ndarray:
-        """start + 128 + X [step, lane, byte] of each lane's own tile -> s8 digits of B [step, register, lane, byte]."""
+        tile: of this token tile alone.
+        """
+        side, planes = self.format.k, self.record.k_planes
+        names = ("codes", "high") if self._is_boosted else ("codes",)
+        codes = np.concatenate([a_bytes(emulation.load_words(emulation.plane(record, planes, name)),
+                                        layout.PAGE_TOKENS, side.bits, tile) for name in names], 1)
+        groups = 1 if isinstance(side, Boosted) else layout.PAGE_TOKENS // side.group_size
+        meta = emulation.metadata(record, planes, side.storage).reshape(groups, 2, self.head_dim)
+        meta = meta[..., layout.channel_meta_index(np.arange(self.head_dim))]
+        if tile is not None:
+            own = tile // (PAGE_TILES // groups)
+            return self._group_logits(record, codes, meta[own])[None]
+        tiles = PAGE_TILES // groups
+        return np.concatenate([self._group_logits(record, codes[j * tiles : (j + 1) * tiles], pair, j * tiles)
+                               for j, pair in enumerate(meta)])[None]
+
+    @property
+    def _is_boosted(self) -> bool:
+        return any(plane.name == "high" for plane in self.record.k_planes)
+
+    def _group_logits(self, record: np.ndarray, codes: np.ndarray, meta, first: int = 0) -> np.ndarray:
+        """Of the token tiles from ``first`` on, which share scales and zero-points [head_dim]."""
+        scale, zero = meta
+        rows = self._own(self.q_scaled)[ROW_G, :, LANE].swapaxes(0, 1)  # [step, lane, byte]
+        products = (rows * self._own(scale)).astype(np.float32)
+        boosted = self._boosted(record, scale) if self._is_boosted else []
+        largest = np.max([np.abs(x).max(-1) for x in (*products, *boosted)], 0)
+        bias = np.float32(0)
+        for step, byte in np.ndindex(self.steps, 4):
+            bias = fused(rows[step, :, byte], self._own(zero)[step, :, byte], bias)
+        for distance in OVER_ROW:
+            largest, bias = np.maximum(largest, largest[LANE ^ distance]), bias + bias[LANE ^ distance]
+        e = exponent(largest, registers.SIGNED_GUARD, registers.SIGNED_TOP)
+        start = registers.SIGNED_START + registers.HALF_DIGIT
+        b = [self._operand(fused(x, pow2(e)[:, None], start)) for x in (*products, *boosted)]
+        sums = np.float32(0)
+        for run in registers.signed_runs(len(b), self.format.k.bits):
+            acc = multiply(codes[:, run], np.stack([b[step] for step in run]), registers.SIGNED_START_BITS,
+                           -registers.SIGNED_LIMIT, registers.SIGNED_LIMIT)
+            sums = sums + joined(acc, registers.SIGNED_START)
+        power = emulation.powers(PAGE_TILES, self.format.k.bits)[first : first + len(codes), :, ::2]
+        down = pow2(-e[8 * ROW_T])[:, None] * pow2(-power)
+        return np.repeat(fused(sums, down, bias[8 * ROW_T][:, None]), 2, -1)
+
+    def _boosted(self, record: np.ndarray, scale: np.ndarray) -> list[np.ndarray]:
+        """[step] 4 q s of the lane's slots [lane, byte]; of a lone column tile each lane of a row's two has one half,
+        [lane, e]."""
+        index = emulation.plane(record, self.record.k_planes, "index").astype(int)
+        column_tiles, found = len(index) // layout.TILE, []
+        for first in range(0, column_tiles, 2):
+            parity = (G % 2)[:, None]
+            slot = layout.TILE * (first + parity) + 2 * T[:, None] + registers.byte_column(BYTE)
+            if first + 1 == column_tiles:
+                slot = layout.TILE * first + 8 * parity + 2 * T[:, None] + np.arange(2)
+            channel = index[slot]
+            rows = np.float32(4) * self.q_scaled[ROW_G[:, None], channel]
+            found.append((rows * scale[channel]).astype(np.float32))
+        return found
+
+    def _operand(self, values: np.ndarray) -> np.ndarray:
+        """start + 128 + X [lane, byte or e] of each lane's share of a step -> s8 digits of B [register, lane, byte]."""
         word = values.view(np.uint32)
         digits = np.stack([(word >> np.uint32(8)) & np.uint32(255), (word & np.uint32(255)) ^ np.uint32(128)])
         digits = digits.astype(np.uint8).view(np.int8).astype(np.int64)
         odd = (G % 2 != 0)[:, None]
         own, other = np.where(odd, digits[1], digits[0]), np.where(odd, digits[0], digits[1])
-        got = other[:, LANE ^ 4]
-        return np.stack((np.where(odd, got, own), np.where(odd, own, got)), 1)
+        got = other[LANE ^ 4]
+        even_s, odd_s = np.where(odd, got, own), np.where(odd, own, got)  # from the lanes of either parity
+        if values.shape[-1] == 4:
+            return np.stack((even_s, odd_s))
+        halves = np.stack((even_s, odd_s), -1).reshape(layout.LANES, 4)  # byte col8 + 2 e
+        return np.stack((halves, 0 * halves))
 
     def packed_values(self, record: np.ndarray, p: np.ndarray) -> None:
         side = self.format.v
         meta = emulation.metadata(record, self.record.v_planes, side.storage)
         meta = meta.reshape(self.groups_v, layout.PAGE_TOKENS, 2)
         token = layout.TILE * np.arange(PAGE_TILES)[:, None, None] + C_ROW[:, ::2]  # [tile, lane, row8]
-        codes = a_bytes(self._words(record, self.record.v_planes), self.head_dim, side.bits)
+        words = emulation.load_words(emulation.plane(record, self.record.v_planes, "codes"))
+        codes = a_bytes(words, self.head_dim, side.bits)
         power, own = emulation.powers(len(codes), side.bits)[..., ::2], p[0, ..., ::2]
         tiles = len(codes) // self.groups_v
         for j in range(self.groups_v):
@@ -151,15 +197,14 @@ class Warp(emulation.Warp):
             self.true_scale = True
 
     def page(self, record: np.ndarray, v: torch.Tensor | None = None) -> None:
-        assert v is None, "V in 16 bit beside packed K"
-        self.record_now = record
-        super().page(record)
+        """v: V in 16 bit beside packed K, 16 tokens at a time."""
+        if v is None:
+            super().page(record)
+            return
+        for tile in range(PAGE_TILES):
+            p = self.attend(self.logits(record, tile))
+            self.values(v[layout.TILE * tile : layout.TILE * (tile + 1)], p)
 
     def result(self):
         """The base class's columns 2t, 2t + 1 of a packed page are both row t: as 16-bit tokens' are."""
         return tuple(x[::2] for x in super().result())
-
-    @staticmethod
-    def _words(record: np.ndarray, planes) -> np.ndarray:
-        return emulation.load_words(emulation.plane(record, planes, "codes"))
-

@@ -334,11 +334,12 @@ def ldmatrix(warp, suffixes, operands, active):
 
 
 def mma(warp, suffixes, operands, active):
-    """m16n8k16 of 16-bit floats and m16n8k32 of bytes: fragments by the PTX manual."""
+    """m16n8k16 of 16-bit floats, m16n8k32 and m16n8k16 of bytes: fragments by the PTX manual."""
     assert active.all()
     names, a, b, c = names_of(operands[0]), *(warp.values(x) for x in operands[1:])
-    is_bytes, kinds = "m16n8k32" in suffixes, suffixes[-3:-1]
-    each, k = (4, 32) if is_bytes else (2, 16)  # values of a register, columns
+    kinds, k = suffixes[-3:-1], 32 if "m16n8k32" in suffixes else 16
+    is_bytes = "s32" in suffixes
+    each = 4 if is_bytes else 2  # values of a register
     left, right = np.zeros((16, k)), np.zeros((k, 8))
 
     def values(word, kind):

@@ -68,7 +68,7 @@ def test_decode(arch, kernel, part, sinks, num_splits, record_property):
 def test_one_small_case(arch, kernel, record_property):
     """Every variant once, over all segments: what compute-sanitizer is run on (perf/sanitize.py)."""
     is_wide = kernel.rows > 16
-    path = kernel.shape(arch)[0] if is_wide else path_of(arch, kernel)
+    path = path_of(arch, kernel) if kernel in PAGE_PATHS else kernel.shape(arch)[0]
     ratio, q_len = (6, 4) if is_wide else (kernel.rows // 2, 2)
     case = case_of(kernel, ratio=ratio, q_len=q_len, lengths=(3, 700), sinks=5)
     check_decode(case, path, f"{arch} small {path}", record_property, 2, options_of(kernel))
@@ -83,13 +83,13 @@ def test_hard_data(arch, kernel, data, record_property):
     check_decode(case, path, f"{arch} {path} hard data {data}", record_property, options=options_of(kernel))
 
 
-@pytest.mark.parametrize("kernel", [k for k in gpu_matrix.REGISTER if "+w" in k.format], ids=str)
+@pytest.mark.parametrize("kernel", [k for k in PAGE_PATHS if "+w" in k.format], ids=str)
 def test_packed_keys_beside_values_in_16_bit(arch, kernel, record_property):
     """The third segment: V is packed a window later than K."""
-    case = case_of(kernel, lengths=(100, 200, 300, 1000), sinks=5)
-    problem, _ = problem_and_expected(case, "register")
+    case, path = case_of(kernel, lengths=(100, 200, 300, 1000), sinks=5), path_of(arch, kernel)
+    problem, _ = problem_and_expected(case, path)
     assert (problem.cache.n_qk > problem.cache.n_qv).any()
-    check_decode(case, "register", f"{arch} register {kernel.format}", record_property, options=options_of(kernel))
+    check_decode(case, path, f"{arch} {path} {kernel.format}", record_property, options=options_of(kernel))
 
 
 @pytest.mark.parametrize("num_splits, keep_sinks", ((None, True), (1, False), (7, True)))
@@ -116,12 +116,13 @@ def test_several_queries(arch, kernel, q_len, ratio, record_property):
 
 
 @pytest.mark.parametrize("num_splits", (None, 3))
-@pytest.mark.parametrize("ratio, q_len, sinks", ((1, 1, 32), (5, 1, 0), (8, 1, 33), (3, 5, 32), (16, 4, 7)))
+@pytest.mark.parametrize("ratio, q_len, sinks", ((1, 1, 32), (2, 2, 5), (4, 1, 33), (5, 1, 0), (8, 1, 33), (3, 5, 32),
+                                                 (16, 4, 7)))
 @pytest.mark.parametrize("kernel", gpu_matrix.KITTY, ids=str)
 def test_boosted_channels(arch, kernel, ratio, q_len, sinks, num_splits, record_property):
     """Kitty: both planes of K, the packed keys whose V is still in 16 bit included."""
     path, rows = replace(kernel, rows=ratio * q_len).shape(arch)
-    if rows != kernel.shape(arch)[1]:
+    if (path, rows) != kernel.shape(arch):
         pytest.skip("another kernel")
     case = case_of(kernel, lengths=LENGTHS, sinks=sinks, q_len=q_len, ratio=ratio)
     check_decode(case, path, f"{arch} kitty {kernel.format}", record_property, num_splits, options_of(kernel))

@@ -14,13 +14,16 @@ from lowbit_attn.formats import FORMATS, packing
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import PATHS, decode  # noqa: E402
-from lowbit_attn.hopper.integer import config, multiply, scores, values  # noqa: E402
+from lowbit_attn.hopper.integer import boost, config, multiply, scores, values  # noqa: E402
 from lowbit_attn.hopper.register import config as register  # noqa: E402
+from lowbit_attn.hopper.register import load  # noqa: E402
 
-NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16")
+BOOSTED = ("kitty", "kitty-pro", "kitty-b8-bf16", "kitty-b40-vg64", "kitty-b64")
+NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16", *BOOSTED)
 PAGES = [(name, d) for name, d in itertools.product(NAMES, (64, 96, 128, 256))
-         if not (d == 96 and ("v1" in name or "vg64" in name))
+         if not (d == 96 and ("v1" in name or "vg64" in name or name == "kitty"))
          and not PATHS["integer"].missing(FORMATS[name], d, torch.float16)]
+BOOSTED_PAGES = [(name, d) for name, d in PAGES if name in BOOSTED]
 LANES = np.arange(32)
 G, T = LANES // 4, LANES % 4
 
@@ -36,24 +39,32 @@ def pages(name: str, head_dim: int):
     return cfg, record, [record[0, s.part_offset : s.part_offset + s.part_bytes].numpy() for s in (cfg.k, cfg.v)]
 
 
+def codes_of(side: register.SidePlan, part: np.ndarray) -> np.ndarray:
+    return part[side.codes_offset :][: layout.plane_bytes(side.rows, side.cols, side.bits)]
+
+
+def unpacked(side: register.SidePlan, part: np.ndarray) -> np.ndarray:
+    plane = torch.from_numpy(codes_of(side, part)[None])
+    return packing.unpack_codes(plane, side.rows, side.cols, side.bits)[0].numpy()
+
+
 def lane_words(side: register.SidePlan, part: np.ndarray, col_tile: int, row_tiles: range) -> dict[int, np.ndarray]:
     """What multiply.tile_words brings each lane; every access lies on a multiple of its size."""
     first_tile, tiles = multiply.run_of(side, col_tile, row_tiles)
     first, count = side.words_of(first_tile), side.words_of(tiles)
     width = math.gcd(count, layout.BLOCK_WORDS)
     assert first % width == 0
-    accesses = part[: layout.plane_bytes(side.rows, side.cols, side.bits)].view(np.uint32).reshape(-1, width)
+    accesses = codes_of(side, part).view(np.uint32).reshape(-1, width)
     return {word + i: accesses[side.code_access(word, width, LANES), i]
             for word in range(first, first + count, width) for i in range(width)}
 
 
 @pytest.mark.parametrize("name, head_dim", PAGES)
 def test_lanes_read_the_codes_of_their_rows_group_by_group(name, head_dim):
-    cfg, record, parts = pages(name, head_dim)
-    fmt = FORMATS[name]
-    for side, part, spec in zip((cfg.k, cfg.v), parts, (fmt.k, fmt.v)):
-        plane = torch.from_numpy(part[None, : layout.plane_bytes(side.rows, side.cols, side.bits)])
-        want = packing.unpack_codes(plane, side.rows, side.cols, spec.bits)[0].numpy()
+    cfg, record, (k_part, v_part) = pages(name, head_dim)
+    boosted = [(cfg.boost.high, k_part)] if cfg.boost else []
+    for side, part in [(cfg.k, k_part), (cfg.v, v_part), *boosted]:
+        want = unpacked(side, part)
         tiles = min(side.group // layout.TILE, multiply.MAX_TILES)
         for col_tile, first in itertools.product(range(side.col_tiles), range(0, side.row_tiles, tiles)):
             row_tiles = range(first, min(first + tiles, side.row_tiles))
@@ -64,6 +75,24 @@ def test_lanes_read_the_codes_of_their_rows_group_by_group(name, head_dim):
                     for byte in range(4):
                         column = 16 * col_tile + 2 * T + registers.byte_column(byte)
                         assert np.array_equal(found[:, byte], want[16 * rt + 8 * row8 + G, column])
+
+
+@pytest.mark.parametrize("name, head_dim", PAGES)
+def test_codes_of_a_row_tile_chosen_at_run_time_take_the_masks_of_the_first(name, head_dim):
+    cfg, _, (part, _) = pages(name, head_dim)
+    for side in [cfg.k] + ([cfg.boost.high] if cfg.boost else []):
+        width, want = max(1, side.words_of(1)), unpacked(side, part)
+        accesses = codes_of(side, part).view(np.uint32).reshape(-1, width)
+        for ct, tile in itertools.product(range(side.col_tiles), range(side.row_tiles)):
+            first = ct * side.row_tiles
+            values = accesses[load.tile_access(side, first, tile, width) + side.code_access(0, width, LANES)]
+            values = values >> np.uint32(load.tile_shift(side, tile))
+            for row8, (word, mask) in enumerate(multiply.masks_of(side, 0, ct)):
+                found = values[:, word - side.words_of(first)] & np.uint32(mask)
+                found = found.view(np.uint8).reshape(32, 4) >> side.power(0, row8)
+                for byte in range(4):
+                    column = 16 * ct + 2 * T + registers.byte_column(byte)
+                    assert np.array_equal(found[:, byte], want[16 * tile + 8 * row8 + G, column])
 
 
 @pytest.mark.parametrize("name, head_dim", PAGES)
@@ -93,11 +122,52 @@ def test_the_two_lanes_of_a_row_share_its_column_tiles():
         assert sorted(channels) == list(range(registers.BYTE_STEP))
 
 
-def test_selectors_order_the_digits():
-    """prmt by the manual: nibble i of the selector names byte i of the result among those of (a, b)."""
-    def permute(a: list, b: list, selector: int) -> list:
-        return [(a + b)[selector >> 4 * i & 7] for i in range(4)]
+def test_channels_stand_in_the_order_of_metadata():
+    """All channels that a byte can name, in each byte of a word."""
+    channels = np.arange(256, dtype=np.uint8).reshape(-1, 4)
+    for turn in range(4):
+        turned = np.roll(channels, turn, 1)
+        found = boost.positions(np.ascontiguousarray(turned).view(np.uint32)).view(np.uint8)
+        assert np.array_equal(found, layout.channel_meta_index(turned.astype(int)))
 
+
+@pytest.mark.parametrize("name, head_dim", BOOSTED_PAGES)
+def test_the_two_lanes_of_a_row_share_its_slots(name, head_dim):
+    """Every slot once, in the byte of the operand whose column of codes is the slot's; the first lane stands for all
+    rows."""
+    cfg, _, (part, _) = pages(name, head_dim)
+    index = part[cfg.boost.index_offset :][: cfg.boost.high.cols]
+    assert (index < head_dim).all() and (index[cfg.boost.count :] == index[cfg.boost.count - 1]).all()
+    for first in range(0, cfg.boost.steps, config.STEP_TILES):
+        seen = []
+        for lane in range(32):
+            pairs = [[2 * i, 2 * i + 1] for i in boost.own_accesses(first, cfg.boost.steps, lane)]
+            g, t = lane // 4, lane % 4
+            if len(pairs) == 1:  # joined has them in bytes col8 + 2e, col8 = g % 2
+                want = [16 * first + 2 * t + registers.byte_column(g % 2 + 2 * e) for e in (0, 1)]
+                assert first + 1 == cfg.boost.steps and pairs[0] == want
+            else:
+                tile = first + g % 2
+                want = [16 * tile + 2 * t + registers.byte_column(byte) for byte in range(4)]
+                assert permute(*(pair + ["", ""] for pair in pairs), boost.PAIRS) == want
+            seen += want * (g < 2)
+        assert sorted(seen) == list(range(16 * first, min(16 * (first + 2), cfg.boost.high.cols)))
+
+
+def permute(a: list, b: list, selector: int) -> list:
+    """prmt by the manual: nibble i of the selector names byte i of the result among those of (a, b)."""
+    return [(a + b)[selector >> 4 * i & 7] for i in range(4)]
+
+
+def test_a_lone_column_tile_is_joined_from_the_digits_of_two_lanes():
+    """Registers a lane has after DIGITS_OF_TWO: high digits of its slots e = 0, 1, then the low ones."""
+    even, odd = ([f"{digit}{col8}{e}" for digit in ("high", "low") for e in (0, 1)] for col8 in (0, 1))
+    order = [(byte % 2, byte // 2) for byte in range(4)]
+    assert permute(even, odd, boost.EVEN_LANE) == [f"high{col8}{e}" for col8, e in order]
+    assert permute(odd, even, boost.ODD_LANE) == [f"low{col8}{e}" for col8, e in order]
+
+
+def test_selectors_order_the_digits():
     def fixed(i: int) -> list:  # bytes of start + X
         return [f"low{i}", f"high{i}", "", ""]
 
@@ -125,9 +195,12 @@ def test_only_calls_of_up_to_four_rows_take_the_path():
         for name, head_dim in (("k4v4", 128), ("k1v8-g32-vg64-bf16", 256)):
             path, _ = kernels.pick("hopper", FORMATS[name], head_dim, torch.float16, rows)[0]
             assert (path == "integer") == (rows <= config.ROWS)
-    for fmt in (FORMATS["k4tv4"], FORMATS["kitty"], dataclasses.replace(FORMATS["k4v4"], window_v=128)):
-        assert PATHS["integer"].missing(fmt, 128, torch.float16)
-        assert kernels.pick("hopper", fmt, 128, torch.float16, 4)[0] == ("register", 8)
+    for fmt in (*(FORMATS[name] for name in BOOSTED), dataclasses.replace(FORMATS["k4v4"], window_v=128)):
+        assert kernels.pick("hopper", fmt, 128, torch.float16, 4)[0] == ("integer", 4)
+        assert kernels.pick("hopper", fmt, 128, torch.float16, 5)[0] == ("register", 8)
+    for name, head_dim in (("k4tv4", 128), ("kitty-pro", 256)):
+        assert PATHS["integer"].missing(FORMATS[name], head_dim, torch.float16)
+        assert kernels.pick("hopper", FORMATS[name], head_dim, torch.float16, 4)[0] == ("register", 8)
     forced, _ = kernels.pick("hopper", FORMATS["k4v4"], 128, torch.float16, 8, "integer")
     assert forced == ("integer", 4), "more rows go in blocks"
 
@@ -138,11 +211,10 @@ def test_unsupported_calls_say_why():
                            ({"features": ("alibi",)}, "features: got alibi, supported: softcap, window")):
         with pytest.raises(ValueError, match=message):
             decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="integer", **{"rows": 4} | wrong)
-    for name in ("k4tv4", "kitty"):
-        with pytest.raises(ValueError, match="supported: K per channel with V per token"):
-            decode.decode_kernel(FORMATS[name], 128, "float16", path="integer", rows=4)
-    with pytest.raises(ValueError, match="V window beyond K's 128, supported: 0"):
-        decode.decode_kernel(dataclasses.replace(FORMATS["k4v4"], window_v=128), 128, "float16", path="integer", rows=4)
+    for name, head_dim, message in (("k4tv4", 128, "supported: K per channel or boosted with V per token"),
+                                    ("kitty-pro", 256, "V of 2 bits at head_dim 256, supported: 8, 4 bits")):
+        with pytest.raises(ValueError, match=message):
+            decode.decode_kernel(FORMATS[name], head_dim, "float16", path="integer", rows=4)
 
 
 def test_predicted_instructions_of_a_page():
@@ -151,3 +223,13 @@ def test_predicted_instructions_of_a_page():
     assert counts["IMMA"] == 2 * 128 * 128 // (16 * 32) and counts["MOVM"] == 128 // 16 + 2
     assert counts["LOP3"] >= 2 * 128 * 128 // (4 * 32)
     assert config.expected_counts(config_of("k8v8", 128))["LOP3"] < counts["LOP3"] / 2
+
+
+def test_predicted_instructions_of_boosted_pages():
+    """Beside those of a page without boosted channels: one multiply a row tile for up to 32 slots, and one for a unit
+    of 16 tokens whose V is in 16 bit."""
+    plain, lone, pair = (config.expected_counts(config_of(name, 128)) for name in ("kitty-b0", "kitty", "kitty-pro"))
+    assert lone["IMMA"] == pair["IMMA"] == plain["IMMA"] + 8 + 1
+    assert pair["LOP3"] > lone["LOP3"] > plain["LOP3"] and lone["HMMA"] == plain["HMMA"]
+    uniform = config.expected_counts(config_of("k2v2", 128))
+    assert plain["IMMA"] == uniform["IMMA"] + 4 and plain["HMMA"] == uniform["HMMA"] + 8

@@ -122,6 +122,22 @@ def test_which_cta_ends_last_changes_nothing(scratch):
         assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("case, splits, options", [
+    (Case("kitty", head_dim=64, num_heads=8, num_heads_kv=2, lengths=(129, 450), sinks=5), 2, Attention()),
+    (Case("kitty-b40-bf16", torch.bfloat16, 64, 3, 1, lengths=(700,)), 1, Attention()),
+    (Case("kitty-pro-vg32", head_dim=96, num_heads=1, num_heads_kv=1, q_len=4, lengths=(450,)), 1,
+     Attention(None, 20.0, 200)),
+    (Case("k4v4-g32+w128", head_dim=64, num_heads=4, num_heads_kv=1, lengths=(450,)), 1, Attention()),
+    (Case("k1v8-g64+w256", head_dim=64, num_heads=2, num_heads_kv=1, lengths=(600,)), 3, Attention()),
+], ids=("kitty", "two-runs", "features", "groups", "1-bit"))
+def test_integer_path_of_packed_keys_beside_values_in_16_bit(case, splits, options, scratch):
+    """Boosted keys of a lone column tile of slots, of three and of two; third segments of all pages' rows."""
+    text, cfg = compiled(key_of(case, options), scratch)
+    problem = testing.build(case)
+    assert cfg.third_segment and (problem.cache.n_qk > problem.cache.n_qv).any()
+    testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
+
+
 @pytest.mark.parametrize("case, splits, rows, options", [
     (Case("kitty", head_dim=64, num_heads=4, num_heads_kv=1, lengths=(300,), sinks=5), 2, 8, Attention()),
     (Case("kitty-pro-bf16", torch.bfloat16, 64, 2, 1, q_len=4, lengths=(450,)), 1, 8, Attention(None, 20.0, 200)),

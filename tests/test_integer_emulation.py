@@ -11,7 +11,7 @@ import torch
 
 from lowbit_attn import layout, registers, testing
 from lowbit_attn.cache import KVCache
-from lowbit_attn.formats import packing
+from lowbit_attn.formats import FORMATS, packing
 from lowbit_attn.testing import Case
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -47,17 +47,31 @@ def test_masked_bytes_are_the_a_operand(bits, rows):
 
 
 def test_digits_stay_in_range():
-    """Both signs of the largest X, and the largest sums that 128 columns can have."""
+    """Both signs of the largest X, and the largest sums that a run of columns can have."""
     x = np.float32([1.0, 0.9999999, 1.9999999, 65504.0, 3e-20, 1e30])
     for top, guard, limit in ((registers.SIGNED_TOP, registers.SIGNED_GUARD, 32639),
                               (registers.UNSIGNED_TOP, registers.UNSIGNED_GUARD, 65535)):
         fixed = np.rint(x.astype(np.float64) * 2.0 ** integer_emulation.exponent(x, guard, top))
         assert (fixed > limit / 2.1).all() and (fixed <= limit).all()
-    assert registers.SIGNED_COLUMNS * 255 * 128 < 2**22
-    assert registers.UNSIGNED_COLUMNS * 255 * 255 < 2**23
+    assert registers.UNSIGNED_COLUMNS * 255 * 255 < registers.UNSIGNED_LIMIT
     for start, bits in ((registers.SIGNED_START, registers.SIGNED_START_BITS),
                         (registers.UNSIGNED_START, registers.UNSIGNED_START_BITS)):
         assert np.float32(start).view(np.int32) == bits and np.float32(257 * start) == 257 * start
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_runs_of_columns_stay_within_the_accumulators(bits):
+    """By the largest byte that a mask lets through; 160 columns of 2 bits (kitty-pro, head_dim 128) are one run."""
+    top = max(registers.byte_mask(row, bits) for row in range(layout.PAGE_TOKENS)) & 0xFF
+    assert top == registers.largest_byte(bits)
+    for steps in range(1, 17):
+        runs = registers.signed_runs(steps, bits)
+        assert [step for run in runs for step in run] == list(range(steps))
+        longest, few = max(map(len, runs)), len(runs) - 1
+        assert longest * registers.BYTE_STEP * top * 128 < registers.SIGNED_LIMIT
+        if few:
+            assert -(-steps // few) * registers.BYTE_STEP * top * 128 >= registers.SIGNED_LIMIT, "fewer would do"
+    assert len(registers.signed_runs(5, 2)) == 1 and registers.signed_runs(8, bits) == [range(4), range(4, 8)]
 
 
 @pytest.mark.parametrize("k, v", list(product(BITS, BITS)))
@@ -81,6 +95,31 @@ def test_hard_data(data, name):
     check(Case(name, dtype, lengths=LENGTHS, sinks=32, data=data, num_heads=4))
 
 
+@pytest.mark.parametrize("name, dtype, head_dim", [
+    ("kitty", FP16, 128), ("kitty-pro", FP16, 128), ("kitty-pro", BF16, 128), ("kitty", FP16, 64),
+    ("kitty-pro-bf16", BF16, 64), ("kitty-b40-vg64", FP16, 128), ("kitty-b0", FP16, 128), ("kitty-b128", FP16, 128),
+    ("kitty-b8-vg32-bf16", FP16, 96), ("kitty-pro", FP16, 96), ("kitty-b72-variance", BF16, 128)])
+def test_boosted_channels(name, dtype, head_dim):
+    """Half a column tile of slots, a lone one, several; the packed keys whose V is still in 16 bit included."""
+    check(Case(name, dtype, head_dim=head_dim, lengths=(0, 127, 129, 300, 700), num_heads=3, num_heads_kv=1, sinks=5))
+
+
+@pytest.mark.parametrize("name", ("kitty", "kitty-pro", "kitty-b40-vg32"))
+@pytest.mark.parametrize("data", testing.DATA)
+def test_boosted_channels_of_hard_data(data, name):
+    bf16 = data in ("meta-beyond-fp16", "q-1e6-k-1e-6")
+    name, dtype = (name + "-bf16", BF16) if bf16 else (name, FP16)
+    check(Case(name, dtype, lengths=LENGTHS, sinks=32, data=data, num_heads=4))
+
+
+@pytest.mark.parametrize("window_v", (128, 256))
+@pytest.mark.parametrize("name", ("k8v8", "k4v4-g32", "k2v1-g64-bf16", "k1v2"))
+@pytest.mark.parametrize("data", ("normal", "v-1e-4-beside-sink", "v-page-1e3-after-1e-4"))
+def test_packed_keys_beside_values_in_16_bit(name, data, window_v):
+    fmt = dataclasses.replace(FORMATS[name], window_v=window_v)
+    check(Case(fmt, BF16 if "bf16" in name else FP16, lengths=LENGTHS, sinks=3, data=data, num_heads=4))
+
+
 @pytest.mark.parametrize("ratio, sinks, num_splits, warps",
                          [(1, 0, 1, 1), (2, 1, 3, 4), (3, 40, 11, 2), (4, 130, 2, 3)])
 def test_rows_splits_warps_and_sinks(ratio, sinks, num_splits, warps):
@@ -96,7 +135,7 @@ def check_values(k, v, q, name: str) -> None:
     within(testing.Problem(case, q.to(BF16), cache, (k,), (v,)), num_splits=1, warps=1)
 
 
-NAMES = ("k4v4-bf16", "k2v2-g32-vg32-bf16")
+NAMES = ("k4v4-bf16", "k2v2-g32-vg32-bf16", "kitty-pro-bf16")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,7 +176,6 @@ def test_logits_are_closer_than_the_register_path_s(name):
     def error(warp, rows) -> float:
         got = np.empty((8, layout.PAGE_TOKENS))
         token = layout.TILE * np.arange(8)[:, None, None] + emulation.C_ROW
-        warp.record_now = record
         got[emulation.C_COL, token] = warp.logits(record)[0]
         return float(np.sqrt(((got[rows] - want) ** 2).mean()))
 

@@ -21,7 +21,8 @@ SASS_NEED = ("IMMA", "HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 class IntegerConfig(RegisterConfig):
     """A register-path kernel with the integer path's arithmetic: a lane has one query row, its t."""
 
-    is_integer, may_spill = True, False
+    is_integer, may_spill, has_shared_query = True, False, True
+    query_width = 4  # q * softmax_scale_log2 in fp32, which each lane reads a step at a time
 
     @property
     def col_blocks(self) -> int:
@@ -30,11 +31,6 @@ class IntegerConfig(RegisterConfig):
     @property
     def lane_rows(self) -> int:
         return 1
-
-    @property
-    def query_bytes(self) -> int:
-        """q * softmax_scale_log2 in fp32, which each lane reads a step at a time."""
-        return self.rows * self.head_dim * 4
 
     @property
     def merge_pitch(self) -> int:
@@ -58,23 +54,26 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = ROWS, withou
 
 
 def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
-    """Predicted static SASS counts: one warp's share of one packed page and of one 16-bit unit."""
-    k, v = cfg.k, cfg.v
-    tiles = k.row_tiles * k.col_tiles + v.row_tiles * v.col_tiles
-    plain = k.col_tiles + v.row_tiles
-    steps = k.col_tiles // STEP_TILES
-    masked = sum(2 * side.row_tiles * side.col_tiles for side in (k, v) if side.bits < 8)
-    logits = 2 * k.row_tiles
+    """Predicted static SASS counts: one warp's share of one packed page, of one 16-bit unit and of one beside packed K.
+    """
+    k, v, third = cfg.k, cfg.v, int(cfg.third_segment)
+    boost_tiles = cfg.boost.steps if cfg.boost else 0
+    key_tiles = k.col_tiles + boost_tiles
+    full_steps, lone = key_tiles // STEP_TILES, boost_tiles % STEP_TILES
+    plain = k.col_tiles + (1 + third) * v.row_tiles
+    masked = 2 * key_tiles * (k.row_tiles + third) * (k.bits < 8) + 2 * v.row_tiles * v.col_tiles * (v.bits < 8)
+    logits = 2 * (k.row_tiles + third)
+    operands = k.groups + third  # times that q s becomes digits
     counts = {
-        "IMMA": tiles // STEP_TILES,
+        "IMMA": (full_steps + lone) * (k.row_tiles + third) + v.row_tiles * v.col_tiles // STEP_TILES,
         "HMMA": plain,
         "LDSM": plain,
-        "MOVM": v.col_tiles * v.groups + 2,
-        "MUFU.EX2": logits + 4 + register.MERGE_EXPONENTIALS,
+        "MOVM": v.col_tiles * v.groups + 2 * (1 + third),
+        "MUFU.EX2": logits + 4 + third + register.MERGE_EXPONENTIALS,
         # an AND a register, two sign flips a step and token group; dead tokens of V; addresses and parities
-        "LOP3": masked + 2 * steps * k.groups + 4 * v.row_tiles + 70,
+        "LOP3": masked + (2 * full_steps + lone) * operands + 4 * v.row_tiles + 70,
         # digits of q s to two words and back from the other lane; of p s
-        "PRMT": 4 * steps * k.groups + v.col_tiles * v.groups + 10,
+        "PRMT": (4 * full_steps + 2 * lone) * operands + v.col_tiles * v.groups + 10,
     }
     if cfg.has_softcap:
         counts["MUFU.EX2"] += logits + 2

@@ -1,5 +1,7 @@
 """Codes times digits: m16n8k32 on masked bytes, and from its s32 sums to fp32."""
 
+from typing import NamedTuple
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
@@ -13,6 +15,19 @@ from lowbit_attn.hopper.register.load import Lane, Piece
 ALL_BITS = 0xFFFF_FFFF
 DIGITS_OF_TWO = 0x4051  # of words a, b whose low halves are X: high digits of a, b, then their low digits
 MAX_TILES = 8  # row tiles multiplied side by side: their accumulators are 32 registers
+
+
+class Step(NamedTuple):
+    """One multiply's column tiles of a matrix of codes: STEP_TILES of them, or the last one alone."""
+
+    side: SidePlan
+    index: int
+    digits: list[Uint32]  # the B operand: a register a column tile
+
+    @property
+    def col_tiles(self) -> range:
+        first = STEP_TILES * self.index
+        return range(first, min(first + STEP_TILES, self.side.col_tiles))
 
 
 def exponent(largest: Float32, guard: float, top: int) -> Int32:
@@ -40,9 +55,11 @@ def masked(words: dict[int, Uint32], word: int, mask: int) -> Uint32:
     return words[word] if mask == ALL_BITS else words[word] & Uint32(mask)
 
 
-def tile_words(cfg: IntegerConfig, side: SidePlan, piece: Piece, me: Lane, col_tile: int,
-               row_tiles: range) -> dict[int, Uint32]:
-    """The lane's words with the codes of consecutive row tiles of a column tile."""
+def tile_words(cfg: IntegerConfig, side: SidePlan, piece: Piece, me: Lane, col_tile: int, row_tiles: range,
+               tile: Uint32 | None) -> dict[int, Uint32]:
+    """The lane's words with the codes of consecutive row tiles of a column tile; tile: of this one, as row tile 0."""
+    if tile is not None:
+        return load.tile_codes(cfg, side, piece, me, col_tile * side.row_tiles, tile)
     return load.codes(cfg, side, piece, me, *run_of(side, col_tile, row_tiles))
 
 
@@ -53,20 +70,20 @@ def run_of(side: SidePlan, col_tile: int, row_tiles: range) -> tuple[int, int]:
     return col_tile * side.row_tiles + first, stop - first
 
 
-def sums(cfg: IntegerConfig, side: SidePlan, piece: Piece, me: Lane, digits: list, row_tiles: range, steps: range,
-         is_signed: bool) -> list[list[Float32]]:
+def sums(cfg: IntegerConfig, piece: Piece, me: Lane, steps: list[Step], row_tiles: range, is_signed: bool,
+         tile: Uint32 | None = None) -> list[list[Float32]]:
     """[row tile][row8] of this lane's row t: sum of code * 2^k * X over the columns of ``steps``.
 
-    digits: [step] the two registers of the B operand.
+    tile: of one row tile alone, chosen at run time; ``row_tiles`` then is that of row tile 0.
     """
     start = registers.SIGNED_START_BITS if is_signed else registers.UNSIGNED_START_BITS
     acc = [[Uint32(start)] * 4 for _ in row_tiles]
     for step in steps:
-        words = [tile_words(cfg, side, piece, me, STEP_TILES * step + i, row_tiles) for i in range(STEP_TILES)]
+        words = [tile_words(cfg, step.side, piece, me, ct, row_tiles, tile) for ct in step.col_tiles]
         for at, row_tile in enumerate(row_tiles):
-            a = [masked(words[i], *place) for i in range(STEP_TILES)
-                 for place in masks_of(side, row_tile, STEP_TILES * step + i)]
-            acc[at] = ptx.multiply_bytes(a, digits[step], acc[at], is_signed)
+            a = [masked(found, *place) for found, ct in zip(words, step.col_tiles)
+                 for place in masks_of(step.side, row_tile, ct)]
+            acc[at] = ptx.multiply_bytes(a, step.digits, acc[at], is_signed)
     return [[joined(*tile[2 * row8 : 2 * row8 + 2], is_signed) for row8 in (0, 1)] for tile in acc]
 
 

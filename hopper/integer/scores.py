@@ -11,8 +11,9 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.integer import multiply
+from lowbit_attn.hopper.integer import boost, multiply
 from lowbit_attn.hopper.integer.config import STEP_TILES, IntegerConfig
+from lowbit_attn.hopper.integer.multiply import Step
 from lowbit_attn.hopper.register import load, numbers, query
 from lowbit_attn.hopper.register.config import WARP, SidePlan
 from lowbit_attn.hopper.register.load import Lane, Piece
@@ -27,8 +28,11 @@ LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors
 
 @cute.jit
 def prepare(cfg: cutlass.Constexpr[IntegerConfig], q: cute.Tensor, rows: Rows, scale_log2: Float32, me: Lane,
-            shared: cute.Pointer) -> Query:
-    """q * softmax_scale_log2 to shared memory, by one warp. Operand: fp32 (4, lane, step) in the order of a word."""
+            shared: cute.Pointer, channels: cute.Pointer) -> Query:
+    """q * softmax_scale_log2 to shared memory, by one warp; with boosted channels, to ``channels`` too.
+
+    Operand: fp32 (4, lane, step) in the order of a word.
+    """
     steps = cfg.k.col_tiles // STEP_TILES
     view = cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
         (layout.WORD_BYTES, WARP, steps), stride=(1, layout.WORD_BYTES, layout.WORD_BYTES * WARP)))
@@ -43,67 +47,78 @@ def prepare(cfg: cutlass.Constexpr[IntegerConfig], q: cute.Tensor, rows: Rows, s
                 for e in cutlass.range_constexpr(2):
                     own[col8 + 2 * e] = halves[e] * scale_log2
             cute.autovec_copy(own, view[None, Int32(me.lane), step])
+            if cutlass.const_expr(cfg.boost is not None):
+                boost.leave_channels(cfg, own, step, me, channels)
     cute.arch.sync_threads()
-    return Query(view, (), shared)
+    return Query(view, (), channels)
 
 
-def of_page(cfg: IntegerConfig, piece: Piece, me: Lane, queries: Query) -> Scores:
-    """S of the page whose K part is ``piece``: elements 0 and 2 of each row tile."""
-    side = cfg.k
-    acc = cute.make_rmem_tensor((4, ROW_TILES), Float32)
+def of_page(cfg: IntegerConfig, piece: Piece, me: Lane, queries: Query, tile: Uint32 | None = None) -> Scores:
+    """S of the page whose K part is ``piece``: elements 0 and 2 of each row tile.
+
+    tile: of one of its row tiles alone, chosen at run time, as row tile 0.
+    """
+    side, count = cfg.k, ROW_TILES if tile is None else 1
+    acc = cute.make_rmem_tensor((4, count), Float32)
     tiles = side.group // layout.TILE
-    for j in range(side.groups):
-        digits, slope, offset = query_digits(cfg, piece, me, queries.operand, j)
-        row_tiles = range(j * tiles, (j + 1) * tiles)
-        found = page_sums(cfg, piece, me, digits, row_tiles)
+    is_whole = side.groups == 1 or tile is not None  # one slope and one offset
+    for j in range(side.groups if tile is None else 1):
+        group = j if tile is None or side.groups == 1 else Int32(tile // tiles)
+        steps, slope, offset = query_steps(cfg, piece, me, queries, group)
+        row_tiles = range(j * tiles, (j + 1) * tiles) if tile is None else range(1)
+        found = page_sums(cfg, piece, me, steps, row_tiles, tile)
         for rt, pair in zip(row_tiles, found):
             for row8, value in enumerate(pair):
-                if side.groups > 1:
+                if not is_whole:
                     value = value * (slope * Float32(2.0 ** -side.power(rt, row8))) + offset
                 acc[2 * row8, rt] = value
-    if side.groups > 1:
-        return Scores(acc, (0,) * (2 * ROW_TILES), None, None)
-    powers = tuple(side.power(rt, row8) for rt in range(ROW_TILES) for row8 in (0, 1))
+    if not is_whole:
+        return Scores(acc, (0,) * (2 * count), None, None)
+    powers = tuple(side.power(rt, row8) for rt in range(count) for row8 in (0, 1))
     return Scores(acc, powers, (slope,), (offset,))
 
 
-def page_sums(cfg: IntegerConfig, piece: Piece, me: Lane, digits: list, row_tiles: range) -> list:
+def page_sums(cfg: IntegerConfig, piece: Piece, me: Lane, steps: list[Step], row_tiles: range,
+              tile: Uint32 | None) -> list:
     """[row tile][row8] sum over all channels, in runs that the accumulators hold."""
-    run = registers.SIGNED_COLUMNS // registers.BYTE_STEP
     total = None
-    for first in range(0, len(digits), run):
-        steps = range(first, min(first + run, len(digits)))
-        part = multiply.sums(cfg, cfg.k, piece, me, digits, row_tiles, steps, True)
+    for run in registers.signed_runs(len(steps), cfg.k.bits):
+        part = multiply.sums(cfg, piece, me, [steps[i] for i in run], row_tiles, True, tile)
         total = part if total is None else [[x + y for x, y in zip(*pairs)] for pairs in zip(total, part)]
     return total
 
 
-def query_digits(cfg: IntegerConfig, piece: Piece, me: Lane, queries: cute.Tensor,
-                 group: int) -> tuple[list, Float32, Float32]:
-    """([step] B operand of two registers, slope, offset) of a token group; the last two are of row t."""
+def query_steps(cfg: IntegerConfig, piece: Piece, me: Lane, queries: Query,
+                group) -> tuple[list[Step], Float32, Float32]:
+    """(multiplies of all channels, then of boosted ones; slope, offset) of a token group; the last two of row t."""
     steps = range(cfg.k.col_tiles // STEP_TILES)
     scales, zeros = ([own_metadata(cfg, piece, me, group, is_zero, step) for step in steps] for is_zero in (0, 1))
-    rows = [load.read(queries[None, None, step], Int32(me.lane)) for step in steps]
+    rows = [load.read(queries.operand[None, None, step], Int32(me.lane)) for step in steps]
     products = [[x * scale for x, scale in zip(rows[step], scales[step])] for step in steps]
+    sides = [(cfg.k, step) for step in steps]
+    if cfg.boost:
+        boosted = boost.products(cfg, piece, me, queries.channels)
+        products += boosted
+        sides += [(cfg.boost.high, i) for i in range(len(boosted))]
     largest = numbers.tree([cute.math.absf(x) for step in products for x in step], cute.arch.fmax)
     largest = numbers.over_lanes(largest, OVER_ROW, cute.arch.fmax)
     up = numbers.pow2(fixed_point(largest))
-    digits = [exchanged(me, [x * up + Float32(registers.SIGNED_START + registers.HALF_DIGIT) for x in step])
-              for step in products]
+    found = [Step(*place, operand(me, [x * up + Float32(registers.SIGNED_START + registers.HALF_DIGIT) for x in own]))
+             for place, own in zip(sides, products)]
     bias = Float32(0.0)
     for step in steps:
         for i in range(layout.WORD_BYTES):
             bias = rows[step][i] * zeros[step][i] + bias
     bias = numbers.over_lanes(bias, OVER_ROW, numbers.add)
     largest, offset = (cute.arch.shuffle_sync(x, Int32(8 * me.t)) for x in (largest, bias))  # row t has lane 4 * 2t
-    return digits, multiply.down(largest, fixed_point(largest)), offset
+    return found, multiply.down(largest, fixed_point(largest)), offset
 
 
 def fixed_point(largest: Float32) -> Int32:
     return multiply.exponent(largest, registers.SIGNED_GUARD, registers.SIGNED_TOP)
 
 
-def own_metadata(cfg: IntegerConfig, piece: Piece, me: Lane, group: int, is_zero: int, step: int) -> list[Float32]:
+def own_metadata(cfg: IntegerConfig, piece: Piece, me: Lane, group, is_zero: int, step: int) -> list[Float32]:
     """Scales or zero-points of the lane's column tile of a step, in the order of a word's bytes."""
     side = cfg.k
     at = own_access(side, group, is_zero, step, Int32(me.g), Int32(me.t))
@@ -112,15 +127,21 @@ def own_metadata(cfg: IntegerConfig, piece: Piece, me: Lane, group: int, is_zero
     return [halves[i % 2][i // 2] for i in range(layout.WORD_BYTES)]  # byte i: word col8 = i % 2, half e = i // 2
 
 
-def own_access(side: SidePlan, group: int, is_zero: int, step: int, g, t):
+def own_access(side: SidePlan, group, is_zero: int, step: int, g, t):
     """Index of the 8 bytes with the metadata of column tile 2 * step + g % 2: words col8 = 0 and 1."""
     return side.channel_access(group, is_zero, STEP_TILES * step, t) + g % 2 * side.channel_access(0, 0, 1, 0)
 
 
-def exchanged(me: Lane, values: list[Float32]) -> list[Uint32]:
-    """B operand of a step from the four products of the lane's column tile, as start + 128 + X."""
+def operand(me: Lane, values: list[Float32]) -> list[Uint32]:
+    """B operand of a step from the lane's share of its products, as start + 128 + X."""
     words = [x.bitcast(Uint32) for x in values]
-    pairs = [ptx.permute(*words[i : i + 2], multiply.DIGITS_OF_TWO) ^ Uint32(SIGN_FLIPS) for i in (0, 2)]
+    pairs = [ptx.permute(*words[i : i + 2], multiply.DIGITS_OF_TWO) ^ Uint32(SIGN_FLIPS)
+             for i in range(0, len(words), 2)]
+    return boost.joined(me, *pairs) if len(pairs) == 1 else exchanged(me, pairs)
+
+
+def exchanged(me: Lane, pairs: list[Uint32]) -> list[Uint32]:
+    """The two registers from the digits of the four products of the lane's column tile."""
     is_odd = me.g % 2 != 0
     mine, theirs = (LOW_HALVES, HIGH_HALVES), (HIGH_HALVES, LOW_HALVES)
     own, other = (ptx.permute(*pairs, Uint32(cutlass.select_(is_odd, Uint32(odd), Uint32(even))))

@@ -23,9 +23,10 @@ def accumulate(cfg: IntegerConfig, piece: Piece, me: Lane, state: State, p: cute
     tiles = side.group // layout.TILE
     for j in range(side.groups):
         digits, down = probability_digits(cfg, piece, me, state, p, j)
+        steps = [multiply.Step(side, i, pair) for i, pair in enumerate(digits)]
         for first in range(j * tiles, (j + 1) * tiles, multiply.MAX_TILES):
             row_tiles = range(first, min(first + multiply.MAX_TILES, (j + 1) * tiles))
-            found = multiply.sums(cfg, side, piece, me, digits, row_tiles, range(len(digits)), False)
+            found = multiply.sums(cfg, piece, me, steps, row_tiles, False)
             for rt, pair in zip(row_tiles, found):
                 for row8, value in enumerate(pair):
                     at = 2 * row8, rt

@@ -150,6 +150,7 @@ class RegisterConfig:
 
     is_integer = False  # the arithmetic of hopper/integer, with 4 query rows
     max_warps, min_slots = MAX_WARPS, MIN_SLOTS
+    query_width = 2  # bytes of a q' in shared memory
 
     @property
     def has_softcap(self) -> bool:
@@ -202,12 +203,12 @@ class RegisterConfig:
 
     @property
     def query_bytes(self) -> int:
-        return self.rows * self.head_dim * 2 if self.has_shared_query else 0
+        return self.rows * self.head_dim * self.query_width if self.has_shared_query else 0
 
     @property
     def channel_bytes(self) -> int:
         """q' by channel, from where boosted channels are gathered."""
-        return self.rows * self.head_dim * 2 if self.boost else 0
+        return self.rows * self.head_dim * self.query_width if self.boost else 0
 
     @property
     def threads(self) -> int:
@@ -332,7 +333,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     v = plan_side(fmt.v, record.v_planes, record.v_offset, record.nbytes, head_dim)
     boost = plan_boost(fmt.k, record.k_planes, k)
     slot = max(k.part_bytes, v.part_bytes)
-    queries = rows * head_dim * 2 * (2 if boost or kind.is_integer else 1)  # q', once more by channel; q in fp32
+    queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
     free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     warps, slots = kind.max_warps, kind.min_slots

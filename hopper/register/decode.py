@@ -78,8 +78,7 @@ class RegisterSm90:
         call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
                     (sink_k, sink_v, ring_k, ring_v), o_partial.shape[0], window, table_b, table_h, ratio, row_blocks)
         limits = masks.Limits(cap_growth, cap_span, window, sink_window)
-        lane = Uint32(cute.arch.lane_idx())
-        me = load.Lane(cute.arch.make_warp_uniform(cute.arch.warp_idx()), lane, lane // 4, lane % 4)
+        me = load.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
         prefetch(call, rows, sink_logits)
@@ -99,7 +98,7 @@ class RegisterSm90:
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         if cutlass.const_expr(cfg.is_integer):
-            queries = integer_scores.prepare(cfg, q, rows, scale_log2, me, smem.query.data_ptr())
+            queries = integer_scores.prepare(cfg, q, rows, scale_log2, me, smem.query.data_ptr(), channels)
         else:
             words = query.load(cfg, q, rows, me)
             queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
@@ -108,6 +107,8 @@ class RegisterSm90:
 
         # values of their own: those of above would stay in registers over the page loop, or be spilled
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
+        if cutlass.const_expr(cfg.is_integer and cfg.third_segment):
+            me = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
         rows = rows_of(cfg, call, block)
         work, source, phase = walk_of(cfg, call, rows, block, me), plain_of(cfg, call, rows), Int32(0)
         if cutlass.const_expr(cfg.third_segment):

@@ -30,6 +30,10 @@ class Lane(NamedTuple):
     t: Uint32
 
 
+def lane_of(warp: Int32, lane: Uint32) -> Lane:
+    return Lane(warp, lane, lane // 4, lane % 4)
+
+
 class Pages(NamedTuple):
     """Where the packed pages of this warp are."""
 

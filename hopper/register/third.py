@@ -10,6 +10,7 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
+from lowbit_attn.hopper.integer import scores as integer_scores
 from lowbit_attn.hopper.register import load, masks, plain, query, scores, softmax
 from lowbit_attn.hopper.register.config import UNIT_TOKENS, WORD, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Pages, Plain, Ring
@@ -32,7 +33,8 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, work: Walk, source
         load_unit(cfg, pages, source, Int32(page), first_token, ring, me)
         cute.arch.mbarrier_wait(ring.unit_full, phase)
         phase = phase ^ 1
-        found = scores.of_page(cfg, load.Piece(ring.buffer, me.warp, Int32(0)), me, queries, tile)
+        piece = load.Piece(ring.buffer, me.warp, Int32(0))
+        found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries, tile)
         found = masks.of_tokens(cfg, found, first_token, work, rows, limits, me)
         probabilities(cfg, found, state)
         operand = plain.probabilities(cfg, found.acc, 0)

@@ -101,6 +101,9 @@ INTEGER = tuple(MatrixKernel(*kernel) for kernel in (  # Hopper's path for up to
     ("k4v4", F16, 256, 4), ("k8v4", BF16, 256, 4), ("k4v4-g32-vg128-bf16", BF16, 256, 4),
     ("k4v4", F16, 128, 4, ("softcap",)), ("k2v2", F16, 128, 4, ("window",)),
     ("k4v4-g64", F16, 64, 4, ("softcap", "window")), ("k8v8", F16, 256, 4, ("softcap", "window")),
+    # K packed beside V in 16 bit
+    ("k4v4+w128", F16, 128, 4), ("k2v2-g32+w128", F16, 64, 4), ("k8v1+w256", BF16, 128, 4),
+    ("k4v4-vg32+w128", F16, 256, 4), ("k1v4-g64+w128", F16, 128, 4, ("softcap", "window")),
 ))
 INTEGER_BESIDE_REGISTER = tuple(k for k in INTEGER if k.format in ("k4v4", "k2v2"))  # calls of 5 rows leave the path
 WIDE = tuple(MatrixKernel(*kernel) for kernel in (
@@ -112,6 +115,9 @@ WIDE = tuple(MatrixKernel(*kernel) for kernel in (
 ))
 
 KITTY = tuple(MatrixKernel(*kernel) for kernel in (
+    ("kitty", F16, 128, 4), ("kitty-pro", F16, 128, 4), ("kitty-pro", BF16, 128, 4), ("kitty", F16, 64, 4),
+    ("kitty-b40-vg64", F16, 128, 4), ("kitty-pro-bf16", F16, 64, 4), ("kitty-pro", F16, 96, 4),
+    ("kitty-b0", F16, 128, 4), ("kitty-bf16", BF16, 128, 4), ("kitty", F16, 128, 4, ("softcap", "window")),
     ("kitty", F16, 128, 8), ("kitty-pro", F16, 128, 8), ("kitty-pro", BF16, 128, 16), ("kitty", F16, 64, 8),
     ("kitty-pro-bf16", BF16, 64, 16), ("kitty-pro", F16, 256, 8), ("kitty-b40-vg64", F16, 128, 8),
     ("kitty-b0", F16, 128, 8), ("kitty-bf16", BF16, 128, 8), ("kitty-pro-vg32", F16, 96, 8),

@@ -32,7 +32,8 @@ DIGIT_BASE = 256
 BYTE_STEP = 32  # k of one multiply: two column tiles
 SIGNED_START_BITS, SIGNED_START = 0x4B40_0000, 1.5 * 2.0**23  # -2^22 <= sum < 2^22: q s, digits of -128 .. 127
 UNSIGNED_START_BITS, UNSIGNED_START = 0x4B00_0000, 2.0**23  # 0 <= sum < 2^23: p s, digits of 0 .. 255
-SIGNED_COLUMNS = UNSIGNED_COLUMNS = 128  # columns summed before a restart: 128 * 255 * 128 and 128 * 255 * 255 fit
+SIGNED_LIMIT, UNSIGNED_LIMIT = 2**22, 2**23  # of those sums
+UNSIGNED_COLUMNS = 128  # tokens of a page: 128 * 255 * 255 fits
 HALF_DIGIT = 128  # added to X for its high digit to round to nearest; the low byte then is low + 128
 SIGNED_TOP, SIGNED_GUARD = 14, 1 + 2.0**-7  # X = rn(x 2^a), a = 14 - floor(log2(guard max |x|)): |X| <= 32,514
 UNSIGNED_TOP, UNSIGNED_GUARD = 15, 1 + 2.0**-15  # a = 15 - floor(log2(guard max x)): X <= 65,534
@@ -114,6 +115,19 @@ def row_power(row, bits: int):
 def byte_mask(row, bits: int):
     """Mask of the codes of a row of the code matrix in their word: the four bytes of an A register of m16n8k32."""
     return (((1 << bits) - 1) << row_power(row, bits)) * 0x01010101
+
+
+def largest_byte(bits: int) -> int:
+    """The largest masked byte: the largest code at the highest bits."""
+    return 256 - (1 << (8 - bits))
+
+
+def signed_runs(steps: int, bits: int) -> list[range]:
+    """``steps`` multiplies of BYTE_STEP columns of K in the fewest runs whose sums stay within SIGNED_LIMIT, of about
+    equal length: the accumulators restart with each."""
+    most = (SIGNED_LIMIT - 1) // (largest_byte(bits) * HALF_DIGIT * BYTE_STEP)
+    run = -(-steps // -(-steps // most))
+    return [range(first, min(first + run, steps)) for first in range(0, steps, run)]
 
 
 def byte_column(byte):

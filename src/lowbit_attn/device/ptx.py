@@ -54,9 +54,14 @@ def permute(a: Uint32, b: Uint32, selector) -> Uint32:
 
 
 def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signed: bool) -> list[Uint32]:
-    """m16n8k32: acc + a b in s32; a: 4 registers of u8, b: 2 registers of s8 or u8, acc: 4 registers."""
+    """m16n8k32: acc + a b in s32; a: 4 registers of u8, b: 2 registers of s8 or u8, acc: 4 registers.
+
+    With half as many registers of a and b it is m16n8k16.
+    """
     kind = "s8" if is_signed else "u8"
-    operands = ("{ {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, "
-                "{ {$r6}, {$r7}, {$r8}, {$r9} };")
-    return list(cute.arch.inline_ptx(f"mma.sync.aligned.m16n8k32.row.col.s32.u8.{kind}.s32 " + operands,
-                                     write_only_types=[Uint32] * 4, read_only_args=[*a, *b, *acc]))
+    names = iter(range(len(a) + len(b) + len(acc)))
+    operands = ", ".join(f"{{ {', '.join(f'{{$r{next(names)}}}' for _ in registers)} }}" for registers in (a, b, acc))
+    return list(cute.arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k{16 * len(b)}.row.col.s32.u8.{kind}.s32 "
+        f"{{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, {operands};",
+        write_only_types=[Uint32] * 4, read_only_args=[*a, *b, *acc]))
