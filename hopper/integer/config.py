@@ -64,14 +64,17 @@ def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
     masked = 2 * key_tiles * (k.row_tiles + third) * (k.bits < 8) + 2 * v.row_tiles * v.col_tiles * (v.bits < 8)
     logits = 2 * (k.row_tiles + third)
     operands = k.groups + third  # times that q s becomes digits
+    key_words = 4 * (k.col_tiles // STEP_TILES) * operands  # of metadata
+    widened = sum(n for side, n in ((k, key_words), (v, 2 * v.col_tiles * v.groups)) if side.storage == "bfloat16")
     counts = {
         "IMMA": (full_steps + lone) * (k.row_tiles + third) + v.row_tiles * v.col_tiles // STEP_TILES,
         "HMMA": plain,
         "LDSM": plain,
         "MOVM": v.col_tiles * v.groups + 2 * (1 + third),
         "MUFU.EX2": logits + 4 + third + register.MERGE_EXPONENTIALS,
-        # an AND a register, two sign flips a step and token group; dead tokens of V; addresses and parities
-        "LOP3": masked + (2 * full_steps + lone) * operands + 4 * v.row_tiles + 70,
+        # an AND a register, two sign flips a step and token group, high halves of bf16 metadata; dead tokens of V;
+        # addresses and parities
+        "LOP3": masked + widened + (2 * full_steps + lone) * operands + 4 * v.row_tiles + 70,
         # digits of q s to two words and back from the other lane; of p s
         "PRMT": (4 * full_steps + 2 * lone) * operands + v.col_tiles * v.groups + 10,
     }
