@@ -262,11 +262,11 @@ def test_decode_meets_the_tolerances(case):
 
 
 def emulated_masks(m, scores: torch.Tensor) -> list[int]:
-    """One bit a channel, as ``mark_largest`` sets them: a thread counts the channels ahead of its own."""
+    """One bit a channel, as ``mark_largest`` sets them: two lanes count the channels ahead of theirs."""
     ahead = [[a > mine or (a == mine and other < d) for other, a in enumerate(scores.tolist())]
              for d, mine in enumerate(scores.tolist())]
     flags = [sum(row) < m.boost for row in ahead]
-    return [sum(flag << bit for bit, flag in enumerate(flags[32 * w : 32 * w + 32])) for w in range(m.num_masks)]
+    return [sum(flag << bit for bit, flag in enumerate(flags[16 * w : 16 * w + 16])) for w in range(m.num_masks)]
 
 
 def emulated_planes(m, codes: torch.Tensor, masks: list[int]) -> dict[str, torch.Tensor]:
@@ -274,8 +274,8 @@ def emulated_planes(m, codes: torch.Tensor, masks: list[int]) -> dict[str, torch
     low = np.zeros(32 * m.head_dim // 4, np.uint32)
     high, index = np.zeros(32 * m.slots, np.uint8), np.zeros(m.slots, np.uint8)
     for channel, rows in enumerate(codes.T.tolist()):
-        mask, bit = masks[channel // 32], channel % 32
-        slot = sum(x.bit_count() for x in masks[: channel // 32]) + (mask & (1 << bit) - 1).bit_count()
+        mask, bit = masks[channel // 16], channel % 16
+        slot = sum(x.bit_count() for x in masks[: channel // 16]) + (mask & (1 << bit) - 1).bit_count()
         column_tile, t, c = channel // 16, channel % 8 // 2, channel % 16 // 8 * 2 + channel % 2
         assert m.column_of(column_tile, t, c) == channel
         for g in range(8):
@@ -307,7 +307,7 @@ def test_quantize_kernel_puts_bytes_where_the_format_says(name, head_dim):
     assert (m.high_at, m.index_at, m.meta_at) == tuple(offsets[plane] for plane in ("high", "index", "meta"))
     masks = emulated_masks(m, SELECTIONS[side.selection](k.transpose(1, 2))[0])
     boosted = side.boosted_channels(k)[0].tolist()
-    assert [32 * w + bit for w, x in enumerate(masks) for bit in range(32) if x >> bit & 1] == boosted
+    assert [16 * w + bit for w, x in enumerate(masks) for bit in range(16) if x >> bit & 1] == boosted
     assert side.selection != "random" or m.fixed == boosted
     codes = packing.unpack_codes(planes["codes"], 128, head_dim, side.bits)[0]
     high = packing.unpack_codes(planes["high"], 128, m.slots, side.high_bits)[0, :, : m.boost]

@@ -1,9 +1,9 @@
 """K per channel with boosted channels (``formats.kitty``), in one launch.
 
 A warp owns one column tile and a lane holds 16 rows of four columns, as in ``quantize_rows``. Every column is scored,
-the columns are ranked through shared memory, and a boosted column then takes more levels than the others in otherwise
-the same arithmetic. Its high bits fill, from each lane, one whole byte of every word of its slot: those bytes and the
-index are staged in shared memory. Scores are summed in the order of ``affine.tree_sum``.
+each warp ranks its columns among all scores in shared memory, and a boosted column then takes more levels than the
+others in otherwise the same arithmetic. Its high bits fill, from each lane, one whole byte of every word of its slot:
+those bytes and the index are staged in shared memory. Scores are summed in the order of ``affine.tree_sum``.
 """
 
 from functools import partial
@@ -28,7 +28,6 @@ from lowbit_attn.device.columns import (
 )
 from lowbit_attn.device.groups import (
     BYTES,
-    ROUND_BITS,
     ROW_LANES,
     code_bits,
     errors_of,
@@ -45,15 +44,14 @@ from lowbit_attn.formats.uniform import PerChannel
 
 BITS = (2, 4)  # of a code, of a boosted code
 SCORES_AT_ONCE = 4  # of one access to shared memory
-MASK_BITS = 32  # channels whose membership is one word: those that a warp ranks
 BYTE = 8
 
 
 class BoostMatrix:
     """Static geometry of a boosted K, seen from a lane; byte offsets from the start of the K part.
 
-    Words of shared memory: scores [head_dim], ranks [head_dim], masks of boosted channels [head_dim / 32], then what is
-    staged, in the order of the record: the high plane and the index. dtype: of the tokens, where it is known: fp16
+    Words of shared memory: scores [head_dim], masks of boosted channels, one a column tile, then what is staged, in the
+    order of the record: the high plane and the index. dtype: of the tokens, where it is known: fp16
     ones leave room for more blocks, but for 64 channels, where the compiler would spill.
     """
 
@@ -75,7 +73,7 @@ class BoostMatrix:
         sizes = side.plane_sizes(head_dim)
         offsets = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         self.high_at, self.index_at, self.meta_at = (offsets[name] for name in ("high", "index", "meta"))
-        self.ranks, self.masks, self.num_masks = head_dim, 2 * head_dim, head_dim // MASK_BITS
+        self.masks, self.num_masks = head_dim, head_dim // layout.TILE
         self.store_words = layout.BLOCK_WORDS  # that a lane stores at once
         self.row_accesses = head_dim // ACCESS_HALVES
         self.parts, self.part_rows = 1, layout.PAGE_TOKENS
@@ -100,11 +98,6 @@ class BoostMatrix:
         """(word within the column tile, bit position) of the low bits of a lane's element."""
         word, _, byte, slot = layout.code_slot(8 * held, 8 * (c // 2) + c % 2, layout.PAGE_TOKENS, self.bits)
         return word, BYTE * byte + self.bits * slot
-
-    def without_rounding(self, word, c):
-        """What takes the ROUND_BITS of a column's ``code_bits`` off a word that they are added to."""
-        places = (self.word_and_shift(i, c) for i in range(self.held))
-        return -sum(ROUND_BITS << shift for w, shift in places if w == word) % (1 << 32)
 
     def high_and_shift(self, held):
         """(word within the column tile, bit position within its byte) of the high bits of a lane's element."""
@@ -131,28 +124,25 @@ class BoostMatrix:
             return [T.if_then_else(boosted, T.uint32(d * BYTES), T.uint32(p * BYTES)) for d, p in zip(deep, plain)]
         return of
 
-    def fixed_mask(self, index):
-        """Word ``index`` of the masks where the boosted channels do not depend on the data."""
-        words = [sum(1 << d % MASK_BITS for d in self.fixed if d // MASK_BITS == w) for w in range(self.num_masks)]
+    def fixed_mask(self, column_tile):
+        """The mask of a column tile where the boosted channels do not depend on the data."""
+        words = [sum(1 << d % layout.TILE for d in self.fixed if d // layout.TILE == w) for w in range(self.num_masks)]
         chosen = T.uint32(words[-1])
         for w, word in enumerate(words[:-1]):
-            chosen = T.if_then_else(index == w, T.uint32(word), chosen)
+            chosen = T.if_then_else(column_tile == w, T.uint32(word), chosen)
         return chosen
 
-    def is_boosted(self, shared, channel):
-        mask = shared[self.masks + channel // MASK_BITS]
-        return ((mask >> T.cast(channel % MASK_BITS, "uint32")) & T.uint32(1)) != T.uint32(0)
 
-    def slot_of(self, shared, channel):
-        """Boosted channels below this one: its slot, if it is boosted."""
-        here, below = channel // MASK_BITS, T.uint32(1) << T.cast(channel % MASK_BITS, "uint32")
-        count = _ones(shared[self.masks + here] & (below - T.uint32(1)))
-        for w in range(self.num_masks - 1):
-            count = count + T.if_then_else(w < here, _ones(shared[self.masks + w]), 0)
-        return count
+def bit_of(channel):
+    """That of a channel in the mask of its column tile."""
+    return T.uint32(1) << T.cast(channel % layout.TILE, "uint32")
 
 
-def _ones(word):
+def is_boosted(mask, channel):
+    return (mask & bit_of(channel)) != T.uint32(0)
+
+
+def ones(word):
     return T.cast(T.popcount(word), "int32")
 
 
@@ -183,64 +173,43 @@ def score_columns(m, pairs, scores, column_tile, lane, query_weights, head):
 
 
 @T.macro
-def count_ahead(scores, run, channel, rank):
-    """rank += channels of run ``run`` that are ahead of ``channel``; all of a warp's channels are of one run."""
-    mine, some = T.alloc_var("float32"), T.alloc_local((SCORES_AT_ONCE,), "float32")
-    mine = scores[channel]
-    for i in T.unroll(MASK_BITS // SCORES_AT_ONCE):
-        for e in T.vectorized(SCORES_AT_ONCE):
-            some[e] = scores[run * MASK_BITS + SCORES_AT_ONCE * i + e]
-        if run < channel // MASK_BITS:
-            for e in T.unroll(SCORES_AT_ONCE):
-                rank[0] = rank[0] + T.cast(some[e] >= mine, "uint32")
-        else:
-            for e in T.unroll(SCORES_AT_ONCE):
-                rank[0] = rank[0] + T.cast(some[e] > mine, "uint32")
-            if run == channel // MASK_BITS:
-                for e in T.unroll(SCORES_AT_ONCE):
-                    is_lower = SCORES_AT_ONCE * i + e < channel % MASK_BITS
-                    rank[0] = rank[0] + T.cast(T.And(some[e] == mine, is_lower), "uint32")
+def mark_largest(m, scores, column_tile, lane, mask):
+    """The boosted channels of the warp's column tile, those with fewer than ``boost`` ahead of them -> mask.
 
-
-@T.macro
-def mark_largest(m, scores, shared, tx):
-    """The boosted channels, those with fewer than ``boost`` ahead of them -> one bit each in the masks.
-
-    Ahead are channels with a larger score, or an equal one and a lower number. Two threads count for a channel, each
-    among every other run of MASK_BITS channels; a warp makes a mask.
+    Ahead are channels with a larger score, or an equal one and a lower number. Two lanes count for a channel, each in
+    every other column tile: larger than the score before is equal or larger.
     """
-    channel, half, rank = tx % m.head_dim, tx // m.head_dim, T.alloc_local((1,), "uint32")
-    rank[0] = T.uint32(0)
-    for r in T.serial(-(-m.num_masks // 2)):
-        run = 2 * r + half
-        if run < m.num_masks:
-            count_ahead(scores, run, channel, rank)
-    if half == 1:
-        shared[m.ranks + channel] = rank[0]
-    sync_packers(m.threads)
-    if half == 0:
-        mask = T.alloc_var("uint32")
-        mask = T.cast(T.ballot(rank[0] + shared[m.ranks + channel] < T.uint32(m.boost)), "uint32")
-        if tx % MASK_BITS == 0:
-            shared[m.masks + tx // MASK_BITS] = mask
-
-
-def any_boosted(boosted, column):
-    """Whether the warp holds a boosted channel at this place: else all of its lanes skip what only those need."""
-    return T.cast(T.ballot(boosted[column] != 0), "uint32") != T.uint32(0)
+    mine, before, limit = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+    some, rank = T.alloc_local((SCORES_AT_ONCE,), "float32"), T.alloc_var("int32")
+    mine = scores[layout.TILE * column_tile + lane % layout.TILE]
+    before = T.call_pure_extern("float32", "nextafterf", mine, -T.infinity("float32"))
+    rank = 0
+    for r in T.unroll(m.num_masks // 2, unroll_factor=1):
+        run = 2 * r + lane // layout.TILE
+        limit = T.if_then_else(run < column_tile, before, mine)
+        for i in T.unroll(layout.TILE // SCORES_AT_ONCE, unroll_factor=1):
+            for e in T.vectorized(SCORES_AT_ONCE):
+                some[e] = scores[layout.TILE * run + SCORES_AT_ONCE * i + e]
+            for e in T.unroll(SCORES_AT_ONCE):
+                rank = rank + T.cast(some[e] > limit, "int32")
+                if run == column_tile:
+                    is_lower = SCORES_AT_ONCE * i + e < lane % layout.TILE
+                    rank = rank + T.cast(T.And(some[e] == mine, is_lower), "int32")
+    rank = rank + T.shfl_xor(rank, layout.TILE)
+    mask[0] = T.cast(T.ballot(rank < m.boost), "uint32") & T.uint32((1 << layout.TILE) - 1)
 
 
 @T.macro
 def boosted_errors(m, boosted, column, words, count, errors):
-    """groups.errors_of a column."""
-    if any_boosted(boosted, column):
+    """groups.errors_of a column; without the folds of boosted ones where the warp holds none at this place."""
+    if T.cast(T.ballot(boosted[column] != 0), "uint32") != T.uint32(0):
         errors_of(words, count, m.fold_words(boosted[column] != 0), errors)
     else:
         plain_errors(m.bits, column, words, count, errors)
 
 
 @T.macro
-def pack_boosted(m, pairs, c, zero, inverse, steps, words, high_words):
+def pack_column(m, pairs, c, zero, inverse, steps, words, high_words):
     """A column -> its low bits into the lane's words, the rest into ``high_words``, a byte a word."""
     for w in T.unroll(m.high_words):
         high_words[w] = T.uint32(0)
@@ -252,16 +221,6 @@ def pack_boosted(m, pairs, c, zero, inverse, steps, words, high_words):
         high_word, high_shift = m.high_and_shift(i)
         rest = (code & T.uint32(m.boosted_steps)) >> T.uint32(m.bits)
         high_words[high_word] = high_words[high_word] + (rest << T.uint32(high_shift))
-
-
-@T.macro
-def pack_plain(m, pairs, c, zero, inverse, words):
-    """A column of which no lane's is boosted -> the lane's words."""
-    for w in static(m.words):
-        words[w] = words[w] + T.uint32(m.without_rounding(w, c))
-    for i, x in enumerate(column_values(pairs, m.held, range(m.held), c)):
-        word, shift = m.word_and_shift(i, c)
-        words[word] = words[word] + (code_bits(x, zero, inverse, T.float32(m.steps)) << T.uint32(shift))
 
 
 @T.macro
@@ -296,16 +255,22 @@ def store_staged(m, pool, unit, shared, tx):
 
 
 @T.macro
-def choose(m, pairs, scores, shared, tx, column_tile, lane, query_weights, head):
-    """The masks of boosted channels -> shared; ends with a barrier."""
+def choose(m, pairs, scores, column_tile, lane, query_weights, head, mask):
+    """The mask of the warp's boosted channels; all warps rank all scores."""
     if m.selection == "random":
-        if tx < m.num_masks:
-            shared[m.masks + tx] = m.fixed_mask(tx)
+        mask[0] = m.fixed_mask(column_tile)
     else:
         score_columns(m, pairs, scores, column_tile, lane, query_weights, head)
         sync_packers(m.threads)
-        mark_largest(m, scores, shared, tx)
-    sync_packers(m.threads)
+        mark_largest(m, scores, column_tile, lane, mask)
+
+
+@T.macro
+def first_slot(m, shared, column_tile, slot):
+    """Boosted channels below the column tile -> slot."""
+    slot[0] = 0
+    for w in T.serial(column_tile):
+        slot[0] = slot[0] + ones(shared[m.masks + w])
 
 
 @T.macro
@@ -321,17 +286,20 @@ def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx, que
     pairs = T.alloc_local((COLUMNS * m.held,), tile.dtype)
     words = T.alloc_local((m.words,), "uint32")
     high_words = T.alloc_local((m.high_words,), "uint32")
+    mask = T.alloc_local((1,), "uint32")
     for col8, i in product(static(2), static(m.held // MATRICES)):
         load_fragment(False, tile, m.place(column_tile, col8, MATRICES * i, lane), pairs, col8 * m.held + MATRICES * i)
     sync_packers(m.threads)  # the compiler may put the scratch where the tile is
     clear_staged(m, shared, tx)
-    choose(m, pairs, scores, shared, tx, column_tile, lane, query_weights, head)
-    boosted = T.alloc_local((COLUMNS,), "int32")
+    choose(m, pairs, scores, column_tile, lane, query_weights, head, mask)
+    if lane == 0:
+        shared[m.masks + column_tile] = mask[0]
+    boosted, slot = T.alloc_local((COLUMNS,), "int32"), T.alloc_local((1,), "int32")
     for c in static(COLUMNS):
-        boosted[c] = T.cast(m.is_boosted(shared, m.column_of(column_tile, lane % 4, c)), "int32")
+        boosted[c] = T.cast(is_boosted(mask[0], m.column_of(column_tile, lane % 4, c)), "int32")
     low, high, scale, zero, inverse, steps = (T.alloc_local((1,), "float32") for _ in range(6))
     own = m.column_of(column_tile, lane % 4, own_column(lane))
-    steps[0] = m.steps_of(m.is_boosted(shared, own))
+    steps[0] = m.steps_of(is_boosted(mask[0], own))
     rows = range(m.held)
     column_limits(pairs, m.held, rows, lane, low, high)
     column_errors = partial(boosted_errors, m, boosted) if range_search else None
@@ -341,19 +309,18 @@ def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx, que
         store_meta(pool_meta, unit, m.meta_offset(1, own), zero[0], m.storage)
     for w in T.unroll(m.words):
         words[w] = T.uint32(0)
+    sync_packers(m.threads)  # all masks, and the cleared planes
+    first_slot(m, shared, column_tile, slot)
     for c in static(COLUMNS):
         from_zero, scaling = T.alloc_var("float32"), T.alloc_var("float32")
         from_zero = T.shfl_sync(zero[0], owner(c, lane))
         scaling = T.shfl_sync(inverse[0], owner(c, lane))
-        if any_boosted(boosted, c):
-            pack_boosted(m, pairs, c, from_zero, scaling, m.steps_of(boosted[c] != 0), words, high_words)
-        else:
-            pack_plain(m, pairs, c, from_zero, scaling, words)
+        pack_column(m, pairs, c, from_zero, scaling, m.steps_of(boosted[c] != 0), words, high_words)
         if boosted[c] != 0:
             channel = m.column_of(column_tile, lane % 4, c)
-            slot = T.alloc_var("int32")
-            slot = m.slot_of(shared, channel)
-            stage_column(m, octets, high_words, slot, channel, lane // 4)
+            at = T.alloc_var("int32")
+            at = slot[0] + ones(mask[0] & (bit_of(channel) - T.uint32(1)))
+            stage_column(m, octets, high_words, at, channel, lane // 4)
     store_words(m, pool, unit, column_tile, lane, words)
     sync_packers(m.threads)
     store_staged(m, pool, unit, shared, tx)
