@@ -90,7 +90,7 @@ class DecodeSm90:
         self.kernel(q, pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial, lse_partial,
                     out, lse, sink_logits, arrivals, softmax_scale_log2, softcap_log2, window, sink_window, page_stride,
                     head_stride, table_b, table_h, ratio, row_blocks).launch(
-            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
@@ -107,7 +107,6 @@ class DecodeSm90:
         group = warp_idx // GROUP_WARPS
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         k_packed, v_packed, k_tiles, v_tiles = self.make_rings(smem, warp_idx)
-        cute.arch.griddepcontrol_wait()  # for the launch before, which may be the append of this step's tokens
         hidden = Int32(0)
         if cutlass.const_expr("window" in cfg.features):
             hidden = walk.hidden_pages(n_sink[batch_idx], n_tok[batch_idx], rows.q_len, window)

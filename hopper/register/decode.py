@@ -65,7 +65,7 @@ class RegisterSm90:
                     lse_partial, out, lse, sink_logits, arrivals, softmax_scale_log2,
                     *masks.cap_constants(softcap_log2), window, sink_window, page_stride, head_stride, table_b, table_h,
                     ratio, row_blocks).launch(
-            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
@@ -89,7 +89,6 @@ class RegisterSm90:
             load.init(cfg, ring)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
-        cute.arch.griddepcontrol_wait()  # for the launch before, which may be the append of this step's tokens
 
         work = walk_of(cfg, call, rows, block, me)
         pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,

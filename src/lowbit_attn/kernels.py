@@ -93,8 +93,7 @@ def trace(key: KernelKey):
                                     key.without, key.features)
     if key.op == "append":
         append = import_module("lowbit_attn.device.append")
-        return append.append_kernel(fmt, key.head_dim, key.dtype, key.variant.removeprefix("search_"),
-                                    key.target == "sm_90")
+        return append.append_kernel(fmt, key.head_dim, key.dtype, key.variant.removeprefix("search_"))
     quantize = import_module("lowbit_attn.device.quantize")
     side_name, _, search = key.variant.partition("-")
     side = fmt.k if side_name == "k" else fmt.v

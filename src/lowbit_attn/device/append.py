@@ -191,19 +191,17 @@ def pack_all(k, v, count, first, block, grid, pool, here, tile, held, num_sinks,
 
 
 @T.macro
-def move_counters(rows, at, tokens, counters, faults):
-    """The step's end for row ``rows[at]``, when all blocks have read the counters."""
-    row = T.alloc_var("int32")
-    row = rows[at]
+def move_counters(row, mine, tokens, counters, faults):
+    """The step's end for a thread's row, whose counters are ``mine``, when all blocks have read them."""
     if T.And(row >= 0, row < counters.limit.shape[0]):
         length, filled = T.alloc_var("int32"), T.alloc_var("int32")
-        length = counters.n_tok[row]
-        filled = length - counters.n_sink[row]
-        if counters.limit[row] - length >= tokens:
-            if filled - counters.n_qk[row] >= counters.window_k + PAGE:
-                counters.n_qk[row] = counters.n_qk[row] + PAGE
-            if filled - counters.n_qv[row] >= counters.window_v + PAGE:
-                counters.n_qv[row] = counters.n_qv[row] + PAGE
+        length = mine[1]
+        filled = length - mine[2]
+        if mine[0] - length >= tokens:
+            if filled - mine[3] >= counters.window_k + PAGE:
+                counters.n_qk[row] = mine[3] + PAGE
+            if filled - mine[4] >= counters.window_v + PAGE:
+                counters.n_qv[row] = mine[4] + PAGE
             counters.n_tok[row] = length + tokens
             counters.n_sink[row] = T.min(length + tokens, counters.num_sinks)
         else:
@@ -245,18 +243,21 @@ def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx
     if T.syncthreads_or(T.cast(arrived == grid - 1, "int32")) != 0:
         for r in T.serial(T.truncdiv(batch + threads - 1, threads)):
             if r * threads + tx < batch:
-                move_counters(rows, r * threads + tx, tokens, counters, faults)
+                if batch > threads:  # else what the thread has read is its row's
+                    row[0] = rows[r * threads + tx]
+                    if T.And(row[0] >= 0, row[0] < counters.limit.shape[0]):
+                        load_counters(row[0], counters, mine)
+                move_counters(row[0], mine, tokens, counters, faults)
         if tx == 0:
             arrivals[home] = 0
 
 
-def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str, is_followed: bool) -> TileKernel:
+def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> TileKernel:
     """k, v [batch, tokens, num_heads_kv, head_dim] -> rows int32 [batch] of a cache; tensors as KVCache names them.
 
     pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes. num_sinks, window_k, window_v in tokens;
     page_stride and head_stride in units. query_weights: only of a K that weighs queries. searches: the sides with
-    range search. is_followed: a decode kernel that waits for the end of this one may be launched from its start on
-    (programmatic dependent launch, sm_90 on).
+    range search.
     """
     step = StepGeometry(fmt, head_dim, searches)
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
@@ -292,8 +293,6 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str, is_foll
     ):
         with T.Kernel(grid, threads=step.threads) as block:
             T.annotate_min_blocks_per_sm(step.blocks_per_sm)
-            if is_followed:
-                T.pdl_trigger()
             k = Side(step.matrices[0], "k" in searches, step.first_units[0], x_k, sink_k, ring_k, query_weights)
             v = Side(step.matrices[1], "v" in searches, step.first_units[1], x_v, sink_v, ring_v)
             counters = Counters(n_sink, n_qk, n_qv, n_tok, limit, num_sinks, window_k, window_v)

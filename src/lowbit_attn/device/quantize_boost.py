@@ -187,14 +187,14 @@ def mark_largest(m, scores, column_tile, lane, mask):
     for r in T.unroll(m.num_masks // 2, unroll_factor=1):
         run = 2 * r + lane // layout.TILE
         limit = T.if_then_else(run < column_tile, before, mine)
-        for i in T.unroll(layout.TILE // SCORES_AT_ONCE, unroll_factor=1):
+        for i in T.unroll(layout.TILE // SCORES_AT_ONCE, unroll_factor=1):  # else registers are spilled
             for e in T.vectorized(SCORES_AT_ONCE):
                 some[e] = scores[layout.TILE * run + SCORES_AT_ONCE * i + e]
             for e in T.unroll(SCORES_AT_ONCE):
                 rank = rank + T.cast(some[e] > limit, "int32")
-                if run == column_tile:
-                    is_lower = SCORES_AT_ONCE * i + e < lane % layout.TILE
-                    rank = rank + T.cast(T.And(some[e] == mine, is_lower), "int32")
+    if lane < layout.TILE:  # equal scores of this column tile
+        equal = T.call_pure_extern("uint32", "__match_any_sync", T.uint32((1 << layout.TILE) - 1), mine)
+        rank = rank + ones(equal & (bit_of(lane) - T.uint32(1)))
     rank = rank + T.shfl_xor(rank, layout.TILE)
     mask[0] = T.cast(T.ballot(rank < m.boost), "uint32") & T.uint32((1 << layout.TILE) - 1)
 
