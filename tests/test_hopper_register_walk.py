@@ -18,9 +18,9 @@ def value(x) -> int:
     return int(getattr(x, "value", x))
 
 
-def third_units(w: walk.Walk) -> list[tuple[int, int]]:
+def third_units(w: walk.Walk, warps: int) -> list[tuple[int, int]]:
     """(page, row tile) of a warp's units of the third segment."""
-    places = [third.unit_place(i) for i in range(w.first_third, w.num_third, w.unit_step)]
+    places = [third.unit_place(i) for i in range(w.first_third, w.num_third, warps)]
     return [(w.third_page + page, tile) for page, tile in places]
 
 
@@ -35,10 +35,11 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
         w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, 1, None, split, num_splits, warp, warps)
         w = walk.Walk(*(value(x) for x in w))
         visited += [("page", w.first_page + i * warps) for i in range(w.num_pages)]
-        units = third_units(w)
+        units = third_units(w, warps)
+        assert not units or split == num_splits - 1
         visited += [("third", *unit) for unit in units]
-        dealt[split, warp] = len(units) + len(range(w.first_unit, w.num_units, w.unit_step))
-        for i in range(w.first_unit, w.num_units, w.unit_step):
+        dealt[split, warp] = len(units) + len(range(w.first_unit, w.num_units, warps))
+        for i in range(w.first_unit, w.num_units, warps):
             start, live, is_sink, _ = (value(x) for x in walk.unit(w, i, 1))
             assert 1 <= live <= config.UNIT_TOKENS and start % config.UNIT_TOKENS == 0
             visited += [("sink" if is_sink else "residual", start + j) for j in range(live)]
@@ -48,8 +49,8 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
     want += [("third", i, tile) for i in range(packed_v, n_qk // layout.PAGE_TOKENS) for tile in range(8)]
     want += [("sink", i) for i in range(n_sink)] + [("residual", i) for i in range(residual)]
     assert sorted(visited) == sorted(want)
-    in_order = [dealt[split, warp] for warp in reversed(range(warps)) for split in range(num_splits)]
-    assert sorted(in_order, reverse=True) == in_order and in_order[0] - in_order[-1] <= 1, "not dealt, late warps first"
+    last = [dealt[num_splits - 1, warp] for warp in range(warps)]
+    assert sorted(last) == last and last[-1] - last[0] <= 1, "not shared out evenly, late warps first"
 
 
 @pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 0), (4, 0, 1), (3, 0, 40), (0, 128, 16), (130, 1280, 255),
@@ -69,8 +70,9 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
             w = walk.Walk(*(value(x) for x in w))
             assert w.first_seen == lowest - n_sink
             packed = [w.first_page + i * warps for i in range(w.num_pages)]
-            units = third_units(w)
+            units = third_units(w, warps)
             assert all(p < packed_v for p in packed) and all(p >= packed_v for p, _ in units)
+            assert not units or split == num_splits - 1
             visited += [(p, tile) for p in packed for tile in range(8)] + units
         assert sorted(visited) == [(p, tile) for p in want for tile in range(8)]
 
@@ -85,8 +87,8 @@ def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_
     limits, n_tok, warps = masks.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4
     seen = {j: [] for j in range(q_len)}
     for warp in range(warps):
-        w = walk.Walk(*(value(x) for x in walk.plan(n_sink, n_qk, n_qk, n_tok, q_len, window, 0, 1, warp, warps)))
-        for i in range(w.first_unit, w.num_units, w.unit_step):
+        w = walk.Walk(*(value(x) for x in walk.plan(n_sink, n_qk, n_qk, n_tok, q_len, window, 1, 2, warp, warps)))
+        for i in range(w.first_unit, w.num_units, warps):
             unit = walk.Unit(*(value(x) for x in walk.unit(w, i, q_len)))
             start = unit.start + (0 if unit.is_sink else n_sink + n_qk)
             for j, token in itertools.product(range(q_len), range(config.UNIT_TOKENS)):
@@ -129,7 +131,7 @@ def test_values_beside_packed_keys_come_once_and_from_their_slots(name, head_dim
         barrier, phase = UnitBarrier(), 0
         w = walk.plan(0, start + pages * 128, start, start + pages * 128, 1, None, 0, 1, warp, cfg.warps)
         w = walk.Walk(*(value(x) for x in w))
-        for i in range(w.first_third, w.num_third, w.unit_step):
+        for i in range(w.first_third, w.num_third, cfg.warps):
             first_token = w.third_page * layout.PAGE_TOKENS + i * config.UNIT_TOKENS
             page, tile = third.unit_place(i)
             assert first_token == (w.third_page + page) * layout.PAGE_TOKENS + tile * layout.TILE

@@ -1,7 +1,7 @@
 """Units of 16 tokens whose K is packed while their V is still in 16 bit, on O in true scale, one at a time.
 
-A page is shared out over the sequence's warps, tile by tile. Every warp that takes a tile copies the whole K part, for
-the metadata, and 16 rows of V into its ring, which no packed page uses any more; the page's own part of V is never read.
+A page is shared out over the CTA's warps, tile by tile. Every warp that takes a tile copies the whole K part, for the
+metadata, and 16 rows of V into its ring, which no packed page uses any more; the page's own part of V is never read.
 """
 
 import cutlass
@@ -22,12 +22,12 @@ from lowbit_attn.hopper.walk import Rows
 @cute.jit
 def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, work: Walk, source: Plain, ring: Ring, me: Lane,
         queries: query.Query, rows: Rows, state: State, limits: masks.Limits) -> Int32:
-    """Units first_third, first_third + unit_step, ...; returns the parity that ring.unit_full waits for next.
+    """Units first_third, first_third + warps, ...; returns the parity that ring.unit_full waits for next.
 
     pages.first: entry of page ``work.third_page``.
     """
     phase = Int32(0)
-    for i in cutlass.range(work.first_third, work.num_third, work.unit_step, unroll=1):
+    for i in cutlass.range(work.first_third, work.num_third, cfg.warps, unroll=1):
         page, tile = unit_place(Uint32(i))
         first_token = work.third_page * layout.PAGE_TOKENS + i * UNIT_TOKENS
         load_unit(cfg, pages, source, Int32(page), first_token, ring, me)

@@ -1,8 +1,7 @@
-"""What one warp of one CTA visits: its packed pages, then its share of 16-bit units.
+"""What one warp of one CTA visits: its packed pages, then (last split only) its share of 16-bit units.
 
 A unit has 16 tokens: of pages whose K is packed while their V is in 16 bit (third.py), then of sinks and residual
-(plain.py). The units are dealt one by one, over the splits and then over a split's warps, the late warps first, which
-have the fewer pages.
+(plain.py). The units are dealt one by one, the late warps first, which have the fewer pages.
 """
 
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from lowbit_attn.hopper.register.config import UNIT_TOKENS
 from lowbit_attn.hopper.walk import at_most
 
 THIRD_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page
+PAGE_COST = 2  # 16-bit units that take a CTA as long as a page: few of them, each a load that nothing hides
 
 
 class Walk(NamedTuple):
@@ -22,11 +22,10 @@ class Walk(NamedTuple):
     first_page: Int32
     num_pages: Int32
     third_page: Int32  # the first page with V in 16 bit; its first unit is unit 0 of the third segment
-    first_third: Int32  # units first_third, first_third + unit_step, ... below num_third
-    num_third: Int32  # of the sequence
-    first_unit: Int32  # the same of sinks and residual: units first_unit, first_unit + unit_step, ... below num_units
-    num_units: Int32  # of the sequence: units of sinks, then of the residual
-    unit_step: Int32  # the sequence's warps
+    first_third: Int32  # units first_third, first_third + warps, ... below num_third
+    num_third: Int32  # of the CTA
+    first_unit: Int32  # the same of sinks and residual: units first_unit, first_unit + warps, ... below num_units
+    num_units: Int32  # of the CTA: units of sinks, then of the residual
     sink_units: Int32
     n_sink: Int32
     n_residual: Int32
@@ -47,7 +46,8 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
     n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk. window: tokens that a query sees, itself
-    included, or None; pages that the first query does not reach are left out, and the splits share the rest.
+    included, or None; pages that the first query does not reach are left out, and the splits share the rest, the last
+    one fewer of them, for the time that its units take.
     """
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
     packed_k, packed_v = n_qk // layout.PAGE_TOKENS, n_qv // layout.PAGE_TOKENS
@@ -58,13 +58,18 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
         third_start = packed_v + hidden - start
     num_third, n_residual = (packed_k - third_start) * THIRD_UNITS, n_tok - n_sink - n_qk
     sink_units, residual_units = units_of(n_sink), units_of(n_residual)
-    pages, unit_step = packed_v - start, num_splits * warps
-    first = pages * split_idx // num_splits
-    count = pages * (split_idx + 1) // num_splits - first
-    first_third = (warps - 1 - warp_idx) * num_splits + split_idx
-    first_unit = (first_third + unit_step - num_third % unit_step) % unit_step  # num_third further on
+    # the last split has all units, hence fewer pages
+    pages = packed_v - start
+    work = pages + (num_third + sink_units + residual_units) // PAGE_COST
+    first = at_most(work * split_idx // num_splits, pages)
+    count = at_most(work * (split_idx + 1) // num_splits, pages) - first
+    is_last = Int32(split_idx == num_splits - 1)
+    num_third, sink_units, residual_units = is_last * num_third, is_last * sink_units, is_last * residual_units
+    n_sink, n_residual = is_last * n_sink, is_last * n_residual
+    first_third = warps - 1 - warp_idx
+    first_unit = (first_third + (warps - 1) * (num_third % warps)) % warps  # num_third further on
     return Walk(start + first + warp_idx, dealt(count, warp_idx, warps), third_start, first_third, num_third,
-                first_unit, sink_units + residual_units, unit_step, sink_units, n_sink, n_residual, n_qk, first_seen)
+                first_unit, sink_units + residual_units, sink_units, n_sink, n_residual, n_qk, first_seen)
 
 
 def dealt(count, warp_idx, warps: int):
@@ -77,7 +82,7 @@ def units_of(tokens):
 
 
 def unit(walk: Walk, i, q_len) -> Unit:
-    """16-bit unit ``i`` of the sequence, 0 <= i < num_units; at least one token is live."""
+    """16-bit unit ``i`` of the CTA, 0 <= i < num_units; at least one token is live."""
     is_sink = Int32(i < walk.sink_units)
     start = (i - (1 - is_sink) * walk.sink_units) * UNIT_TOKENS
     left = is_sink * walk.n_sink + (1 - is_sink) * walk.n_residual - start
