@@ -145,7 +145,7 @@ def test_no_bank_conflicts(head_dim):
 @pytest.mark.parametrize("name", ("k8v8", "k4v4", "k1v8", "k4tv4", "k1tv8", "kitty-b8"))
 def test_a_step_packs_either_side_with_its_threads(name, head_dim):
     """Whole turns of whole warps, and whole rounds of 16-byte accesses; registers of the blocks that fit an SM."""
-    step = StepGeometry(FORMATS[name], head_dim, "k")
+    step = StepGeometry(FORMATS[name], head_dim, "k", "float16")
     for m in step.matrices:
         packers = min(m.threads, step.threads)
         assert m.threads % packers == 0 and packers % layout.LANES == 0

@@ -259,7 +259,7 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
     page_stride and head_stride in units. query_weights: only of a K that weighs queries. searches: the sides with
     range search.
     """
-    step = StepGeometry(fmt, head_dim, searches)
+    step = StepGeometry(fmt, head_dim, searches, dtype)
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
     slots_k, slots_v, sink_slots = (T.dynamic(name) for name in ("slots_k", "slots_v", "sink_slots"))
     entries, units, marks = (T.dynamic(name) for name in ("entries", "units", "marks"))

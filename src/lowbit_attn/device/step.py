@@ -13,7 +13,7 @@ from lowbit_attn.formats import Format
 
 SMS, BLOCKS_PER_SM = 128, 2  # of the largest grid
 THREADS = 256  # of a block, but for boosted channels, which are ranked together
-STEP_REGISTERS = 16  # of a thread, beside those that packing takes
+STEP_REGISTERS = {"float16": 0, "bfloat16": 16}  # of a thread, beside those that packing takes
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class StepGeometry:
     fmt: Format
     head_dim: int
     searches: str  # the sides with range search: "", "k", "v" or "kv"
+    dtype: str  # of the tokens
 
     @cached_property
     def matrices(self) -> tuple:
@@ -35,7 +36,7 @@ class StepGeometry:
     @property
     def blocks_per_sm(self) -> int:
         """Blocks that must fit an SM together, with the registers that either side takes."""
-        return min(BLOCKS_PER_SM, *(m.blocks_per_sm(name in self.searches, self.threads, STEP_REGISTERS)
+        return min(BLOCKS_PER_SM, *(m.blocks_per_sm(name in self.searches, self.threads, STEP_REGISTERS[self.dtype])
                                     for m, name in zip(self.matrices, "kv")))
 
     @property
