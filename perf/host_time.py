@@ -1,4 +1,4 @@
-"""Host time of an eager decode call: Python, argument conversion, launches; nothing of the GPU's own time.
+"""Host time of eager calls, decode and append: Python, argument conversion, launches; nothing of the GPU's own time.
 
     python perf/host_time.py            one JSON line in perf/results/host_time.jsonl, a table on screen
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lowbit_attn
-from lowbit_attn import dispatch, loader
+from lowbit_attn import dispatch, layout, loader
 
 ROUNDS = 7
 SPLITS = 16
@@ -60,17 +60,29 @@ def decode_steps(format: str, batch: int, device: str) -> dict:
         cache.prefill(row, *(torch.randn(200, 8, 128, device=device, dtype=torch.float16) for _ in range(2)))
     q = torch.randn(batch, 1, 32, 128, device=device, dtype=torch.float16)
     out, lse = torch.empty_like(q), torch.empty(batch, 32, 1, device=device)
+    path = None if device == "cuda" else "register"  # a CPU's own is the reference
     return {
-        "decode": lambda: lowbit_attn.decode(q, cache, path="register"),
-        "decode, own out and lse": lambda: lowbit_attn.decode(q, cache, path="register", out=out, lse=lse),
-        "decode, not planned": lambda: (vars(cache).pop("plans", None), lowbit_attn.decode(q, cache, path="register")),
+        "decode": lambda: lowbit_attn.decode(q, cache, path=path),
+        "decode, own out and lse": lambda: lowbit_attn.decode(q, cache, path=path, out=out, lse=lse),
+        "decode, not planned": lambda: (vars(cache).pop("plans", None), lowbit_attn.decode(q, cache, path=path)),
     }
+
+
+def append_step(format: str, batch: int, steps: int, device: str):
+    """An append of one token a sequence, to be called so many times."""
+    most = 2 * layout.PAGE_TOKENS + steps
+    cache = lowbit_attn.KVCache(format, -(-most // layout.PAGE_TOKENS) * batch, 8, 128, device=device, max_batch=batch,
+                                max_seqlen=most)
+    k, v = (torch.randn(batch, 1, 8, 128, device=device, dtype=torch.float16) for _ in range(2))
+    return lambda: cache.append(k, v)
 
 
 def measure(format: str = "k4v4", batch: int = 1, calls: int = 1000) -> dict[str, float]:
     """Microseconds of each kind of call, here."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     steps = decode_steps(format, batch, device)
+    if device == "cuda":  # a CPU's is the reference, too
+        steps["append"] = append_step(format, batch, ROUNDS * calls + 1, device)
     for step in steps.values():
         step()
     return {name: call_us(step, calls if "not planned" not in name else calls // 10) for name, step in steps.items()}
