@@ -189,7 +189,7 @@ class KVCache(CacheState):
         for row in rows.tolist():
             self._empty_row(row)
             self.book.state[row] = FREED
-            self.limit[row] = 0
+            self.limit[row].fill_(0)
 
     def clear(self, seqs: Sequence[int]) -> None:
         """Forget the tokens of these sequences and return their pages; the rows stay in use."""
@@ -227,7 +227,7 @@ class KVCache(CacheState):
             self.table[dst, : len(pages)] = self.upload(self.book.held[dst])
         for store in (self.sink_k, self.sink_v, self.ring_k, self.ring_v):
             store[dst] = store[src]
-        self.limit[dst] = self._limit(len(pages))
+        self.limit[dst].fill_(self._limit(len(pages)))
         self._set_counter("n_qk", dst, n_qk)
         self._set_counter("n_qv", dst, n_qv)
         self._set_lengths(np.array([dst]), np.array([tokens]))
@@ -298,8 +298,8 @@ class KVCache(CacheState):
     def _empty_row(self, row: int) -> None:
         """Give back a row's pages and set its counters to 0."""
         self.book.release(row)
-        self.table[row] = -1
-        self.limit[row] = self._limit(0)
+        self.table[row].fill_(-1)
+        self.limit[row].fill_(self._limit(0))
         for name in self.counts._fields:
             self._set_counter(name, row, 0)
 

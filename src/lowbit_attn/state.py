@@ -158,7 +158,7 @@ class CacheState:
 
     def _limit(self, pages: int) -> int:
         """Tokens that a sequence may have whose packed blocks fill so many pages."""
-        # a number of numpy's would be copied to the device, and waited for
+        # a number of numpy's, or one assigned instead of filled in, would be copied to the device, and waited for
         return int(min(self.max_seqlen, self._reach(pages)))
 
     # ---- the host's copy
@@ -250,7 +250,7 @@ class CacheState:
             if state == LIVE:
                 continue
             if state == FREED:
-                self.limit[row] = self._limit(len(self.book.held[row]))
+                self.limit[row].fill_(self._limit(len(self.book.held[row])))
             self.book.state[row] = LIVE
 
     # ---- pages
@@ -268,7 +268,7 @@ class CacheState:
             if count > 0:
                 used = len(self.book.held[row])
                 self.table[row, used : used + count] = self.upload(self.book.take(row, count))
-                self.limit[row] = self._limit(used + count)
+                self.limit[row].fill_(self._limit(used + count))
 
     def refresh_limits(self) -> None:
         """Work out ``limit`` anew from the pages that each sequence holds."""
