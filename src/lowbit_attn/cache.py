@@ -289,7 +289,7 @@ class KVCache(CacheState):
             if isinstance(rows, np.ndarray):
                 getattr(self, name)[self.row_tensor(rows).long()] = self.upload(values)
             else:
-                getattr(self, name)[rows] = values
+                getattr(self, name)[rows].fill_(int(values))
 
     def _set_lengths(self, rows: np.ndarray, n_tok: np.ndarray) -> None:
         self._set_counter("n_tok", rows, n_tok)
