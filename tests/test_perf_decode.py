@@ -11,9 +11,10 @@ import typer
 from lowbit_attn import FORMATS, KVCache, kernels
 from lowbit_attn import bench as timing
 from lowbit_attn.bench import BenchCase, cache_tokens
-from lowbit_attn.budget import GPUS
+from lowbit_attn.budget import GPUS, MEASURED
 
 sys.path.append(str(Path(__file__).parent.parent / "perf"))
+import measured  # noqa: E402
 import plots  # noqa: E402
 import roofline  # noqa: E402
 from bench import PRESETS  # noqa: E402
@@ -22,6 +23,10 @@ from page_loop import PageLoop, find_loop  # noqa: E402
 
 CASES = [case for cases in PRESETS.values() for case in cases]
 RAGGED = BenchCase("k4v4", 3, 8, 2, 64, 640, ragged=(256, 1024))
+
+
+def test_suggest_shows_the_newest_measurements():
+    assert measured.text_of(measured.calls()) == MEASURED.read_text(), "run python perf/measured.py"
 
 
 def test_ragged_lengths_have_the_sum():
