@@ -44,9 +44,9 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
     is_compiling = torch.compiler.is_compiling()
     if isinstance(q, torch.Tensor) and not is_compiling:
         plan = dispatch.planned(q, cache, (softmax_scale, softcap, window, keep_sinks, num_splits, path))
-        if plan is not None and plan.takes(q, out, lse, sink_logits):
-            return plan.launch(cache.rotate(q) if cache.rotate_keys else q, out, lse, sink_logits)
         if plan is not None:
+            if plan.takes(q, out, lse, sink_logits):
+                return plan.launch(cache.rotate(q) if cache.rotate_keys else q, out, lse, sink_logits)
             return _repeat(plan, q, cache, out, lse, sink_logits)
     options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
     _check(q, cache, out, lse, num_splits, options)

@@ -227,7 +227,7 @@ class KVCache(CacheState):
             self.table[dst, : len(pages)] = self.upload(self.book.held[dst])
         for store in (self.sink_k, self.sink_v, self.ring_k, self.ring_v):
             store[dst] = store[src]
-        self.limit[dst].fill_(self._limit(len(pages)))
+        self.refresh_limit(dst)
         self._set_counter("n_qk", dst, n_qk)
         self._set_counter("n_qv", dst, n_qv)
         self._set_lengths(np.array([dst]), np.array([tokens]))
@@ -299,7 +299,7 @@ class KVCache(CacheState):
         """Give back a row's pages and set its counters to 0."""
         self.book.release(row)
         self.table[row].fill_(-1)
-        self.limit[row].fill_(self._limit(0))
+        self.refresh_limit(row)
         for name in self.counts._fields:
             self._set_counter(name, row, 0)
 

@@ -158,7 +158,6 @@ class CacheState:
 
     def _limit(self, pages: int) -> int:
         """Tokens that a sequence may have whose packed blocks fill so many pages."""
-        # a number of numpy's, or one assigned instead of filled in, would be copied to the device, and waited for
         return int(min(self.max_seqlen, self._reach(pages)))
 
     # ---- the host's copy
@@ -250,7 +249,7 @@ class CacheState:
             if state == LIVE:
                 continue
             if state == FREED:
-                self.limit[row].fill_(self._limit(len(self.book.held[row])))
+                self.refresh_limit(row)
             self.book.state[row] = LIVE
 
     # ---- pages
@@ -268,10 +267,15 @@ class CacheState:
             if count > 0:
                 used = len(self.book.held[row])
                 self.table[row, used : used + count] = self.upload(self.book.take(row, count))
-                self.limit[row].fill_(self._limit(used + count))
+                self.refresh_limit(row)
+
+    def refresh_limit(self, row: int) -> None:
+        """The ``limit`` of a row in use anew from the pages that it holds, without waiting for the device."""
+        # filled in: a number that is assigned, as one of numpy's, would be copied from the host, and waited for
+        self.limit[row].fill_(self._limit(len(self.book.held[row])))
 
     def refresh_limits(self) -> None:
-        """Work out ``limit`` anew from the pages that each sequence holds."""
+        """The same of all rows, freed ones among them."""
         limits = [0 if state == FREED else self._limit(int(pages))
                   for state, pages in zip(self.book.state, self.book.n_pages)]
         self.limit.copy_(self.upload(limits))
