@@ -9,8 +9,10 @@ boundary. Every block of threads reads the counters of all rows, a thread a row,
     counters                       moved by the last block of threads to have read them
 
 The grid is no larger than what a GPU holds at once, whatever the batch: a step that packs nothing takes as long as
-its chain of dependent reads, once. A sequence that has no room (its tokens would pass ``limit``, 0 for a freed one) and
-an unknown row are left as they are and marked in ``faults``.
+its chain of dependent accesses, once: counters, the arrival of a block, counters again. Nothing else is on it: new
+tokens go through the last warps, and a batch that fits a warp has its counters moved by the first warp alone. A
+sequence that has no room (its tokens would pass ``limit``, 0 for a freed one) and an unknown row are left as they are
+and marked in ``faults``.
 """
 
 import tilelang.language as T
@@ -47,8 +49,19 @@ def guess_counters(rows, at, counters, row, mine):
 
 
 @T.macro
-def plan_row(at, tokens, counters, row, mine, here, tx):
-    """What the step does for a thread's row -> the thread's place of ``here``; ``row`` and ``mine`` as guessed."""
+def read_row(rows, at, counters, row, mine):
+    """Row ``at`` of the batch and its counters."""
+    row[0] = rows[at]
+    if T.And(row[0] >= 0, row[0] < counters.limit.shape[0]):
+        load_counters(row[0], counters, mine)
+
+
+@T.macro
+def plan_row(at, tokens, counters, row, mine, here, packs, tx):
+    """What the step does for a thread's row -> the thread's place of ``here``; ``row`` and ``mine`` as guessed.
+
+    packs: 1 if the row has a full block, else 0.
+    """
     length, packed_k, packed_v = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     length = -1
     packed_k = -1
@@ -65,17 +78,17 @@ def plan_row(at, tokens, counters, row, mine, here, tx):
     here.length[tx] = length
     here.packed_k[tx] = packed_k
     here.packed_v[tx] = packed_v
-    votes = T.alloc_var("uint32")
-    votes = T.cast(T.ballot(T.Or(packed_k >= 0, packed_v >= 0)), "uint32")
-    if tx % LANES == 0:
-        here.votes[tx // LANES] = votes
+    packs[0] = T.cast(T.Or(packed_k >= 0, packed_v >= 0), "int32")
 
 
 @T.macro
-def list_full(threads, here, tx, count):
-    """The rows that have a full block -> here.full, by all threads; their number. The caller synchronises."""
+def list_full(threads, here, packs, tx, count):
+    """The rows that have a full block -> here.full, by all threads; their number."""
     before, own = T.alloc_var("int32"), T.alloc_var("uint32")
-    own = here.votes[tx // LANES]
+    own = T.cast(T.ballot(packs[0] != 0), "uint32")
+    if tx % LANES == 0:
+        here.votes[tx // LANES] = own
+    T.sync_threads()
     count[0] = 0
     before = 0
     for warp in T.unroll(threads // LANES):
@@ -84,6 +97,7 @@ def list_full(threads, here, tx, count):
     bit = T.uint32(1) << T.cast(tx % LANES, "uint32")
     if (own & bit) != T.uint32(0):
         here.full[before + T.cast(T.popcount(own & (bit - T.uint32(1))), "int32")] = tx
+    T.sync_threads()
 
 
 @T.macro
@@ -211,45 +225,67 @@ def move_counters(row, mine, tokens, counters, faults):
 
 
 @T.macro
+def first_access(block, grid, threads, tx):
+    """The first of a thread's accesses of new tokens, of all blocks' numbers: last warps first, which the step's end
+    does not wait for."""
+    warps = threads // LANES
+    return ((warps - 1 - tx // LANES) * grid + block) * LANES + tx % LANES
+
+
+@T.macro
+def end_step(batch, tokens, rows, row, mine, counters, faults, threads, tx):
+    """By the last block to have read the counters: move those of all rows, a thread each."""
+    at = T.alloc_var("int32")
+    at = tx
+    while at < batch:
+        if batch > threads:  # else what the thread has read is its row's
+            read_row(rows, at, counters, row, mine)
+        move_counters(row[0], mine, tokens, counters, faults)
+        at = at + threads
+
+
+@T.macro
 def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx):
     """The whole step, by one of ``grid`` blocks; arrivals: blocks that have read the counters, at the first row."""
     (batch, tokens, heads), threads = k.x.shape[:3], step.threads
     here, tile = rows_in_shared_memory(threads), T.alloc_shared((step.tile_accesses, ACCESS), k.x.dtype)
     place, held, count = T.alloc_local((4,), "int32"), T.alloc_local((ACCESS,), k.x.dtype), T.alloc_local((1,), "int32")
-    row, mine = T.alloc_local((1,), "int32"), T.alloc_local((5,), "int32")
-    home, arrived = T.alloc_var("int32"), T.alloc_var("int32")
+    row, mine, packs = T.alloc_local((1,), "int32"), T.alloc_local((5,), "int32"), T.alloc_local((1,), "int32")
+    home, arrived, some = (T.alloc_var("int32") for _ in range(3))
     arrived = -1
     for chunk in T.serial(T.truncdiv(batch + threads - 1, threads)):
         first, accesses, at = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
         first = chunk * threads
         accesses = T.min(batch - first, threads) * tokens * heads * k.m.row_accesses
-        at = block * threads + tx
+        at = first_access(block, grid, threads, tx)
         guess_counters(rows, first + tx, counters, row, mine)
         fetch(at, accesses, first, k, v, place, held)
-        T.sync_threads()  # of the chunk before
-        plan_row(first + tx, tokens, counters, row, mine, here, tx)
+        if first > 0:
+            T.sync_threads()  # of the chunk before
+        plan_row(first + tx, tokens, counters, row, mine, here, packs, tx)
         if first == 0:
             home = T.max(0, T.min(row[0], counters.limit.shape[0] - 1))
-        T.sync_threads()
+        some = T.syncthreads_or(packs[0])
         if T.And(tx == 0, first + threads >= batch):  # relaxed: all that the block read is in ``here`` already
             arrived = T.atomic_add(arrivals[home], 1, memory_order="relaxed", return_prev=True)
+        if T.And(batch <= LANES, tx < LANES):  # the first warp alone, which need not wait for stores and records
+            if T.ballot(arrived == grid - 1) != 0:
+                if tx < batch:
+                    move_counters(row[0], mine, tokens, counters, faults)
+                if tx == 0:
+                    arrivals[home] = 0
         while at < 2 * accesses:
             store_fetched(at, accesses, k, v, here, place, held, counters.num_sinks)
             at = at + grid * threads
             fetch(at, accesses, first, k, v, place, held)
-        list_full(threads, here, tx, count)
-        T.sync_threads()
-        pack_all(k, v, count[0], first, block, grid, pool, here, tile, held, counters.num_sinks, threads, tx)
-    if T.syncthreads_or(T.cast(arrived == grid - 1, "int32")) != 0:
-        for r in T.serial(T.truncdiv(batch + threads - 1, threads)):
-            if r * threads + tx < batch:
-                if batch > threads:  # else what the thread has read is its row's
-                    row[0] = rows[r * threads + tx]
-                    if T.And(row[0] >= 0, row[0] < counters.limit.shape[0]):
-                        load_counters(row[0], counters, mine)
-                move_counters(row[0], mine, tokens, counters, faults)
-        if tx == 0:
-            arrivals[home] = 0
+        if some != 0:  # one step in many
+            list_full(threads, here, packs, tx, count)
+            pack_all(k, v, count[0], first, block, grid, pool, here, tile, held, counters.num_sinks, threads, tx)
+    if batch > LANES:
+        if T.syncthreads_or(T.cast(arrived == grid - 1, "int32")) != 0:
+            end_step(batch, tokens, rows, row, mine, counters, faults, threads, tx)
+            if tx == 0:
+                arrivals[home] = 0
 
 
 def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> TileKernel:
