@@ -1,10 +1,11 @@
 """SmolLM2 through the kernels on a GPU: perplexity of the demo's text, and greedy tokens against the reference.
 
-    python perf/gpu_model.py --format k4v4        one JSON line in perf/results/model.jsonl for each architecture
+    python perf/gpu_model.py GGUF --format k4v4        one JSON line in perf/results/model.jsonl for each architecture
 
-The reference path reads the same cache by its dequantized values. Greedy tokens are compared teacher-forced: both
-paths see the tokens that the kernels chose, so one difference does not make the rest incomparable; where the choice
-differs, the reference's margin between the two tokens is recorded.
+The reference path reads the same cache by its dequantized values. With --fp32 only q, K and V are rounded to
+16 bit, as on a CPU, so that make demo's perplexities there can be compared. Greedy tokens are compared teacher-forced:
+both paths see the tokens that the kernels chose, so one difference does not make the rest incomparable; where the
+choice differs, the reference's margin between the two tokens is recorded.
 """
 
 import os
@@ -56,6 +57,7 @@ def main(
     format: Annotated[list[str], typer.Option(help="formats to run")] = ["k4v4"],
     arch: Annotated[list[str], typer.Option(help="hopper or ampere; may be given twice")] = ["hopper", "ampere"],
     cpu_perplexity: Annotated[list[float], typer.Option(help="make demo's value of each format on a CPU")] = [],
+    fp32: Annotated[bool, typer.Option("--fp32", help="the model in fp32 instead of fp16")] = False,
     tokens: Annotated[int, typer.Option(help="greedy tokens")] = 64,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/model.jsonl",
 ) -> None:
@@ -63,17 +65,19 @@ def main(
     from lowbit_attn.demo import model as models
     from lowbit_attn.demo import scoring
 
-    model, tokenizer = models.load(gguf, "cuda")
+    model, tokenizer = models.load(gguf, "cuda", torch.float32 if fp32 else None)
     ids = tokenizer(scoring.help_text(), return_tensors="pt").input_ids[:, :2048].cuda()
     prompt = scoring.question(tokenizer, 600).cuda()
     for name in arch:
         os.environ["LOWBIT_ATTN_ARCH"] = name
         for i, fmt in enumerate(format):
             options = dict(format=fmt)
-            score = scoring.score(model, ids, scoring.Case(fmt, fmt))
+            score, reference = (scoring.score(model, ids, scoring.Case(fmt, fmt, path=path))
+                                for path in (None, "reference"))
             line = provenance() | {"arch": name, "format": fmt, "model": "SmolLM2-135M-Instruct",
                                    "dtype": str(model.dtype), "served_by": score.served_by,
-                                   "perplexity": round(score.perplexity, 4)}
+                                   "perplexity": round(score.perplexity, 4),
+                                   "perplexity_reference": round(reference.perplexity, 4)}
             if i < len(cpu_perplexity):
                 line["cpu_perplexity"] = cpu_perplexity[i]
             for path in (None, "reference"):

@@ -50,12 +50,12 @@ def check_sha256(path: Path, expected: str) -> None:
         raise FetchError(f"{path}: sha256 is {got}, expected {expected}; delete the file and run again")
 
 
-def load(gguf: Path, device: str):
-    """(model, tokenizer) in eval mode, without any network: fp32 on the CPU, fp16 on a GPU."""
-    return load_folder(gguf.parent, device, gguf_file=gguf.name)
+def load(gguf: Path, device: str, dtype=None):
+    """(model, tokenizer) in eval mode, without any network; dtype None: fp32 on the CPU, fp16 on a GPU."""
+    return load_folder(gguf.parent, device, dtype, gguf_file=gguf.name)
 
 
-def load_folder(folder: Path, device: str, **files):
+def load_folder(folder: Path, device: str, dtype=None, **files):
     """The same for a folder that transformers can load; files: its ``gguf_file``."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TQDM_DISABLE", "1")  # the GGUF reader's bar, beside the callers' own
@@ -66,7 +66,7 @@ def load_folder(folder: Path, device: str, **files):
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(str(folder), **files)
-    dtype = torch.float32 if device == "cpu" else torch.float16
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.float16)
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **files)
     return model.to(device).eval(), tokenizer
 

@@ -23,12 +23,13 @@ class Case:
     format: str | None = None
     sinks: int = 0
     range_search: bool | None = None
+    path: str | None = None  # the dispatcher's choice
 
     @property
     def options(self) -> dict | None:
         """Of LowBitCache; None: 16 bit."""
         return None if self.format is None else dict(format=self.format, sinks=self.sinks,
-                                                     range_search=self.range_search)
+                                                     range_search=self.range_search, path=self.path)
 
 
 CASES = (
