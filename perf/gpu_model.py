@@ -1,13 +1,14 @@
-"""SmolLM2 through the kernels on a GPU: perplexity of the demo's text, and greedy tokens against the reference.
+"""SmolLM2 through the kernels on a GPU: perplexity of the demo's texts, and greedy tokens against the reference.
 
     python perf/gpu_model.py GGUF --format k4v4        one JSON line in perf/results/model.jsonl for each architecture
 
 The reference path reads the same cache by its dequantized values. With --fp32 only q, K and V are rounded to
-16 bit, as on a CPU, so that make demo's perplexities there can be compared. Greedy tokens are compared teacher-forced:
+16 bit, as on a CPU, where --device cpu gives the same texts' perplexities. Greedy tokens are compared teacher-forced:
 both paths see the tokens that the kernels chose, so one difference does not make the rest incomparable; where the
 choice differs, the reference's margin between the two tokens is recorded.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ import torch
 import typer
 from provenance import append_result, provenance
 
+TEXT_TOKENS = 2048
 STEP_TOKENS = 256  # read one by one, so that every layer's decode kernel is in the perplexity
 
 
@@ -52,12 +54,32 @@ def stepwise_perplexity(model, ids, cache_options: dict) -> float:
     return quality.perplexity(nll, STEP_TOKENS)
 
 
+def text_perplexity(model, texts: torch.Tensor, case) -> tuple[float, str]:
+    """Over all of texts [count, tokens], each through a cache of its own; and what serves its decode calls."""
+    from lowbit_attn.demo import scoring
+
+    scores = [scoring.score(model, ids[None], case) for ids in texts]
+    return math.exp(sum(math.log(score.perplexity) for score in scores) / len(scores)), scores[0].served_by
+
+
+def compare_paths(model, texts: torch.Tensor, prompt: torch.Tensor, fmt: str, tokens: int) -> dict:
+    """What the kernels give beside the reference path on the same device."""
+    from lowbit_attn.demo.scoring import Case
+
+    line = {"perplexity_reference": round(text_perplexity(model, texts, Case(fmt, fmt, path="reference"))[0], 4)}
+    for path in (None, "reference"):
+        value = stepwise_perplexity(model, texts[:1], dict(format=fmt, path=path))
+        line[f"stepwise_perplexity_{path or 'kernels'}"] = round(value, 4)
+    return line | greedy_against_reference(model, prompt, dict(format=fmt), tokens)
+
+
 def main(
     gguf: Annotated[Path, typer.Argument(help="SmolLM2-135M-Instruct.Q4_1.gguf, as make demo unpacks it")],
     format: Annotated[list[str], typer.Option(help="formats to run")] = ["k4v4"],
     arch: Annotated[list[str], typer.Option(help="hopper or ampere; may be given twice")] = ["hopper", "ampere"],
-    cpu_perplexity: Annotated[list[float], typer.Option(help="make demo's value of each format on a CPU")] = [],
+    device: Annotated[str, typer.Option(help="cuda; or cpu, for the texts' perplexity there alone")] = "cuda",
     fp32: Annotated[bool, typer.Option("--fp32", help="the model in fp32 instead of fp16")] = False,
+    texts: Annotated[int, typer.Option(help="stretches of 2,048 tokens of Python's help texts")] = 8,
     tokens: Annotated[int, typer.Option(help="greedy tokens")] = 64,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/model.jsonl",
 ) -> None:
@@ -65,25 +87,19 @@ def main(
     from lowbit_attn.demo import model as models
     from lowbit_attn.demo import scoring
 
-    model, tokenizer = models.load(gguf, "cuda", torch.float32 if fp32 else None)
-    ids = tokenizer(scoring.help_text(), return_tensors="pt").input_ids[:, :2048].cuda()
-    prompt = scoring.question(tokenizer, 600).cuda()
-    for name in arch:
+    model, tokenizer = models.load(gguf, device, torch.float32 if fp32 else None)
+    ids = tokenizer(scoring.help_text(None), return_tensors="pt").input_ids[0].to(device)
+    stretches = ids[: texts * TEXT_TOKENS].view(texts, TEXT_TOKENS)
+    prompt = scoring.question(tokenizer, 600).to(device)
+    for name in arch if device == "cuda" else ["cpu"]:
         os.environ["LOWBIT_ATTN_ARCH"] = name
-        for i, fmt in enumerate(format):
-            options = dict(format=fmt)
-            score, reference = (scoring.score(model, ids, scoring.Case(fmt, fmt, path=path))
-                                for path in (None, "reference"))
+        for fmt in format:
+            value, served_by = text_perplexity(model, stretches, scoring.Case(fmt, fmt))
             line = provenance() | {"arch": name, "format": fmt, "model": "SmolLM2-135M-Instruct",
-                                   "dtype": str(model.dtype), "served_by": score.served_by,
-                                   "perplexity": round(score.perplexity, 4),
-                                   "perplexity_reference": round(reference.perplexity, 4)}
-            if i < len(cpu_perplexity):
-                line["cpu_perplexity"] = cpu_perplexity[i]
-            for path in (None, "reference"):
-                value = stepwise_perplexity(model, ids, options | {"path": path})
-                line[f"stepwise_perplexity_{path or 'kernels'}"] = round(value, 4)
-            line |= greedy_against_reference(model, prompt, options, tokens)
+                                   "dtype": str(model.dtype), "served_by": served_by, "texts": texts,
+                                   "perplexity": round(value, 4)}
+            if device == "cuda":
+                line |= compare_paths(model, stretches, prompt, fmt, tokens)
             append_result(output, line)
             print(line)
 

@@ -58,9 +58,9 @@ class Score:
     agreement: float = 1.0
 
 
-def help_text() -> str:
-    """English prose that every Python installation has."""
-    return "\n".join(topics[key] for key in sorted(topics)[:TOPICS])
+def help_text(count: int | None = TOPICS) -> str:
+    """English prose that every Python installation has: its first ``count`` topics, None: all."""
+    return "\n".join(topics[key] for key in sorted(topics)[:count])
 
 
 def score(model, ids: torch.Tensor, case: Case, on_tokens: Callable[[int], None] = lambda n: None) -> Score:
