@@ -35,6 +35,12 @@ class Outputs(NamedTuple):
     def num_splits(self):
         return self.o_partial.shape[0]
 
+    @property
+    def split_rows(self):
+        """Query rows of a split, of all sequences and heads."""
+        batch, q_len, heads = self.o.shape[:3]
+        return batch * q_len * heads
+
 
 def counter(arrivals: cute.Tensor, block: tuple) -> cute.Pointer:
     """That of a CTA's row block: all splits share it."""
@@ -53,7 +59,7 @@ class Row(NamedTuple):
 def find_row(out: Outputs, rows: Rows, row: Int32) -> Row:
     """Row ``row`` of the CTA, counted from 0."""
     query, head = place(rows, row)
-    return Row(rows.batch_idx, query, head, out.sink_logits[head % out.sink_logits.shape[0]])
+    return Row(rows.batch_idx, query, head, out.sink_logits[head * Int32(out.sink_logits.shape[0] > 1)])
 
 
 @cute.jit
@@ -103,6 +109,31 @@ def leave(out: Outputs, row: Row, channels: tuple, values: tuple, lse: Float32, 
 
 
 @cute.jit
+def leave_chunk(out: Outputs, row: Row, head_dim: cutlass.Constexpr[int], chunk: Int32, values: cute.Tensor,
+                lse: Float32):
+    """The same of CHANNELS channels, fp32 in registers, that follow each other."""
+    if out.num_splits == 1:
+        origin = origin_of(cute.arch.fmax(row.sink_logit, lse))
+        own = weight(lse, origin)
+        total = own + weight(row.sink_logit, origin)
+        write_chunk(out, row, head_dim, chunk, values, own * reciprocal(total))
+        if chunk == 0:
+            out.lse[row.batch_idx, row.head, row.query] = total_lse(origin, total)
+    else:
+        cute.autovec_copy(values, part_of(out, row, head_dim, out.split_idx, chunk))
+        if chunk == 0:
+            out.lse_partial[out.split_idx, row.batch_idx, row.query, row.head] = lse
+
+
+def write_chunk(out: Outputs, row: Row, head_dim: int, chunk: Int32, values: cute.Tensor, share: Float32) -> None:
+    """CHANNELS channels of o, ``values`` times ``share``."""
+    words = cute.make_rmem_tensor(CHANNELS // 2, Uint32)
+    for i in range(CHANNELS // 2):
+        words[i] = numbers.pack(values[2 * i] * share, values[2 * i + 1] * share, out.o.element_type)
+    cute.autovec_copy(words, chunk_of(out, row, head_dim, chunk))
+
+
+@cute.jit
 def merge(out: Outputs, rows: Rows, head_dim: cutlass.Constexpr[int], threads: cutlass.Constexpr[int], thread: Int32,
           barrier: cutlass.Constexpr[int], flag: cute.Pointer):
     """By the ``threads`` threads that left the rows and share the barrier; flag: an int32 in shared memory."""
@@ -129,13 +160,15 @@ def merge_row(out: Outputs, row: Row, head_dim: cutlass.Constexpr[int], chunk: I
     total = weight(top, origin_of(top))
     acc.fill(0.0)
     lses, values = (cute.make_rmem_tensor(shape, Float32) for shape in (SPLITS_AT_ONCE, (CHANNELS, SPLITS_AT_ONCE)))
+    rows, first_row = out.split_rows, row_index(out, row)
     for first in cutlass.range(0, out.num_splits, SPLITS_AT_ONCE, unroll=1):
         lses.fill(NEG_INF)
         values.fill(0.0)
+        at = first_row + Int64(first) * rows
         for i in cutlass.range_constexpr(SPLITS_AT_ONCE):
             if first + i < out.num_splits:
-                lses[i] = out.lse_partial[first + i, row.batch_idx, row.query, row.head]
-                cute.autovec_copy(part_of(out, row, head_dim, first + i, chunk), values[None, i])
+                lses[i] = access(out.lse_partial, Float32, at, 1, 0, 4, rows, i)[0]
+                cute.autovec_copy(access(out.o_partial, Float32, at, head_dim, chunk, 16, rows, i), values[None, i])
         last = top
         for i in cutlass.range_constexpr(SPLITS_AT_ONCE):
             top = cute.arch.fmax(top, lses[i])
@@ -149,33 +182,36 @@ def merge_row(out: Outputs, row: Row, head_dim: cutlass.Constexpr[int], chunk: I
             total = total + own
             for e in cutlass.range_constexpr(CHANNELS):
                 acc[e] = acc[e] + own * values[e, i]
-    inverse = reciprocal(total)
-    words = cute.make_rmem_tensor(CHANNELS // 2, Uint32)
-    for i in cutlass.range_constexpr(CHANNELS // 2):
-        words[i] = numbers.pack(acc[2 * i] * inverse, acc[2 * i + 1] * inverse, out.o.element_type)
-    cute.autovec_copy(words, chunk_of(out, row, head_dim, chunk))
+    write_chunk(out, row, head_dim, chunk, acc, reciprocal(total))
     if chunk == 0:
         out.lse[row.batch_idx, row.head, row.query] = total_lse(origin_of(top), total)
 
 
 def part_of(out: Outputs, row: Row, head_dim: int, split: Int32, chunk: Int32) -> cute.Tensor:
     """CHANNELS values of a split's o, in one access."""
-    return _access(out.o_partial, Float32, _row_index(out, row, split), head_dim, chunk, 16)
+    return access(out.o_partial, Float32, row_index(out, row) + Int64(split) * out.split_rows, head_dim, chunk, 16)
 
 
 def chunk_of(out: Outputs, row: Row, head_dim: int, chunk: Int32) -> cute.Tensor:
     """The same channels of the merged o, as words of two."""
-    return _access(out.o, Uint32, _row_index(out, row, 0), head_dim // 2, chunk, 8)
+    return access(out.o, Uint32, row_index(out, row), head_dim // 2, chunk, 8)
 
 
-def _row_index(out: Outputs, row: Row, split) -> Int64:
-    batch, q_len, heads = out.o.shape[:3]
-    return ((Int64(split) * batch + row.batch_idx) * q_len + row.query) * heads + row.head
+def row_index(out: Outputs, row: Row) -> Int64:
+    """Of a query row, among those of o or of one split."""
+    _, q_len, heads = out.o.shape[:3]
+    return (Int64(row.batch_idx) * q_len + row.query) * heads + row.head
 
 
-def _access(tensor: cute.Tensor, element, row: Int64, width: int, chunk: Int32, nbytes: int) -> cute.Tensor:
-    """Access ``chunk`` of ``nbytes`` of a row of ``width`` elements of a tensor whose rows follow each other."""
-    count = nbytes * 8 // element.width
-    address = tensor.iterator.toint() + (row * width + chunk * count) * (element.width // 8)
+def access(tensor: cute.Tensor, element, row: Int64, width: int, chunk: Int32, nbytes: int, step: Int32 = 0,
+           steps: int = 0) -> cute.Tensor:
+    """Access ``chunk`` of ``nbytes`` of a row of ``width`` elements of a tensor whose rows follow each other.
+
+    The row lies ``steps`` times ``step`` rows behind ``row``: of several, an instruction each.
+    """
+    count, size = nbytes * 8 // element.width, element.width // 8
+    address = tensor.iterator.toint() + (row * width + chunk * count) * size
+    if steps:
+        address = address + Int64(step) * (width * size * steps)
     return cute.make_tensor(cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=nbytes),
                             cute.make_layout(count))

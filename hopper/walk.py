@@ -47,12 +47,13 @@ class Rows(NamedTuple):
     count: Int32
     ratio: Int32  # query heads of a KV head
     q_len: Int32
+    divisor: object = None  # ratio in a form that is divided by faster, if there is one
 
 
-def make_rows(batch_idx, head_idx, block, ratio, q_len, rows: int) -> Rows:
+def make_rows(batch_idx, head_idx, block, ratio, q_len, rows: int, divisor=None) -> Rows:
     """The rows of row block ``block``; the last block may have fewer than ``rows``."""
     first = block * rows
-    return Rows(batch_idx, head_idx, first, at_most(ratio * q_len - first, rows), ratio, q_len)
+    return Rows(batch_idx, head_idx, first, at_most(ratio * q_len - first, rows), ratio, q_len, divisor)
 
 
 def grid_of(q, ring_k, num_splits, rows: int):
@@ -62,16 +63,18 @@ def grid_of(q, ring_k, num_splits, rows: int):
     return (ring_k.shape[1] * row_blocks, q.shape[0], num_splits), ratio, row_blocks
 
 
-def block_rows(block, row_blocks, ratio, q_len, rows: int) -> Rows:
-    """The rows of CTA ``block`` of the grid; CTAs that read the same pages are neighbours."""
-    head_idx = Int32(Uint32(block[0]) // Uint32(row_blocks))
-    return make_rows(block[1], head_idx, block[0] - head_idx * row_blocks, ratio, q_len, rows)
+def block_rows(block, row_blocks, ratio, q_len, rows: int, divisor=None) -> Rows:
+    """The rows of CTA ``block`` of the grid; CTAs that read the same pages are neighbours.
+
+    row_blocks: of a KV head, a number or what divides by it; divisor: of ratio.
+    """
+    return make_rows(block[1], block[0] // row_blocks, block[0] % row_blocks, ratio, q_len, rows, divisor)
 
 
 def place(rows: Rows, row):
     """(query, head) of a row of this CTA, counted from 0; beyond the last row, those that would follow."""
     row = rows.first + row
-    query = Int32(Uint32(row) // Uint32(rows.ratio))
+    query = Int32(Uint32(row) // Uint32(rows.ratio)) if rows.divisor is None else row // rows.divisor
     return query, rows.head_idx * rows.ratio + row - query * rows.ratio
 
 

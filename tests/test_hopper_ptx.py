@@ -56,6 +56,13 @@ def strides_of(tensor: torch.Tensor, count: int) -> tuple:
     return tuple(int(np.prod(tensor.shape[i + 1 :])) for i in range(count))
 
 
+def divisor(n: int) -> list[bytes]:
+    """A FastDivmodDivisorV2 argument: x // n is (t + ((x - t) >> first)) >> second with t = x * multiplier >> 32."""
+    bits = (n - 1).bit_length()
+    multiplier = (1 << 32) * ((1 << bits) - n) // n + 1
+    return [struct.pack("<iIBBxx", n, multiplier, min(bits, 1), max(bits - 1, 0)), struct.pack("<i", n)]
+
+
 def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool = False):
     """What dispatch does, on the CPU: (o, lse); reverse: the CTAs end in reverse order."""
     cache, q = problem.cache, problem.q.to(problem.cache.dtype)
@@ -81,7 +88,8 @@ def decode(program, cfg, problem: testing.Problem, options: Attention, splits: i
     window = dispatch.NO_WINDOW if options.window is None else options.window
     numbers = (scale * dispatch.LOG2_E, 2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
     parameters += [struct.pack("<f", x) for x in numbers]
-    parameters += [struct.pack("<i", x) for x in (window, window, *cache.strides, ratio, blocks)]
+    parameters += [struct.pack("<i", x) for x in (window, window, *cache.strides)]
+    parameters += [argument for n in (ratio, blocks, splits) for argument in divisor(n)]
     for index in sorted(np.ndindex(grid), reverse=reverse):
         ptx.Cta(program, parameters, memory.memory, index, grid).run(cfg.threads)
     last = len(tensors) - 1

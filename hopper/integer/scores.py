@@ -26,18 +26,22 @@ SIGN_FLIPS = 0x8080_0000  # low + 128 as a byte, its highest bit flipped, is low
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors
 
 
+def ask(cfg: IntegerConfig, q: cute.Tensor, rows: Rows, me: Lane) -> cute.Tensor:
+    """q words for ``prepare``, by the last warp: none has fewer pages."""
+    return query.load(cfg, q, rows._replace(count=rows.count * Int32(me.warp == cfg.warps - 1)), me)
+
+
 @cute.jit
-def prepare(cfg: cutlass.Constexpr[IntegerConfig], q: cute.Tensor, rows: Rows, scale_log2: Float32, me: Lane,
+def prepare(cfg: cutlass.Constexpr[IntegerConfig], words: cute.Tensor, scale_log2: Float32, me: Lane,
             shared: cute.Pointer, channels: cute.Pointer) -> Query:
-    """q * softmax_scale_log2 to shared memory, by one warp; with boosted channels, to ``channels`` too.
+    """q * softmax_scale_log2 to shared memory, by the last warp; with boosted channels, to ``channels`` too.
 
     Operand: fp32 (4, lane, step) in the order of a word.
     """
     steps = cfg.k.col_tiles // STEP_TILES
     view = cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
         (layout.WORD_BYTES, WARP, steps), stride=(1, layout.WORD_BYTES, layout.WORD_BYTES * WARP)))
-    if me.warp == 0:
-        words = query.load(cfg, q, rows, me)
+    if me.warp == cfg.warps - 1:
         is_odd = me.g % 2 != 0
         for step in cutlass.range_constexpr(steps):
             own = cute.make_rmem_tensor(layout.WORD_BYTES, Float32)

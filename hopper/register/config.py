@@ -25,6 +25,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
 UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time: each lane copies one row of K or of V
 CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
+PLAN_WORDS = 16  # of shared memory in which a warp keeps its rows and its walk
 PIECES = 2  # of a page: the K part, then the V part
 BOOST_BITS = 2  # of both planes of boosted K: rows then have the same powers, and S takes both
 SPLITS_AT_ONCE = 16  # of the merge of splits: loads that are under way together
@@ -264,6 +265,7 @@ class RegisterConfig:
         channels = {"channels": self.channel_bytes} if self.boost else {}
         return {
             "buffer": layout.align_record(max(self.warps * self.warp_bytes, self.merge_bytes)),
+            "plans": layout.align_record(WORD * PLAN_WORDS * self.warps),
             "query": layout.align_record(max(1, self.query_bytes)),
             **channels,
             "barriers": layout.align_record(8 * self.warps * (self.slots + 1)),

@@ -39,11 +39,12 @@ class RegisterSm90:
         """Shared memory in the order of ``RegisterConfig.smem_plan``."""
         plan = self.cfg.smem_plan
         buffer_words, query_words, barriers = plan["buffer"] // WORD, plan["query"] // WORD, plan["barriers"] // 8
-        channel_words = self.cfg.channel_bytes // WORD
+        channel_words, plan_words = self.cfg.channel_bytes // WORD, plan["plans"] // WORD
 
         @cute.struct
         class Smem:
             buffer: cute.struct.Align[cute.struct.MemRange[Uint32, buffer_words], 128]
+            plans: cute.struct.Align[cute.struct.MemRange[Int32, plan_words], 128]
             query: cute.struct.Align[cute.struct.MemRange[Uint32, query_words], 128]
             if self.cfg.boost:
                 channels: cute.struct.Align[cute.struct.MemRange[Uint32, channel_words], 128]
@@ -59,12 +60,13 @@ class RegisterSm90:
                  softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
                  table_b: Int32, table_h: Int32, stream):
         grid, ratio, row_blocks = grid_of(q, ring_k, o_partial.shape[0], self.cfg.rows)
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, o_partial.shape[0]))
         # without a third segment n_qv equals n_qk
         packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
         self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial,
                     lse_partial, out, lse, sink_logits, arrivals, softmax_scale_log2,
                     *masks.cap_constants(softcap_log2), window, sink_window, page_stride, head_stride, table_b, table_h,
-                    ratio, row_blocks).launch(
+                    *divisors).launch(
             grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
@@ -73,15 +75,16 @@ class RegisterSm90:
                ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
                out: cute.Tensor, lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, scale_log2: Float32,
                cap_growth: Float32, cap_span: Float32, window: Int32, sink_window: Int32, page_stride: Int32,
-               head_stride: Int32, table_b: Int32, table_h: Int32, ratio: Int32, row_blocks: Int32):
+               head_stride: Int32, table_b: Int32, table_h: Int32, ratio: cute.FastDivmodDivisorV2,
+               row_blocks: cute.FastDivmodDivisorV2, splits: cute.FastDivmodDivisorV2):
         cfg = self.cfg
         call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
-                    (sink_k, sink_v, ring_k, ring_v), o_partial.shape[0], window, table_b, table_h, ratio, row_blocks)
+                    (sink_k, sink_v, ring_k, ring_v), table_b, table_h, ratio, row_blocks)
         limits = masks.Limits(cap_growth, cap_span, window, sink_window)
         me = load.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
-        prefetch(call, rows, sink_logits)
+        counts, words = ask(cfg, call, rows, sink_logits, me)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         bars = smem.bars.data_ptr() + me.warp * (cfg.slots + 1)
         ring = load.Ring(smem.buffer.data_ptr(), bars, bars + cfg.slots)
@@ -90,16 +93,19 @@ class RegisterSm90:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
 
-        work = walk_of(cfg, call, rows, block, me)
+        work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], o_partial.shape[0], me.warp,
+                         cfg.warps, splits)
+        plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
+        with cute.arch.elect_one():
+            plans.keep(rows, work)
         pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
                            Int64(rows.head_idx) * Int64(head_stride))
         ids = load.start(cfg, pages, ring, me)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         if cutlass.const_expr(cfg.is_integer):
-            queries = integer_scores.prepare(cfg, q, rows, scale_log2, me, smem.query.data_ptr(), channels)
+            queries = integer_scores.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         else:
-            words = query.load(cfg, q, rows, me)
             queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits)
         (integer_values.add_zeros if cfg.is_integer else values.true_scale)(cfg, state)
@@ -108,8 +114,9 @@ class RegisterSm90:
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
         if cutlass.const_expr(cfg.is_integer and cfg.third_segment):
             me = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
-        rows = rows_of(cfg, call, block)
-        work, source, phase = walk_of(cfg, call, rows, block, me), plain_of(cfg, call, rows), Int32(0)
+        cute.arch.sync_warp()
+        rows, work = plans.recall(rows)
+        source, phase = plain_of(cfg, call, rows), Int32(0)
         if cutlass.const_expr(cfg.third_segment):
             pages = pages._replace(first=first_entry(call, rows) + work.third_page)
             phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits)
@@ -125,16 +132,14 @@ class Call(NamedTuple):
     table: cute.Tensor
     counters: tuple  # n_sink, n_qk, n_qv, n_tok
     tokens: tuple  # sink_k, sink_v, ring_k, ring_v
-    num_splits: Int32
-    window: Int32
     table_b: Int32
     table_h: Int32
-    ratio: Int32
-    row_blocks: Int32
+    ratio: cute.FastDivmodDivisorV2  # query heads of a KV head
+    row_blocks: cute.FastDivmodDivisorV2  # of a KV head
 
 
 def rows_of(cfg: RegisterConfig, call: Call, block: tuple) -> Rows:
-    return block_rows(block, call.row_blocks, call.ratio, call.q.shape[1], cfg.rows)
+    return block_rows(block, call.row_blocks, call.ratio.divisor, call.q.shape[1], cfg.rows, call.ratio)
 
 
 def first_entry(call: Call, rows: Rows) -> Int32:
@@ -142,9 +147,16 @@ def first_entry(call: Call, rows: Rows) -> Int32:
     return rows.batch_idx * call.table_b + rows.head_idx * call.table_h
 
 
-def walk_of(cfg: RegisterConfig, call: Call, rows: Rows, block: tuple, me: load.Lane) -> walk.Walk:
-    return walk.plan(*(x[rows.batch_idx] for x in call.counters), rows.q_len, call.window if cfg.has_window else None,
-                     block[2], call.num_splits, me.warp, cfg.warps)
+@cute.jit
+def ask(cfg: cutlass.Constexpr[RegisterConfig], call: Call, rows: Rows, sink_logits: cute.Tensor,
+        me: load.Lane) -> tuple[tuple, cute.Tensor]:
+    """(counters, q words). Counters, page ids and pages are three reads in a row; all others go beside them."""
+    thread, entries = cute.arch.thread_idx()[0], call.table_h if call.table_h > 0 else call.table_b
+    load.prefetch(call.table, first_entry(call, rows), entries, thread)
+    cute.arch.sync_warp()  # else ptxas asks for the table when the counters are there
+    counts = tuple(x[rows.batch_idx] for x in call.counters)
+    load.prefetch(sink_logits, rows.head_idx * rows.ratio * Int32(sink_logits.shape[0] > 1), 1, thread)
+    return counts, (integer_scores.ask if cfg.is_integer else query.load)(cfg, call.q, rows, me)
 
 
 def plain_of(cfg: RegisterConfig, call: Call, rows: Rows) -> load.Plain:
@@ -152,14 +164,6 @@ def plain_of(cfg: RegisterConfig, call: Call, rows: Rows) -> load.Plain:
         return x.iterator.toint() + Int64((rows.batch_idx * x.shape[1] + rows.head_idx) * x.shape[2]) * cfg.row_bytes
 
     return load.Plain(*map(start, call.tokens), *(x.shape[2] for x in call.tokens[2:]))
-
-
-@cute.jit
-def prefetch(call: Call, rows: Rows, sink_logits: cute.Tensor):
-    """What is asked for after the counters, and at the very end."""
-    thread, entries = cute.arch.thread_idx()[0], call.table_h if call.table_h > 0 else call.table_b
-    load.prefetch(call.table, first_entry(call, rows), entries, thread)
-    load.prefetch(sink_logits, rows.head_idx * call.ratio % sink_logits.shape[0], 1, thread)
 
 
 @cute.jit

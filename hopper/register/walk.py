@@ -6,11 +6,12 @@ A unit has 16 tokens: of pages whose K is packed while their V is in 16 bit (thi
 
 from typing import NamedTuple
 
+import cutlass.cute as cute
 from cutlass import Int32
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.register.config import UNIT_TOKENS
-from lowbit_attn.hopper.walk import at_most
+from lowbit_attn.hopper.register.config import PLAN_WORDS, UNIT_TOKENS
+from lowbit_attn.hopper.walk import Rows, at_most
 
 THIRD_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page
 PAGE_COST = 2  # 16-bit units that take a CTA as long as a page: few of them, each a load that nothing hides
@@ -42,13 +43,42 @@ class Unit(NamedTuple):
     reach: Int32  # query j sees none from number reach + j of the unit on; may be negative
 
 
-def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_idx, warps: int) -> Walk:
+class Plans(NamedTuple):
+    """Where each warp keeps its rows and its walk while it is at its pages: in registers they would be spilled.
+
+    ``PLAN_WORDS`` words of shared memory a warp: batch_idx, head_idx, first and count of its rows, then the walk.
+    """
+
+    words: cute.Tensor  # int32 (PLAN_WORDS), of this warp
+
+    def keep(self, rows: Rows, walk: Walk) -> None:
+        """By one lane."""
+        own = cute.make_rmem_tensor(PLAN_WORDS, Int32)
+        for i, value in enumerate((*rows[:4], *walk)):
+            own[i] = Int32(value)
+        cute.autovec_copy(own, self.words)
+
+    def recall(self, rows: Rows) -> tuple[Rows, Walk]:
+        """What ``keep`` left; the rest of the rows is the call's."""
+        own = cute.make_rmem_tensor(PLAN_WORDS, Int32)
+        cute.autovec_copy(self.words, own)
+        values = [own[i] for i in range(PLAN_WORDS)]
+        return Rows(*values[:4], *rows[4:]), Walk(*values[4:])
+
+
+def plans(place: cute.Pointer, warp_idx: Int32, warps: int) -> Plans:
+    """Of one warp; place: int32 of the CTA."""
+    return Plans(cute.make_tensor(place, cute.make_layout((PLAN_WORDS, warps)))[None, warp_idx])
+
+
+def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_idx, warps: int, divisor=None) -> Walk:
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
     n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk. window: tokens that a query sees, itself
     included, or None; pages that the first query does not reach are left out, and the splits share the rest, the last
-    one fewer of them, for the time that its units take.
+    one fewer of them, for the time that its units take. divisor: num_splits in a form that is divided by faster.
     """
+    divisor = num_splits if divisor is None else divisor
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
     packed_k, packed_v = n_qk // layout.PAGE_TOKENS, n_qv // layout.PAGE_TOKENS
     start, third_start = 0, packed_v
@@ -61,8 +91,8 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     # the last split has all units, hence fewer pages
     pages = packed_v - start
     work = pages + (num_third + sink_units + residual_units) // PAGE_COST
-    first = at_most(work * split_idx // num_splits, pages)
-    count = at_most(work * (split_idx + 1) // num_splits, pages) - first
+    first = at_most(work * split_idx // divisor, pages)
+    count = at_most(work * (split_idx + 1) // divisor, pages) - first
     is_last = Int32(split_idx == num_splits - 1)
     num_third, sink_units, residual_units = is_last * num_third, is_last * sink_units, is_last * residual_units
     n_sink, n_residual = is_last * n_sink, is_last * n_residual
