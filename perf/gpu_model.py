@@ -63,10 +63,12 @@ def text_perplexity(model, texts: torch.Tensor, case) -> tuple[float, str]:
 
 
 def compare_paths(model, texts: torch.Tensor, prompt: torch.Tensor, fmt: str, tokens: int) -> dict:
-    """What the kernels give beside the reference path on the same device."""
+    """What the kernels give beside the reference path on the same device; tokens 0: of the texts alone."""
     from lowbit_attn.demo.scoring import Case
 
     line = {"perplexity_reference": round(text_perplexity(model, texts, Case(fmt, fmt, path="reference"))[0], 4)}
+    if not tokens:
+        return line
     for path in (None, "reference"):
         value = stepwise_perplexity(model, texts[:1], dict(format=fmt, path=path))
         line[f"stepwise_perplexity_{path or 'kernels'}"] = round(value, 4)
@@ -80,7 +82,7 @@ def main(
     device: Annotated[str, typer.Option(help="cuda; or cpu, for the texts' perplexity there alone")] = "cuda",
     fp32: Annotated[bool, typer.Option("--fp32", help="the model in fp32 instead of fp16")] = False,
     texts: Annotated[int, typer.Option(help="stretches of 2,048 tokens of Python's help texts")] = 8,
-    tokens: Annotated[int, typer.Option(help="greedy tokens")] = 64,
+    tokens: Annotated[int, typer.Option(help="greedy tokens; 0: the texts alone")] = 64,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/model.jsonl",
 ) -> None:
     """Score and generate with each format on each architecture's kernels."""
