@@ -85,6 +85,11 @@ class RegisterSm90:
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
         counts, words = ask(cfg, call, rows, sink_logits, me)
+        work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], o_partial.shape[0], me.warp,
+                         cfg.warps, splits)
+        pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
+                           Int64(rows.head_idx) * Int64(head_stride))
+        ids = load.page_ids(cfg, pages, Int32(0), me.lane)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         bars = smem.bars.data_ptr() + me.warp * (cfg.slots + 1)
         ring = load.Ring(smem.buffer.data_ptr(), bars, bars + cfg.slots)
@@ -92,15 +97,11 @@ class RegisterSm90:
             load.init(cfg, ring)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
+        load.start(cfg, pages, ring, me, ids)
 
-        work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], o_partial.shape[0], me.warp,
-                         cfg.warps, splits)
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
             plans.keep(rows, work)
-        pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
-                           Int64(rows.head_idx) * Int64(head_stride))
-        ids = load.start(cfg, pages, ring, me)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         if cutlass.const_expr(cfg.is_integer):

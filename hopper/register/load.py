@@ -107,14 +107,12 @@ def issue(cfg: cutlass.Constexpr[RegisterConfig], side: cutlass.Constexpr[SidePl
 
 
 @cute.jit
-def start(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Ring, me: Lane) -> Int32:
-    """Fill all slots; returns the first 32 page ids, one a lane."""
-    ids = page_ids(cfg, pages, Int32(0), me.lane)
+def start(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Ring, me: Lane, ids: Int32):
+    """Fill all slots; ids: the first 32 page ids, one a lane."""
     for n in cutlass.range_constexpr(cfg.slots):
         if part_of(n)[0] < pages.count:
             issue(cfg, cfg.v if cutlass.const_expr(part_of(n)[1]) else cfg.k, pages, ring, me.warp, Int32(n),
                   cute.arch.shuffle_sync(ids, part_of(n)[0]))
-    return ids
 
 
 @cute.jit
