@@ -30,8 +30,8 @@ def main(seed: int = 0, cases: int = 0, selection: str = "", workers: int = 8,
     selection: only the tests that match it (pytest -k). workers: processes that share the GPU.
     """
     summary, started = Summary(), time.time()
-    # those that compile first: a worker with one of them at the end would keep all others waiting
-    fast = [f"tests/test_gpu{part}.py" for part in ("_hf", "_ops", "_long", "_cache", "", "_register")]
+    # those that compile last, when tests are dealt in small numbers: the first 90 go to one worker
+    fast = [f"tests/test_gpu{part}.py" for part in ("", "_register", "_long", "_cache", "_ops", "_hf")]
     files = ["tests/test_gpu_matrix.py"] if cases else fast
     options = ["-m", "gpu", "-v" if cases else "-q", "--maxfail=40", "-p", "no:cacheprovider"]
     options += [f"--seed={seed}", f"--cases={cases}"]
