@@ -1,4 +1,4 @@
-"""Runs the PTX of a compiled Hopper decode kernel on the CPU: parsing, memory, barriers, and warps in lock step.
+"""Runs the PTX of a compiled kernel on the CPU: parsing, memory, barriers, and warps in lock step.
 
 What the instructions do is in ptx_instructions.py. Bulk copies complete at once, so waits must pass at once: what is
 checked is what each thread computes and touches, not the timing. Shared memory starts as NaN; every access must be
@@ -37,7 +37,8 @@ class Program:
     """The instructions of the one kernel in a PTX text; inline assembly may repeat its labels."""
 
     def __init__(self, text: str):
-        body = re.sub(r"//[^\n]*", "", text[text.index("\n{", text.index(".entry")) + 2 :])
+        body = re.sub(r"//[^\n]*|\n\s*\.loc[^\n]*", "", text[text.index("\n{", text.index(".entry")) + 2 :])
+        body = re.sub(r"\{\s*\.reg[^{}]*\}", _with_own_names, body)
         self.instructions, self.labels = [], {}
         for statement in re.split(r"[;{}](?=\s)|(?<=:)\s", re.sub(r"\{([^{}\n]*)\}", r"<\1>", body)):
             statement = statement.strip()
@@ -50,6 +51,14 @@ class Program:
     def target(self, label: str, at: int) -> int:
         """The place of a label: of several, the nearest."""
         return min(self.labels[label], key=lambda place: abs(place - at))
+
+
+def _with_own_names(block: re.Match) -> str:
+    """A block of inline assembly whose registers hide others of their names."""
+    text = block[0]
+    for name in re.findall(r"\.reg\s+\.\w+\s+(%\w+);", text):
+        text = re.sub(rf"{name}\b", f"{name}_{block.start()}", text)
+    return text
 
 
 class Memory:
@@ -108,12 +117,17 @@ class Cta:
         return Barrier(count)
 
     def run(self, threads: int) -> None:
-        """All warps, one after the other from barrier to barrier."""
-        running = [Warp(self, warp).run() for warp in range(threads // LANES)]
+        """All warps, one after the other from barrier to barrier, all of which are for all threads."""
+        running, found = [Warp(self, warp).run() for warp in range(threads // LANES)], None
         while running:
-            waiting = [warp for warp in running if next(warp, None)]
-            assert len(waiting) in (0, len(running)), "some warps have ended before a barrier"
-            running = waiting
+            votes = []
+            for warp in running:
+                try:
+                    votes.append(warp.send(found))
+                except StopIteration:
+                    pass
+            assert len(votes) in (0, len(running)), "some warps have ended before a barrier"
+            running, found = running if votes else [], any(votes)
 
 
 class Warp:
@@ -122,13 +136,14 @@ class Warp:
     def __init__(self, cta: Cta, warp: int):
         self.cta = cta
         self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64), "__dynamic_shmem__0": _all(0),
+                          "buf_dyn_shmem": _all(0),
                           "%cluster_ctarank": _all(0),
                           "%tid.x": np.arange(LANES * warp, LANES * (warp + 1), dtype=np.uint64)}
         for name, values in (("ctaid", cta.index), ("nctaid", cta.grid)):
             self.registers |= {f"%{name}.{axis}": _all(value) for axis, value in zip("xyz", values)}
 
     def run(self):
-        """A generator that yields True at every barrier of the CTA."""
+        """A generator that yields its vote at every barrier of the CTA, and is sent whether there was one for it."""
         program, end = self.cta.program, len(self.cta.program.instructions)
         places = np.zeros(LANES, np.int64)
         while (at := places.min()) < end:
@@ -142,7 +157,11 @@ class Warp:
                 places[active] = end if kind == "ret" else program.target(instruction.operands[0], at)
             elif instruction.opcode == "bar.sync":
                 assert active.all()
-                yield True
+                yield False
+            elif instruction.opcode == "bar.red.or.pred":
+                assert active.all()
+                found = yield bool(self.value(instruction.operands[2]).any())
+                self.set(instruction.operands[0], np.full(LANES, found), active)
             elif active.any():
                 with np.errstate(all="ignore"):
                     ptx_instructions.execute(self, instruction.opcode, instruction.operands, active)

@@ -1,4 +1,7 @@
-"""What the PTX instructions of the Hopper decode kernels do, on registers of 32 lanes; any other one is an error."""
+"""What the PTX instructions of Hopper's decode kernels and of append do, on registers of 32 lanes.
+
+Any other one is an error.
+"""
 
 import operator
 import re
@@ -239,8 +242,8 @@ def store(warp, suffixes, operands, active):
 
 
 def atomic_add(warp, suffixes, operands, active):
-    """32 bits of global memory; a release and an acquire by those who count themselves there."""
-    assert {"global", "acq_rel", "add"} <= {*suffixes}
+    """32 bits of global memory: by those who count themselves there."""
+    assert "add" in suffixes and {"acq_rel", "relaxed"} & {*suffixes}
     memory, at, value = warp.cta.memory, warp.address(operands[1]), warp.value(operands[2])
     before = np.zeros(LANES, U64)
     for lane in np.flatnonzero(active):
@@ -294,7 +297,18 @@ def reduce(warp, suffixes, operands, active):
 
 def vote(warp, suffixes, operands, active):
     assert active.all()
-    return np.full(LANES, warp.value(operands[1]).astype(bool).any())
+    votes = warp.value(operands[1]).astype(bool)
+    return np.full(LANES, (votes.astype(U64) << LANE.astype(U64)).sum() if "ballot" in suffixes else votes.any())
+
+
+def count_ones(warp, suffixes, operands, active):
+    return np.array([int(x).bit_count() for x in unsigned(warp.value(operands[1]), width(suffixes))], U64)
+
+
+def insert_bits(warp, suffixes, operands, active):
+    first, count = int(operands[3]), int(operands[4])
+    mask = U64(((1 << count) - 1) << first)
+    return (warp.value(operands[2]) & ~mask) | (warp.value(operands[1]) << U64(first) & mask)
 
 
 def elect(warp, suffixes, operands, active):
@@ -371,5 +385,5 @@ WHOLE = {
     "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": bulk_copy,
     "mapa": move, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "redux": reduce, "elect": elect, "prmt": permute,
     "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma, "fence": nothing, "bar": nothing,
-    "atom": atomic_add, "prefetch": nothing,
+    "atom": atomic_add, "prefetch": nothing, "cvta": move, "popc": count_ones, "bfi": insert_bits,
 }

@@ -1,0 +1,115 @@
+"""The compiled append without a GPU: its PTX, run thread by thread on the CPU, stores tokens and moves counters.
+
+Steps that pack nothing, of every kind of batch: one that fits a warp, a block of threads, several of them. Blocks of
+threads run one after the other in any order, so the one that moves the counters must be the last to have read them.
+"""
+
+import struct
+from functools import cache
+
+import numpy as np
+import ptx
+import pytest
+
+from lowbit_attn import kernels, toolchain
+from lowbit_attn.formats import FORMATS
+
+tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
+
+HEAD_DIM, SLOTS, SINKS, ENTRIES, WINDOW, ROOM = 128, 256, 4, 8, 0, 1000
+FORMAT = "k4v4"
+
+
+@cache
+def program() -> tuple[ptx.Program, int, int]:
+    """(PTX, threads of a block, most blocks) of the step's kernel."""
+    try:
+        toolchain.find_tool("nvcc")
+    except toolchain.ToolMissingError as error:
+        pytest.skip(str(error))
+    from tilelang.contrib import nvcc
+
+    from lowbit_attn.device.step import StepGeometry
+
+    traced = kernels.trace(kernels.append_key("sm_90", "float16", HEAD_DIM, FORMATS[FORMAT], None))
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
+    with tilelang.tvm.transform.PassContext(opt_level=3, config=traced.pass_configs), target:
+        lowered = tilelang.lower(traced.prim_func, target=target, enable_host_codegen=True, enable_device_compile=False)
+    text = nvcc.compile_cuda(lowered.kernel_source, "ptx", ["-arch=sm_90"], options=[
+        "-std=c++20", f"-I{tilelang.env.TILELANG_TEMPLATE_PATH}", f"-I{tilelang.env.CUTLASS_INCLUDE_DIR}",
+        *traced.compile_flags])
+    step = StepGeometry(FORMATS[FORMAT], HEAD_DIM, "", "float16")
+    return ptx.Program(bytes(text).decode()), step.threads, step.max_blocks
+
+
+class Cache:
+    """The tensors of a cache that a step touches, and what the step must make of them."""
+
+    def __init__(self, draw: np.random.Generator, batch: int, tokens: int, heads: int, seqs: int):
+        ints = dict(dtype=np.int32)
+        self.x = [draw.integers(1, 60000, (batch, tokens, heads, HEAD_DIM)).astype(np.uint16) for _ in range(2)]
+        self.rows = draw.permutation(seqs)[:batch].astype(np.int32)
+        if batch > 3:
+            self.rows[draw.integers(batch)], self.rows[draw.integers(batch)] = -1, seqs + 3
+        n_tok = draw.integers(0, 120, seqs).astype(np.int32)
+        self.state = {
+            "n_tok": n_tok, "n_sink": np.minimum(n_tok, SINKS), "n_qk": np.zeros(seqs, **ints),
+            "n_qv": np.zeros(seqs, **ints), "faults": np.zeros(seqs + 1, **ints), "arrivals": np.zeros(seqs, **ints),
+            "limit": np.where(draw.random(seqs) < 0.85, ROOM, 0).astype(np.int32),
+            **{f"{kind}_{side}": np.zeros((seqs, heads, count, HEAD_DIM), np.uint16)
+               for kind, count in (("sink", SINKS), ("ring", SLOTS)) for side in "kv"}}
+
+    def expected(self) -> dict[str, np.ndarray]:
+        want = {name: x.copy() for name, x in self.state.items()}
+        tokens, seqs = self.x[0].shape[1], len(self.state["limit"])
+        for i, row in enumerate(self.rows):
+            if not 0 <= row < seqs:
+                want["faults"][-1] = 1
+            elif self.state["limit"][row] - self.state["n_tok"][row] < tokens:
+                want["faults"][row] = 1
+            else:
+                for t in range(tokens):
+                    position = self.state["n_tok"][row] + t
+                    for x, side in zip(self.x, "kv"):
+                        if position < SINKS:
+                            want[f"sink_{side}"][row, :, position] = x[i, t]
+                        else:
+                            want[f"ring_{side}"][row, :, (position - SINKS) % SLOTS] = x[i, t]
+                want["n_tok"][row] += tokens
+                want["n_sink"][row] = min(want["n_tok"][row], SINKS)
+        return want
+
+
+def run(cache_: Cache, order) -> dict[str, np.ndarray]:
+    """The step on the CPU; order: of the blocks of threads."""
+    code, threads, max_blocks = program()
+    (batch, tokens, heads, _), seqs = cache_.x[0].shape, len(cache_.state["limit"])
+    nothing = np.zeros(64, np.uint32)
+    names = ("arrivals", "faults", "limit", "n_qk", "n_qv", "n_sink", "n_tok", None, None, "ring_k", "ring_v")
+    tensors = [nothing if name is None else cache_.state[name] for name in names]
+    tensors += [cache_.rows, cache_.state["sink_k"], cache_.state["sink_v"], np.zeros((seqs, ENTRIES), np.int32),
+                *cache_.x]
+    names += (None, "sink_k", "sink_v", None, None, None)
+    data, places = b"", []
+    for x in tensors:
+        places.append(len(data))
+        data += x.tobytes() + b"\x5a" * (512 - x.nbytes % 256)
+    memory = ptx.Memory(np.frombuffer(data, np.uint8).copy(), ptx.GLOBAL_BASE)
+    numbers = (batch, ENTRIES, 1, heads, seqs + 1, SINKS, 1, seqs, SINKS, SLOTS, SLOTS, tokens, WINDOW, WINDOW)
+    parameters = [struct.pack("<Q", ptx.GLOBAL_BASE + place) for place in places]
+    parameters += [struct.pack("<i", number) for number in numbers]
+    grid = min(2 * heads * batch, max_blocks)
+    for block in order(grid):
+        ptx.Cta(code, parameters, memory, (int(block), 0, 0), (grid, 1, 1)).run(threads)
+    return {name: memory.data[place : place + x.nbytes].view(x.dtype).reshape(x.shape)
+            for name, place, x in zip(names, places, tensors) if name}
+
+
+@pytest.mark.parametrize("batch, tokens, heads, seqs", [
+    (1, 1, 2, 1), (1, 3, 8, 4), (5, 2, 3, 9), (32, 1, 1, 40), (33, 1, 1, 40), (40, 16, 1, 64), (257, 1, 1, 300)])
+def test_step_of_every_batch_size(batch, tokens, heads, seqs):
+    draw = np.random.default_rng(batch + tokens)
+    case = Cache(draw, batch, tokens, heads, seqs)
+    want, found = case.expected(), run(case, draw.permutation)
+    for name in want:
+        assert np.array_equal(found[name], want[name]), name
