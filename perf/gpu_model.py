@@ -81,7 +81,8 @@ def main(
     arch: Annotated[list[str], typer.Option(help="hopper or ampere; may be given twice")] = ["hopper", "ampere"],
     device: Annotated[str, typer.Option(help="cuda; or cpu, for the texts' perplexity there alone")] = "cuda",
     fp32: Annotated[bool, typer.Option("--fp32", help="the model in fp32 instead of fp16")] = False,
-    texts: Annotated[int, typer.Option(help="stretches of 2,048 tokens of Python's help texts")] = 8,
+    texts: Annotated[int, typer.Option(help="stretches of 2,048 tokens of Python's help texts", min=1,
+                                           max=50)] = 8,
     tokens: Annotated[int, typer.Option(help="greedy tokens; 0: the texts alone")] = 64,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/model.jsonl",
 ) -> None:
@@ -94,7 +95,8 @@ def main(
     stretches = ids[: texts * TEXT_TOKENS].view(texts, TEXT_TOKENS)
     prompt = scoring.question(tokenizer, 600).to(device)
     for name in arch if device == "cuda" else ["cpu"]:
-        os.environ["LOWBIT_ATTN_ARCH"] = name
+        if device == "cuda":
+            os.environ["LOWBIT_ATTN_ARCH"] = name
         for fmt in format:
             value, served_by = text_perplexity(model, stretches, scoring.Case(fmt, fmt))
             line = provenance() | {"arch": name, "format": fmt, "model": "SmolLM2-135M-Instruct",

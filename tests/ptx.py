@@ -6,10 +6,12 @@ aligned and in bounds.
 """
 
 import re
+import struct
 from dataclasses import dataclass, field
 
 import numpy as np
 import ptx_instructions
+import torch
 from ptx_instructions import LANES, names_of
 
 OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
@@ -79,6 +81,27 @@ class Memory:
         self.data[self.places(address, data.shape[1])] = data
 
 
+class GlobalMemory:
+    """Tensors one after the other, with unused bytes between them."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        chunks, self.starts = [], []
+        for tensor in tensors:
+            self.starts.append(sum(map(len, chunks)))
+            data = tensor.contiguous().view(torch.uint8).flatten().numpy() if tensor.numel() else np.empty(0, np.uint8)
+            chunks += [data, np.full(2048 - len(data) % 1024, 0xFF, np.uint8)]
+        self.memory = Memory(np.concatenate(chunks), GLOBAL_BASE)
+
+    def parameter(self, number: int, sizes: tuple, strides: tuple) -> bytes:
+        """A CuTe tensor argument: address, int32 sizes, int64 strides, those that are not fixed."""
+        data = struct.pack(f"<Q{len(sizes)}i", GLOBAL_BASE + self.starts[number], *sizes)
+        return data + bytes(-len(data) % 8) + struct.pack(f"<{len(strides)}q", *strides)
+
+    def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        start = self.starts[number]
+        return torch.from_numpy(self.memory.data[start : start + like.nbytes].copy()).view(like.dtype).view(like.shape)
+
+
 @dataclass
 class Barrier:
     """An mbarrier: a phase ends when all arrivals and all announced bytes have come."""
@@ -109,6 +132,7 @@ class Cta:
     memory: Memory  # global
     index: tuple[int, int, int]
     grid: tuple[int, int, int]
+    atomics: tuple[str, ...] = ("global", "acq_rel", "add")  # what each atomic must be
     shared: Memory = field(default_factory=lambda: Memory(np.full(SHARED_BYTES, 0xFF, np.uint8)))
     barriers: dict[int, Barrier] = field(default_factory=dict)
 

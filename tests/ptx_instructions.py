@@ -242,8 +242,8 @@ def store(warp, suffixes, operands, active):
 
 
 def atomic_add(warp, suffixes, operands, active):
-    """32 bits of global memory: by those who count themselves there."""
-    assert "add" in suffixes and {"acq_rel", "relaxed"} & {*suffixes}
+    """32 bits of global memory, by those who count themselves there, in the memory order that the kernel needs."""
+    assert {*warp.cta.atomics} <= {*suffixes}
     memory, at, value = warp.cta.memory, warp.address(operands[1]), warp.value(operands[2])
     before = np.zeros(LANES, U64)
     for lane in np.flatnonzero(active):

@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import ptx
 import pytest
+import torch
 
 from lowbit_attn import kernels, toolchain
 from lowbit_attn.formats import FORMATS
@@ -18,6 +19,7 @@ tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 HEAD_DIM, SLOTS, SINKS, ENTRIES, WINDOW, ROOM = 128, 256, 4, 8, 0, 1000
 FORMAT = "k4v4"
+COUNTERS = ("arrivals", "faults", "limit", "n_qk", "n_qv", "n_sink", "n_tok")
 
 
 @cache
@@ -80,29 +82,25 @@ class Cache:
         return want
 
 
-def run(cache_: Cache, order) -> dict[str, np.ndarray]:
+def run(case: Cache, order) -> dict[str, np.ndarray]:
     """The step on the CPU; order: of the blocks of threads."""
     code, threads, max_blocks = program()
-    (batch, tokens, heads, _), seqs = cache_.x[0].shape, len(cache_.state["limit"])
-    nothing = np.zeros(64, np.uint32)
-    names = ("arrivals", "faults", "limit", "n_qk", "n_qv", "n_sink", "n_tok", None, None, "ring_k", "ring_v")
-    tensors = [nothing if name is None else cache_.state[name] for name in names]
-    tensors += [cache_.rows, cache_.state["sink_k"], cache_.state["sink_v"], np.zeros((seqs, ENTRIES), np.int32),
-                *cache_.x]
-    names += (None, "sink_k", "sink_v", None, None, None)
-    data, places = b"", []
-    for x in tensors:
-        places.append(len(data))
-        data += x.tobytes() + b"\x5a" * (512 - x.nbytes % 256)
-    memory = ptx.Memory(np.frombuffer(data, np.uint8).copy(), ptx.GLOBAL_BASE)
+    (batch, tokens, heads, _), seqs = case.x[0].shape, len(case.state["limit"])
+    pool, table = np.zeros(64, np.uint32), np.zeros((seqs, ENTRIES), np.int32)
+    arguments = {**{name: case.state[name] for name in COUNTERS}, "pool": pool, "pool_meta": pool.view(np.uint16),
+                 "ring_k": case.state["ring_k"], "ring_v": case.state["ring_v"], "rows": case.rows,
+                 "sink_k": case.state["sink_k"], "sink_v": case.state["sink_v"], "table": table,
+                 "x_k": case.x[0], "x_v": case.x[1]}
+    tensors = [torch.from_numpy(x) for x in arguments.values()]
+    memory = ptx.GlobalMemory(tensors)
     numbers = (batch, ENTRIES, 1, heads, seqs + 1, SINKS, 1, seqs, SINKS, SLOTS, SLOTS, tokens, WINDOW, WINDOW)
-    parameters = [struct.pack("<Q", ptx.GLOBAL_BASE + place) for place in places]
+    parameters = [struct.pack("<Q", ptx.GLOBAL_BASE + start) for start in memory.starts]
     parameters += [struct.pack("<i", number) for number in numbers]
     grid = min(2 * heads * batch, max_blocks)
     for block in order(grid):
-        ptx.Cta(code, parameters, memory, (int(block), 0, 0), (grid, 1, 1)).run(threads)
-    return {name: memory.data[place : place + x.nbytes].view(x.dtype).reshape(x.shape)
-            for name, place, x in zip(names, places, tensors) if name}
+        # relaxed: all that a block reads before it counts itself, its threads have used before a barrier
+        ptx.Cta(code, parameters, memory.memory, (int(block), 0, 0), (grid, 1, 1), ("relaxed", "add")).run(threads)
+    return {name: memory.tensor(i, x).numpy() for i, (name, x) in enumerate(zip(arguments, tensors))}
 
 
 @pytest.mark.parametrize("batch, tokens, heads, seqs", [

@@ -31,27 +31,6 @@ def compiled(key: KernelKey, scratch) -> tuple[str, object]:
     return text if isinstance(text, str) else text.decode(), traced.entry.cfg
 
 
-class GlobalMemory:
-    """Tensors one after the other, with unused bytes between them."""
-
-    def __init__(self, tensors: list[torch.Tensor]):
-        chunks, self.starts = [], []
-        for tensor in tensors:
-            self.starts.append(sum(map(len, chunks)))
-            data = tensor.contiguous().view(torch.uint8).flatten().numpy() if tensor.numel() else np.empty(0, np.uint8)
-            chunks += [data, np.full(2048 - len(data) % 1024, 0xFF, np.uint8)]
-        self.memory = ptx.Memory(np.concatenate(chunks), ptx.GLOBAL_BASE)
-
-    def parameter(self, number: int, sizes: tuple, strides: tuple) -> bytes:
-        """A CuTe tensor argument: address, int32 sizes, int64 strides, those that are not fixed."""
-        data = struct.pack(f"<Q{len(sizes)}i", ptx.GLOBAL_BASE + self.starts[number], *sizes)
-        return data + bytes(-len(data) % 8) + struct.pack(f"<{len(strides)}q", *strides)
-
-    def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        start = self.starts[number]
-        return torch.from_numpy(self.memory.data[start : start + like.nbytes].copy()).view(like.dtype).view(like.shape)
-
-
 def strides_of(tensor: torch.Tensor, count: int) -> tuple:
     return tuple(int(np.prod(tensor.shape[i + 1 :])) for i in range(count))
 
@@ -78,7 +57,7 @@ def decode(program, cfg, problem: testing.Problem, options: Attention, splits: i
     arrivals = torch.zeros(grid[0] * batch, dtype=torch.int32)
     tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens), *of_row,
                sink_logits, arrivals]
-    memory = GlobalMemory(tensors)
+    memory = ptx.GlobalMemory(tensors)
     sizes = [3, 1, 1, *[1] * len(counts), *[3] * 4, 4, 4, 3, 3, 1, 1]  # that vary
     strides = [2, 0, 0, *[0] * len(counts), *[2] * 4, 3, 3, 2, 2, 0, 0]
     parameters = [memory.parameter(i, x.shape[:count], strides_of(x, apart))
