@@ -2,8 +2,9 @@
 
 import torch
 
-from lowbit_attn.kernels import Support
+from lowbit_attn.kernels import Scratch, Support
 
+SPLITS_MEET = False  # splits of a call may run one after the other
 PATHS = {
     "register": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=(torch.float16, torch.bfloat16), storages=(torch.float16, torch.bfloat16),
@@ -12,3 +13,8 @@ PATHS = {
     "tile": Support(k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
                     storages=(torch.float16,), rows=(8,), wide_rows=(8,)),
 }
+
+
+def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:
+    """Of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
+    return Scratch(((splits, *q_shape), (splits, *q_shape[:-1])), counters=places if splits > 1 else 1)

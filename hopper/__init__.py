@@ -5,10 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.kernels import WIDE_HEAD_DIM, Support
+from lowbit_attn.kernels import WIDE_HEAD_DIM, Scratch, Support
 
 FLOATS = (torch.float16, torch.bfloat16)
 WIDE_INTEGER_V_BITS = (8, 4)
+EMPTY = -1  # a word of scratch whose value has not come: a NaN that no arithmetic gives
+SPLITS_MEET = True  # all splits of a call must run at once
+CELL_CHANNELS, CELL_WORDS = 4, 8  # of a cell of scratch: channels, lse, and what keeps it in one sector of L2
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
 
@@ -47,3 +50,8 @@ PATHS = {
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 64), wide_rows=(8, 64),
                         channel_groups=(32, 64, 128), k_per_token=True, windows=True),
 }
+
+
+def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:
+    """Of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
+    return Scratch(((places if splits > 1 else 1, splits, rows, q_shape[-1] // CELL_CHANNELS * CELL_WORDS),), EMPTY)

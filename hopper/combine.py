@@ -1,8 +1,10 @@
-"""Split-KV merge by the last CTA of a row block to finish: flash-decoding's combine without a launch of its own.
+"""Split-KV merge inside the launch: flash-decoding's combine, of which every split of a row block does a share.
 
-Every CTA leaves the (o, lse) of its split; the one that finds all others to have done so merges them, in fp32 and in
-the order of the splits, whichever CTA it is. An empty split has lse -inf; a row of only such gives o = 0, lse = -inf; a
-NaN stays visible. A sink logit joins the denominator. A single split has nothing to wait for.
+A split leaves its sums in scratch: CHANNELS channels of O, with maximum and sum of the row, in a cell. Between calls
+all words are EMPTY, a NaN that no arithmetic gives. Then each split merges every num_splits-th chunk of channels: a
+lane a split reads its cell until no word is EMPTY, hence needs no fence, counter or flag, and makes the cell EMPTY
+again. So all splits must run at once: the launch is cooperative. Sums are in fp32 and in a fixed order. A row without
+tokens, whose sum of weights is 0, gives o = 0, lse = -inf; a NaN stays visible. A sink logit joins the denominator.
 """
 
 from typing import NamedTuple
@@ -10,46 +12,49 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
+from cutlass._mlir import ir
 
+from lowbit_attn.hopper import CELL_CHANNELS, CELL_WORDS, EMPTY
 from lowbit_attn.hopper.register import numbers
-from lowbit_attn.hopper.register.config import SPLITS_AT_ONCE
-from lowbit_attn.hopper.softmax import LOG2_E, NEG_INF
+from lowbit_attn.hopper.softmax import LOG2_E, LOWEST, NEG_INF
 from lowbit_attn.hopper.walk import Rows, place
 
 LN_2 = 0.6931471805599453
-CHANNELS = 4  # of one thread: 16 bytes of a split's o
+CHANNELS = CELL_CHANNELS  # of one thread: 16 bytes of a split's o
+EMPTY_BITS = EMPTY & 0xFFFF_FFFF
+FULL_WORDS = CHANNELS + 2  # of a cell
+MAX_LANES_LOG2 = 5  # of a chunk: a warp
 
 
 class Outputs(NamedTuple):
     """Where a CTA's result goes; lse in natural log."""
 
-    o_partial: cute.Tensor  # fp32 (num_splits, b, q_len, h, d)
-    lse_partial: cute.Tensor  # fp32 (num_splits, b, q_len, h)
+    partials: cute.Tensor  # fp32 (places, num_splits, rows of a CTA, cells of a row * CELL_WORDS)
     o: cute.Tensor  # (b, q_len, h, d)
     lse: cute.Tensor  # fp32 (b, h, q_len)
     sink_logits: cute.Tensor  # fp32, one a head, or a single -inf for all
-    arrived: cute.Pointer  # int32 of this row block: CTAs that have left their split; 0 between calls
+    place: Int32  # this row block, of all KV heads and sequences: its splits are merged
     split_idx: Int32
 
     @property
     def num_splits(self):
-        return self.o_partial.shape[0]
+        return self.partials.shape[1]
 
     @property
-    def split_rows(self):
-        """Query rows of a split, of all sequences and heads."""
-        batch, q_len, heads = self.o.shape[:3]
-        return batch * q_len * heads
+    def chunks(self) -> int:
+        """Of a row."""
+        return self.partials.shape[3] // CELL_WORDS
 
 
-def counter(arrivals: cute.Tensor, block: tuple) -> cute.Pointer:
-    """That of a CTA's row block: all splits share it."""
-    return arrivals.iterator + (block[1] * cute.arch.grid_dim()[0] + block[0])
+def place_of(block: tuple) -> Int32:
+    """``Outputs.place`` of a CTA."""
+    return block[1] * cute.arch.grid_dim()[0] + block[0]
 
 
 class Row(NamedTuple):
     """A query row and its sink logit."""
 
+    idx: Int32  # of the CTA
     batch_idx: Int32
     query: Int32
     head: Int32
@@ -59,159 +64,192 @@ class Row(NamedTuple):
 def find_row(out: Outputs, rows: Rows, row: Int32) -> Row:
     """Row ``row`` of the CTA, counted from 0."""
     query, head = place(rows, row)
-    return Row(rows.batch_idx, query, head, out.sink_logits[head * Int32(out.sink_logits.shape[0] > 1)])
+    return Row(row, rows.batch_idx, query, head, out.sink_logits[head * Int32(out.sink_logits.shape[0] > 1)])
 
 
-@cute.jit
-def origin_of(top: Float32) -> Float32:
-    """What weights are measured from: -inf would make those of an all-empty row NaN instead of 0."""
-    return Float32(0.0) if top == NEG_INF else top
+class Sums(NamedTuple):
+    """Of CHANNELS channels of one query row over some tokens, fp32: weights are 2^(logit - top), logits in base 2."""
+
+    acc: cute.Tensor  # sums of weighted V
+    top: Float32  # LOWEST if there are no tokens
+    total: Float32  # of the weights
 
 
 def weight(x: Float32, origin: Float32) -> Float32:
-    return cute.math.exp2((x - origin) * Float32(LOG2_E), fastmath=True)
+    return cute.math.exp2(x - origin, fastmath=True)
 
 
 @cute.jit
-def total_lse(origin: Float32, total: Float32) -> Float32:
-    lse = Float32(NEG_INF)
-    if total != 0.0:
-        lse = origin + cute.math.log2(total, fastmath=True) * Float32(LN_2)
-    return lse
-
-
-@cute.jit
-def reciprocal(total: Float32) -> Float32:
-    """0 for a row without tokens."""
-    inverse = Float32(0.0)
-    if total != 0.0:
-        inverse = Float32(1.0) / total
-    return inverse
-
-
-@cute.jit
-def leave(out: Outputs, row: Row, channels: tuple, values: tuple, lse: Float32, has_lse):
-    """Some channels of this split's o and, by the thread that ``has_lse``, its lse: all there is, or a part."""
+def leave(out: Outputs, row: Row, chunks: tuple, sums: tuple):
+    """This split's sums of some chunks of a row, for ``merge``; a single split's are the result."""
     if out.num_splits == 1:
-        origin = origin_of(cute.arch.fmax(row.sink_logit, lse))
-        own = weight(lse, origin)
-        total = own + weight(row.sink_logit, origin)
-        share = own * reciprocal(total)
-        for d, value in zip(channels, values):
-            out.o[row.batch_idx, row.query, row.head, d] = (value * share).to(out.o.element_type)
-        if has_lse:
-            out.lse[row.batch_idx, row.head, row.query] = total_lse(origin, total)
+        share, lse = closing(row, sums[0].top, sums[0].total)
+        for chunk, own in zip(chunks, sums):
+            write(out, row, chunk, o_address(out, row, chunk), own.acc, share, lse)
     else:
-        for d, value in zip(channels, values):
-            out.o_partial[out.split_idx, row.batch_idx, row.query, row.head, d] = value
-        if has_lse:
-            out.lse_partial[out.split_idx, row.batch_idx, row.query, row.head] = lse
+        rest = cute.make_rmem_tensor(2, Float32)
+        rest[0], rest[1] = sums[0].top, sums[0].total
+        for chunk, own in zip(chunks, sums):
+            at = cell(out, row.idx, chunk, out.split_idx)
+            store(at, own.acc)
+            store(at + 4 * CHANNELS, rest)
 
 
-@cute.jit
-def leave_chunk(out: Outputs, row: Row, head_dim: cutlass.Constexpr[int], chunk: Int32, values: cute.Tensor,
-                lse: Float32):
-    """The same of CHANNELS channels, fp32 in registers, that follow each other."""
-    if out.num_splits == 1:
-        origin = origin_of(cute.arch.fmax(row.sink_logit, lse))
-        own = weight(lse, origin)
-        total = own + weight(row.sink_logit, origin)
-        write_chunk(out, row, head_dim, chunk, values, own * reciprocal(total))
-        if chunk == 0:
-            out.lse[row.batch_idx, row.head, row.query] = total_lse(origin, total)
-    else:
-        cute.autovec_copy(values, part_of(out, row, head_dim, out.split_idx, chunk))
-        if chunk == 0:
-            out.lse_partial[out.split_idx, row.batch_idx, row.query, row.head] = lse
+class Share(NamedTuple):
+    """How a split's threads share its chunks: ``lanes`` neighbours one, as many as there are splits, a warp at most.
 
-
-def write_chunk(out: Outputs, row: Row, head_dim: int, chunk: Int32, values: cute.Tensor, share: Float32) -> None:
-    """CHANNELS channels of o, ``values`` times ``share``."""
-    words = cute.make_rmem_tensor(CHANNELS // 2, Uint32)
-    for i in range(CHANNELS // 2):
-        words[i] = numbers.pack(values[2 * i] * share, values[2 * i + 1] * share, out.o.element_type)
-    cute.autovec_copy(words, chunk_of(out, row, head_dim, chunk))
-
-
-@cute.jit
-def merge(out: Outputs, rows: Rows, head_dim: cutlass.Constexpr[int], threads: cutlass.Constexpr[int], thread: Int32,
-          barrier: cutlass.Constexpr[int], flag: cute.Pointer):
-    """By the ``threads`` threads that left the rows and share the barrier; flag: an int32 in shared memory."""
-    if out.num_splits > 1:
-        shared = cute.make_tensor(cute.recast_ptr(flag, dtype=Int32), cute.make_layout(1))
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-        if thread == 0:
-            shared[0] = cute.arch.atomic_add(out.arrived, Int32(1), sem="acq_rel", scope="gpu")
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-        if shared[0] == out.num_splits - 1:
-            if thread == 0:
-                cute.make_tensor(out.arrived, cute.make_layout(1))[0] = Int32(0)
-            chunks = head_dim // CHANNELS
-            for first in cutlass.range(0, rows.count * chunks, threads, unroll=1):
-                row = (first + thread) // chunks
-                if row < rows.count:
-                    merge_row(out, find_row(out, rows, row), head_dim, (first + thread) % chunks)
-
-
-@cute.jit
-def merge_row(out: Outputs, row: Row, head_dim: cutlass.Constexpr[int], chunk: Int32):
-    """CHANNELS channels of one row over all splits."""
-    top, acc = row.sink_logit, cute.make_rmem_tensor(CHANNELS, Float32)
-    total = weight(top, origin_of(top))
-    acc.fill(0.0)
-    lses, values = (cute.make_rmem_tensor(shape, Float32) for shape in (SPLITS_AT_ONCE, (CHANNELS, SPLITS_AT_ONCE)))
-    rows, first_row = out.split_rows, row_index(out, row)
-    for first in cutlass.range(0, out.num_splits, SPLITS_AT_ONCE, unroll=1):
-        lses.fill(NEG_INF)
-        values.fill(0.0)
-        at = first_row + Int64(first) * rows
-        for i in cutlass.range_constexpr(SPLITS_AT_ONCE):
-            if first + i < out.num_splits:
-                lses[i] = access(out.lse_partial, Float32, at, 1, 0, 4, rows, i)[0]
-                cute.autovec_copy(access(out.o_partial, Float32, at, head_dim, chunk, 16, rows, i), values[None, i])
-        last = top
-        for i in cutlass.range_constexpr(SPLITS_AT_ONCE):
-            top = cute.arch.fmax(top, lses[i])
-        origin = origin_of(top)
-        shrink = weight(last, origin)
-        total = total * shrink
-        for e in cutlass.range_constexpr(CHANNELS):
-            acc[e] = acc[e] * shrink
-        for i in cutlass.range_constexpr(SPLITS_AT_ONCE):
-            own = weight(lses[i], origin)
-            total = total + own
-            for e in cutlass.range_constexpr(CHANNELS):
-                acc[e] = acc[e] + own * values[e, i]
-    write_chunk(out, row, head_dim, chunk, acc, reciprocal(total))
-    if chunk == 0:
-        out.lse[row.batch_idx, row.head, row.query] = total_lse(origin_of(top), total)
-
-
-def part_of(out: Outputs, row: Row, head_dim: int, split: Int32, chunk: Int32) -> cute.Tensor:
-    """CHANNELS values of a split's o, in one access."""
-    return access(out.o_partial, Float32, row_index(out, row) + Int64(split) * out.split_rows, head_dim, chunk, 16)
-
-
-def chunk_of(out: Outputs, row: Row, head_dim: int, chunk: Int32) -> cute.Tensor:
-    """The same channels of the merged o, as words of two."""
-    return access(out.o, Uint32, row_index(out, row), head_dim // 2, chunk, 8)
-
-
-def row_index(out: Outputs, row: Row) -> Int64:
-    """Of a query row, among those of o or of one split."""
-    _, q_len, heads = out.o.shape[:3]
-    return (Int64(row.batch_idx) * q_len + row.query) * heads + row.head
-
-
-def access(tensor: cute.Tensor, element, row: Int64, width: int, chunk: Int32, nbytes: int, step: Int32 = 0,
-           steps: int = 0) -> cute.Tensor:
-    """Access ``chunk`` of ``nbytes`` of a row of ``width`` elements of a tensor whose rows follow each other.
-
-    The row lies ``steps`` times ``step`` rows behind ``row``: of several, an instruction each.
+    The last threads come first: they have least to do before.
     """
-    count, size = nbytes * 8 // element.width, element.width // 8
-    address = tensor.iterator.toint() + (row * width + chunk * count) * size
-    if steps:
-        address = address + Int64(step) * (width * size * steps)
-    return cute.make_tensor(cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=nbytes),
+
+    lanes_log2: Int32  # rounded up
+    group: Int32
+    lane: Int32
+    groups: Int32
+    count: Int32  # chunks of all splits
+
+    def unit(self, out: Outputs, first: Int32) -> Int32:
+        """Number of the group's chunk in the round that starts at ``first``."""
+        return first + self.group * out.num_splits + out.split_idx
+
+
+def share_of(out: Outputs, rows: Rows, threads: int, thread: Int32) -> Share:
+    lanes_log2 = sum((Int32(out.num_splits > (1 << i)) for i in range(MAX_LANES_LOG2)), Int32(0))
+    turn = threads - 1 - thread
+    return Share(lanes_log2, turn >> lanes_log2, turn & ((1 << lanes_log2) - 1), Int32(threads) >> lanes_log2,
+                 rows.count * out.chunks)
+
+
+@cute.jit
+def prefetch(out: Outputs, rows: Rows, threads: cutlass.Constexpr[int], thread: Int32):
+    """Bring the cells that ``merge`` reads first to L2: a read of EMPTY words, and a write of a part, wait for DRAM."""
+    if out.num_splits > 1:
+        share = share_of(out, rows, threads, thread)
+        unit = share.unit(out, Int32(0))
+        if unit < share.count and share.lane < out.num_splits:
+            at = cell(out, unit // out.chunks, unit % out.chunks, share.lane)
+            cute.arch.prefetch(access(Uint32, at, 1).iterator.llvm_ptr, cache_level="L2")
+
+
+@cute.jit
+def merge(out: Outputs, rows: Rows, threads: cutlass.Constexpr[int], thread: Int32):
+    """This split's chunks, by ``threads`` threads of its CTA, whole warps; all of all splits call ``leave`` before."""
+    share = share_of(out, rows, threads, thread)
+    for first in cutlass.range(0, share.count, out.num_splits * share.groups, unroll=1):
+        unit = share.unit(out, first)
+        if cute.arch.vote_any_sync(unit < share.count):
+            merge_chunk(out, rows, unit, unit < share.count, share)
+
+
+@cute.jit
+def merge_chunk(out: Outputs, rows: Rows, unit: Int32, is_live, share: Share):
+    """Chunk ``unit`` of the CTA's rows, by a group of lanes; all lanes of the warp take part, live or not."""
+    unit = unit * Int32(is_live)
+    row, chunk = find_row(out, rows, unit // out.chunks), unit % out.chunks
+    top, total = Float32(LOWEST), Float32(0.0)
+    acc = cute.make_rmem_tensor(CHANNELS, Float32)
+    acc.fill(0.0)
+    splits, at = out.num_splits * Int32(is_live), o_address(out, row, chunk)  # before the wait
+    if share.lane < splits:
+        words = take(cell(out, row.idx, chunk, share.lane))
+        for e in cutlass.range_constexpr(CHANNELS):
+            acc[e] = words[e].bitcast(Float32)
+        top, total = (word.bitcast(Float32) for word in words[CHANNELS:])
+    for split in cutlass.range(share.lane + (Int32(1) << share.lanes_log2), splits, Int32(1) << share.lanes_log2,
+                               unroll=1):
+        words = take(cell(out, row.idx, chunk, split))
+        own_top, own_total = (word.bitcast(Float32) for word in words[CHANNELS:])
+        last, top = top, cute.arch.fmax(top, own_top)
+        shrink, own = weight(last, top), weight(own_top, top)
+        total = total * shrink + own_total * own
+        for e in cutlass.range_constexpr(CHANNELS):
+            acc[e] = acc[e] * shrink + words[e].bitcast(Float32) * own
+    # of all lanes of the group
+    last = top
+    for i in cutlass.range_constexpr(MAX_LANES_LOG2):
+        if i < share.lanes_log2:
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
+    shrink = weight(last, top)
+    total = total * shrink
+    for e in cutlass.range_constexpr(CHANNELS):
+        acc[e] = acc[e] * shrink
+    for i in cutlass.range_constexpr(MAX_LANES_LOG2):
+        if i < share.lanes_log2:
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
+            for e in cutlass.range_constexpr(CHANNELS):
+                acc[e] = acc[e] + cute.arch.shuffle_sync_bfly(acc[e], offset=1 << i)
+    if is_live and share.lane == 0:
+        write(out, row, chunk, at, acc, *closing(row, top, total))
+
+
+@cute.jit
+def take(at: Int64) -> list:
+    """Wait for a cell's words and clear them."""
+    words = cute.make_rmem_tensor(FULL_WORDS, Uint32)
+    words.fill(EMPTY_BITS)
+    while numbers.tree([words[i] for i in range(FULL_WORDS)], cutlass.max) == Uint32(EMPTY_BITS):
+        found = (*load(at, CHANNELS), *load(at + 4 * CHANNELS, FULL_WORDS - CHANNELS))
+        for i in cutlass.range_constexpr(FULL_WORDS):
+            words[i] = found[i]
+    for first, count in ((0, CHANNELS), (CHANNELS, FULL_WORDS - CHANNELS)):
+        empty = cute.make_rmem_tensor(count, Uint32)
+        empty.fill(EMPTY_BITS)
+        store(at + 4 * first, empty)
+    return [words[i] for i in range(FULL_WORDS)]
+
+
+@cute.jit
+def closing(row: Row, top: Float32, total: Float32) -> tuple[Float32, Float32]:
+    """(what turns sums into o, lse) of a row from all its tokens."""
+    sink = row.sink_logit * Float32(LOG2_E)
+    origin = cute.arch.fmax(top, sink)
+    own = weight(top, origin)
+    total = total * own + weight(sink, origin)
+    share, lse = Float32(0.0), Float32(NEG_INF)
+    if total != 0.0:  # a NaN among live scores stays visible
+        share = own * cute.arch.rcp_approx(total)
+        lse = (origin + cute.math.log2(total, fastmath=True)) * Float32(LN_2)
+    return share, lse
+
+
+@cute.jit
+def write(out: Outputs, row: Row, chunk: Int32, at: Int64, acc: cute.Tensor, share: Float32, lse: Float32):
+    """o of a chunk, to ``at``, and, with the first one, the row's lse."""
+    words = cute.make_rmem_tensor(CHANNELS // 2, Uint32)
+    for i in cutlass.range_constexpr(CHANNELS // 2):
+        words[i] = numbers.pack(acc[2 * i] * share, acc[2 * i + 1] * share, out.o.element_type)
+    cute.autovec_copy(words, access(Uint32, at, CHANNELS // 2))
+    if chunk == 0:
+        out.lse[row.batch_idx, row.head, row.query] = lse
+
+
+def o_address(out: Outputs, row: Row, chunk: Int32) -> Int64:
+    """Of a chunk of a row of o."""
+    _, q_len, heads = out.o.shape[:3]
+    index = (Int64(row.batch_idx) * q_len + row.query) * heads + row.head
+    return out.o.iterator.toint() + (index * out.chunks + chunk) * (2 * CHANNELS)
+
+
+def cell(out: Outputs, row: Int32, chunk: Int32, split: Int32) -> Int64:
+    """Address of a chunk of a row of a split of this place."""
+    index = (Int64(out.place) * out.num_splits + split) * out.partials.shape[2]
+    return out.partials.iterator.toint() + ((index + row) * out.chunks + chunk) * (4 * CELL_WORDS)
+
+
+def access(element, at: Int64, count: int) -> cute.Tensor:
+    """``count`` numbers of 32 bits of global memory, in one access."""
+    return cute.make_tensor(cute.make_ptr(element, at, cute.AddressSpace.gmem, assumed_align=4 * count),
                             cute.make_layout(count))
+
+
+def load(at: Int64, count: int) -> list[Uint32]:
+    """Several words that other CTAs may be writing: each is an old value or a new one."""
+    kind = ir.VectorType.get([count], Uint32.mlir_type)
+    words = cute.arch.load(access(Uint32, at, count).iterator, kind, sem="relaxed", scope="gpu")
+    words = cute.TensorSSA(words, (count,), Uint32)
+    return [words[i] for i in range(count)]
+
+
+def store(at: Int64, values: cute.Tensor) -> None:
+    """Registers to words that other CTAs may be reading."""
+    target = access(values.element_type, at, cute.size(values))
+    cute.arch.store(target.iterator, values.load().ir_value(), sem="relaxed", scope="gpu")

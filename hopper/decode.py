@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.hopper import PATHS, combine, dequant, load, mma, walk
+from lowbit_attn.hopper import CELL_CHANNELS, CELL_WORDS, PATHS, combine, dequant, load, mma, walk
 from lowbit_attn.hopper.config import (
     GROUP_WARPS,
     SMEM_ALIGN,
@@ -52,7 +52,7 @@ def tile_layout(rows: int, cols: int, stages: int, element=Float16):
 
 
 class DecodeSm90:
-    """The tile-path kernel of one DecodeConfig; call it with the ABI's 25 arguments and a stream."""
+    """The tile-path kernel of one DecodeConfig; call it with the ABI's 23 arguments and a stream."""
 
     def __init__(self, cfg: DecodeConfig):
         self.cfg = cfg
@@ -82,23 +82,24 @@ class DecodeSm90:
     @cute.jit
     def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
                  n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
-                 ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, out: cute.Tensor,
-                 lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, softmax_scale_log2: Float32,
-                 softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
-                 table_b: Int32, table_h: Int32, stream):
-        grid, ratio, row_blocks = walk.grid_of(q, ring_k, o_partial.shape[0], self.cfg.rows)
-        self.kernel(q, pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial, lse_partial,
-                    out, lse, sink_logits, arrivals, softmax_scale_log2, softcap_log2, window, sink_window, page_stride,
-                    head_stride, table_b, table_h, ratio, row_blocks).launch(
-            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+                 ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+                 sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
+                 sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
+        splits = partials.shape[1]
+        grid, ratio, row_blocks = walk.grid_of(q, ring_k, splits, self.cfg.rows)
+        self.kernel(q, pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
+                    sink_logits, softmax_scale_log2, softcap_log2, window, sink_window, page_stride, head_stride,
+                    table_b, table_h, ratio, row_blocks).launch(
+            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            cooperative=splits > 1)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
                n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
-               ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, out: cute.Tensor,
-               lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, scale_log2: Float32,
-               softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
-               table_b: Int32, table_h: Int32, ratio: Int32, row_blocks: Int32):
+               ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+               sink_logits: cute.Tensor, scale_log2: Float32, softcap_log2: Float32, window: Int32,
+               sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32,
+               ratio: Int32, row_blocks: Int32):
         cfg = self.cfg
         block = cute.arch.block_idx()
         rows = walk.block_rows(block, row_blocks, ratio, q.shape[1], cfg.rows)
@@ -111,7 +112,7 @@ class DecodeSm90:
         if cutlass.const_expr("window" in cfg.features):
             hidden = walk.hidden_pages(n_sink[batch_idx], n_tok[batch_idx], rows.q_len, window)
         k_walk, v_walk = walk.plan(n_sink[batch_idx], n_qk[batch_idx], n_qv[batch_idx], n_tok[batch_idx], hidden,
-                                   split_idx, o_partial.shape[0])
+                                   split_idx, partials.shape[1])
         table_start = batch_idx * table_b + head_idx * table_h
         place = (batch_idx, head_idx, table_start, page_stride, head_stride)
         if group == 0:
@@ -132,9 +133,7 @@ class DecodeSm90:
             cute.arch.setmaxregister_increase(cfg.mma_regs)
             mma.run(cfg, k_walk, rows, mma.Sight(n_tok[batch_idx] - rows.q_len, window, sink_window),
                     mma.Scores(scale_log2, softcap_log2), q, self.tiles(smem), k_tiles, v_tiles,
-                    combine.Outputs(o_partial, lse_partial, out, lse, sink_logits, combine.counter(arrivals, block),
-                                    split_idx),
-                    smem.k_tiles.data_ptr())
+                    combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), split_idx))
 
     def tiles(self, smem) -> mma.Tiles:
         """WGMMA's operands in shared memory."""
@@ -186,25 +185,24 @@ def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, 
         entry = RegisterSm90(make(fmt, head_dim, dtype, rows, without, features))
     else:
         entry = DecodeSm90(make_config(fmt, head_dim, dtype, rows, features))
-    return CuteKernel(entry, fake_arguments(head_dim, ELEMENT[dtype]))
+    return CuteKernel(entry, fake_arguments(head_dim, ELEMENT[dtype], rows))
 
 
-def fake_arguments(head_dim: int, element) -> tuple:
-    """The ABI's 25 arguments; every size but head_dim varies at run time."""
+def fake_arguments(head_dim: int, element, cta_rows: int) -> tuple:
+    """The ABI's 23 arguments; every size but head_dim and the rows of a CTA varies at run time."""
     def tensor(kind, *shape, align=16):
         return make_fake_compact_tensor(kind, shape, stride_order=tuple(reversed(range(len(shape)))),
                                         assumed_align=align)
 
     n = cute.sym_int
-    batch, q_len, heads, heads_kv, splits, sinks, ring_k, ring_v = (n() for _ in range(8))
+    batch, q_len, heads, heads_kv, sinks, ring_k, ring_v = (n() for _ in range(7))
     rows, tokens = (batch, q_len, heads), (batch, heads_kv)
     return (
         tensor(element, *rows, head_dim), tensor(Uint32, n(), 32, align=128), tensor(Int32, n(), align=4),
         *(tensor(Int32, batch, align=4) for _ in range(4)),
         *(tensor(element, *tokens, sinks, head_dim) for _ in range(2)),
         *(tensor(element, *tokens, slots, head_dim) for slots in (ring_k, ring_v)),
-        tensor(Float32, splits, *rows, head_dim), tensor(Float32, splits, *rows, align=4),
+        tensor(Float32, n(), n(), cta_rows, head_dim // CELL_CHANNELS * CELL_WORDS),
         tensor(element, *rows, head_dim), tensor(Float32, batch, heads, q_len, align=4), tensor(Float32, n(), align=4),
-        tensor(Int32, n(), align=4),
         Float32(1.0), Float32(1.0), *(Int32(1) for _ in range(6)),
     )

@@ -1,25 +1,34 @@
-"""End of a split on the tile path: normalise and leave o and lse (natural log)."""
+"""End of a split on the tile path: the rows' sums in chunks of channels that follow each other."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from lowbit_attn.hopper import combine, softmax
-from lowbit_attn.hopper.combine import LN_2, Outputs, Row
+from lowbit_attn.hopper import combine
+from lowbit_attn.hopper.combine import CHANNELS, Outputs, Row, Sums
+
+
+def chunks(half: int, acc_o: cute.Tensor, t: Int32) -> tuple[tuple, tuple]:
+    """(numbers, values) of this thread's chunks of row g + 8 * half; by the whole warp.
+
+    Of every 16 channels a thread has 2t, 2t + 1 and 8 + 2t, 9 + 2t. Neighbours swap a pair: even t take 4 channels of
+    the first eight, odd t of the others.
+    """
+    is_odd, found = t % 2 != 0, []
+    for first in range(0, cute.size(acc_o), 8):
+        lower, upper = ([acc_o[first + 4 * j + 2 * half + e] for e in range(2)] for j in range(2))
+        own, given = ([cutlass.select_(is_odd, *pair) for pair in zip(*sides)]
+                      for sides in ((upper, lower), (lower, upper)))
+        got = [cute.arch.shuffle_sync_bfly(x, offset=1) for x in given]
+        values = cute.make_rmem_tensor(CHANNELS, Float32)
+        for e in range(2):
+            values[e], values[2 + e] = (cutlass.select_(is_odd, *pair) for pair in ((got[e], own[e]), (own[e], got[e])))
+        found.append((first // 2 + 2 * (t % 2) + t // 2, values))
+    return tuple(zip(*found))
 
 
 @cute.jit
-def write(half: cutlass.Constexpr[int], out: Outputs, row: Row, acc_o: cute.Tensor, row_max: Float32, row_sum: Float32,
-          t: Int32):
-    """Row g + 8 * half of a warp, a query row; a split of which it saw no token (row_sum 0) gets o = 0, lse = -inf."""
-    inverse = Float32(0.0)
-    lse = Float32(softmax.NEG_INF)
-    if row_sum > 0.0:
-        inverse = Float32(1.0) / row_sum
-        lse = (row_max + cute.math.log2(row_sum, fastmath=True)) * LN_2
-    if row_sum != row_sum:  # a NaN among live scores must stay visible
-        inverse = row_sum
-        lse = row_sum
-    places = [(j, e) for j in range(cute.size(acc_o) // 4) for e in range(2)]
-    combine.leave(out, row, tuple(softmax.column(4 * j + e, t) for j, e in places),
-                  tuple(acc_o[4 * j + 2 * half + e] * inverse for j, e in places), lse, t == 0)
+def write(out: Outputs, row: Row, found: tuple, row_max: Float32, row_sum: Float32):
+    """What ``chunks`` found of a query row."""
+    numbers, values = found
+    combine.leave(out, row, numbers, tuple(Sums(acc, row_max, row_sum) for acc in values))

@@ -62,8 +62,8 @@ def make_mma(tile_n: int, element, is_a_shared: bool = False) -> cute.TiledMma:
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, rows: Rows, sight: Sight, scores: Scores, q: cute.Tensor,
-        tiles: Tiles, k_tiles: Ring, v_tiles: Ring, out: combine.Outputs, flag: cute.Pointer):
-    """Attend to every tile of the walk, then leave this split's result; flag: shared memory that is free by then.
+        tiles: Tiles, k_tiles: Ring, v_tiles: Ring, out: combine.Outputs):
+    """Attend to every tile of the walk, then leave and merge this split's result.
 
     S of a tile is issued while O of the tile before still runs, so one wait serves both; not where cfg.is_wide.
     """
@@ -111,7 +111,8 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, rows: Rows, sight: Sig
     warpgroup.wait_group(0)
     for half in cutlass.range_constexpr(len(cfg.halves)):
         write_row(half, out, rows, me, acc_o, row_max[half], softmax.quad_sum(row_sum[half]))
-    combine.merge(out, rows, cfg.head_dim, GROUP_WARPS * WARP, thread, QUERY_BARRIER, flag)
+    if out.num_splits > 1:
+        combine.merge(out, rows, GROUP_WARPS * WARP, thread)
 
 
 @cute.jit
@@ -209,6 +210,6 @@ def stage_q(cfg: cutlass.Constexpr[DecodeConfig], q: cute.Tensor, rows: Rows, th
 def write_row(half: cutlass.Constexpr[int], out: combine.Outputs, rows: Rows, me: Lane, acc_o: cute.Tensor,
               row_max: Float32, row_sum: Float32):
     """This thread's row of a half, if it is a query row."""
+    found = epilogue.chunks(half, acc_o, me.t)
     if me.row + 8 * half < rows.count:
-        row = combine.find_row(out, rows, me.row + 8 * half)
-        epilogue.write(half, out, row, acc_o, row_max, row_sum, me.t)
+        epilogue.write(out, combine.find_row(out, rows, me.row + 8 * half), found, row_max, row_sum)

@@ -5,6 +5,7 @@ Any other one is an error.
 
 import operator
 import re
+from functools import cache
 
 import numpy as np
 
@@ -20,17 +21,23 @@ BITWISE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
 def execute(warp, opcode: str, operands: tuple[str, ...], active: np.ndarray) -> None:
     """One instruction in the active lanes of a warp (ptx.Warp)."""
+    step, suffixes = step_of(opcode)
+    result = step(warp, suffixes, operands, active)
+    if result is not None:
+        warp.set(operands[0], result, active)
+
+
+@cache
+def step_of(opcode: str) -> tuple:
+    """What an instruction does, and its suffixes."""
     kind, _, rest = opcode.partition(".")
-    suffixes = rest.split(".")
+    suffixes = tuple(rest.split("."))
     tables = ((WHOLE, kind), (PAIRS, (kind, suffixes[-1])), (HALVES, (kind, suffixes[-1])),
               (FLOATS, kind if suffixes[-1] == "f32" else None), (INTEGERS, kind))
     for table, key in tables:
         if key in table:
-            result = table[key](warp, suffixes, operands, active)
-            if result is not None:
-                warp.set(operands[0], result, active)
-            return
-    raise NotImplementedError(f"{opcode} {', '.join(operands)}")
+            return table[key], suffixes
+    raise NotImplementedError(opcode)
 
 
 def names_of(operand: str) -> list[str]:
@@ -49,7 +56,8 @@ def bits(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.float32).view(U32).astype(U64)
 
 
-def width(suffixes: list[str]) -> int:
+@cache
+def width(suffixes: tuple[str, ...]) -> int:
     """Bits of the type, one number."""
     if not (found := re.fullmatch(r"[busf](\d+)", suffixes[-1])):
         raise NotImplementedError(f"type {suffixes[-1]}")
@@ -64,7 +72,7 @@ def signed(x: np.ndarray, size: int) -> np.ndarray:
     return x.view(np.int64) if size == 64 else x.astype(U32).view(np.int32).astype(np.int64)
 
 
-def typed(x: np.ndarray, suffixes: list[str]) -> np.ndarray:
+def typed(x: np.ndarray, suffixes: tuple[str, ...]) -> np.ndarray:
     """int64 of an s type, else uint64."""
     size = width(suffixes)
     return signed(x, size) if suffixes[-1][0] == "s" else unsigned(x, size)
@@ -195,7 +203,7 @@ def move(warp, suffixes, operands, active):
 
 def convert(warp, suffixes, operands, active):
     values = [warp.value(x) for x in operands[1:]]
-    kinds = [x for x in suffixes if x != "rn"]
+    kinds = tuple(x for x in suffixes if x != "rn")
     if kinds[0] == "f32":
         return bits(halves_of(values[0], kinds[1] == "bf16")[0])
     if kinds[1] == "f32":
@@ -212,6 +220,7 @@ def negate(warp, suffixes, operands, active):
 INTEGERS = {
     "add": integer_step(operator.add), "sub": integer_step(operator.sub), "mul": multiply, "mad": multiply_add,
     "min": integer_step(np.minimum), "max": integer_step(np.maximum), "neg": integer_step(operator.neg),
+    "abs": integer_step(np.abs),
     "div": integer_step(truncated), "rem": integer_step(lambda x, y: x - truncated(x, y) * y),
     "shl": shift_left, "shr": shift, "not": negate, **{name: bitwise(name) for name in BITWISE},
 }
@@ -223,16 +232,23 @@ INTEGERS = {
 def load(warp, suffixes, operands, active):
     names, size = names_of(operands[0]), width(suffixes) // 8
     if suffixes[0] == "param":
-        number, offset = re.fullmatch(r"\[\w+_param_(\d+)(?:\+(\d+))?\]", operands[1]).groups()
-        data = warp.cta.parameters[int(number)][int(offset or 0) :][: size * len(names)]
-        data = np.tile(np.frombuffer(data, np.uint8), (LANES, 1))
+        number, offset = parameter_place(operands[1])
+        data = np.frombuffer(warp.cta.parameters[number], np.uint8, size * len(names), offset)
+        words = np.broadcast_to(data.view(f"u{size}"), (LANES, len(names)))
     else:
         memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
         data = np.zeros((LANES, size * len(names)), np.uint8)
         data[active] = memory.read(warp.address(operands[1])[active], size * len(names))
-    words = np.ascontiguousarray(data).view(f"u{size}")
+        words = data.view(f"u{size}")
     for i, name in enumerate(names):
         warp.set(name, words[:, i], active)
+
+
+@cache
+def parameter_place(operand: str) -> tuple[int, int]:
+    """(number of the parameter, offset in it)."""
+    number, offset = re.fullmatch(r"\[\w+_param_(\d+)(?:\+(\d+))?\]", operand).groups()
+    return int(number), int(offset or 0)
 
 
 def store(warp, suffixes, operands, active):
@@ -276,8 +292,7 @@ def mbarrier(warp, suffixes, operands, active):
         elif what == "arrive":
             barriers[int(at[lane])].arrive(int(value[lane]))
         else:
-            passed[lane] = barriers[int(at[lane])].phase != int(value[lane])
-            assert passed[lane], "a wait would hang"
+            passed[lane] = barriers[int(at[lane])].phases % 2 != int(value[lane])
     return passed if what == "try_wait" else None
 
 
@@ -291,7 +306,7 @@ def shuffle(warp, suffixes, operands, active):
 
 
 def reduce(warp, suffixes, operands, active):
-    assert active.all() and suffixes[1:] == ["max", "u32"], suffixes
+    assert active.all() and suffixes[1:] == ("max", "u32"), suffixes
     return np.full(LANES, warp.value(operands[1]).max())
 
 

@@ -99,7 +99,8 @@ def run(case: Cache, order) -> dict[str, np.ndarray]:
     grid = min(2 * heads * batch, max_blocks)
     for block in order(grid):
         # relaxed: all that a block reads before it counts itself, its threads have used before a barrier
-        ptx.Cta(code, parameters, memory.memory, (int(block), 0, 0), (grid, 1, 1), ("relaxed", "add")).run(threads)
+        cta = ptx.Cta(code, parameters, memory.memory, (int(block), 0, 0), (grid, 1, 1), ("relaxed", "add"))
+        ptx.run_grid([cta], threads)
     return {name: memory.tensor(i, x).numpy() for i, (name, x) in enumerate(zip(arguments, tensors))}
 
 

@@ -9,7 +9,7 @@ from test_ops import arguments, assert_same, fresh_compiler, step_arguments  # n
 
 import lowbit_attn
 import lowbit_attn.ops
-from lowbit_attn import testing
+from lowbit_attn import scratch, testing
 
 sys.path.append(str(Path(__file__).parent.parent / "perf"))
 
@@ -115,6 +115,23 @@ def test_the_first_call_of_a_kind_may_be_a_captured_one(arch, cache, q):
     graph.replay()
     assert_same(got, eager)
     assert_same(eager, unplanned(q, cache))
+
+
+def test_captured_calls_of_one_graph_share_scratch(arch, cache, q):
+    """The calls of a model's layers run one after the other: a graph takes from the stock once, not once a layer."""
+    want = lowbit_attn.decode(q, cache)
+    taken = []
+    for calls in (1, 3):
+        before = len(scratch._FREE_SCRATCH.get(q.device, ()))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = [lowbit_attn.decode(q, cache) for _ in range(calls)]
+        taken.append(before - len(scratch._FREE_SCRATCH.get(q.device, ())))
+        for _ in range(3):
+            graph.replay()
+            for x in got:
+                assert_same(x, want)
+    assert taken[0] == taken[1] and (taken[0] > 0) == (arch == "hopper")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=("plain", "options"))

@@ -4,6 +4,8 @@ It covers what each thread computes, reads and writes, of the whole kernel: copi
 """
 
 import struct
+from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from lowbit_attn import dispatch, gpu_matrix, kernels, testing  # noqa: F401 - gpu_matrix: names like +w128
+from lowbit_attn.hopper import CELL_CHANNELS, CELL_WORDS, EMPTY
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -43,23 +46,26 @@ def divisor(n: int) -> list[bytes]:
 
 
 def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool = False):
-    """What dispatch does, on the CPU: (o, lse); reverse: the CTAs end in reverse order."""
+    """What dispatch does, on the CPU: (o, lse). The splits of a row block run at once.
+
+    reverse: the last CTA and the last warp have the first turn.
+    """
     cache, q = problem.cache, problem.q.to(problem.cache.dtype)
     batch, q_len, heads, head_dim = q.shape
     ratio = heads // cache.num_heads_kv
     blocks = -(-ratio * q_len // cfg.rows)
     grid = (cache.num_heads_kv * blocks, batch, splits)
     sink_logits = torch.full((1,), -torch.inf) if options.sink_logits is None else options.sink_logits
-    of_row = [torch.full((splits, *q.shape), torch.nan), torch.full((splits, *q.shape[:3]), torch.nan),
-              torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
+    places = grid[0] * batch
+    partials = torch.full((places, splits, cfg.rows, head_dim // CELL_CHANNELS * CELL_WORDS), EMPTY, dtype=torch.int32)
+    results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
     counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.third_segment, cache.n_tok]
     tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
-    arrivals = torch.zeros(grid[0] * batch, dtype=torch.int32)
-    tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens), *of_row,
-               sink_logits, arrivals]
+    tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens), partials,
+               *results, sink_logits]
     memory = ptx.GlobalMemory(tensors)
-    sizes = [3, 1, 1, *[1] * len(counts), *[3] * 4, 4, 4, 3, 3, 1, 1]  # that vary
-    strides = [2, 0, 0, *[0] * len(counts), *[2] * 4, 3, 3, 2, 2, 0, 0]
+    sizes = [3, 1, 1, *[1] * len(counts), *[3] * 4, 2, 3, 3, 1]  # that vary
+    strides = [2, 0, 0, *[0] * len(counts), *[2] * 4, 1, 2, 2, 0]
     parameters = [memory.parameter(i, x.shape[:count], strides_of(x, apart))
                   for i, (x, count, apart) in enumerate(zip(tensors, sizes, strides))]
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
@@ -69,11 +75,12 @@ def decode(program, cfg, problem: testing.Problem, options: Attention, splits: i
     parameters += [struct.pack("<f", x) for x in numbers]
     parameters += [struct.pack("<i", x) for x in (window, window, *cache.strides)]
     parameters += [argument for n in (ratio, blocks, splits) for argument in divisor(n)]
-    for index in sorted(np.ndindex(grid), reverse=reverse):
-        ptx.Cta(program, parameters, memory.memory, index, grid).run(cfg.threads)
+    for x, y in np.ndindex(grid[:2]):
+        ctas = [ptx.Cta(program, parameters, memory.memory, (x, y, z), grid) for z in range(splits)]
+        ptx.run_grid(ctas[:: -1 if reverse else 1], cfg.threads, reverse)
     last = len(tensors) - 1
-    assert not memory.tensor(last, arrivals).any()  # ready for the next call
-    return memory.tensor(last - 3, q), memory.tensor(last - 2, of_row[3])
+    assert (memory.tensor(last - 3, partials) == EMPTY).all()  # ready for the next call
+    return memory.tensor(last - 2, q), memory.tensor(last - 1, results[1])
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +95,11 @@ def key_of(case: Case, options: Attention, path: str = "integer", rows: int = 4)
 
 
 PLAIN = Case("k4v4", head_dim=64, num_heads=8, num_heads_kv=2, lengths=(0, 300), sinks=5)
+ONE_HEAD = replace(PLAIN, num_heads=4, num_heads_kv=1, lengths=(300,))
 
 
 @pytest.mark.parametrize("case, splits, options", [
-    (PLAIN, 2, Attention()), (PLAIN, 19, Attention()), (PLAIN, 2, Attention(sink_logits=torch.linspace(-3, 3, 8))),
+    (PLAIN, 2, Attention()), (ONE_HEAD, 35, Attention()), (PLAIN, 2, Attention(sink_logits=torch.linspace(-3, 3, 8))),
     (Case("k2v2-g64-vg32-bf16", torch.bfloat16, 64, 5, 1, lengths=(700,), sinks=3), 1, Attention()),
     (Case("k8v1", head_dim=64, num_heads=2, num_heads_kv=1, q_len=2, lengths=(500,)), 1, Attention(None, 20.0, 200)),
 ], ids=("ragged", "many-splits", "sink-logits", "groups-bf16", "features"))
@@ -101,11 +109,10 @@ def test_integer_path(case, splits, options, scratch):
     testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
 
 
-def test_which_cta_ends_last_changes_nothing(scratch):
+def test_the_order_of_turns_changes_nothing(scratch):
     text, cfg = compiled(key_of(PLAIN, Attention()), scratch)
-    problem = testing.build(PLAIN)
-    found = [decode(ptx.Program(text), cfg, problem, Attention(), 3, reverse) for reverse in (False, True)]
-    for first, second in zip(*found):
+    problem, program = testing.build(PLAIN), ptx.Program(text)
+    for first, second in zip(*(decode(program, cfg, problem, Attention(), 3, reverse) for reverse in (False, True))):
         assert torch.equal(first, second)
 
 
@@ -149,3 +156,52 @@ def test_a_wrong_instruction_is_found(right, wrong, error, scratch):
     with pytest.raises(error):
         found = decode(ptx.Program(text.replace(right, wrong)), cfg, problem, Attention(), 1)
         testing.assert_decode(*found, testing.expected(problem))
+
+
+WAIT_FOR_ANOTHER_CTA = """.entry k(.param .u64 k_param_0)
+{
+	ld.param.b64 	%rd1, [k_param_0];
+	setp.ne.b32 	%p1, %ctaid.z, 0;
+	@%p1 bra 	$L_0;
+	st.global.b32 	[%rd1], %ctaid.z;
+	ret;
+$L_0:
+	ld.relaxed.gpu.global.b32 	%r1, [%rd1];
+	setp.eq.b32 	%p2, %r1, -1;
+	@%p2 bra 	$L_0;
+	ret;
+}
+"""
+LEAVE_BEFORE_A_BARRIER = """.entry k(.param .u64 k_param_0)
+{
+	setp.gt.u32 	%p1, %tid.x, 31;
+	@%p1 bra 	$L_0;
+	bar.sync 	0;
+$L_0:
+	ret;
+}
+"""
+
+
+def run_text(text: str, splits: list[int]) -> Counter:
+    """Two warps each of some splits of two; a word of memory is EMPTY."""
+    memory = ptx.GlobalMemory([torch.full((1,), EMPTY, dtype=torch.int32)])
+    parameters = [struct.pack("<Q", ptx.GLOBAL_BASE)]
+    ctas = [ptx.Cta(ptx.Program(text), parameters, memory.memory, (0, 0, z), (1, 1, 2)) for z in splits]
+    return ptx.run_grid(ctas, 2 * ptx.LANES)
+
+
+@pytest.mark.parametrize("splits", [[0, 1], [1, 0]])
+def test_a_cta_waits_for_another(splits):
+    run_text(WAIT_FOR_ANOTHER_CTA, splits)
+
+
+@pytest.mark.parametrize("text", [
+    WAIT_FOR_ANOTHER_CTA, LEAVE_BEFORE_A_BARRIER, LEAVE_BEFORE_A_BARRIER.replace("sync \t0", "sync \t1, 64")])
+def test_a_deadlock_is_found(text):
+    with pytest.raises(AssertionError, match="deadlock"):
+        run_text(text, [1])
+
+
+def test_a_named_barrier_counts_its_own_warps():
+    assert run_text(LEAVE_BEFORE_A_BARRIER.replace("sync \t0", "sync \t1, 32"), [0, 1]) == {1: 2}

@@ -12,6 +12,7 @@ import torch
 from lowbit_attn import KVCache, decode, dispatch, loader, plan
 from lowbit_attn.cache import Strides
 from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
+from lowbit_attn.hopper import EMPTY
 from lowbit_attn.plan import Buffer, Plans
 from lowbit_attn.state import STATE
 from lowbit_attn.testing import permute_pages
@@ -24,7 +25,7 @@ tvm_ffi = pytest.importorskip("tvm_ffi", reason="kernels are called through it")
 HOST_BOUND = 6
 
 
-OUT, LSE, SINK_LOGITS, ARRIVALS, SCALARS = range(13, 18)  # among the kernel's arguments
+PARTIALS, OUT, LSE, SINK_LOGITS, SCALARS = range(11, 16)  # among the kernel's arguments
 
 
 class Stage:
@@ -51,6 +52,7 @@ def stage(monkeypatch):
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
     monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
     monkeypatch.setattr(dispatch, "default_splits", lambda *arguments: 3)
+    monkeypatch.setattr(dispatch, "running_ctas", lambda *arguments: 132)
     return found
 
 
@@ -79,10 +81,29 @@ def test_the_kernels_get_the_call(stage, cache):
         assert mine.data_ptr() == theirs.data_ptr()
     assert given[1].shape == (cache.pool.numel() // 128, 32) and given[1].dtype == torch.uint32
     assert all(len(x) == 2 for x in given[3:11])
-    assert given[11].shape == (3, 2, 2, 4, 64) and given[12].shape == (3, 2, 2, 4)
+    # a block of rows in each of two sequences and two KV heads, 3 splits, 8 rows of 16 cells
+    assert given[PARTIALS].shape == (4, 3, 8, 128) and (given[PARTIALS].view(torch.int32) == EMPTY).all()
     assert given[OUT].shape == q.shape and given[LSE].shape == (2, 4, 2) and given[SINK_LOGITS].tolist() == [-torch.inf]
-    assert given[ARRIVALS].tolist() == [0] * 4  # a block of rows in each of two sequences and two KV heads
     assert given[SCALARS:] == (0.5 * LOG2_E, 2.0 * LOG2_E, 9, NO_WINDOW, *cache.strides)
+
+
+def test_ampere_kernels_get_partial_results_and_counters(stage, cache, monkeypatch):
+    monkeypatch.setattr(dispatch, "target_of", lambda device: ("ampere", "sm_80"))
+    call(queries(), cache)
+    given = stage.calls[0]
+    assert given[PARTIALS].shape == (3, 2, 2, 4, 64) and given[PARTIALS + 1].shape == (3, 2, 2, 4)
+    assert given[SINK_LOGITS + 1].tolist() == [-torch.inf] and given[SINK_LOGITS + 2].tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("arch, target, splits", (("hopper", "sm_90a", 5), ("ampere", "sm_80", 9)))
+def test_splits_that_meet_fit_on_the_gpu(stage, cache, monkeypatch, arch, target, splits):
+    """Hopper's splits wait for each other, so a call takes no more than run at once: here 23 CTAs."""
+    monkeypatch.setattr(dispatch, "target_of", lambda device: (arch, target))
+    monkeypatch.setattr(dispatch, "running_ctas", lambda device, ctas_per_sm: 23)
+    for asked, got in ((9, splits), (2, 2)):
+        call(queries(), cache, num_splits=asked)
+        given = stage.calls[-1][PARTIALS]
+        assert given.shape[1 if arch == "hopper" else 0] == got
 
 
 def test_the_second_call_repeats_the_plan(stage, cache):
@@ -93,8 +114,8 @@ def test_the_second_call_repeats_the_plan(stage, cache):
     assert len(stage.loaded) == 1 and len(cache.plans) == 1
     (a, *rest), (b, *others) = stage.calls
     assert a.data_ptr() == first.data_ptr() and b.data_ptr() == second.data_ptr()
-    assert all(x is y for x, y in zip(rest[: OUT - 1], others[: OUT - 1])) and rest[ARRIVALS:] == others[ARRIVALS:]
-    assert others[SINK_LOGITS - 1] is logits and others[ARRIVALS - 1] is rest[ARRIVALS - 1]
+    assert all(x is y for x, y in zip(rest[: OUT - 1], others[: OUT - 1])) and rest[SCALARS:] == others[SCALARS:]
+    assert others[SINK_LOGITS - 1] is logits
 
 
 @pytest.mark.parametrize("planned", (False, True))

@@ -28,8 +28,7 @@ CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
 PLAN_WORDS = 16  # of shared memory in which a warp keeps its rows and its walk
 PIECES = 2  # of a page: the K part, then the V part
 BOOST_BITS = 2  # of both planes of boosted K: rows then have the same powers, and S takes both
-SPLITS_AT_ONCE = 16  # of the merge of splits: loads that are under way together
-MERGE_EXPONENTIALS = SPLITS_AT_ONCE + 4  # weights: of the splits, of what there was before them, of a single split
+MERGE_EXPONENTIALS = 7  # of splits: three for a lane; of a row and its sink, with several splits and with one
 DIVISIONS = 16  # by sums, and by run-time integers, which take a reciprocal too: before the pages and again after them
 SASS_NEED = ("HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 SPILLS = ("LDL", "STL")
@@ -255,16 +254,11 @@ class RegisterConfig:
         return self.head_dim + 4
 
     @property
-    def merge_bytes(self) -> int:
-        """O, maximum and sum of every warp, fp32; they reuse the rings."""
-        return self.warps * self.rows * (self.merge_pitch + 2) * 4
-
-    @property
     def smem_plan(self) -> dict[str, int]:
         """Bytes of each piece of shared memory, in order."""
         channels = {"channels": self.channel_bytes} if self.boost else {}
         return {
-            "buffer": layout.align_record(max(self.warps * self.warp_bytes, self.merge_bytes)),
+            "buffer": layout.align_record(self.warps * self.warp_bytes),
             "plans": layout.align_record(WORD * PLAN_WORDS * self.warps),
             "query": layout.align_record(max(1, self.query_bytes)),
             **channels,

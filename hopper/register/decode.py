@@ -24,12 +24,12 @@ from lowbit_attn.hopper import combine
 from lowbit_attn.hopper.integer import scores as integer_scores
 from lowbit_attn.hopper.integer import values as integer_values
 from lowbit_attn.hopper.register import load, masks, merge, plain, query, scores, softmax, third, values, walk
-from lowbit_attn.hopper.register.config import WORD, RegisterConfig
+from lowbit_attn.hopper.register.config import WARP, WORD, RegisterConfig
 from lowbit_attn.hopper.walk import Rows, block_rows, grid_of
 
 
 class RegisterSm90:
-    """The register-path kernel of one RegisterConfig; call it with the ABI's 25 arguments and a stream."""
+    """The register-path kernel of one RegisterConfig; call it with the ABI's 23 arguments and a stream."""
 
     def __init__(self, cfg: RegisterConfig):
         self.cfg = cfg
@@ -55,28 +55,28 @@ class RegisterSm90:
     @cute.jit
     def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
                  n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
-                 ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor, out: cute.Tensor,
-                 lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, softmax_scale_log2: Float32,
-                 softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32, head_stride: Int32,
-                 table_b: Int32, table_h: Int32, stream):
-        grid, ratio, row_blocks = grid_of(q, ring_k, o_partial.shape[0], self.cfg.rows)
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, o_partial.shape[0]))
+                 ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+                 sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
+                 sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
+        splits = partials.shape[1]
+        grid, ratio, row_blocks = grid_of(q, ring_k, splits, self.cfg.rows)
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, splits))
         # without a third segment n_qv equals n_qk
         packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
-        self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, o_partial,
-                    lse_partial, out, lse, sink_logits, arrivals, softmax_scale_log2,
-                    *masks.cap_constants(softcap_log2), window, sink_window, page_stride, head_stride, table_b, table_h,
-                    *divisors).launch(
-            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
+                    sink_logits, softmax_scale_log2, *masks.cap_constants(softcap_log2), window, sink_window,
+                    page_stride, head_stride, table_b, table_h, *divisors).launch(
+            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            cooperative=splits > 1)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
                n_qv: cute.Tensor | None, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
-               ring_k: cute.Tensor, ring_v: cute.Tensor, o_partial: cute.Tensor, lse_partial: cute.Tensor,
-               out: cute.Tensor, lse: cute.Tensor, sink_logits: cute.Tensor, arrivals: cute.Tensor, scale_log2: Float32,
-               cap_growth: Float32, cap_span: Float32, window: Int32, sink_window: Int32, page_stride: Int32,
-               head_stride: Int32, table_b: Int32, table_h: Int32, ratio: cute.FastDivmodDivisorV2,
-               row_blocks: cute.FastDivmodDivisorV2, splits: cute.FastDivmodDivisorV2):
+               ring_k: cute.Tensor, ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+               sink_logits: cute.Tensor, scale_log2: Float32, cap_growth: Float32, cap_span: Float32, window: Int32,
+               sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32,
+               ratio: cute.FastDivmodDivisorV2, row_blocks: cute.FastDivmodDivisorV2,
+               splits: cute.FastDivmodDivisorV2):
         cfg = self.cfg
         call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
                     (sink_k, sink_v, ring_k, ring_v), table_b, table_h, ratio, row_blocks)
@@ -85,7 +85,7 @@ class RegisterSm90:
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
         counts, words = ask(cfg, call, rows, sink_logits, me)
-        work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], o_partial.shape[0], me.warp,
+        work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
                          cfg.warps, splits)
         pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
                            Int64(rows.head_idx) * Int64(head_stride))
@@ -102,6 +102,10 @@ class RegisterSm90:
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
             plans.keep(rows, work)
+        # a thread number of its own: what the merge works out of another would stay in registers till then
+        own_lane = Int32(cute.arch.shuffle_sync_bfly(me.lane, offset=0))
+        outputs = combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), block[2])
+        combine.prefetch(outputs, rows, cfg.threads, WARP * me.warp + own_lane)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         if cutlass.const_expr(cfg.is_integer):
@@ -123,7 +127,7 @@ class RegisterSm90:
             phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits)
         plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, phase)
         merge.run(cfg, ring, me, rows, state, combine.Outputs(
-            o_partial, lse_partial, out, lse, sink_logits, combine.counter(arrivals, block), block[2]))
+            partials, out, lse, sink_logits, combine.place_of(block), block[2]))
 
 
 class Call(NamedTuple):

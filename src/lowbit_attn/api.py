@@ -32,7 +32,8 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
         keep_sinks: with a window, the cache's sink tokens stay visible (StreamingLLM).
         sink_logits: fp32 [num_heads], a learned logit of each head that joins its softmax's denominator (gpt-oss).
         out: output buffer of q's shape and dtype; lse: fp32 [batch, num_heads, q_len].
-        num_splits: CTAs that share one sequence's tokens; default: the dispatcher's pick.
+        num_splits: CTAs that share one sequence's tokens; default: the dispatcher's pick. On SM90 no more than the GPU
+            runs at once.
         path: "reference" (any device), or a kernel path by name; default: the dispatcher's pick.
 
     Returns:

@@ -9,8 +9,9 @@ from lowbit_attn import kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
-from lowbit_attn.plan import DecodePlan, StepPlan, plans_of, prepare
+from lowbit_attn.plan import DecodePlan, StepPlan, plans_of
 from lowbit_attn.reference import Attention
+from lowbit_attn.scratch import prepare
 from lowbit_attn.state import is_capturing
 
 LOG2_E = 1.4426950408889634
@@ -117,13 +118,17 @@ def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key
 def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey) -> DecodePlan:
     batch, q_len, num_heads, head_dim = q.shape
     blocks = -(-(num_heads // cache.num_heads_kv * q_len) // key.rows)
-    splits = num_splits or default_splits(cache, batch * blocks, kernels.ctas_per_sm(key))
+    package = kernels.arch_package(key.arch)
+    splits = default_splits(cache, batch * blocks, kernels.ctas_per_sm(key))
+    if num_splits:
+        room = running_ctas(cache.device, kernels.ctas_per_sm(key)) // (batch * blocks * cache.num_heads_kv)
+        splits = min(num_splits, max(1, room)) if package.SPLITS_MEET else num_splits
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
     scalars = (scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, window, NO_WINDOW if options.keep_sinks else window,
                *cache.strides)
-    places = batch * cache.num_heads_kv * blocks
-    return DecodePlan(cache, q, loader.load(key), splits, places, scalars, _part(cache, "k").view(torch.uint32))
+    scratch = package.scratch(tuple(q.shape), key.rows, batch * cache.num_heads_kv * blocks, splits)
+    return DecodePlan(cache, q, loader.load(key), scratch, scalars, _part(cache, "k").view(torch.uint32))
 
 
 def planned(q: torch.Tensor, cache: KVCache, options: tuple) -> DecodePlan | None:
@@ -148,8 +153,12 @@ def default_splits(cache: KVCache, batch: int, ctas_per_sm: int = 1) -> int:
     The lengths stay on the device, so the table's capacity stands for them; a split without pages costs one
     partial result.
     """
-    sms = torch.cuda.get_device_properties(cache.device).multi_processor_count
-    return filling_splits(ctas_per_sm * sms, batch * cache.num_heads_kv, cache.table.shape[1])
+    return filling_splits(running_ctas(cache.device, ctas_per_sm), batch * cache.num_heads_kv, cache.table.shape[1])
+
+
+def running_ctas(device: torch.device, ctas_per_sm: int) -> int:
+    """CTAs that run at once on a device."""
+    return ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def filling_splits(places: int, ctas: int, pages: int) -> int:
@@ -204,11 +213,12 @@ def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _prepare_cuda(cache: KVCache) -> None:
-    """Raise NotImplementedError, with the reasons, for a cache that no kernel can fill or read; else plan.prepare."""
+    """Raise NotImplementedError, with the reasons, for a cache that no kernel can fill or read, or ``prepare``."""
     arch, _ = target_of(cache.device)
     if reasons := list(cache.unnamed) or kernels.quantize_missing(cache.format, cache.head_dim, cache.dtype):
         raise NotImplementedError(f"{arch}: {'; '.join(reasons)}")
-    prepare(torch.empty(0, device=cache.device).device)  # with its index
+    word = kernels.arch_package(arch).scratch((1, 1, 1, cache.head_dim), 1, 1, 2).word
+    prepare(torch.empty(0, device=cache.device).device, word)  # with its index
 
 
 BACKENDS["cuda"] = Backend(_prepare_cuda, _write_blocks, _read_pages, _append)

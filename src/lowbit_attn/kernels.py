@@ -124,6 +124,19 @@ def ctas_per_sm(key: KernelKey) -> int:
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """What the splits of a decode call leave for the one that merges them.
+
+    shapes: of fp32 tensors; word: what each of their 32-bit words is between calls, as int32, or None: anything;
+    counters: how many int32, zero between calls.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    word: int | None = None
+    counters: int = 0
+
+
+@dataclass(frozen=True)
 class Support:
     """What one decode path of one architecture serves. A group of head_dim channels is always served."""
 

@@ -8,56 +8,18 @@ from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter, is_, mul
-from threading import Lock
 
 import torch
 
 from lowbit_attn import loader
-from lowbit_attn.state import STATE, STEP_STATE, is_capturing
+from lowbit_attn.kernels import Scratch
+from lowbit_attn.scratch import counters, no_sink_logit, partials
+from lowbit_attn.state import STATE, STEP_STATE
 
 # What a plan is made of: it serves a cache as long as these are the same objects. DecodePlan.serves lists them again.
 _made_of = attrgetter(*STATE, "strides", "format")
 _made_of_step = attrgetter(*STEP_STATE, "strides", "format", "query_weights")
 ACCESS_BYTES = 16  # of the kernels' widest loads
-GRAPH_COUNTERS = 1 << 18  # a device: 512 captured calls of 64 sequences and 8 KV heads; 1 MiB
-
-_NO_SINK_LOGIT: dict[torch.device, torch.Tensor] = {}
-_FREE_COUNTERS: dict[torch.device, torch.Tensor] = {}
-_STOCK = Lock()
-
-
-def no_sink_logit(device: torch.device) -> torch.Tensor:
-    """A sink logit of -inf for every head: fp32 [1]. Kept for good, since captured graphs outlive plans."""
-    if device not in _NO_SINK_LOGIT:
-        if is_capturing(device):
-            return torch.full((1,), -torch.inf, device=device)
-        # a copy from the host is complete when it returns, so that any stream may read it
-        _NO_SINK_LOGIT[device] = torch.tensor([-torch.inf], device=device)
-    return _NO_SINK_LOGIT[device]
-
-
-def prepare(device: torch.device) -> None:
-    """Make what calls on a device share for good; waits for it, so a cache does it when it is made."""
-    if not is_capturing(device):
-        no_sink_logit(device)
-        with _STOCK:
-            if device not in _FREE_COUNTERS:
-                _FREE_COUNTERS[device] = torch.zeros(GRAPH_COUNTERS, dtype=torch.int32).to(device)
-
-
-def counters(count: int, device: torch.device) -> torch.Tensor:
-    """``count`` zeros, int32, which every call leaves as zeros.
-
-    A captured call's are its own for good, since its graph may run at any time; they come from the stock that
-    ``prepare`` made. A graph beyond the stock sets its own to zero, in a launch more a call.
-    """
-    if is_capturing(device):
-        with _STOCK:
-            free = _FREE_COUNTERS.get(device)
-            if free is not None and len(free) >= count:
-                _FREE_COUNTERS[device] = free[count:]
-                return free[:count]
-    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _empty(kind: str) -> Callable:
@@ -90,20 +52,18 @@ class DecodePlan:
         cache: the cache, or anything with its public state.
         q: queries of the shape, dtype and device that calls will bring.
         decode: the loaded kernel.
-        splits: CTAs that share one sequence's tokens.
-        places: blocks of query rows, over KV heads and sequences, whose splits are merged.
+        scratch: what its CTAs exchange.
         scalars: the decode kernel's plain arguments after its tensors.
         pool: the pool's records as the kernel takes them.
     """
 
-    def __init__(self, cache, q: torch.Tensor, decode: Callable, splits: int, places: int, scalars: tuple,
-                 pool: torch.Tensor):
+    def __init__(self, cache, q: torch.Tensor, decode: Callable, scratch: Scratch, scalars: tuple, pool: torch.Tensor):
         batch, q_len, num_heads, _ = self.shape = tuple(q.shape)
         self.made_of = _made_of(cache)
         self.device, self.q_dtype, self.dtype = q.device, q.dtype, cache.dtype
         self.is_exact = q.dtype == cache.dtype
         self.is_cuda, self.index = q.device.type == "cuda", q.device.index
-        self.decode, self.splits, self.places, self.scalars = decode, splits, places, scalars
+        self.decode, self.scratch, self.scalars = decode, scratch, scalars
         state = (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v, cache.ring_k,
                  cache.ring_v)
         if batch < cache.max_batch:
@@ -168,14 +128,10 @@ class DecodePlan:
         return around
 
     def _allocate(self) -> tuple[tuple, tuple]:
-        """``_around`` with new scratch, what the splits of a call leave for the one that ends last: partial results (o
-        [splits, batch, q_len, num_heads, head_dim] and lse [splits, batch, q_len, num_heads], fp32) and ``counters`` of
-        arrivals."""
-        o = torch.empty(self.splits, *self.shape, dtype=torch.float32, device=self.device)
-        lse = torch.empty(self.splits, *self.shape[:3], dtype=torch.float32, device=self.device)
-        arrivals = (counters(self.places, self.device) if self.splits > 1
-                    else torch.empty(1, dtype=torch.int32, device=self.device))  # not used
-        return (*self.tensors, loader.argument(o), loader.argument(lse)), (loader.argument(arrivals), *self.scalars)
+        """``_around`` with new scratch."""
+        left = [partials(shape, self.scratch.word, self.device) for shape in self.scratch.shapes]
+        arrivals = [counters(self.scratch.counters, self.device)] * bool(self.scratch.counters)
+        return (*self.tensors, *map(loader.argument, left)), (*map(loader.argument, arrivals), *self.scalars)
 
 
 class StepPlan:

@@ -1,0 +1,110 @@
+"""Device memory that decode calls leave as they found it: what splits exchange, and the sink logit of calls without.
+
+A captured call's memory must be no other graph's, and made before the capture: it comes from a stock.
+"""
+
+import ctypes
+import math
+from functools import cache
+from threading import Lock
+
+import torch
+
+from lowbit_attn.state import is_capturing
+
+SECTOR_WORDS = 8  # of L2
+CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+GRAPH_SCRATCH = 1 << 22  # 32-bit words a device: 32 captures of calls with as many CTAs as an H200 runs; 16 MiB
+GRAPH_COUNTERS = 1 << 18  # a device: 512 captured calls of 64 sequences and 8 KV heads; 1 MiB
+
+_NO_SINK_LOGIT: dict[torch.device, torch.Tensor] = {}
+_FREE_COUNTERS: dict[torch.device, torch.Tensor] = {}
+_FREE_SCRATCH: dict[torch.device, torch.Tensor] = {}
+_SCRATCH_OF_CAPTURE: dict[tuple, torch.Tensor] = {}
+_STOCK = Lock()
+
+
+def no_sink_logit(device: torch.device) -> torch.Tensor:
+    """A sink logit of -inf for every head: fp32 [1]. Kept for good, since captured graphs outlive plans."""
+    if device not in _NO_SINK_LOGIT:
+        if is_capturing(device):
+            return torch.full((1,), -torch.inf, device=device)
+        # a copy from the host is complete when it returns, so that any stream may read it
+        _NO_SINK_LOGIT[device] = torch.tensor([-torch.inf], device=device)
+    return _NO_SINK_LOGIT[device]
+
+
+def prepare(device: torch.device, word: int | None) -> None:
+    """Make what calls on a device share for good; waits for it, so a cache does it when it is made. word: Scratch's."""
+    if not is_capturing(device):
+        no_sink_logit(device)
+        with _STOCK:
+            if device not in _FREE_COUNTERS:
+                _FREE_COUNTERS[device] = torch.zeros(GRAPH_COUNTERS, dtype=torch.int32).to(device)
+            if word is not None and device not in _FREE_SCRATCH:
+                _FREE_SCRATCH[device] = torch.full((GRAPH_SCRATCH,), word, dtype=torch.int32).to(device)
+
+
+def counters(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` zeros, int32, which every call leaves as zeros.
+
+    A captured call's are its own for good, since its graph may run at any time; they come from the stock that
+    ``prepare`` made. A graph beyond the stock sets its own to zero, in a launch more a call.
+    """
+    if is_capturing(device):
+        with _STOCK:
+            free = _FREE_COUNTERS.get(device)
+            if free is not None and len(free) >= count:
+                _FREE_COUNTERS[device] = free[count:]
+                return free[:count]
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def partials(shape: tuple[int, ...], word: int | None, device: torch.device) -> torch.Tensor:
+    """fp32 of which every 32-bit word is ``word``, as calls leave it, or anything if that is None.
+
+    Captured calls of one stream run one after the other, so those of a capture share theirs, which is no other's for
+    good: the graph may run at any time. It comes from the stock that ``prepare`` made; a capture beyond the stock sets
+    the words in a launch more a call.
+    """
+    if word is None:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+    count = math.prod(shape)
+    if is_capturing(device):
+        with _STOCK:
+            words = _of_capture(count, device)
+        if words is not None:
+            return words[:count].view(torch.float32).view(shape)
+    return torch.full((count,), word, dtype=torch.int32, device=device).view(torch.float32).view(shape)
+
+
+def _of_capture(count: int, device: torch.device) -> torch.Tensor | None:
+    """At least ``count`` words of the stock for the current stream's capture; None if there are not as many left."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    name = device, stream, capture_id(stream)
+    words, free = _SCRATCH_OF_CAPTURE.get(name), _FREE_SCRATCH.get(device)
+    if words is not None and len(words) >= count:
+        return words
+    aligned = -(-count // SECTOR_WORDS) * SECTOR_WORDS
+    if free is None or len(free) < aligned:
+        return None
+    words, _FREE_SCRATCH[device] = free[:aligned], free[aligned:]
+    if name[-1] is not None:
+        _SCRATCH_OF_CAPTURE[name] = words
+    return words
+
+
+def capture_id(stream: int) -> int | None:
+    """Number of the capture that a stream takes part in, unique in the process; None if the driver does not tell."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    try:
+        failed = _driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), ctypes.byref(status),
+                                                     ctypes.byref(number), None, None, None)
+    except (OSError, AttributeError):
+        return None
+    return number.value if not failed and status.value == CAPTURING else None
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
