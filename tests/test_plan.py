@@ -106,6 +106,12 @@ def test_splits_that_meet_fit_on_the_gpu(stage, cache, monkeypatch, arch, target
         assert given.shape[1 if arch == "hopper" else 0] == got
 
 
+@pytest.mark.parametrize("pages, ctas, splits", [
+    (64, 8, 16), (63, 8, 16), (16, 8, 4), (15, 8, 4), (3, 8, 1), (0, 8, 1), (4096, 8, 16), (4096, 512, 1)])
+def test_splits_fill_the_gpu_but_have_pages_enough(pages, ctas, splits):
+    assert dispatch.filling_splits(132, ctas, pages) == splits
+
+
 def test_the_second_call_repeats_the_plan(stage, cache):
     first, second = queries(), queries()
     logits = torch.randn(4)

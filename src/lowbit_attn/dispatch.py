@@ -21,6 +21,7 @@ FORCED_TARGETS = {("ampere", (9, 0)): "sm_90"}  # Ampere kernels also run on Hop
 # os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
 _ENVIRONMENT = os.environ._data
 _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
+PAGES_A_SPLIT = 4  # fewer, and the merge takes longer than the pages it saves (perf/NOTES.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
 
 
@@ -146,7 +147,7 @@ def _call(q: torch.Tensor, options: tuple) -> tuple:
 
 
 def default_splits(cache: KVCache, batch: int, ctas_per_sm: int = 1) -> int:
-    """CTAs that share a sequence's pages: enough to fill the GPU, never more than the table's pages.
+    """CTAs that share a sequence's pages: enough to fill the GPU, not more than pages are worth.
 
     batch: sequences times blocks of query rows. ctas_per_sm: what an SM holds at once.
 
@@ -162,8 +163,8 @@ def running_ctas(device: torch.device, ctas_per_sm: int) -> int:
 
 
 def filling_splits(places: int, ctas: int, pages: int) -> int:
-    """Splits with which so many CTAs fill so many places of a GPU; at most ``pages``."""
-    return max(1, min(pages, places // ctas))
+    """Splits with which so many CTAs fill so many places of a GPU; at most one for ``PAGES_A_SPLIT`` pages."""
+    return max(1, min(-(-pages // PAGES_A_SPLIT), places // ctas))
 
 
 def _specialisation(cache: KVCache) -> tuple[str, str, str, int]:
