@@ -83,7 +83,8 @@ def traffic(case: BenchCase, splits: int, sinks: int = 0) -> dict[str, int]:
     found["counters"] = COUNTERS * WORD * case.batch
     found["q"] = found["o"] = rows * case.head_dim * HALF
     found["lse"] = rows * WORD
-    found[PARTIAL] = 2 * splits * rows * (case.head_dim + 1) * WORD * (splits > 1)  # written and read
+    # written and read; Hopper's cells repeat the statistics, half as much again, and are cleared
+    found[PARTIAL] = 2 * splits * rows * (case.head_dim + 1) * WORD * (splits > 1)
     return found
 
 
