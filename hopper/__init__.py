@@ -11,7 +11,7 @@ FLOATS = (torch.float16, torch.bfloat16)
 WIDE_INTEGER_V_BITS = (8, 4)
 EMPTY = -1  # a word of scratch whose value has not come: a NaN that no arithmetic gives
 SPLITS_MEET = True  # all splits of a call must run at once
-CELL_CHANNELS, CELL_WORDS = 4, 8  # of a cell of scratch: channels, lse, and what keeps it in one sector of L2
+CELL_CHANNELS, CELL_WORDS = 4, 8  # of a cell of scratch: channels, maximum, sum, and what fills a sector of L2
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
 
@@ -54,4 +54,5 @@ PATHS = {
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:
     """Of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
-    return Scratch(((places if splits > 1 else 1, splits, rows, q_shape[-1] // CELL_CHANNELS * CELL_WORDS),), EMPTY)
+    return Scratch(((places if splits > 1 else 1, splits, rows, q_shape[-1] // CELL_CHANNELS * CELL_WORDS),),
+                   EMPTY if splits > 1 else None)

@@ -130,13 +130,16 @@ def test_splits_are_merged(arch, path, q_len, with_sinks, num_splits, record_pro
     check_decode(case, path, "merge of splits", record_property, num_splits, Attention(sink_logits=sink_logits))
 
 
-def test_a_nan_in_one_split_stays_visible(arch):
+@pytest.mark.parametrize("path, side", [(None, "k"), ("register", "k"), ("tile", "k"), (None, "v"), ("register", "v"),
+                                        ("tile", "v")])
+def test_a_nan_in_one_split_stays_visible(arch, path, side):
     problem, _ = problem_and_expected(testing.Case("k4v4", num_heads=4, num_heads_kv=2, lengths=(1000,)), "register")
     broken = copy.deepcopy(problem.cache)
-    broken.ring_k[0, 1, (int(broken.n_tok[0]) - 1) % broken.ring_k.shape[2]] = float("nan")
+    ring = getattr(broken, f"ring_{side}")
+    ring[0, 1, (int(broken.n_tok[0]) - 1) % ring.shape[2]] = float("nan")
     for num_splits in (1, 5):
-        o, lse = lowbit_attn.decode(problem.q, broken, num_splits=num_splits)
-        assert o[0, 0, 2:].isnan().all() and lse[0, 2:].isnan().all()
+        o, lse = lowbit_attn.decode(problem.q, broken, num_splits=num_splits, path=path)
+        assert o[0, 0, 2:].isnan().all() and lse[0, 2:].isnan().all() == (side == "k")
         assert o[0, 0, :2].isfinite().all() and lse[0, :2].isfinite().all()
 
 

@@ -254,6 +254,11 @@ class RegisterConfig:
         return self.head_dim + 4
 
     @property
+    def merge_bytes(self) -> int:
+        """O of a warp with maximum and sum of its rows, fp32; they reuse its ring."""
+        return self.rows * (self.merge_pitch + 2) * 4
+
+    @property
     def smem_plan(self) -> dict[str, int]:
         """Bytes of each piece of shared memory, in order."""
         channels = {"channels": self.channel_bytes} if self.boost else {}
@@ -281,8 +286,8 @@ class RegisterConfig:
         if self.smem_bytes > SMEM_LIMIT:
             found.append(f"shared memory: {self.smem_bytes} B at {self.warps} warps and "
                          f"{self.slots} slots, limit {SMEM_LIMIT} B")
-        if self.warp_bytes < (needed := max(self.unit_bytes, self.third_bytes)):
-            found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit needs {needed} B")
+        if self.warp_bytes < (needed := max(self.unit_bytes, self.third_bytes, self.merge_bytes)):
+            found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit or O needs {needed} B")
         if self.head_dim not in HEAD_DIMS:
             found.append(f"head_dim: got {self.head_dim}, supported: {', '.join(map(str, HEAD_DIMS))}")
         if self.rows not in self.row_choices:

@@ -1,4 +1,4 @@
-"""End of a CTA: the warps' partial results through shared memory, normalised, then the merge with the other splits."""
+"""End of a CTA: the warps' partial results added up through shared memory, then the merge with the other splits."""
 
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ def leave(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, me: Lane, stat
 def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, rows: Rows, out: combine.Outputs, row: Int32,
           chunk: Int32):
     """CHANNELS channels of one query row, added up over the warps."""
-    place = combine.find_row(out, rows, row)  # asks for the sink logit
+    own_row = combine.find_row(out, rows, row)  # asks for the sink logit
     pairs = [read(shared.pairs, (row, w)) for w in range(cfg.warps)]
     tops = [pair[0] for pair in pairs]
     top = numbers.tree(tops, cute.arch.fmax)
@@ -81,4 +81,4 @@ def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, rows: Rows, ou
     values = cute.make_rmem_tensor(CHANNELS, Float32)
     for e in cutlass.range_constexpr(CHANNELS):
         values[e] = numbers.tree([w * part[e] for w, part in zip(weights, parts)], numbers.add)
-    combine.leave(out, place, (chunk,), (combine.Sums(values, top, total),))
+    combine.leave(out, own_row, (chunk,), (combine.Sums(values, top, total),))

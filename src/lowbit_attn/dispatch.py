@@ -21,7 +21,7 @@ FORCED_TARGETS = {("ampere", (9, 0)): "sm_90"}  # Ampere kernels also run on Hop
 # os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
 _ENVIRONMENT = os.environ._data
 _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
-PAGES_A_SPLIT = 4  # fewer, and the merge takes longer than the pages it saves (perf/NOTES.md)
+PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (perf/NOTES.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
 
 
@@ -162,9 +162,9 @@ def running_ctas(device: torch.device, ctas_per_sm: int) -> int:
     return ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def filling_splits(places: int, ctas: int, pages: int) -> int:
-    """Splits with which so many CTAs fill so many places of a GPU; at most one for ``PAGES_A_SPLIT`` pages."""
-    return max(1, min(-(-pages // PAGES_A_SPLIT), places // ctas))
+def filling_splits(room: int, blocks: int, pages: int) -> int:
+    """Splits of each block of rows for a GPU with room for so many CTAs, one for about ``PAGES_A_SPLIT`` pages."""
+    return max(1, min(-(-pages // PAGES_A_SPLIT), room // blocks))
 
 
 def _specialisation(cache: KVCache) -> tuple[str, str, str, int]:
@@ -214,7 +214,7 @@ def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _prepare_cuda(cache: KVCache) -> None:
-    """Raise NotImplementedError, with the reasons, for a cache that no kernel can fill or read, or ``prepare``."""
+    """Raise NotImplementedError, with the reasons, for a cache that no kernel can fill or read; prepare others."""
     arch, _ = target_of(cache.device)
     if reasons := list(cache.unnamed) or kernels.quantize_missing(cache.format, cache.head_dim, cache.dtype):
         raise NotImplementedError(f"{arch}: {'; '.join(reasons)}")

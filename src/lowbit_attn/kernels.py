@@ -125,7 +125,7 @@ def ctas_per_sm(key: KernelKey) -> int:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What the splits of a decode call leave for the one that merges them.
+    """What the splits of a decode call leave for those that merge them.
 
     shapes: of fp32 tensors; word: what each of their 32-bit words is between calls, as int32, or None: anything;
     counters: how many int32, zero between calls.

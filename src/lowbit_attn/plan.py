@@ -115,8 +115,8 @@ class DecodePlan:
         return o, logsumexp
 
     def _around(self) -> tuple[tuple, tuple]:
-        """The kernel's arguments before and after a call's outputs, with scratch of the current stream: of a captured
-        step it is new memory, which belongs to that graph."""
+        """The kernel's arguments before and after a call's outputs, with scratch of the current stream, or, of a
+        captured step, of its capture."""
         stream = 0
         if self.is_cuda:
             if torch._C._cuda_isCurrentStreamCapturing():  # what is_capturing asks, without its calls

@@ -14,7 +14,7 @@ from lowbit_attn.state import is_capturing
 
 SECTOR_WORDS = 8  # of L2
 CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
-GRAPH_SCRATCH = 1 << 22  # 32-bit words a device: 32 captures of calls with as many CTAs as an H200 runs; 16 MiB
+GRAPH_SCRATCH = 1 << 22  # 32-bit words a device, 16 MiB; 132 CTAs of 4 query rows at head_dim 128 take 0.5 MiB, of 64 8
 GRAPH_COUNTERS = 1 << 18  # a device: 512 captured calls of 64 sequences and 8 KV heads; 1 MiB
 
 _NO_SINK_LOGIT: dict[torch.device, torch.Tensor] = {}
@@ -64,31 +64,34 @@ def partials(shape: tuple[int, ...], word: int | None, device: torch.device) -> 
     """fp32 of which every 32-bit word is ``word``, as calls leave it, or anything if that is None.
 
     Captured calls of one stream run one after the other, so those of a capture share theirs, which is no other's for
-    good: the graph may run at any time. It comes from the stock that ``prepare`` made; a capture beyond the stock sets
-    the words in a launch more a call.
+    good: the graph may run at any time, but not beside itself. It comes from the stock that ``prepare`` made; a capture
+    beyond the stock sets the words in one launch more.
     """
+    count = math.prod(shape)
     if word is None:
         return torch.empty(shape, dtype=torch.float32, device=device)
-    count = math.prod(shape)
     if is_capturing(device):
         with _STOCK:
-            words = _of_capture(count, device)
-        if words is not None:
-            return words[:count].view(torch.float32).view(shape)
-    return torch.full((count,), word, dtype=torch.int32, device=device).view(torch.float32).view(shape)
+            return _of_capture(count, word, device)[:count].view(torch.float32).view(shape)
+    return _filled(count, word, device).view(torch.float32).view(shape)
 
 
-def _of_capture(count: int, device: torch.device) -> torch.Tensor | None:
-    """At least ``count`` words of the stock for the current stream's capture; None if there are not as many left."""
+def _filled(count: int, word: int, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), word, dtype=torch.int32, device=device)
+
+
+def _of_capture(count: int, word: int, device: torch.device) -> torch.Tensor:
+    """At least ``count`` words for the current stream's capture."""
     stream = torch.cuda.current_stream(device).cuda_stream
-    name = device, stream, capture_id(stream)
-    words, free = _SCRATCH_OF_CAPTURE.get(name), _FREE_SCRATCH.get(device)
+    name, free = (device, stream, capture_id(stream)), _FREE_SCRATCH.get(device)
+    words = _SCRATCH_OF_CAPTURE.get(name)
     if words is not None and len(words) >= count:
         return words
     aligned = -(-count // SECTOR_WORDS) * SECTOR_WORDS
-    if free is None or len(free) < aligned:
-        return None
-    words, _FREE_SCRATCH[device] = free[:aligned], free[aligned:]
+    if free is not None and len(free) >= aligned:
+        words, _FREE_SCRATCH[device] = free[:aligned], free[aligned:]
+    else:
+        words = _filled(aligned, word, device)
     if name[-1] is not None:
         _SCRATCH_OF_CAPTURE[name] = words
     return words
