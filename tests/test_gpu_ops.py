@@ -10,6 +10,7 @@ from test_ops import arguments, assert_same, fresh_compiler, step_arguments  # n
 import lowbit_attn
 import lowbit_attn.ops
 from lowbit_attn import scratch, testing
+from lowbit_attn.hopper import EMPTY
 
 sys.path.append(str(Path(__file__).parent.parent / "perf"))
 
@@ -122,11 +123,11 @@ def test_captured_calls_of_one_graph_share_scratch(arch, cache, q):
     want = lowbit_attn.decode(q, cache)
     taken = []
     for calls in (1, 3):
-        before = len(scratch._FREE_SCRATCH.get(q.device, ()))
+        before = len(scratch._FREE.get((q.device, EMPTY), ()))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             got = [lowbit_attn.decode(q, cache) for _ in range(calls)]
-        taken.append(before - len(scratch._FREE_SCRATCH.get(q.device, ())))
+        taken.append(before - len(scratch._FREE.get((q.device, EMPTY), ())))
         for _ in range(3):
             graph.replay()
             for x in got:

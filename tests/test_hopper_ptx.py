@@ -13,8 +13,8 @@ import ptx
 import pytest
 import torch
 
-from lowbit_attn import dispatch, gpu_matrix, kernels, testing  # noqa: F401 - gpu_matrix: names like +w128
-from lowbit_attn.hopper import CELL_CHANNELS, CELL_WORDS, EMPTY
+from lowbit_attn import dispatch, gpu_matrix, hopper, kernels, testing  # noqa: F401 - gpu_matrix: names like +w128
+from lowbit_attn.hopper import EMPTY
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -56,8 +56,8 @@ def decode(program, cfg, problem: testing.Problem, options: Attention, splits: i
     blocks = -(-ratio * q_len // cfg.rows)
     grid = (cache.num_heads_kv * blocks, batch, splits)
     sink_logits = torch.full((1,), -torch.inf) if options.sink_logits is None else options.sink_logits
-    places = grid[0] * batch
-    partials = torch.full((places, splits, cfg.rows, head_dim // CELL_CHANNELS * CELL_WORDS), EMPTY, dtype=torch.int32)
+    shape, = hopper.scratch(q.shape, cfg.rows, grid[0] * batch, splits).shapes
+    partials = torch.full(shape, EMPTY, dtype=torch.int32)
     results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
     counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.third_segment, cache.n_tok]
     tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]

@@ -18,7 +18,7 @@ def capture(monkeypatch):
     monkeypatch.setattr(scratch, "is_capturing", lambda device: now["number"] is not None)
     monkeypatch.setattr(scratch, "capture_id", lambda stream: now["number"])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=now["stream"]))
-    for name in ("_FREE_SCRATCH", "_FREE_COUNTERS", "_SCRATCH_OF_CAPTURE", "_NO_SINK_LOGIT"):
+    for name in ("_FREE", "_OF_CAPTURE", "_NO_SINK_LOGIT"):
         monkeypatch.setattr(scratch, name, {})
     monkeypatch.setattr(scratch, "GRAPH_SCRATCH", 100)
     scratch.prepare(CPU, WORD)
@@ -48,6 +48,15 @@ def test_calls_of_one_capture_and_stream_share(capture):
     other = scratch.partials((5, 4), WORD, CPU)
     assert not overlap(first, other) and not overlap(larger, other)
     assert all(x.data_ptr() % 32 == first.data_ptr() % 32 for x in (larger, other))  # whole sectors
+
+
+def test_words_of_another_kind_are_others(capture):
+    capture["number"] = 1
+    cells, counters = scratch.partials((5,), WORD, CPU), scratch.words(5, 0, CPU)
+    assert (words(cells) == WORD).all() and (counters == 0).all() and counters.dtype == torch.int32
+    assert scratch.words(4, 0, CPU).data_ptr() == counters.data_ptr()
+    capture["number"] = 2
+    assert not overlap(counters, scratch.words(4, 0, CPU))
 
 
 def test_a_capture_beyond_the_stock_sets_its_words_itself(capture):

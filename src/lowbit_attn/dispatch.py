@@ -119,16 +119,16 @@ def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key
 def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey) -> DecodePlan:
     batch, q_len, num_heads, head_dim = q.shape
     blocks = -(-(num_heads // cache.num_heads_kv * q_len) // key.rows)
+    places, ctas_per_sm = batch * blocks * cache.num_heads_kv, kernels.ctas_per_sm(key)
     package = kernels.arch_package(key.arch)
-    splits = default_splits(cache, batch * blocks, kernels.ctas_per_sm(key))
-    if num_splits:
-        room = running_ctas(cache.device, kernels.ctas_per_sm(key)) // (batch * blocks * cache.num_heads_kv)
-        splits = min(num_splits, max(1, room)) if package.SPLITS_MEET else num_splits
+    splits = num_splits or default_splits(cache, batch * blocks, ctas_per_sm)
+    if num_splits and package.SPLITS_MEET:
+        splits = min(num_splits, max(1, running_ctas(cache.device, ctas_per_sm) // places))
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
     scalars = (scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, window, NO_WINDOW if options.keep_sinks else window,
                *cache.strides)
-    scratch = package.scratch(tuple(q.shape), key.rows, batch * cache.num_heads_kv * blocks, splits)
+    scratch = package.scratch(tuple(q.shape), key.rows, places, splits)
     return DecodePlan(cache, q, loader.load(key), scratch, scalars, _part(cache, "k").view(torch.uint32))
 
 

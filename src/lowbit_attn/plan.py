@@ -13,7 +13,7 @@ import torch
 
 from lowbit_attn import loader
 from lowbit_attn.kernels import Scratch
-from lowbit_attn.scratch import counters, no_sink_logit, partials
+from lowbit_attn.scratch import no_sink_logit, partials, words
 from lowbit_attn.state import STATE, STEP_STATE
 
 # What a plan is made of: it serves a cache as long as these are the same objects. DecodePlan.serves lists them again.
@@ -130,7 +130,7 @@ class DecodePlan:
     def _allocate(self) -> tuple[tuple, tuple]:
         """``_around`` with new scratch."""
         left = [partials(shape, self.scratch.word, self.device) for shape in self.scratch.shapes]
-        arrivals = [counters(self.scratch.counters, self.device)] * bool(self.scratch.counters)
+        arrivals = [words(self.scratch.counters, 0, self.device)] * bool(self.scratch.counters)
         return (*self.tensors, *map(loader.argument, left)), (*map(loader.argument, arrivals), *self.scalars)
 
 

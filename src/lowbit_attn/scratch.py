@@ -15,12 +15,11 @@ from lowbit_attn.state import is_capturing
 SECTOR_WORDS = 8  # of L2
 CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 GRAPH_SCRATCH = 1 << 22  # 32-bit words a device, 16 MiB; 132 CTAs of 4 query rows at head_dim 128 take 0.5 MiB, of 64 8
-GRAPH_COUNTERS = 1 << 18  # a device: 512 captured calls of 64 sequences and 8 KV heads; 1 MiB
+GRAPH_COUNTERS = 1 << 18  # the same of zeros, 1 MiB; calls of 64 sequences and 8 KV heads take 2 KiB
 
 _NO_SINK_LOGIT: dict[torch.device, torch.Tensor] = {}
-_FREE_COUNTERS: dict[torch.device, torch.Tensor] = {}
-_FREE_SCRATCH: dict[torch.device, torch.Tensor] = {}
-_SCRATCH_OF_CAPTURE: dict[tuple, torch.Tensor] = {}
+_FREE: dict[tuple[torch.device, int], torch.Tensor] = {}  # the stock, by what its words are
+_OF_CAPTURE: dict[tuple, torch.Tensor] = {}
 _STOCK = Lock()
 
 
@@ -39,41 +38,29 @@ def prepare(device: torch.device, word: int | None) -> None:
     if not is_capturing(device):
         no_sink_logit(device)
         with _STOCK:
-            if device not in _FREE_COUNTERS:
-                _FREE_COUNTERS[device] = torch.zeros(GRAPH_COUNTERS, dtype=torch.int32).to(device)
-            if word is not None and device not in _FREE_SCRATCH:
-                _FREE_SCRATCH[device] = torch.full((GRAPH_SCRATCH,), word, dtype=torch.int32).to(device)
-
-
-def counters(count: int, device: torch.device) -> torch.Tensor:
-    """``count`` zeros, int32, which every call leaves as zeros.
-
-    A captured call's are its own for good, since its graph may run at any time; they come from the stock that
-    ``prepare`` made. A graph beyond the stock sets its own to zero, in a launch more a call.
-    """
-    if is_capturing(device):
-        with _STOCK:
-            free = _FREE_COUNTERS.get(device)
-            if free is not None and len(free) >= count:
-                _FREE_COUNTERS[device] = free[count:]
-                return free[:count]
-    return torch.zeros(count, dtype=torch.int32, device=device)
+            for own, count in ((0, GRAPH_COUNTERS), (word, GRAPH_SCRATCH)):
+                if own is not None and (device, own) not in _FREE:
+                    _FREE[device, own] = torch.full((count,), own, dtype=torch.int32).to(device)
 
 
 def partials(shape: tuple[int, ...], word: int | None, device: torch.device) -> torch.Tensor:
-    """fp32 of which every 32-bit word is ``word``, as calls leave it, or anything if that is None.
-
-    Captured calls of one stream run one after the other, so those of a capture share theirs, which is no other's for
-    good: the graph may run at any time, but not beside itself. It comes from the stock that ``prepare`` made; a capture
-    beyond the stock sets the words in one launch more.
-    """
-    count = math.prod(shape)
+    """fp32 of which every 32-bit word is ``word``, as calls leave it, or anything if that is None."""
     if word is None:
         return torch.empty(shape, dtype=torch.float32, device=device)
+    return words(math.prod(shape), word, device).view(torch.float32).view(shape)
+
+
+def words(count: int, word: int, device: torch.device) -> torch.Tensor:
+    """int32 [count], all of them ``word``, as every call leaves them.
+
+    Captured calls of one stream run one after the other, so those of a capture share theirs, which are no other's for
+    good: the graph may run at any time, but not beside itself. They come from the stock that ``prepare`` made; a
+    capture beyond the stock sets them in one launch more.
+    """
     if is_capturing(device):
         with _STOCK:
-            return _of_capture(count, word, device)[:count].view(torch.float32).view(shape)
-    return _filled(count, word, device).view(torch.float32).view(shape)
+            return _of_capture(count, word, device)[:count]
+    return _filled(count, word, device)
 
 
 def _filled(count: int, word: int, device: torch.device) -> torch.Tensor:
@@ -82,19 +69,19 @@ def _filled(count: int, word: int, device: torch.device) -> torch.Tensor:
 
 def _of_capture(count: int, word: int, device: torch.device) -> torch.Tensor:
     """At least ``count`` words for the current stream's capture."""
-    stream = torch.cuda.current_stream(device).cuda_stream
-    name, free = (device, stream, capture_id(stream)), _FREE_SCRATCH.get(device)
-    words = _SCRATCH_OF_CAPTURE.get(name)
-    if words is not None and len(words) >= count:
-        return words
+    stream, stock = torch.cuda.current_stream(device).cuda_stream, (device, word)
+    name, free = (*stock, stream, capture_id(stream)), _FREE.get(stock)
+    found = _OF_CAPTURE.get(name)
+    if found is not None and len(found) >= count:
+        return found
     aligned = -(-count // SECTOR_WORDS) * SECTOR_WORDS
     if free is not None and len(free) >= aligned:
-        words, _FREE_SCRATCH[device] = free[:aligned], free[aligned:]
+        found, _FREE[stock] = free[:aligned], free[aligned:]
     else:
-        words = _filled(aligned, word, device)
+        found = _filled(aligned, word, device)
     if name[-1] is not None:
-        _SCRATCH_OF_CAPTURE[name] = words
-    return words
+        _OF_CAPTURE[name] = found
+    return found
 
 
 def capture_id(stream: int) -> int | None:
