@@ -19,8 +19,9 @@ WARP = 32
 WORD = 4  # bytes
 META_BYTES = 8  # of one access to metadata
 COLUMNS = 8  # query rows of one m16n8k16
-MAX_WARPS, MIN_SLOTS, MAX_SLOTS = 8, 3, 8
-MANY_WARPS, MANY_WARPS_SLOTS = 12, 2  # where 168 registers a lane are enough: more warps hide more latency
+MAX_WARPS, MIN_SLOTS, MAX_SLOTS = 8, 2, 8
+MANY_WARPS = 12  # where 168 registers a lane are enough: more warps hide more latency
+UNDER_WAY = 48 << 10  # bytes that an SM must have under way to take its share of DRAM's rate (perf/NOTES.md)
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
 UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time: each lane copies one row of K or of V
@@ -149,7 +150,6 @@ class RegisterConfig:
     boost: BoostPlan | None = None
 
     is_integer = False  # the arithmetic of hopper/integer, with 4 query rows
-    max_warps, min_slots = MAX_WARPS, MIN_SLOTS
     query_width = 2  # bytes of a q' in shared memory
 
     @property
@@ -259,6 +259,17 @@ class RegisterConfig:
         return self.rows * (self.merge_pitch + 2) * 4
 
     @property
+    def reuse_bytes(self) -> int:
+        """Of a warp's ring, by what reuses it."""
+        return max(self.unit_bytes, self.third_bytes, self.merge_bytes)
+
+    @property
+    def slots_needed(self) -> int:
+        """Slots with which all but one of a CTA's make ``UNDER_WAY`` bytes, and a warp's ring holds what reuses it."""
+        under_way = -(-UNDER_WAY // (self.warps * self.slot_bytes))
+        return min(MAX_SLOTS, max(MIN_SLOTS, 1 + under_way, -(-self.reuse_bytes // self.slot_bytes)))
+
+    @property
     def smem_plan(self) -> dict[str, int]:
         """Bytes of each piece of shared memory, in order."""
         channels = {"channels": self.channel_bytes} if self.boost else {}
@@ -286,8 +297,8 @@ class RegisterConfig:
         if self.smem_bytes > SMEM_LIMIT:
             found.append(f"shared memory: {self.smem_bytes} B at {self.warps} warps and "
                          f"{self.slots} slots, limit {SMEM_LIMIT} B")
-        if self.warp_bytes < (needed := max(self.unit_bytes, self.third_bytes, self.merge_bytes)):
-            found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit or O needs {needed} B")
+        if self.warp_bytes < self.reuse_bytes:
+            found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit or O needs {self.reuse_bytes} B")
         if self.head_dim not in HEAD_DIMS:
             found.append(f"head_dim: got {self.head_dim}, supported: {', '.join(map(str, HEAD_DIMS))}")
         if self.rows not in self.row_choices:
@@ -328,7 +339,7 @@ def plan_boost(side: Side, planes: tuple[Plane, ...], k: SidePlan) -> BoostPlan 
 
 def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
                 features: tuple[str, ...] = (), kind: type[RegisterConfig] = RegisterConfig) -> RegisterConfig:
-    """The configuration of a format: as many warps as leave enough slots each, then as many slots as fit."""
+    """The configuration of a format: as many warps as leave ``MIN_SLOTS`` each, then the slots they need."""
     record = fmt.record(head_dim)
     k = plan_side(fmt.k, record.k_planes, 0, record.v_offset, head_dim)
     v = plan_side(fmt.v, record.v_planes, record.v_offset, record.nbytes, head_dim)
@@ -337,15 +348,13 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
     free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
-    warps, slots = kind.max_warps, kind.min_slots
     is_plain = not (features or without)
     is_slim = is_plain and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
     is_slim = is_slim and not (has_third and k.is_per_token)  # would spill 5 words
-    if is_slim and MANY_WARPS * MANY_WARPS_SLOTS * slot <= free:
-        warps, slots = MANY_WARPS, MANY_WARPS_SLOTS
-    warps = max(1, min(warps, free // (slots * slot)))
-    slots = min(MAX_SLOTS, free // (warps * slot))
-    return kind(k, v, head_dim, rows, dtype, options, warps, slots, has_third, features, boost).check()
+    fitting = free // (MIN_SLOTS * slot)
+    warps = MANY_WARPS if is_slim and MANY_WARPS <= fitting else max(1, min(MAX_WARPS, fitting))
+    found = kind(k, v, head_dim, rows, dtype, options, warps, MIN_SLOTS, has_third, features, boost)
+    return replace(found, slots=min(found.slots_needed, free // (warps * slot))).check()
 
 
 def expected_counts(cfg: RegisterConfig) -> dict[str, int]:

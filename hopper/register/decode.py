@@ -4,8 +4,8 @@ One CTA serves one (split, row block, KV head, sequence); more than ``cfg.rows``
 each of which reads the pages. Its warps share nothing but the query rows: each walks over its own pages (walk.py) with
 a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
 
-    for each page:  wait K part -> S^T = K Q^T (scores) -> refill slot -> maximum, P (softmax)
-                    wait V part -> O^T += V^T P^T (values) -> refill slot
+    for each page:  wait K part -> refill last slot -> S^T = K Q^T (scores)
+                    wait V part -> refill last slot -> maximum, P (softmax) -> O^T += V^T P^T (values)
     then:           O to true scale -> pages with V in 16 bit (third) -> 16-bit units (plain) -> merge
 
     ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
@@ -180,13 +180,14 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
     new_max = cute.make_rmem_tensor(cfg.lane_rows, Float32)
     for page in cutlass.range(pages.count, unroll=1):
         cute.arch.mbarrier_wait(ring.full + slot, phase)
+        ids = load.refill(cfg, 0, pages, ring, me, page, slot, ids)
         piece = load.Piece(ring.buffer, me.warp, slot)
         # S = K Q^T
         found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries)
-        ids = load.refill(cfg, 0, pages, ring, me, page, slot, ids)
         slot, phase = load.advance(cfg, slot, phase)
         found = masks.of_page(cfg, found, work.first_page + page * cfg.warps, work, rows, limits, me)
         cute.arch.mbarrier_wait(ring.full + slot, phase)
+        ids = load.refill(cfg, 1, pages, ring, me, page, slot, ids)
         piece = load.Piece(ring.buffer, me.warp, slot)
         exponent = state.exponent[0]
         if cutlass.const_expr(not cfg.is_integer):
@@ -203,5 +204,4 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         else:
             softmax.rescale(cfg, state, new_max, exponent)
             values.accumulate(cfg, piece, me, state, found.acc, exponent)
-        ids = load.refill(cfg, 1, pages, ring, me, page, slot, ids)
         slot, phase = load.advance(cfg, slot, phase)

@@ -1,7 +1,8 @@
 """A warp's private ring of record parts: bulk copies in, codes and metadata out. No other warp takes part.
 
-Pieces run K part, V part, K part, ... of the warp's pages; piece n lies in slot n % slots. A slot is refilled right
-after the warp has read it, so the next ``slots - 1`` pieces are always under way.
+Pieces run K part, V part, K part, ... of the warp's pages; piece n lies in slot n % slots. When piece n has come, the
+copy to the slot read before it starts: ``slots - 1`` pieces are under way while a warp waits, and no more than memory
+needs (config.UNDER_WAY). What is beyond that queues up, and the queue serves some SMs a fifth faster than others.
 """
 
 import math
@@ -118,15 +119,20 @@ def start(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Ring, me: 
 @cute.jit
 def refill(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring, me: Lane,
            page: Int32, slot: Int32, ids: Int32) -> Int32:
-    """All lanes have read piece (page, side_idx) in ``slot``: start the piece ``slots`` further on. Returns the ids."""
-    ahead, side = part_of(side_idx + cfg.slots)
+    """Piece (page, side_idx) has come to ``slot``, and all lanes have read the one before it: start the piece that goes
+    to its slot. Returns the ids."""
+    ahead, side = part_of(side_idx + cfg.slots - 1)
     cute.arch.sync_warp()
     later = page + ahead
-    if later < pages.count:
+    is_new = later < pages.count
+    if cutlass.const_expr(side_idx == 0):
+        is_new = is_new & (page > 0)  # ``start`` filled all slots
+    if is_new:
         if cutlass.const_expr(side == 0):
             if later % WARP == 0:
                 ids = page_ids(cfg, pages, later, me.lane)
-        issue(cfg, cfg.v if cutlass.const_expr(side) else cfg.k, pages, ring, me.warp, slot,
+        last = slot - 1 + cfg.slots * Int32(slot == 0)
+        issue(cfg, cfg.v if cutlass.const_expr(side) else cfg.k, pages, ring, me.warp, last,
               cute.arch.shuffle_sync(ids, later % WARP))
     return ids
 
