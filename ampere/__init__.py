@@ -4,6 +4,7 @@ import torch
 
 from lowbit_attn.kernels import Scratch, Support
 
+EMPTY = None  # what words of scratch are between calls: anything
 SPLITS_MEET = False  # splits of a call may run one after the other
 PATHS = {
     "register": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
@@ -13,6 +14,7 @@ PATHS = {
     "tile": Support(k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
                     storages=(torch.float16,), rows=(8,), wide_rows=(8,)),
 }
+SMALLER = {}  # paths in smaller CTAs: none
 
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:

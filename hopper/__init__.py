@@ -12,6 +12,7 @@ WIDE_INTEGER_V_BITS = (8, 4)
 EMPTY = -1  # a word of scratch whose value has not come: a NaN that no arithmetic gives
 SPLITS_MEET = True  # all splits of a call must run at once
 CELL_CHANNELS, CELL_WORDS = 4, 8  # of a cell of scratch: channels, maximum, sum, and what fills a sector of L2
+MAX_PAIRED_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
 
@@ -39,6 +40,20 @@ class IntegerSupport(Support):
         return found
 
 
+@dataclass(frozen=True)
+class PairedSupport(Support):
+    """One group a side, and parts of a record of which two CTAs' rings fit an SM's shared memory."""
+
+    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
+        found = super().missing(fmt, head_dim, dtype, features)
+        if not found:
+            record = fmt.record(head_dim)
+            part = max(record.v_offset, record.nbytes - record.v_offset)
+            if part > MAX_PAIRED_PART:
+                found = [f"part of a record of {part} B, supported: up to {MAX_PAIRED_PART} B"]
+        return found
+
+
 PATHS = {
     "integer": IntegerSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128),
                               head_dims=(64, 96, 128, 256), dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,),
@@ -49,7 +64,13 @@ PATHS = {
     "tile": TileSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 64), wide_rows=(8, 64),
                         channel_groups=(32, 64, 128), k_per_token=True, windows=True),
+    # the integer path in CTAs of half as many warps, two an SM
+    "paired": PairedSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(128,), head_dims=(64, 96, 128),
+                            dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), windows=True, features=(),
+                            boosted=True, is_picked=False),
 }
+
+SMALLER = {"integer": "paired"}  # paths in smaller CTAs, for dispatch.for_many
 
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:

@@ -371,14 +371,16 @@ def expected_counts(cfg: DecodeConfig) -> dict[str, int]:
 
 
 def ctas_per_sm(key) -> int:
-    """Blocks of a decode kernel that an SM holds at once: every kernel here takes the shared memory of a whole SM."""
-    return 1
+    """Blocks of a decode kernel that an SM surely holds at once."""
+    return integer.KINDS[key.variant].ctas_per_sm if key.variant in integer.KINDS else 1
 
 
 def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = FEW_ROWS,
            dtype: str = "float16", without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the decode kernel of a path must show; without: not the tile path."""
-    if path != "tile":
-        return (integer if path == "integer" else register).checks(fmt, head_dim, dtype, rows, without, features)
+    if path in integer.KINDS:
+        return integer.checks(fmt, head_dim, dtype, rows, without, features, path)
+    if path == "register":
+        return register.checks(fmt, head_dim, dtype, rows, without, features)
     cfg = make_config(fmt, head_dim, dtype, rows, features)
     return Checks(SASS_NEED, SASS_FORBID, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

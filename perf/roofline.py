@@ -60,6 +60,7 @@ def launch(case: BenchCase, arch: str, sms: int) -> Launch | None:
     row_blocks = -(-case.rows // key.rows)
     entries = max(1, packed(case, cache_tokens(max(case.lengths)))[0])
     ctas = case.batch * row_blocks * case.num_heads_kv
+    key = dispatch.for_many(key, ctas, entries, sms)
     return Launch(key, dispatch.filling_splits(kernels.ctas_per_sm(key) * sms, ctas, entries), row_blocks)
 
 

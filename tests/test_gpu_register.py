@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_checks import check_decode, differing_values, problem_and_expected
+from gpu_checks import check_decode, check_problem, differing_values, problem_and_expected
 
 import lowbit_attn
 from lowbit_attn import gpu_matrix, kernels, testing
@@ -81,6 +81,27 @@ def test_one_small_case(arch, kernel, record_property):
     ratio, q_len = (6, 4) if is_wide else (kernel.rows // 2, 2)
     case = case_of(kernel, ratio=ratio, q_len=q_len, lengths=(3, 700), sinks=5)
     check_decode(case, path, f"{arch} small {path}", record_property, 2, options_of(kernel))
+
+
+@pytest.mark.parametrize("num_splits", (None, 1, 3))
+@pytest.mark.parametrize("kernel", gpu_matrix.PAIRED, ids=str)
+def test_smaller_ctas(arch, kernel, num_splits, record_property):
+    """The integer path's kernels with two CTAs an SM, over all segments."""
+    if "paired" not in kernels.arch_package(arch).PATHS:
+        pytest.skip(f"no paired path on {arch}")
+    case = case_of(kernel, lengths=LENGTHS, sinks=5)
+    check_decode(case, "paired", f"{arch} paired {kernel.format}", record_property, num_splits)
+
+
+@pytest.mark.parametrize("name", ("k2v2", "kitty"))
+def test_many_sequences_take_smaller_ctas(arch, name, record_property):
+    """More blocks of query rows than SMs, and three times as many."""
+    kernel = gpu_matrix.MatrixKernel(name, "float16", 128, 4)
+    for batch in (70, 210):
+        problem, want = problem_and_expected(case_of(kernel, lengths=tuple(37 * i % 700 for i in range(batch))), None)
+        o = check_problem(problem, want, None, f"{arch} many {name}", record_property)
+        if "paired" in kernels.arch_package(arch).PATHS:
+            assert torch.equal(o, lowbit_attn.decode(problem.q, problem.cache, path="paired")[0])
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])

@@ -42,15 +42,25 @@ class IntegerConfig(RegisterConfig):
         return [ROWS]
 
 
+@dataclass(frozen=True)
+class PairedConfig(IntegerConfig):
+    """CTAs of half as many warps: the start and the end of one pass while the SM's other one is at its pages."""
+
+    ctas_per_sm = 2
+
+
+KINDS = {"integer": IntegerConfig, "paired": PairedConfig}  # by path
+
+
 def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = ROWS, without: tuple[str, ...] = (),
-                features: tuple[str, ...] = ()) -> IntegerConfig:
-    """The configuration of a format; ValueError with the reasons if there is none."""
+                features: tuple[str, ...] = (), path: str = "integer") -> IntegerConfig:
+    """The configuration of a format on one of the paths of ``KINDS``; ValueError with the reasons if there is none."""
     if without:
-        raise ValueError(f"without: got {', '.join(without)}, supported on the integer path: nothing; path='register' "
+        raise ValueError(f"without: got {', '.join(without)}, supported on the {path} path: nothing; path='register' "
                          "has parts to leave out")
-    if found := PATHS["integer"].missing(fmt, head_dim, getattr(torch, dtype)):
+    if found := PATHS[path].missing(fmt, head_dim, getattr(torch, dtype)):
         raise ValueError("; ".join(found))
-    return register.make_config(fmt, head_dim, dtype, rows, (), features, IntegerConfig)
+    return register.make_config(fmt, head_dim, dtype, rows, (), features, KINDS[path])
 
 
 def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
@@ -85,8 +95,8 @@ def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
 
 
 def checks(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
-           features: tuple[str, ...] = ()) -> Checks:
-    """What the SASS of the integer-path kernel must show."""
-    cfg = make_config(fmt, head_dim, dtype, rows, without, features)
+           features: tuple[str, ...] = (), path: str = "integer") -> Checks:
+    """What the SASS of the kernel of one of the paths of ``KINDS`` must show."""
+    cfg = make_config(fmt, head_dim, dtype, rows, without, features, path)
     forbid = register.SASS_FORBID if cfg.may_spill else register.SPILLS + register.SASS_FORBID
     return Checks(SASS_NEED, forbid, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

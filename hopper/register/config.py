@@ -15,6 +15,7 @@ from lowbit_attn.registers import Options
 
 TARGET = "sm_90a"
 SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]
+SM_SMEM, BLOCK_SMEM = 233_472, 1024  # bytes of shared memory an SM has, and those that a CTA takes beside its own
 WARP = 32
 WORD = 4  # bytes
 META_BYTES = 8  # of one access to metadata
@@ -150,6 +151,7 @@ class RegisterConfig:
     boost: BoostPlan | None = None
 
     is_integer = False  # the arithmetic of hopper/integer, with 4 query rows
+    ctas_per_sm = 1
     query_width = 2  # bytes of a q' in shared memory
 
     @property
@@ -266,7 +268,7 @@ class RegisterConfig:
     @property
     def slots_needed(self) -> int:
         """Slots with which all but one of a CTA's make ``UNDER_WAY`` bytes, and a warp's ring holds what reuses it."""
-        under_way = -(-UNDER_WAY // (self.warps * self.slot_bytes))
+        under_way = -(-UNDER_WAY // (self.ctas_per_sm * self.warps * self.slot_bytes))
         return min(MAX_SLOTS, max(MIN_SLOTS, 1 + under_way, -(-self.reuse_bytes // self.slot_bytes)))
 
     @property
@@ -294,9 +296,9 @@ class RegisterConfig:
     def problems(self) -> list[str]:
         """Reasons why this configuration cannot run; empty if it can."""
         found = []
-        if self.smem_bytes > SMEM_LIMIT:
+        if self.smem_bytes > (limit := smem_limit(self.ctas_per_sm)):
             found.append(f"shared memory: {self.smem_bytes} B at {self.warps} warps and "
-                         f"{self.slots} slots, limit {SMEM_LIMIT} B")
+                         f"{self.slots} slots, limit {limit} B")
         if self.warp_bytes < self.reuse_bytes:
             found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit or O needs {self.reuse_bytes} B")
         if self.head_dim not in HEAD_DIMS:
@@ -315,6 +317,11 @@ class RegisterConfig:
         if found := self.problems():
             raise ValueError("; ".join(found))
         return self
+
+
+def smem_limit(ctas_per_sm: int) -> int:
+    """Bytes of shared memory of each of so many CTAs an SM."""
+    return min(SMEM_LIMIT, SM_SMEM // ctas_per_sm - BLOCK_SMEM)
 
 
 def plan_side(side: Side, planes: tuple[Plane, ...], start: int, end: int, head_dim: int) -> SidePlan:
@@ -346,13 +353,13 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     boost = plan_boost(fmt.k, record.k_planes, k)
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
-    free = SMEM_LIMIT - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
+    free = smem_limit(kind.ctas_per_sm) - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     is_plain = not (features or without)
     is_slim = is_plain and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
     is_slim = is_slim and not (has_third and k.is_per_token)  # would spill 5 words
-    fitting = free // (MIN_SLOTS * slot)
-    warps = MANY_WARPS if is_slim and MANY_WARPS <= fitting else max(1, min(MAX_WARPS, fitting))
+    fitting, many = free // (MIN_SLOTS * slot), MANY_WARPS // kind.ctas_per_sm
+    warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // kind.ctas_per_sm, fitting))
     found = kind(k, v, head_dim, rows, dtype, options, warps, MIN_SLOTS, has_third, features, boost)
     return replace(found, slots=min(found.slots_needed, free // (warps * slot))).check()
 

@@ -27,6 +27,8 @@ from lowbit_attn.hopper.register import load, masks, merge, plain, query, scores
 from lowbit_attn.hopper.register.config import WARP, WORD, RegisterConfig
 from lowbit_attn.hopper.walk import Rows, block_rows, grid_of
 
+ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
+
 
 class RegisterSm90:
     """The register-path kernel of one RegisterConfig; call it with the ABI's 23 arguments and a stream."""
@@ -66,8 +68,8 @@ class RegisterSm90:
         self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
                     sink_logits, softmax_scale_log2, *masks.cap_constants(softcap_log2), window, sink_window,
                     page_stride, head_stride, table_b, table_h, *divisors).launch(
-            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
-            cooperative=splits > 1)
+            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=self.cfg.ctas_per_sm,
+            preferred_smem_carveout=ALL_SMEM if self.cfg.ctas_per_sm > 1 else None, cooperative=splits > 1)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,

@@ -1,12 +1,14 @@
 """Which implementation serves a call: the only place that asks what device and architecture there is."""
 
 import os
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from lowbit_attn import kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
+from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
 from lowbit_attn.plan import DecodePlan, StepPlan, plans_of
@@ -21,6 +23,7 @@ FORCED_TARGETS = {("ampere", (9, 0)): "sm_90"}  # Ampere kernels also run on Hop
 # os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
 _ENVIRONMENT = os.environ._data
 _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
+SHORT_PAGES, MANY_BLOCKS = 64, 8  # of a sequence; of query rows an SM: either makes smaller CTAs safe (perf/NOTES.md)
 PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (perf/NOTES.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
 
@@ -85,6 +88,20 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     return picked, [] if picked else reasons
 
 
+def for_many(key: KernelKey, blocks: int, pages: int, sms: int) -> KernelKey:
+    """The kernel for so many blocks of query rows, of all sequences and KV heads, with up to ``pages`` pages each.
+
+    Where CTAs follow each other on an SM, smaller ones run two at a time, if the picked path has them. Lengths stay on
+    the device, and one sequence far longer than the others would hold up its CTA: so few pages, or many blocks.
+    """
+    if blocks <= sms or (pages > SHORT_PAGES and blocks < MANY_BLOCKS * sms):
+        return key
+    path = kernels.arch_package(key.arch).SMALLER.get(key.variant)
+    picked, _ = kernels.pick(key.arch, FORMATS[key.format], key.head_dim, getattr(torch, key.dtype), key.rows, path,
+                             key.features) if path else (None, [])
+    return replace(key, variant=picked[0], rows=picked[1]) if picked else key
+
+
 def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) -> None:
     """Run the chosen path into out and lse; raise NotImplementedError with the reasons if there is none."""
     if cache.rotate_keys:
@@ -104,6 +121,8 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) ->
     ablated = os.environ.get("LOWBIT_ATTN_WITHOUT")
     key = KernelKey("decode", *compiled_for, cache.format.name, *picked,
                     without=tuple(ablated.split(",")) if ablated else (), features=features)
+    if path is None:
+        key = for_many(key, row_blocks(q, cache, key), cache.table.shape[1], running_ctas(cache.device, 1))
     _run_decode(q, cache, out, lse, options, num_splits, key, path)
 
 
@@ -117,11 +136,9 @@ def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key
 
 
 def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey) -> DecodePlan:
-    batch, q_len, num_heads, head_dim = q.shape
-    blocks = -(-(num_heads // cache.num_heads_kv * q_len) // key.rows)
-    places, ctas_per_sm = batch * blocks * cache.num_heads_kv, kernels.ctas_per_sm(key)
+    head_dim, places, ctas_per_sm = q.shape[-1], row_blocks(q, cache, key), kernels.ctas_per_sm(key)
     package = kernels.arch_package(key.arch)
-    splits = num_splits or default_splits(cache, batch * blocks, ctas_per_sm)
+    splits = num_splits or default_splits(cache, places // cache.num_heads_kv, ctas_per_sm)
     if num_splits and package.SPLITS_MEET:
         splits = min(num_splits, max(1, running_ctas(cache.device, ctas_per_sm) // places))
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
@@ -130,6 +147,12 @@ def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey
                *cache.strides)
     scratch = package.scratch(tuple(q.shape), key.rows, places, splits)
     return DecodePlan(cache, q, loader.load(key), scratch, scalars, _part(cache, "k").view(torch.uint32))
+
+
+def row_blocks(q: torch.Tensor, cache: KVCache, key: KernelKey) -> int:
+    """Blocks of query rows of a call, of all sequences and KV heads."""
+    batch, q_len, num_heads, _ = q.shape
+    return batch * cache.num_heads_kv * -(-(num_heads // cache.num_heads_kv * q_len) // key.rows)
 
 
 def planned(q: torch.Tensor, cache: KVCache, options: tuple) -> DecodePlan | None:
@@ -218,8 +241,7 @@ def _prepare_cuda(cache: KVCache) -> None:
     arch, _ = target_of(cache.device)
     if reasons := list(cache.unnamed) or kernels.quantize_missing(cache.format, cache.head_dim, cache.dtype):
         raise NotImplementedError(f"{arch}: {'; '.join(reasons)}")
-    word = kernels.arch_package(arch).scratch((1, 1, 1, cache.head_dim), 1, 1, 2).word
-    prepare(torch.empty(0, device=cache.device).device, word)  # with its index
+    prepare(torch.empty(0, device=cache.device).device, kernels.arch_package(arch).EMPTY)  # the device with its index
 
 
 BACKENDS["cuda"] = Backend(_prepare_cuda, _write_blocks, _read_pages, _append)

@@ -60,10 +60,14 @@ class MatrixKernel:
                             self.features)[0]
 
     def keys(self, arch: str, path: str | None = None) -> list[KernelKey]:
-        """The kernels that a decode call needs on the one target of an architecture that runs on Hopper."""
+        """The kernels that decode calls need on the one target of an architecture that runs on Hopper: without a path
+        also that of calls with many blocks of query rows (dispatch.for_many)."""
         common = (kernels.ARCH_TARGETS[arch][-1], self.dtype, self.head_dim)
-        shape = self.shape(arch, path)
-        return [KernelKey("decode", arch, *common, self.format, *shape, features=self.features)] if shape else []
+        shapes = [self.shape(arch, path)]
+        if path is None and shapes[0] and (smaller := kernels.arch_package(arch).SMALLER.get(shapes[0][0])):
+            shapes.append(self.shape(arch, smaller))
+        return [KernelKey("decode", arch, *common, self.format, *shape, features=self.features)
+                for shape in shapes if shape]
 
 
 REGISTER = tuple(MatrixKernel(*kernel) for kernel in (
@@ -124,6 +128,8 @@ KITTY = tuple(MatrixKernel(*kernel) for kernel in (
     ("kitty-pro", F16, 128, 8, ("softcap", "window")), ("kitty-variance", F16, 128, 64), ("kitty-pro", BF16, 256, 64),
 ))
 
+PAIRED = tuple(k for k in INTEGER + KITTY if k.rows == 4 and k.shape("hopper", "paired"))  # two CTAs an SM
+
 # what tiny models of tests/test_gpu_hf.py ask for: single tokens, and chunks whose queries come as heads
 MODELS = tuple(MatrixKernel(*kernel) for kernel in (
     *((name, F16, 128, rows) for name in ("k4v4", "k2v2") for rows in (4, 8, 16, 512)),
@@ -156,6 +162,7 @@ def keys(arch: str) -> list[KernelKey]:
     target = kernels.ARCH_TARGETS[arch][-1]
     wanted = [key for kernel in REGISTER for key in kernel.keys(arch, "register")]
     wanted += [key for kernel in INTEGER for key in kernel.keys(arch, "integer")]
+    wanted += [key for kernel in PAIRED for key in kernel.keys(arch, "paired")]
     wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
     wanted += [key for kernel in WIDE + KITTY + MODELS for key in kernel.keys(arch)]
     wanted += [key for head_dim in TILE_HEAD_DIMS for key in MatrixKernel("k4v4", F16, head_dim, 8).keys(arch, "tile")]

@@ -105,21 +105,26 @@ def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head
     if picked is None:
         return Served(target, reasons=tuple(reasons))
     key = KernelKey("decode", arch, target, dtype, head_dim, fmt.name, *picked, features=features)
+    passes = -(-rows // key.rows)
+    key, splits = _launch(key, kv_heads, batch, passes, seqlen, q_len, path)
     entry = compile.manifest().get(str(key), {})
     is_built = bool(entry) and compile.so_path(key).exists()
-    passes = -(-rows // picked[1])
-    return Served(target, key.name, *picked, passes, _splits(key, kv_heads, batch, passes, seqlen, q_len),
-                  is_built, entry.get("registers") if is_built else None,
-                  entry.get("smem_total_bytes") if is_built else None, tuple(reasons))
+    return Served(target, key.name, key.variant, key.rows, passes, splits, is_built,
+                  entry.get("registers") if is_built else None, entry.get("smem_total_bytes") if is_built else None,
+                  tuple(reasons))
 
 
-def _splits(key: KernelKey, kv_heads: int, batch: int, passes: int, seqlen: int, q_len: int) -> int | None:
-    """As the dispatcher decides on this GPU; None without one of this target."""
+def _launch(key: KernelKey, kv_heads: int, batch: int, passes: int, seqlen: int, q_len: int,
+            path: str | None) -> tuple[KernelKey, int | None]:
+    """(kernel, splits) as the dispatcher decides on this GPU; without one of this target the splits are None."""
     if not torch.cuda.is_available() or dispatch.target_of(torch.device("cuda"))[1] != key.target:
-        return None
+        return key, None
     cache = KVCache(key.format, 1, kv_heads, key.head_dim, getattr(torch, key.dtype), "cuda", max_batch=batch,
                     max_seqlen=seqlen, max_q_len=q_len)
-    return dispatch.default_splits(cache, batch * passes, kernels.ctas_per_sm(key))
+    if path is None:
+        key = dispatch.for_many(key, batch * kv_heads * passes, cache.table.shape[1],
+                                dispatch.running_ctas(cache.device, 1))
+    return key, dispatch.default_splits(cache, batch * passes, kernels.ctas_per_sm(key))
 
 
 def _print_served(served: list[Served]) -> None:
