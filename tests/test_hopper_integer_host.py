@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit_attn import kernels, layout, registers
+from lowbit_attn import dispatch, gpu_matrix, kernels, layout, registers
 from lowbit_attn.formats import FORMATS, packing
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
@@ -187,6 +187,40 @@ def test_shared_memory_plan(name, head_dim, monkeypatch):
     assert decode.RegisterSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes
     banks = {int((g + cfg.merge_pitch * t) % 32) for g, t in itertools.product(range(8), range(4))}
     assert len(banks) == 32, "the lanes of a warp write O to the same bank at the merge"
+
+
+@pytest.mark.parametrize("kernel", gpu_matrix.PAIRED, ids=str)
+def test_two_ctas_fit_an_sm(kernel, monkeypatch):
+    """By shared memory, and by the 168 registers a lane that two blocks an SM of the launch leave."""
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    cfg = config.make_config(FORMATS[kernel.format], kernel.head_dim, kernel.dtype, path="paired")
+    assert 2 * cfg.warps == register.MANY_WARPS and cfg.slots >= register.MIN_SLOTS
+    assert 2 * (decode.RegisterSm90(cfg).storage().size_in_bytes() + register.BLOCK_SMEM) <= register.SM_SMEM
+    key, = (k for k in kernel.keys("hopper", "paired"))
+    assert kernels.ctas_per_sm(key) == 2 == 65_536 // (168 * cfg.threads)
+
+
+def test_many_blocks_of_rows_take_two_ctas_an_sm():
+    plain, = (key for key in gpu_matrix.MatrixKernel("k2v2", "float16", 128, 4).keys("hopper", "integer"))
+    paired = dataclasses.replace(plain, variant="paired")
+    for blocks, pages, wanted in ((132, 32, plain), (133, 32, paired), (512, 64, paired), (512, 65, plain),
+                                  (1055, 1000, plain), (1056, 1000, paired)):
+        assert dispatch.for_many(plain, blocks, pages, 132) == wanted
+    for key in (dataclasses.replace(plain, format="k8v4"), dataclasses.replace(plain, features=("window",)),
+                dataclasses.replace(plain, variant="register", rows=8), dataclasses.replace(plain, head_dim=256)):
+        assert dispatch.for_many(key, 5000, 32, 132) == key, "has no smaller CTAs"
+    ampere = dataclasses.replace(plain, arch="ampere", target="sm_80", variant="register", rows=8)
+    assert dispatch.for_many(ampere, 5000, 32, 108) == ampere
+    assert kernels.pick("hopper", FORMATS["k2v2"], 128, torch.float16, 4)[0] == ("integer", 4)
+
+
+@pytest.mark.parametrize("name, head_dim, message", [
+    ("k8v4", 128, "part of a record of 16896 B, supported: up to 9216 B"),
+    ("k4v4-g32", 128, "K group 32, supported: 128"),
+    ("k4v4", 256, "head_dim 256, supported: 64, 96, 128")])
+def test_smaller_ctas_say_what_they_do_not_serve(name, head_dim, message):
+    with pytest.raises(ValueError, match=message):
+        config.make_config(FORMATS[name], head_dim, "float16", path="paired")
 
 
 def test_only_calls_of_up_to_four_rows_take_the_path():
