@@ -83,12 +83,23 @@ def test_one_small_case(arch, kernel, record_property):
     check_decode(case, path, f"{arch} small {path}", record_property, 2, options_of(kernel))
 
 
+def skip_unpaired(arch: str) -> None:
+    if "paired" not in kernels.arch_package(arch).PATHS:
+        pytest.skip(f"no paired path on {arch}")
+
+
+@pytest.mark.parametrize("kernel", gpu_matrix.PAIRED, ids=str)
+def test_one_small_case_of_smaller_ctas(arch, kernel, record_property):
+    """The integer path's kernels with two CTAs an SM."""
+    skip_unpaired(arch)
+    case = case_of(kernel, ratio=2, q_len=2, lengths=(3, 700), sinks=5)
+    check_decode(case, "paired", f"{arch} small paired", record_property, 2)
+
+
 @pytest.mark.parametrize("num_splits", (None, 1, 3))
 @pytest.mark.parametrize("kernel", gpu_matrix.PAIRED, ids=str)
 def test_smaller_ctas(arch, kernel, num_splits, record_property):
-    """The integer path's kernels with two CTAs an SM, over all segments."""
-    if "paired" not in kernels.arch_package(arch).PATHS:
-        pytest.skip(f"no paired path on {arch}")
+    skip_unpaired(arch)
     case = case_of(kernel, lengths=LENGTHS, sinks=5)
     check_decode(case, "paired", f"{arch} paired {kernel.format}", record_property, num_splits)
 
