@@ -14,8 +14,8 @@ from provenance import append_result, provenance
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_attn import gpu_matrix, kernels
-from lowbit_attn.bench import BenchCase, fp16_us, graph_us, make_cache, measure, read_us
+from lowbit_attn import dispatch, gpu_matrix
+from lowbit_attn.bench import BenchCase, fp16_us, graph_us, make_cache, measure, query_of, read_us
 
 __all__ = ["PRESETS", "BenchCase", "fp16_us", "graph_us", "make_cache", "measure", "read_us"]  # what other scripts use
 
@@ -62,8 +62,8 @@ def main(
     for case, name in product(PRESETS[preset], arch):
         os.environ["LOWBIT_ATTN_ARCH"] = name
         cache = make_cache(case)
-        picked = [kernels.pick(name, cache.format, case.head_dim, cache.dtype, case.rows, p)[0] for p in path or [None]]
-        chosen_paths = [shape[0] for shape in picked if shape]
+        picked = [dispatch.kernel_of(query_of(case, cache), cache, p)[0] for p in path or [None]]
+        chosen_paths = [key.variant for key in picked if key]
         calls = [(p, without) for p in chosen_paths
                  for without in ((), *gpu_matrix.ABLATED * (ablate and p == "register"))]
         for chosen, without in calls:

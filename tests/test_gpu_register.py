@@ -7,7 +7,7 @@ import torch
 from gpu_checks import check_decode, check_problem, differing_values, problem_and_expected
 
 import lowbit_attn
-from lowbit_attn import gpu_matrix, kernels, testing
+from lowbit_attn import dispatch, gpu_matrix, kernels, testing
 from lowbit_attn.reference import Attention
 
 pytestmark = [
@@ -104,15 +104,16 @@ def test_smaller_ctas(arch, kernel, num_splits, record_property):
     check_decode(case, "paired", f"{arch} paired {kernel.format}", record_property, num_splits)
 
 
+@pytest.mark.parametrize("lengths", [tuple(300 if i == 9 else 11 * i % 120 for i in range(50)),
+                                     tuple(37 * i % 300 for i in range(353))], ids=("short", "many"))
 @pytest.mark.parametrize("name", ("k2v2", "kitty"))
-def test_many_sequences_take_smaller_ctas(arch, name, record_property):
-    """More blocks of query rows than SMs, and three times as many."""
-    kernel = gpu_matrix.MatrixKernel(name, "float16", 128, 4)
-    for batch in (70, 210):
-        problem, want = problem_and_expected(case_of(kernel, lengths=tuple(37 * i % 700 for i in range(batch))), None)
-        o = check_problem(problem, want, None, f"{arch} many {name}", record_property)
-        if "paired" in kernels.arch_package(arch).PATHS:
-            assert torch.equal(o, lowbit_attn.decode(problem.q, problem.cache, path="paired")[0])
+def test_many_sequences_take_smaller_ctas(arch, name, lengths, record_property):
+    """More blocks of query rows than SMs with few pages each, and eight times as many."""
+    problem, want = problem_and_expected(testing.Case(name, num_heads=12, num_heads_kv=3, lengths=lengths), None)
+    found = check_problem(problem, want, None, f"{arch} many {name}", record_property)
+    if "paired" in kernels.arch_package(arch).PATHS:
+        assert dispatch.kernel_of(problem.q, problem.cache, None)[0].variant == "paired"
+        assert torch.equal(found, lowbit_attn.decode(problem.q, problem.cache, path="paired")[0])
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])

@@ -115,6 +115,11 @@ def make_cache(case: BenchCase) -> KVCache:
     return cache
 
 
+def query_of(case: BenchCase, cache: KVCache) -> torch.Tensor:
+    """Random q [batch, q_len, num_heads, head_dim] of the cache's dtype, on its device."""
+    return torch.randn(case.batch, case.q_len, case.num_heads, case.head_dim, device=cache.device, dtype=cache.dtype)
+
+
 def call_bytes(case: BenchCase, cache: KVCache) -> int:
     """Packed records, sinks, residual, q and o of the call."""
     return cache.nbytes + 2 * case.batch * case.q_len * case.num_heads * case.head_dim * 2
@@ -188,7 +193,7 @@ def read_rate_floor(nbytes: int) -> float:
 def measure(case: BenchCase, cache: KVCache, arch: str, path: str | None) -> dict:
     """The numbers of one case: a cache of ``make_cache``, read by one architecture's kernels on one path (None: the
     dispatcher's pick)."""
-    q = torch.randn(case.batch, case.q_len, case.num_heads, case.head_dim, device="cuda", dtype=cache.dtype)
+    q = query_of(case, cache)
     nbytes = call_bytes(case, cache)
     us = graph_us(lambda: decode(q, cache, path=path))
     read, read_shape = read_us(nbytes)

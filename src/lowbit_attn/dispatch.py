@@ -113,17 +113,26 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) ->
         return
     if not _has_kernels(cache.device):
         raise NotImplementedError("; ".join(why_not(cache, q.shape[2], q.shape[1], path)))
-    compiled_for = _specialisation(cache)
     features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
+    key, reasons = kernel_of(q, cache, path, features)
+    if key is None:
+        raise NotImplementedError("; ".join(reasons))
+    _run_decode(q, cache, out, lse, options, num_splits, key, path)
+
+
+def kernel_of(q, cache: KVCache, path: str | None,
+              features: tuple[str, ...] = ()) -> tuple[KernelKey | None, list[str]]:
+    """(the kernel that serves a call on the cache's device, []), or (None, reasons)."""
+    compiled_for = _specialisation(cache)
     picked, reasons = _pick(compiled_for[0], cache, q.shape[2], q.shape[1], path, features)
     if picked is None:
-        raise NotImplementedError("; ".join(reasons))
+        return None, reasons
     ablated = os.environ.get("LOWBIT_ATTN_WITHOUT")
     key = KernelKey("decode", *compiled_for, cache.format.name, *picked,
                     without=tuple(ablated.split(",")) if ablated else (), features=features)
     if path is None:
         key = for_many(key, row_blocks(q, cache, key), cache.table.shape[1], running_ctas(cache.device, 1))
-    _run_decode(q, cache, out, lse, options, num_splits, key, path)
+    return key, []
 
 
 def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key: KernelKey, path) -> None:
