@@ -6,11 +6,14 @@ from functools import cache
 import torch
 from provenance import ROOT
 
-from lowbit_attn import kernels
-from lowbit_attn.bench import BenchCase
+from lowbit_attn import dispatch, kernels
+from lowbit_attn.bench import BenchCase, cache_tokens
 from lowbit_attn.formats import FORMATS
+from lowbit_attn.kernels import KernelKey
+from lowbit_attn.layout import PAGE_TOKENS
 
 RESULTS = "perf/results/decode.jsonl"
+H200_SMS = 132
 
 
 def read_lines(path: str = RESULTS, arch: str = "hopper") -> list[dict]:
@@ -22,12 +25,29 @@ def read_lines(path: str = RESULTS, arch: str = "hopper") -> list[dict]:
 
 def newest(lines: list[dict], case: BenchCase) -> dict | None:
     """The last line of a case on the decode path that the library takes today."""
+    key = kernel_of(case, lines[-1]["arch"]) if lines else None
     return next((line for line in reversed(lines) if BenchCase.from_line(line) == case
-                 and line["path"] == path_of(case, line["arch"])), None)
+                 and line["path"] == (key and key.variant)), None)
+
+
+def packed(case: BenchCase, length: int) -> tuple[int, int]:
+    """Pages of a sequence of ``length`` cached tokens whose K, and whose V, is packed."""
+    fmt = FORMATS[case.format]
+    return tuple(max(0, length - max(window, case.q_len - 1)) // PAGE_TOKENS
+                 for window in (fmt.window_k, fmt.window_v))
+
+
+def most_pages(case: BenchCase) -> int:
+    """Of a sequence."""
+    return max(1, packed(case, cache_tokens(max(case.lengths)))[0])
 
 
 @cache
-def path_of(case: BenchCase, arch: str) -> str | None:
-    """The decode path that an architecture takes for a case; None where it has none."""
+def kernel_of(case: BenchCase, arch: str, sms: int = H200_SMS) -> KernelKey | None:
+    """What the library takes for a case on a GPU of ``sms`` SMs; None where no kernel serves it."""
+    target = kernels.ARCH_TARGETS[arch][-1]
     picked, _ = kernels.pick(arch, FORMATS[case.format], case.head_dim, getattr(torch, case.dtype), case.rows)
-    return picked and picked[0]
+    if picked is None:
+        return None
+    key = KernelKey("decode", arch, target, case.dtype, case.head_dim, case.format, *picked)
+    return dispatch.for_many(key, case.batch * case.num_heads_kv * -(-case.rows // key.rows), most_pages(case), sms)

@@ -14,10 +14,9 @@ import heapq
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 import typer
 from bench import PRESETS
-from decode_results import RESULTS, newest, read_lines
+from decode_results import H200_SMS, RESULTS, kernel_of, most_pages, newest, packed, read_lines
 from page_loop import MULTIPLIES, PageLoop, page_loop
 from rich.console import Console
 from rich.table import Column, Table
@@ -43,25 +42,14 @@ class Launch:
     row_blocks: int
 
 
-def packed(case: BenchCase, length: int) -> tuple[int, int]:
-    """Pages of a sequence of ``length`` cached tokens whose K, and whose V, is packed."""
-    fmt = FORMATS[case.format]
-    return tuple(max(0, length - max(window, case.q_len - 1)) // PAGE_TOKENS
-                 for window in (fmt.window_k, fmt.window_v))
-
-
 def launch(case: BenchCase, arch: str, sms: int) -> Launch | None:
     """What the library launches for a case on a GPU of ``sms`` SMs; None where no kernel serves it."""
-    fmt, target = FORMATS[case.format], kernels.ARCH_TARGETS[arch][-1]
-    picked, _ = kernels.pick(arch, fmt, case.head_dim, getattr(torch, case.dtype), case.rows)
-    if picked is None:
+    key = kernel_of(case, arch, sms)
+    if key is None:
         return None
-    key = KernelKey("decode", arch, target, case.dtype, case.head_dim, fmt.name, *picked)
     row_blocks = -(-case.rows // key.rows)
-    entries = max(1, packed(case, cache_tokens(max(case.lengths)))[0])
     ctas = case.batch * row_blocks * case.num_heads_kv
-    key = dispatch.for_many(key, ctas, entries, sms)
-    return Launch(key, dispatch.filling_splits(kernels.ctas_per_sm(key) * sms, ctas, entries), row_blocks)
+    return Launch(key, dispatch.filling_splits(kernels.ctas_per_sm(key) * sms, ctas, most_pages(case)), row_blocks)
 
 
 def traffic(case: BenchCase, splits: int, sinks: int = 0) -> dict[str, int]:
@@ -103,8 +91,9 @@ def warps_of(key: KernelKey) -> tuple[int, bool] | None:
     from lowbit_attn.hopper.integer import config as integer
     from lowbit_attn.hopper.register import config as register
 
-    module = integer if key.variant == "integer" else register
-    return module.make_config(fmt, key.head_dim, key.dtype, key.rows).warps, False
+    if key.variant in integer.KINDS:
+        return integer.make_config(fmt, key.head_dim, key.dtype, key.rows, path=key.variant).warps, False
+    return register.make_config(fmt, key.head_dim, key.dtype, key.rows).warps, False
 
 
 def scheduler_pages(pages: int, warps: int, shares_pages: bool) -> int:
@@ -184,7 +173,7 @@ def main(
     arch: Annotated[str, typer.Option(help="Whose kernels: hopper or ampere.")] = "hopper",
     gpu: Annotated[str, typer.Option(help=f"Whose plain reads: {', '.join(budget.GPUS)}.")] = "h200",
     read_tbps: Annotated[float | None, typer.Option(help="A read rate for all sizes instead, in TB/s.")] = None,
-    sms: Annotated[int, typer.Option(min=1, help="Of the GPU; default: an H200's.")] = 132,
+    sms: Annotated[int, typer.Option(min=1, help="Of the GPU; default: an H200's.")] = H200_SMS,
     clock_ghz: Annotated[float, typer.Option(help="Of the SMs; default: an H200's at this work.")] = 1.75,
     fixed_us: Annotated[float, typer.Option(help="Added to every call; default: measured on an H200.")] = 5.5,
     build: Annotated[bool, typer.Option(help="Build kernels that are missing.")] = False,
