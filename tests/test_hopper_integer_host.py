@@ -203,8 +203,8 @@ def test_two_ctas_fit_an_sm(kernel, monkeypatch):
 def test_many_blocks_of_rows_take_two_ctas_an_sm():
     plain, = (key for key in gpu_matrix.MatrixKernel("k2v2", "float16", 128, 4).keys("hopper", "integer"))
     paired = dataclasses.replace(plain, variant="paired")
-    for blocks, pages, wanted in ((132, 32, plain), (133, 32, paired), (512, 64, paired), (512, 65, plain),
-                                  (1055, 1000, plain), (1056, 1000, paired)):
+    for blocks, pages, wanted in ((132, 1, plain), (133, 9, paired), (133, 10, plain), (512, 32, paired),
+                                  (512, 64, plain), (1024, 64, paired), (1024, 1000, plain), (20_000, 1000, paired)):
         assert dispatch.for_many(plain, blocks, pages, 132) == wanted
     for key in (dataclasses.replace(plain, format="k8v4"), dataclasses.replace(plain, features=("window",)),
                 dataclasses.replace(plain, variant="register", rows=8), dataclasses.replace(plain, head_dim=256)):

@@ -23,7 +23,7 @@ FORCED_TARGETS = {("ampere", (9, 0)): "sm_90"}  # Ampere kernels also run on Hop
 # os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
 _ENVIRONMENT = os.environ._data
 _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
-SHORT_PAGES, MANY_BLOCKS = 64, 8  # of a sequence; of query rows an SM: either makes smaller CTAs safe (perf/NOTES.md)
+PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win (perf/NOTES.md)
 PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (perf/NOTES.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
 
@@ -92,9 +92,10 @@ def for_many(key: KernelKey, blocks: int, pages: int, sms: int) -> KernelKey:
     """The kernel for so many blocks of query rows, of all sequences and KV heads, with up to ``pages`` pages each.
 
     Where CTAs follow each other on an SM, smaller ones run two at a time, if the picked path has them. Lengths stay on
-    the device, and one sequence far longer than the others would hold up its CTA: so few pages, or many blocks.
+    the device, and a smaller CTA takes longer for a sequence that is longer than the others: so the more pages there
+    may be, the more blocks there must be.
     """
-    if blocks <= sms or (pages > SHORT_PAGES and blocks < MANY_BLOCKS * sms):
+    if blocks <= sms or pages * sms > PAGES_A_BLOCK * blocks:
         return key
     path = kernels.arch_package(key.arch).SMALLER.get(key.variant)
     picked, _ = kernels.pick(key.arch, FORMATS[key.format], key.head_dim, getattr(torch, key.dtype), key.rows, path,
