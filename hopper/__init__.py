@@ -67,10 +67,10 @@ PATHS = {
     # the integer path in CTAs of half as many warps, two an SM
     "paired": PairedSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(128,), head_dims=(64, 96, 128),
                             dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), windows=True, features=(),
-                            boosted=True, is_picked=False),
+                            boosted=True),
 }
 
-SMALLER = {"integer": "paired"}  # paths in smaller CTAs, for dispatch.for_many
+SMALLER = {"integer": "paired"}  # the same in smaller CTAs: for calls that name it, or by dispatch.for_many
 
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 import typer
-from bench import BenchCase, graph_us
+from bench import BenchCase, graph_us, query_of
 from provenance import append_result, provenance
 from rich.console import Console
 from rich.table import Table
@@ -55,7 +55,7 @@ def held(cache: lowbit_attn.KVCache, step, n_tok: int):
 
 def measure(case: BenchCase) -> dict:
     cache = make_cache(case)
-    q = torch.randn(case.batch, case.q_len, case.num_heads, case.head_dim, device="cuda", dtype=torch.float16)
+    q = query_of(case, cache)
     k, v = (torch.randn(case.batch, case.q_len, case.num_heads_kv, case.head_dim, device="cuda", dtype=torch.float16)
             for _ in range(2))
 

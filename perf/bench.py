@@ -17,7 +17,8 @@ from rich.table import Table
 from lowbit_attn import dispatch, gpu_matrix
 from lowbit_attn.bench import BenchCase, fp16_us, graph_us, make_cache, measure, query_of, read_us
 
-__all__ = ["PRESETS", "BenchCase", "fp16_us", "graph_us", "make_cache", "measure", "read_us"]  # what other scripts use
+# what other scripts use
+__all__ = ["PRESETS", "BenchCase", "fp16_us", "graph_us", "make_cache", "measure", "query_of", "read_us"]
 
 PRESETS = {
     "first": [
@@ -62,7 +63,8 @@ def main(
     for case, name in product(PRESETS[preset], arch):
         os.environ["LOWBIT_ATTN_ARCH"] = name
         cache = make_cache(case)
-        picked = [dispatch.kernel_of(query_of(case, cache), cache, p)[0] for p in path or [None]]
+        q = query_of(case, cache)
+        picked = [dispatch.kernel_of(q, cache, p)[0] for p in path or [None]]
         chosen_paths = [key.variant for key in picked if key]
         calls = [(p, without) for p in chosen_paths
                  for without in ((), *gpu_matrix.ABLATED * (ablate and p == "register"))]

@@ -25,9 +25,14 @@ def read_lines(path: str = RESULTS, arch: str = "hopper") -> list[dict]:
 
 def newest(lines: list[dict], case: BenchCase) -> dict | None:
     """The last line of a case on the decode path that the library takes today."""
-    key = kernel_of(case, lines[-1]["arch"]) if lines else None
     return next((line for line in reversed(lines) if BenchCase.from_line(line) == case
-                 and line["path"] == (key and key.variant)), None)
+                 and line["path"] == path_of(case, line["arch"])), None)
+
+
+def path_of(case: BenchCase, arch: str) -> str | None:
+    """The decode path that an architecture takes for a case on an H200; None where it has none."""
+    key = kernel_of(case, arch)
+    return key and key.variant
 
 
 def packed(case: BenchCase, length: int) -> tuple[int, int]:

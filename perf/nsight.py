@@ -15,7 +15,7 @@ from typing import Annotated
 
 import torch
 import typer
-from bench import PRESETS, BenchCase, make_cache
+from bench import PRESETS, BenchCase, make_cache, query_of
 from provenance import append_result, provenance
 from rich.console import Console
 from rich.table import Table
@@ -54,7 +54,7 @@ def run_cases(cases: list[BenchCase]) -> None:
     """What is profiled: a few calls of every case."""
     for case in cases:
         cache = make_cache(case)
-        q = torch.randn(case.batch, case.q_len, case.num_heads, case.head_dim, device="cuda", dtype=cache.dtype)
+        q = query_of(case, cache)
         for _ in range(CALLS):
             lowbit_attn.decode(q, cache)
         torch.cuda.synchronize()

@@ -23,9 +23,13 @@ MATRIX = pytest.mark.parametrize("kernel", PAGE_PATHS, ids=str)
 def path_of(arch: str, kernel) -> str:
     """The path a kernel of REGISTER or INTEGER is for; skips the test where the architecture has none."""
     path = "integer" if kernel in gpu_matrix.INTEGER else "register"
+    skip_without(path, arch)
+    return path
+
+
+def skip_without(path: str, arch: str) -> None:
     if path not in kernels.arch_package(arch).PATHS:
         pytest.skip(f"no {path} path on {arch}")
-    return path
 
 
 def case_of(kernel, **changes) -> testing.Case:
@@ -83,15 +87,10 @@ def test_one_small_case(arch, kernel, record_property):
     check_decode(case, path, f"{arch} small {path}", record_property, 2, options_of(kernel))
 
 
-def skip_unpaired(arch: str) -> None:
-    if "paired" not in kernels.arch_package(arch).PATHS:
-        pytest.skip(f"no paired path on {arch}")
-
-
 @pytest.mark.parametrize("kernel", gpu_matrix.PAIRED, ids=str)
 def test_one_small_case_of_smaller_ctas(arch, kernel, record_property):
     """The integer path's kernels with two CTAs an SM."""
-    skip_unpaired(arch)
+    skip_without("paired", arch)
     case = case_of(kernel, ratio=2, q_len=2, lengths=(3, 700), sinks=5)
     check_decode(case, "paired", f"{arch} small paired", record_property, 2)
 
@@ -99,7 +98,7 @@ def test_one_small_case_of_smaller_ctas(arch, kernel, record_property):
 @pytest.mark.parametrize("num_splits", (None, 1, 3))
 @pytest.mark.parametrize("kernel", gpu_matrix.PAIRED, ids=str)
 def test_smaller_ctas(arch, kernel, num_splits, record_property):
-    skip_unpaired(arch)
+    skip_without("paired", arch)
     case = case_of(kernel, lengths=LENGTHS, sinks=5)
     check_decode(case, "paired", f"{arch} paired {kernel.format}", record_property, num_splits)
 

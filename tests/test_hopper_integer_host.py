@@ -196,12 +196,12 @@ def test_two_ctas_fit_an_sm(kernel, monkeypatch):
     cfg = config.make_config(FORMATS[kernel.format], kernel.head_dim, kernel.dtype, path="paired")
     assert 2 * cfg.warps == register.MANY_WARPS and cfg.slots >= register.MIN_SLOTS
     assert 2 * (decode.RegisterSm90(cfg).storage().size_in_bytes() + register.BLOCK_SMEM) <= register.SM_SMEM
-    key, = (k for k in kernel.keys("hopper", "paired"))
+    key, = kernel.keys("hopper", "paired")
     assert kernels.ctas_per_sm(key) == 2 == 65_536 // (168 * cfg.threads)
 
 
 def test_many_blocks_of_rows_take_two_ctas_an_sm():
-    plain, = (key for key in gpu_matrix.MatrixKernel("k2v2", "float16", 128, 4).keys("hopper", "integer"))
+    plain, = gpu_matrix.MatrixKernel("k2v2", "float16", 128, 4).keys("hopper", "integer")
     paired = dataclasses.replace(plain, variant="paired")
     for blocks, pages, wanted in ((132, 1, plain), (133, 9, paired), (133, 10, plain), (512, 32, paired),
                                   (512, 64, plain), (1024, 64, paired), (1024, 1000, plain), (20_000, 1000, paired)):

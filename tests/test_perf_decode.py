@@ -18,7 +18,7 @@ import measured  # noqa: E402
 import plots  # noqa: E402
 import roofline  # noqa: E402
 from bench import PRESETS  # noqa: E402
-from decode_results import kernel_of, newest  # noqa: E402
+from decode_results import newest, path_of  # noqa: E402
 from page_loop import PageLoop, find_loop  # noqa: E402
 
 CASES = [case for cases in PRESETS.values() for case in cases]
@@ -176,8 +176,7 @@ def test_roofline_shows_the_newest_measured_time(tmp_path, monkeypatch, capsys):
 def lines_of(preset: str, us: float = 20.0, commit: str = "first") -> list[dict]:
     """Invented lines of all cases, each a little slower than the one before."""
     about = dict(commit=commit, date="2026-11-22T00:00", gpu="none", arch="hopper", void=False, without=[])
-    return [about | case.line
-            | dict(path=kernel_of(case, "hopper").variant, us=us + i, read_us=0.8 * us, fp16_us=3 * us)
+    return [about | case.line | dict(path=path_of(case, "hopper"), us=us + i, read_us=0.8 * us, fp16_us=3 * us)
             for i, case in enumerate(PRESETS[preset])]
 
 

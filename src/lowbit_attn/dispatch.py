@@ -95,11 +95,11 @@ def for_many(key: KernelKey, blocks: int, pages: int, sms: int) -> KernelKey:
     the device, and a smaller CTA takes longer for a sequence that is longer than the others: so the more pages there
     may be, the more blocks there must be.
     """
-    if blocks <= sms or pages * sms > PAGES_A_BLOCK * blocks:
-        return key
     path = kernels.arch_package(key.arch).SMALLER.get(key.variant)
+    if path is None or blocks <= sms or pages * sms > PAGES_A_BLOCK * blocks:
+        return key
     picked, _ = kernels.pick(key.arch, FORMATS[key.format], key.head_dim, getattr(torch, key.dtype), key.rows, path,
-                             key.features) if path else (None, [])
+                             key.features)
     return replace(key, variant=picked[0], rows=picked[1]) if picked else key
 
 

@@ -153,7 +153,6 @@ class Support:
     windows: bool = False  # V may be packed later than K
     features: tuple[str, ...] = FEATURES
     boosted: bool = False  # K of 2 bits with channels of 4 bits (Kitty)
-    is_picked: bool = True  # for calls that name no path, by ``pick``
 
     def rows_for(self, rows: int, head_dim: int) -> int:
         """Query rows of the kernel that takes ``rows`` of them: the smallest that holds all, else the largest."""
@@ -257,8 +256,9 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
     The first path that takes all rows at once, else the one that takes most; path: only this one. None: no path.
     """
     best, reasons = None, []
-    for name, support in arch_package(arch).PATHS.items():
-        if path != name and not (path is None and support.is_picked):
+    package = arch_package(arch)
+    for name, support in package.PATHS.items():
+        if path != name and (path is not None or name in package.SMALLER.values()):
             continue
         missing = support.missing(fmt, head_dim, dtype, features)
         reasons += [f"{arch} {name} path: {reason}" for reason in missing]
@@ -276,7 +276,7 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
         return pick(arch, FORMATS[name], head_dim, getattr(torch, dtype), rows, path)[0]
 
     shapes = [picked(rows) for rows in SHIPPED_ROWS if head_dim <= WIDE_HEAD_DIM or rows < SHIPPED_ROWS[-1]]
-    shapes += [picked(ROWS[0], path) for path, support in arch_package(arch).PATHS.items() if not support.is_picked]
+    shapes += [picked(ROWS[0], path) for path in arch_package(arch).SMALLER.values()]
     if (name, dtype) == ("k4v4", "float16"):
         shapes += [picked(ROWS[-1]), picked(ROWS[0], "tile")]
     return sorted({shape for shape in shapes if shape})
