@@ -87,12 +87,35 @@ def leave(out: Outputs, row: Row, chunks: tuple, sums: tuple):
         for chunk, own in zip(chunks, sums):
             write(out, row, chunk, o_address(out, row, chunk), own.acc, share, lse)
     else:
-        rest = cute.make_rmem_tensor(2, Float32)
-        rest[0], rest[1] = sums[0].top, sums[0].total
         for chunk, own in zip(chunks, sums):
-            at = cell(out, row.idx, chunk, out.split_idx)
-            store(at, own.acc)
-            store(at + 4 * CHANNELS, rest)
+            leave_cell(out, row.idx, chunk, out.split_idx, own)
+
+
+def leave_cell(out: Outputs, row: Int32, chunk: Int32, split: Int32, sums: Sums) -> None:
+    """Sums of a chunk to the cell of a split."""
+    rest = cute.make_rmem_tensor(2, Float32)
+    rest[0], rest[1] = sums.top, sums.total
+    at = cell(out, row, chunk, split)
+    store(at, sums.acc)
+    store(at + 4 * CHANNELS, rest)
+
+
+def from_words(words: list) -> Sums:
+    """Sums from the words of a cell."""
+    acc = cute.make_rmem_tensor(CHANNELS, Float32)
+    for e in range(CHANNELS):
+        acc[e] = words[e].bitcast(Float32)
+    return Sums(acc, *(word.bitcast(Float32) for word in words[CHANNELS:]))
+
+
+def join(acc: cute.Tensor, top: Float32, total: Float32, other: Sums) -> tuple[Float32, Float32]:
+    """Add other tokens' sums to (acc, top, total); returns the new (top, total)."""
+    last, top = top, cute.arch.fmax(top, other.top)
+    shrink, own = weight(last, top), weight(other.top, top)
+    total = total * shrink + other.total * own
+    for e in range(CHANNELS):
+        acc[e] = acc[e] * shrink + other.acc[e] * own
+    return top, total
 
 
 class Share(NamedTuple):
@@ -150,19 +173,13 @@ def merge_chunk(out: Outputs, rows: Rows, unit: Int32, is_live, share: Share):
     acc.fill(0.0)
     splits, at = out.num_splits * Int32(is_live), o_address(out, row, chunk)  # before the wait
     if share.lane < splits:
-        words = take(cell(out, row.idx, chunk, share.lane))
+        found = from_words(take(cell(out, row.idx, chunk, share.lane)))
         for e in cutlass.range_constexpr(CHANNELS):
-            acc[e] = words[e].bitcast(Float32)
-        top, total = (word.bitcast(Float32) for word in words[CHANNELS:])
+            acc[e] = found.acc[e]
+        top, total = found.top, found.total
     for split in cutlass.range(share.lane + (Int32(1) << share.lanes_log2), splits, Int32(1) << share.lanes_log2,
                                unroll=1):
-        words = take(cell(out, row.idx, chunk, split))
-        own_top, own_total = (word.bitcast(Float32) for word in words[CHANNELS:])
-        last, top = top, cute.arch.fmax(top, own_top)
-        shrink, own = weight(last, top), weight(own_top, top)
-        total = total * shrink + own_total * own
-        for e in cutlass.range_constexpr(CHANNELS):
-            acc[e] = acc[e] * shrink + words[e].bitcast(Float32) * own
+        top, total = join(acc, top, total, from_words(take(cell(out, row.idx, chunk, split))))
     # of all lanes of the group
     last = top
     for i in cutlass.range_constexpr(MAX_LANES_LOG2):

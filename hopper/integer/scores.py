@@ -38,23 +38,34 @@ def prepare(cfg: cutlass.Constexpr[IntegerConfig], words: cute.Tensor, scale_log
 
     Operand: fp32 (4, lane, step) in the order of a word.
     """
-    steps = cfg.k.col_tiles // STEP_TILES
-    view = cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
-        (layout.WORD_BYTES, WARP, steps), stride=(1, layout.WORD_BYTES, layout.WORD_BYTES * WARP)))
+    view = shared_view(cfg, shared)
     if me.warp == cfg.warps - 1:
-        is_odd = me.g % 2 != 0
-        for step in cutlass.range_constexpr(steps):
-            own = cute.make_rmem_tensor(layout.WORD_BYTES, Float32)
-            for col8 in cutlass.range_constexpr(2):
-                pair = words[col8, STEP_TILES * step + 1], words[col8, STEP_TILES * step]
-                halves = numbers.widen(Uint32(cutlass.select_(is_odd, *pair)), cfg.dtype)
-                for e in cutlass.range_constexpr(2):
-                    own[col8 + 2 * e] = halves[e] * scale_log2
-            cute.autovec_copy(own, view[None, Int32(me.lane), step])
-            if cutlass.const_expr(cfg.boost is not None):
-                boost.leave_channels(cfg, own, step, me, channels)
+        leave(cfg, words, scale_log2, me, view, channels)
     cute.arch.sync_threads()
     return Query(view, (), channels)
+
+
+def shared_view(cfg: IntegerConfig, shared: cute.Pointer) -> cute.Tensor:
+    """(word byte, lane, step), fp32."""
+    return cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
+        (layout.WORD_BYTES, WARP, cfg.k.col_tiles // STEP_TILES),
+        stride=(1, layout.WORD_BYTES, layout.WORD_BYTES * WARP)))
+
+
+def leave(cfg: IntegerConfig, words: cute.Tensor, scale_log2: Float32, me: Lane, view: cute.Tensor,
+          channels: cute.Pointer) -> None:
+    """``prepare``'s part of one warp."""
+    is_odd = me.g % 2 != 0
+    for step in range(cfg.k.col_tiles // STEP_TILES):
+        own = cute.make_rmem_tensor(layout.WORD_BYTES, Float32)
+        for col8 in range(2):
+            pair = words[col8, STEP_TILES * step + 1], words[col8, STEP_TILES * step]
+            halves = numbers.widen(Uint32(cutlass.select_(is_odd, *pair)), cfg.dtype)
+            for e in range(2):
+                own[col8 + 2 * e] = halves[e] * scale_log2
+        cute.autovec_copy(own, view[None, Int32(me.lane), step])
+        if cfg.boost:
+            boost.leave_channels(cfg, own, step, me, channels)
 
 
 def of_page(cfg: IntegerConfig, piece: Piece, me: Lane, queries: Query, tile: Uint32 | None = None) -> Scores:

@@ -153,6 +153,7 @@ class RegisterConfig:
     is_integer = False  # the arithmetic of hopper/integer, with 4 query rows
     ctas_per_sm = 1
     query_width = 2  # bytes of a q' in shared memory
+    own_queries = False  # a warp has its own, and its own sums: it attends to other rows than the next one
 
     @property
     def has_softcap(self) -> bool:
@@ -213,6 +214,11 @@ class RegisterConfig:
         return self.rows * self.head_dim * self.query_width if self.boost else 0
 
     @property
+    def warps_apart(self) -> int:
+        """How far apart a warp's pages and units are: dealt one by one to the CTA's warps."""
+        return self.warps
+
+    @property
     def threads(self) -> int:
         return self.warps * WARP
 
@@ -264,6 +270,11 @@ class RegisterConfig:
     def reuse_bytes(self) -> int:
         """Of a warp's ring, by what reuses it."""
         return max(self.unit_bytes, self.third_bytes, self.merge_bytes)
+
+    @property
+    def own_bytes(self) -> int:
+        """Of a warp, beside its ring."""
+        return 0
 
     @property
     def slots_needed(self) -> int:
@@ -353,15 +364,17 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     boost = plan_boost(fmt.k, record.k_planes, k)
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
+    queries = 0 if kind.own_queries else queries
     free = smem_limit(kind.ctas_per_sm) - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     is_plain = not (features or without)
     is_slim = is_plain and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
     is_slim = is_slim and not (has_third and k.is_per_token)  # would spill 5 words
-    fitting, many = free // (MIN_SLOTS * slot), MANY_WARPS // kind.ctas_per_sm
+    found = kind(k, v, head_dim, rows, dtype, options, 1, MIN_SLOTS, has_third, features, boost)
+    fitting, many = free // (MIN_SLOTS * slot + found.own_bytes), MANY_WARPS // kind.ctas_per_sm
     warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // kind.ctas_per_sm, fitting))
-    found = kind(k, v, head_dim, rows, dtype, options, warps, MIN_SLOTS, has_third, features, boost)
-    return replace(found, slots=min(found.slots_needed, free // (warps * slot))).check()
+    found = replace(found, warps=warps)
+    return replace(found, slots=min(found.slots_needed, (free // warps - found.own_bytes) // slot)).check()
 
 
 def expected_counts(cfg: RegisterConfig) -> dict[str, int]:

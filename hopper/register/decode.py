@@ -114,7 +114,7 @@ class RegisterSm90:
             queries = integer_scores.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         else:
             queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
-        packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits)
+        packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, Int32(0), Int32(0))
         (integer_values.add_zeros if cfg.is_integer else values.true_scale)(cfg, state)
 
         # values of their own: those of above would stay in registers over the page loop, or be spilled
@@ -126,7 +126,7 @@ class RegisterSm90:
         source, phase = plain_of(cfg, call, rows), Int32(0)
         if cutlass.const_expr(cfg.third_segment):
             pages = pages._replace(first=first_entry(call, rows) + work.third_page)
-            phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits)
+            phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, phase)
         plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, phase)
         merge.run(cfg, ring, me, rows, state, combine.Outputs(
             partials, out, lse, sink_logits, combine.place_of(block), block[2]))
@@ -176,9 +176,8 @@ def plain_of(cfg: RegisterConfig, call: Call, rows: Rows) -> load.Plain:
 @cute.jit
 def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work: walk.Walk, ring: load.Ring,
                  me: load.Lane, ids: Int32, queries: query.Query, rows: Rows, state: softmax.State,
-                 limits: masks.Limits):
-    """The warp's pages, one after the other; slot and phase follow the pieces."""
-    slot, phase = Int32(0), Int32(0)
+                 limits: masks.Limits, slot: Int32, phase: Int32) -> tuple[Int32, Int32]:
+    """The warp's pages, one after the other; slot and phase follow the pieces, and go on behind the last."""
     new_max = cute.make_rmem_tensor(cfg.lane_rows, Float32)
     for page in cutlass.range(pages.count, unroll=1):
         cute.arch.mbarrier_wait(ring.full + slot, phase)
@@ -187,7 +186,7 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         # S = K Q^T
         found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries)
         slot, phase = load.advance(cfg, slot, phase)
-        found = masks.of_page(cfg, found, work.first_page + page * cfg.warps, work, rows, limits, me)
+        found = masks.of_page(cfg, found, work.first_page + page * cfg.warps_apart, work, rows, limits, me)
         cute.arch.mbarrier_wait(ring.full + slot, phase)
         ids = load.refill(cfg, 1, pages, ring, me, page, slot, ids)
         piece = load.Piece(ring.buffer, me.warp, slot)
@@ -207,3 +206,4 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
             softmax.rescale(cfg, state, new_max, exponent)
             values.accumulate(cfg, piece, me, state, found.acc, exponent)
         slot, phase = load.advance(cfg, slot, phase)
+    return slot, phase

@@ -80,7 +80,7 @@ def page_ids(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, start: Int32,
     found = Int32(0)
     at = start + Int32(lane)
     if at < pages.count:
-        found = pages.table[pages.first + at * cfg.warps]
+        found = pages.table[pages.first + at * cfg.warps_apart]
     return found
 
 
@@ -108,12 +108,14 @@ def issue(cfg: cutlass.Constexpr[RegisterConfig], side: cutlass.Constexpr[SidePl
 
 
 @cute.jit
-def start(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Ring, me: Lane, ids: Int32):
-    """Fill all slots; ids: the first 32 page ids, one a lane."""
+def start(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Ring, me: Lane, ids: Int32,
+          first: Int32 | int = 0):
+    """Fill all slots, from slot ``first`` on; ids: the first 32 page ids, one a lane."""
     for n in cutlass.range_constexpr(cfg.slots):
         if part_of(n)[0] < pages.count:
-            issue(cfg, cfg.v if cutlass.const_expr(part_of(n)[1]) else cfg.k, pages, ring, me.warp, Int32(n),
-                  cute.arch.shuffle_sync(ids, part_of(n)[0]))
+            slot = Int32(first + n)
+            issue(cfg, cfg.v if cutlass.const_expr(part_of(n)[1]) else cfg.k, pages, ring, me.warp,
+                  slot - cfg.slots * Int32(slot >= cfg.slots), cute.arch.shuffle_sync(ids, part_of(n)[0]))
 
 
 @cute.jit

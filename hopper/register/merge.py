@@ -18,17 +18,17 @@ CHANNELS = combine.CHANNELS
 
 
 class Shared(NamedTuple):
-    """What each warp leaves in its own ring, fp32: O, then a pair a row."""
+    """What each warp leaves, fp32: O, then a pair a row."""
 
     o: cute.Tensor  # (head_dim, rows, warps)
     chunks: cute.Tensor  # the same as (CHANNELS, (chunks of a row, rows, warps))
     pairs: cute.Tensor  # (maximum and sum, (rows, warps))
 
 
-def views(cfg: RegisterConfig, ring: Ring) -> Shared:
-    base = cute.recast_ptr(ring.buffer, dtype=Float32)
-    pitch, apart = cfg.merge_pitch, cfg.warp_bytes // 4
-    shape, stride = (cfg.rows, cfg.warps), (pitch, apart)
+def sums_views(cfg: RegisterConfig, base: cute.Pointer, count: int, apart: int) -> Shared:
+    """``count`` of them, ``apart`` floats from one to the next."""
+    pitch = cfg.merge_pitch
+    shape, stride = (cfg.rows, count), (pitch, apart)
     return Shared(
         cute.make_tensor(base, cute.make_layout((cfg.head_dim, *shape), stride=(1, *stride))),
         cute.make_tensor(base, cute.make_layout((CHANNELS, (cfg.head_dim // CHANNELS, *shape)),
@@ -40,7 +40,7 @@ def views(cfg: RegisterConfig, ring: Ring) -> Shared:
 def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, rows: Rows, state: State,
         out: combine.Outputs):
     """The first barrier of the CTA after its start: each warp is done with its ring by itself."""
-    shared = views(cfg, ring)
+    shared = sums_views(cfg, cute.recast_ptr(ring.buffer, dtype=Float32), cfg.warps, cfg.warp_bytes // 4)
     cute.arch.sync_warp()
     leave(cfg, shared, me, state)
     cute.arch.sync_threads()

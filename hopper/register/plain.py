@@ -20,22 +20,23 @@ CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: Ring, me: Lane, q: cute.Tensor,
-        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, phase: Int32):
+        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, phase: Int32) -> Int32:
     """Units first_unit, first_unit + warps, ... of the CTA, one at a time through the warp's ring.
 
-    phase: parity that ring.unit_full waits for first.
+    phase: parity that ring.unit_full waits for first; returns that which it waits for next.
     """
     if walk.first_unit < walk.num_units:
         element = numbers.ELEMENT[cfg.dtype]
         operand, operand_words = numbers.fragments(cfg.k.col_tiles * cfg.col_blocks, element)
         operand_words.store(query.load(cfg, q, rows, me).load())
         queries = masks.queries_of(cfg, rows, me)
-        for i in cutlass.range(walk.first_unit, walk.num_units, cfg.warps, unroll=1):
+        for i in cutlass.range(walk.first_unit, walk.num_units, cfg.warps_apart, unroll=1):
             now = unit(walk, i, rows.q_len)
             load.load_unit(cfg, plain, walk, now, ring, me)
             cute.arch.mbarrier_wait(ring.unit_full, phase)
             phase = phase ^ 1
             attend(cfg, ring, me, operand, state, now, queries, scale_log2, limits)
+    return phase
 
 
 def attend(cfg: RegisterConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, now: Unit, queries: list,

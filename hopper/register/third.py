@@ -21,13 +21,12 @@ from lowbit_attn.hopper.walk import Rows
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, work: Walk, source: Plain, ring: Ring, me: Lane,
-        queries: query.Query, rows: Rows, state: State, limits: masks.Limits) -> Int32:
+        queries: query.Query, rows: Rows, state: State, limits: masks.Limits, phase: Int32) -> Int32:
     """Units first_third, first_third + warps, ...; returns the parity that ring.unit_full waits for next.
 
-    pages.first: entry of page ``work.third_page``.
+    pages.first: entry of page ``work.third_page``; phase: the parity that it waits for first.
     """
-    phase = Int32(0)
-    for i in cutlass.range(work.first_third, work.num_third, cfg.warps, unroll=1):
+    for i in cutlass.range(work.first_third, work.num_third, cfg.warps_apart, unroll=1):
         page, tile = unit_place(Uint32(i))
         first_token = work.third_page * layout.PAGE_TOKENS + i * UNIT_TOKENS
         load_unit(cfg, pages, source, Int32(page), first_token, ring, me)
