@@ -14,7 +14,7 @@ PATHS = {
     "tile": Support(k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
                     storages=(torch.float16,), rows=(8,), wide_rows=(8,)),
 }
-SMALLER = {}  # paths that are others in smaller CTAs: none
+SMALLER, EVEN = {}, {}  # paths that are others in other CTAs: none
 
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:

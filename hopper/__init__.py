@@ -68,12 +68,26 @@ PATHS = {
     "paired": PairedSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(128,), head_dims=(64, 96, 128),
                             dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), windows=True, features=(),
                             boosted=True),
+    # the integer path on Stream-K's schedule: all CTAs share all sequences' pages evenly
+    "stream": IntegerSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128),
+                             head_dims=(64, 96, 128), dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,),
+                             channel_groups=(32, 64, 128), windows=True, features=(), boosted=True),
 }
 
-SMALLER = {"integer": "paired"}  # the same in smaller CTAs: for calls that name it, or by dispatch.for_many
+# the same in other CTAs, for calls that name the path or by dispatch.for_shape
+SMALLER = {"integer": "paired"}  # several an SM
+EVEN = {"integer": "stream"}  # with an equal share of all pages each
 
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:
     """Of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
-    return Scratch(((places if splits > 1 else 1, splits, rows, q_shape[-1] // CELL_CHANNELS * CELL_WORDS),),
-                   EMPTY if splits > 1 else None)
+    return Scratch(((places if splits > 1 else 1, splits, rows, row_words(q_shape)),), EMPTY if splits > 1 else None)
+
+
+def even_scratch(q_shape: tuple[int, ...], rows: int, ctas: int) -> Scratch:
+    """The same of a path of ``EVEN`` with so many CTAs."""
+    return Scratch(((ctas, 1, rows, row_words(q_shape)),), EMPTY)
+
+
+def row_words(q_shape: tuple[int, ...]) -> int:
+    return q_shape[-1] // CELL_CHANNELS * CELL_WORDS

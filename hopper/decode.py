@@ -37,6 +37,7 @@ from lowbit_attn.hopper.config import (
     make_config,
 )
 from lowbit_attn.hopper.integer import config as integer
+from lowbit_attn.hopper.integer.stream import StreamSm90
 from lowbit_attn.hopper.register.config import make_config as make_register_config
 from lowbit_attn.hopper.register.decode import RegisterSm90
 from lowbit_attn.hopper.register.numbers import ELEMENT
@@ -180,7 +181,9 @@ def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, 
         raise ValueError(f"target: got {target!r}, supported: {TARGET!r}")
     if path not in PATHS:
         raise ValueError(f"path: got {path!r}, supported: {', '.join(PATHS)}")
-    if path in integer.KINDS:
+    if path == "stream":
+        entry = StreamSm90(integer.make_config(fmt, head_dim, dtype, rows, without, features, path))
+    elif path in integer.KINDS:
         entry = RegisterSm90(integer.make_config(fmt, head_dim, dtype, rows, without, features, path))
     elif path == "register":
         entry = RegisterSm90(make_register_config(fmt, head_dim, dtype, rows, without, features))

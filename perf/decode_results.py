@@ -55,4 +55,4 @@ def kernel_of(case: BenchCase, arch: str, sms: int = H200_SMS) -> KernelKey | No
     if picked is None:
         return None
     key = KernelKey("decode", arch, target, case.dtype, case.head_dim, case.format, *picked)
-    return dispatch.for_many(key, case.batch * case.num_heads_kv * -(-case.rows // key.rows), most_pages(case), sms)
+    return dispatch.for_shape(key, case.batch * case.num_heads_kv * -(-case.rows // key.rows), most_pages(case), sms)

@@ -186,6 +186,12 @@ def shift_left(warp, suffixes, operands, active):
     return unsigned(warp.value(operands[1]) << warp.value(operands[2]), width(suffixes))
 
 
+def funnel_shift(warp, suffixes, operands, active):
+    assert suffixes == ("l", "wrap", "b32"), suffixes
+    low, high, count = (warp.value(x) for x in operands[1:])
+    return unsigned((high << U64(32) | low) << (count % U64(32)) >> U64(32), 32)
+
+
 def truncated(x, y):
     return np.trunc(x / y).astype(x.dtype)
 
@@ -222,7 +228,7 @@ INTEGERS = {
     "min": integer_step(np.minimum), "max": integer_step(np.maximum), "neg": integer_step(operator.neg),
     "abs": integer_step(np.abs),
     "div": integer_step(truncated), "rem": integer_step(lambda x, y: x - truncated(x, y) * y),
-    "shl": shift_left, "shr": shift, "not": negate, **{name: bitwise(name) for name in BITWISE},
+    "shl": shift_left, "shf": funnel_shift, "shr": shift, "not": negate, **{name: bitwise(name) for name in BITWISE},
 }
 
 
@@ -302,12 +308,14 @@ def mbarrier(warp, suffixes, operands, active):
 def shuffle(warp, suffixes, operands, active):
     assert active.all()
     value, by = warp.value(operands[1]), warp.value(operands[2]).astype(np.int64)
-    return value[LANE ^ by if suffixes[1] == "bfly" else by % LANES]
+    sources = {"bfly": LANE ^ by, "up": np.where(LANE >= by, LANE - by, LANE), "idx": by % LANES}
+    return value[sources[suffixes[1]]]
 
 
 def reduce(warp, suffixes, operands, active):
-    assert active.all() and suffixes[1:] == ("max", "u32"), suffixes
-    return np.full(LANES, warp.value(operands[1]).max())
+    assert active.all() and suffixes[1:] in (("max", "u32"), ("add", "s32")), suffixes
+    value = warp.value(operands[1])
+    return np.full(LANES, value.max() if suffixes[1] == "max" else value.sum() & U64(0xFFFF_FFFF))
 
 
 def vote(warp, suffixes, operands, active):

@@ -17,6 +17,9 @@ pytestmark = [
 LENGTHS = (0, 1, 127, 128, 129, 300, 1100)
 NEEDS_BF16 = {"meta-beyond-fp16": "-bf16", "q-1e6-k-1e-6": ""}  # these inputs overflow fp16; the first its metadata too
 PAGE_PATHS = gpu_matrix.REGISTER + gpu_matrix.INTEGER
+OTHER_CTAS = pytest.mark.parametrize(
+    "path, kernel", [pytest.param(path, kernel, id=f"{path}-{kernel}") for path, served in (
+        ("paired", gpu_matrix.PAIRED), ("stream", gpu_matrix.STREAM)) for kernel in served])
 MATRIX = pytest.mark.parametrize("kernel", PAGE_PATHS, ids=str)
 
 
@@ -87,31 +90,41 @@ def test_one_small_case(arch, kernel, record_property):
     check_decode(case, path, f"{arch} small {path}", record_property, 2, options_of(kernel))
 
 
-@pytest.mark.parametrize("kernel", gpu_matrix.PAIRED, ids=str)
-def test_one_small_case_of_smaller_ctas(arch, kernel, record_property):
-    """The integer path's kernels with two CTAs an SM."""
-    skip_without("paired", arch)
+@OTHER_CTAS
+def test_one_small_case_of_other_ctas(arch, path, kernel, record_property):
+    """The integer path's kernels with two CTAs an SM, and on Stream-K's schedule."""
+    skip_without(path, arch)
     case = case_of(kernel, ratio=2, q_len=2, lengths=(3, 700), sinks=5)
-    check_decode(case, "paired", f"{arch} small paired", record_property, 2)
+    check_decode(case, path, f"{arch} small {path}", record_property, 2)
 
 
 @pytest.mark.parametrize("num_splits", (None, 1, 3))
-@pytest.mark.parametrize("kernel", gpu_matrix.PAIRED, ids=str)
-def test_smaller_ctas(arch, kernel, num_splits, record_property):
-    skip_without("paired", arch)
+@OTHER_CTAS
+def test_other_ctas(arch, path, kernel, num_splits, record_property):
+    skip_without(path, arch)
     case = case_of(kernel, lengths=LENGTHS, sinks=5)
-    check_decode(case, "paired", f"{arch} paired {kernel.format}", record_property, num_splits)
+    check_decode(case, path, f"{arch} {path} {kernel.format}", record_property, num_splits)
 
 
+@pytest.mark.parametrize("path, lengths", [
+    ("paired", (300, 0, 17, 120, 128, 260, 1, 64)), ("stream", (300, 0, 17, 3000, 128, 2500, 1, 64))])
 @pytest.mark.parametrize("name", ("k2v2", "kitty"))
-def test_many_sequences_take_smaller_ctas(arch, name, record_property):
-    """Three times more blocks of query rows than SMs, with few pages each."""
-    case = testing.Case(name, num_heads=192, num_heads_kv=48, lengths=(300, 0, 17, 120, 128, 260, 1, 64))
+def test_many_sequences_take_other_ctas(arch, name, path, lengths, record_property):
+    """Three times more blocks of query rows than SMs, with few pages each, or some with many."""
+    case = testing.Case(name, num_heads=192, num_heads_kv=48, lengths=lengths)
     problem, want = problem_and_expected(case, None)
     found = check_problem(problem, want, None, f"{arch} many {name}", record_property)
-    if "paired" in kernels.arch_package(arch).PATHS:
-        assert dispatch.kernel_of(problem.q, problem.cache, None)[0].variant == "paired"
-        assert torch.equal(found, lowbit_attn.decode(problem.q, problem.cache, path="paired")[0])
+    if path in kernels.arch_package(arch).PATHS:
+        assert dispatch.kernel_of(problem.q, problem.cache, None)[0].variant == path
+        assert torch.equal(found, lowbit_attn.decode(problem.q, problem.cache, path=path)[0])
+
+
+@pytest.mark.parametrize("num_heads_kv, num_splits", [(1, None), (4, None), (4, 1)])
+def test_a_schedule_of_more_sequences_than_a_warp_looks_at(arch, num_heads_kv, num_splits, record_property):
+    skip_without("stream", arch)
+    lengths = tuple(37 * i % 401 for i in range(150))
+    case = testing.Case("k2v2", num_heads=4 * num_heads_kv, num_heads_kv=num_heads_kv, lengths=lengths, sinks=3)
+    check_decode(case, "stream", f"{arch} long schedule", record_property, num_splits)
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])

@@ -200,17 +200,21 @@ def test_two_ctas_fit_an_sm(kernel, monkeypatch):
     assert kernels.ctas_per_sm(key) == 2 == 65_536 // (168 * cfg.threads)
 
 
-def test_many_blocks_of_rows_take_two_ctas_an_sm():
+def test_the_number_of_blocks_of_rows_picks_the_ctas():
     plain, = gpu_matrix.MatrixKernel("k2v2", "float16", 128, 4).keys("hopper", "integer")
-    paired = dataclasses.replace(plain, variant="paired")
-    for blocks, pages, wanted in ((132, 1, plain), (133, 9, paired), (133, 10, plain), (512, 32, paired),
-                                  (512, 64, plain), (1024, 64, paired), (1024, 1000, plain), (20_000, 1000, paired)):
-        assert dispatch.for_many(plain, blocks, pages, 132) == wanted
-    for key in (dataclasses.replace(plain, format="k8v4"), dataclasses.replace(plain, features=("window",)),
-                dataclasses.replace(plain, variant="register", rows=8), dataclasses.replace(plain, head_dim=256)):
-        assert dispatch.for_many(key, 5000, 32, 132) == key, "has no smaller CTAs"
+    paired, stream = (dataclasses.replace(plain, variant=path) for path in ("paired", "stream"))
+    for blocks, pages, wanted in ((132, 1, plain), (133, 9, paired), (133, 10, stream), (512, 32, paired),
+                                  (512, 64, stream), (1024, 64, paired), (1024, 1000, stream), (20_000, 1000, paired),
+                                  (128, 1000, plain), (88, 128, stream), (88, 127, plain), (89, 128, plain),
+                                  (66, 128, plain), (40, 1000, plain), (64, 256, plain), (8, 1000, plain)):
+        assert dispatch.for_shape(plain, blocks, pages, 132) == wanted
+    wide = dataclasses.replace(plain, format="k8v4")
+    assert dispatch.for_shape(wide, 5000, 32, 132) == dataclasses.replace(wide, variant="stream"), "no smaller CTAs"
+    for key in (dataclasses.replace(plain, features=("window",)), dataclasses.replace(plain, head_dim=256),
+                dataclasses.replace(plain, variant="register", rows=8)):
+        assert dispatch.for_shape(key, 5000, 32, 132) == key, "has no other CTAs"
     ampere = dataclasses.replace(plain, arch="ampere", target="sm_80", variant="register", rows=8)
-    assert dispatch.for_many(ampere, 5000, 32, 108) == ampere
+    assert dispatch.for_shape(ampere, 5000, 32, 108) == ampere
     assert kernels.pick("hopper", FORMATS["k2v2"], 128, torch.float16, 4)[0] == ("integer", 4)
 
 

@@ -45,42 +45,68 @@ def divisor(n: int) -> list[bytes]:
     return [struct.pack("<iIBBxx", n, multiplier, min(bits, 1), max(bits - 1, 0)), struct.pack("<i", n)]
 
 
+class Call:
+    """One call of a kernel as dispatch makes it, on the CPU."""
+
+    def __init__(self, cfg, problem: testing.Problem, options: Attention, places: int | None, splits: int):
+        """places: of scratch; None: one for each block of query rows."""
+        cache, q = problem.cache, problem.q.to(problem.cache.dtype)
+        batch, q_len, heads, head_dim = q.shape
+        self.ratio = heads // cache.num_heads_kv
+        self.row_blocks = -(-self.ratio * q_len // cfg.rows)
+        self.grid = (cache.num_heads_kv * self.row_blocks, batch, splits)
+        sink_logits = torch.full((1,), -torch.inf) if options.sink_logits is None else options.sink_logits
+        shape = hopper.scratch(q.shape, cfg.rows, self.grid[0] * batch, splits).shapes[0]
+        if places is not None:
+            shape, = hopper.even_scratch(q.shape, cfg.rows, places).shapes
+        self.partials = torch.full(shape, EMPTY, dtype=torch.int32)
+        self.results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
+        counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.third_segment, cache.n_tok]
+        tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
+        tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens),
+                   self.partials, *self.results, sink_logits]
+        self.memory = ptx.GlobalMemory(tensors)
+        sizes = [3, 1, 1, *[1] * len(counts), *[3] * 4, 2, 3, 3, 1]  # that vary
+        strides = [2, 0, 0, *[0] * len(counts), *[2] * 4, 1, 2, 2, 0]
+        self.tensors = [self.memory.parameter(i, x.shape[:count], strides_of(x, apart))
+                        for i, (x, count, apart) in enumerate(zip(tensors, sizes, strides))]
+        self.scale = (head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale) * dispatch.LOG2_E
+
+    def found(self) -> tuple[torch.Tensor, torch.Tensor]:
+        last = len(self.tensors) - 1
+        assert (self.memory.tensor(last - 3, self.partials) == EMPTY).all()  # ready for the next call
+        return self.memory.tensor(last - 2, self.results[0]), self.memory.tensor(last - 1, self.results[1])
+
+
+def packed(kind: str, *values) -> list[bytes]:
+    return [struct.pack("<" + kind, x) for x in values]
+
+
 def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool = False):
     """What dispatch does, on the CPU: (o, lse). The splits of a row block run at once.
 
     reverse: the last CTA and the last warp have the first turn.
     """
-    cache, q = problem.cache, problem.q.to(problem.cache.dtype)
-    batch, q_len, heads, head_dim = q.shape
-    ratio = heads // cache.num_heads_kv
-    blocks = -(-ratio * q_len // cfg.rows)
-    grid = (cache.num_heads_kv * blocks, batch, splits)
-    sink_logits = torch.full((1,), -torch.inf) if options.sink_logits is None else options.sink_logits
-    shape, = hopper.scratch(q.shape, cfg.rows, grid[0] * batch, splits).shapes
-    partials = torch.full(shape, EMPTY, dtype=torch.int32)
-    results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
-    counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.third_segment, cache.n_tok]
-    tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
-    tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens), partials,
-               *results, sink_logits]
-    memory = ptx.GlobalMemory(tensors)
-    sizes = [3, 1, 1, *[1] * len(counts), *[3] * 4, 2, 3, 3, 1]  # that vary
-    strides = [2, 0, 0, *[0] * len(counts), *[2] * 4, 1, 2, 2, 0]
-    parameters = [memory.parameter(i, x.shape[:count], strides_of(x, apart))
-                  for i, (x, count, apart) in enumerate(zip(tensors, sizes, strides))]
-    scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    call = Call(cfg, problem, options, None, splits)
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
     window = dispatch.NO_WINDOW if options.window is None else options.window
-    numbers = (scale * dispatch.LOG2_E, 2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
-    parameters += [struct.pack("<f", x) for x in numbers]
-    parameters += [struct.pack("<i", x) for x in (window, window, *cache.strides)]
-    parameters += [argument for n in (ratio, blocks, splits) for argument in divisor(n)]
-    for x, y in np.ndindex(grid[:2]):
-        ctas = [ptx.Cta(program, parameters, memory.memory, (x, y, z), grid) for z in range(splits)]
+    parameters = call.tensors + packed("f", call.scale, 2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
+    parameters += packed("i", window, window, *problem.cache.strides)
+    parameters += [argument for n in (call.ratio, call.row_blocks, splits) for argument in divisor(n)]
+    for x, y in np.ndindex(call.grid[:2]):
+        ctas = [ptx.Cta(program, parameters, call.memory.memory, (x, y, z), call.grid) for z in range(splits)]
         ptx.run_grid(ctas[:: -1 if reverse else 1], cfg.threads, reverse)
-    last = len(tensors) - 1
-    assert (memory.tensor(last - 3, partials) == EMPTY).all()  # ready for the next call
-    return memory.tensor(last - 2, q), memory.tensor(last - 1, results[1])
+    return call.found()
+
+
+def decode_stream(program, cfg, problem: testing.Problem, options: Attention, ctas: int, reverse: bool = False):
+    """The same of the stream path, whose CTAs all run at once."""
+    call = Call(cfg, problem, options, ctas, 1)
+    parameters = call.tensors + packed("f", call.scale) + packed("i", *problem.cache.strides, call.grid[0])
+    parameters += [argument for n in (call.ratio, call.row_blocks, ctas) for argument in divisor(n)]
+    running = [ptx.Cta(program, parameters, call.memory.memory, (x, 0, 0), (ctas, 1, 1)) for x in range(ctas)]
+    ptx.run_grid(running[:: -1 if reverse else 1], cfg.threads, reverse)
+    return call.found()
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +242,20 @@ def test_a_deadlock_is_found(text):
 
 def test_a_named_barrier_counts_its_own_warps():
     assert run_text(LEAVE_BEFORE_A_BARRIER.replace("sync \t0", "sync \t1, 32"), [0, 1]) == {1: 2}
+
+
+RAGGED = Case("k4v4", head_dim=64, num_heads=4, num_heads_kv=2, lengths=(130, 1300, 0, 2700, 40, 128), sinks=5)
+
+
+@pytest.mark.parametrize("case, ctas", [
+    (RAGGED, 1), (RAGGED, 3), (RAGGED, 5),
+    *((Case("kitty", head_dim=64, num_heads=4, num_heads_kv=1, lengths=(450, 1000), sinks=3), ctas) for ctas in (1, 2)),
+    (Case("k2v2", head_dim=64, num_heads=1, num_heads_kv=1, lengths=tuple(13 * i % 150 for i in range(70))), 2),
+    (Case("k8v2-g32-vg32", head_dim=96, num_heads=3, num_heads_kv=1, q_len=2, lengths=(40,)), 4),
+], ids=("ragged-1", "ragged-3", "ragged-5", "kitty-1", "kitty-2", "70-sequences", "idle-ctas"))
+def test_stream_path(case, ctas, scratch):
+    """Items within a warp, of several warps and of several CTAs; runs that begin and end anywhere, or have nothing."""
+    text, cfg = compiled(key_of(case, Attention(), "stream"), scratch)
+    problem, program = testing.build(case), ptx.Program(text)
+    found = decode_stream(program, cfg, problem, Attention(), ctas)
+    testing.assert_decode(*found, testing.expected(problem))

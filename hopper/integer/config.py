@@ -8,12 +8,14 @@ from lowbit_attn import layout
 from lowbit_attn.formats.contract import Format
 from lowbit_attn.hopper import PATHS
 from lowbit_attn.hopper.register import config as register
-from lowbit_attn.hopper.register.config import RegisterConfig
+from lowbit_attn.hopper.register.config import PLAN_WORDS, WORD, RegisterConfig
 from lowbit_attn.kernels import Checks
 from lowbit_attn.registers import BYTE_STEP
 
 ROWS = 4  # query rows: two columns each
 STEP_TILES = BYTE_STEP // layout.TILE  # column tiles of one multiply
+TURN_WORDS, NOTE_WORDS = 8, 4  # of Stream-K's schedule: where a warp is, and what it says of sums it leaves
+PLANS_WORDS = PLAN_WORDS + TURN_WORDS + 2 * NOTE_WORDS
 SASS_NEED = ("IMMA", "HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 
 
@@ -49,7 +51,36 @@ class PairedConfig(IntegerConfig):
     ctas_per_sm = 2
 
 
-KINDS = {"integer": IntegerConfig, "paired": PairedConfig}  # by path
+@dataclass(frozen=True)
+class StreamConfig(IntegerConfig):
+    """A warp attends to a run of pages, of one sequence or of several (schedule.py)."""
+
+    own_queries = True
+
+    @property
+    def warps_apart(self) -> int:
+        return 1
+
+    @property
+    def reuse_bytes(self) -> int:
+        return max(self.unit_bytes, self.third_bytes)
+
+    @property
+    def own_bytes(self) -> int:
+        """Queries, the sums of two items, plans."""
+        return self.query_bytes + self.channel_bytes + 2 * self.merge_bytes + WORD * PLANS_WORDS
+
+    @property
+    def smem_plan(self) -> dict[str, int]:
+        own = {"plans": WORD * PLANS_WORDS, "query": self.query_bytes, "channels": self.channel_bytes,
+               "sums": 2 * self.merge_bytes}
+        plan = super().smem_plan
+        return ({"buffer": plan["buffer"]}
+                | {name: layout.align_record(self.warps * nbytes) for name, nbytes in own.items() if nbytes}
+                | {"barriers": plan["barriers"]})
+
+
+KINDS = {"integer": IntegerConfig, "paired": PairedConfig, "stream": StreamConfig}  # by path
 
 
 def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = ROWS, without: tuple[str, ...] = (),

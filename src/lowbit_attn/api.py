@@ -33,7 +33,7 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
         sink_logits: fp32 [num_heads], a learned logit of each head that joins its softmax's denominator (gpt-oss).
         out: output buffer of q's shape and dtype; lse: fp32 [batch, num_heads, q_len].
         num_splits: CTAs that share one sequence's tokens; default: the dispatcher's pick. On SM90 no more than the GPU
-            runs at once.
+            runs at once. With path="stream" so many CTAs for each sequence share all sequences' tokens.
         path: "reference" (any device), or a kernel path by name; default: the dispatcher's pick.
 
     Returns:

@@ -24,6 +24,7 @@ FORCED_TARGETS = {("ampere", (9, 0)): "sm_90"}  # Ampere kernels also run on Hop
 _ENVIRONMENT = os.environ._data
 _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
 PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win (perf/NOTES.md)
+IDLE_PART, IDLE_PAGES = 3, 128  # where splits leave a third of the SMs idle, an even share wins from so many pages on
 PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (perf/NOTES.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
 
@@ -88,19 +89,26 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     return picked, [] if picked else reasons
 
 
-def for_many(key: KernelKey, blocks: int, pages: int, sms: int) -> KernelKey:
+def for_shape(key: KernelKey, blocks: int, pages: int, sms: int) -> KernelKey:
     """The kernel for so many blocks of query rows, of all sequences and KV heads, with up to ``pages`` pages each.
 
-    Where CTAs follow each other on an SM, smaller ones run two at a time, if the picked path has them. Lengths stay on
-    the device, and a smaller CTA takes longer for a sequence that is longer than the others: so the more pages there
-    may be, the more blocks there must be.
+    Where CTAs would follow each other on an SM, smaller ones run two at a time, if the picked path has them. Lengths
+    stay on the device, and a smaller CTA takes longer for a sequence that is longer than the others: so the more pages
+    there may be, the more blocks there must be. Else, and where blocks leave SMs idle, all CTAs get an even share of
+    all pages, which costs 1 to 2 us.
     """
-    path = kernels.arch_package(key.arch).SMALLER.get(key.variant)
-    if path is None or blocks <= sms or pages * sms > PAGES_A_BLOCK * blocks:
-        return key
-    picked, _ = kernels.pick(key.arch, FORMATS[key.format], key.head_dim, getattr(torch, key.dtype), key.rows, path,
-                             key.features)
-    return replace(key, variant=picked[0], rows=picked[1]) if picked else key
+    package = kernels.arch_package(key.arch)
+    wanted = []
+    if blocks > sms:
+        wanted = [package.SMALLER] * (pages * sms <= PAGES_A_BLOCK * blocks) + [package.EVEN]
+    elif pages >= IDLE_PAGES and IDLE_PART * (sms - filling_splits(sms, blocks, pages) * blocks) >= sms:
+        wanted = [package.EVEN]
+    for path in (paths[key.variant] for paths in wanted if key.variant in paths):
+        picked, _ = kernels.pick(key.arch, FORMATS[key.format], key.head_dim, getattr(torch, key.dtype), key.rows, path,
+                                 key.features)
+        if picked:
+            return replace(key, variant=picked[0], rows=picked[1])
+    return key
 
 
 def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) -> None:
@@ -115,15 +123,16 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) ->
     if not _has_kernels(cache.device):
         raise NotImplementedError("; ".join(why_not(cache, q.shape[2], q.shape[1], path)))
     features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
-    key, reasons = kernel_of(q, cache, path, features)
+    key, reasons = kernel_of(q, cache, path, features, num_splits)
     if key is None:
         raise NotImplementedError("; ".join(reasons))
     _run_decode(q, cache, out, lse, options, num_splits, key, path)
 
 
-def kernel_of(q, cache: KVCache, path: str | None,
-              features: tuple[str, ...] = ()) -> tuple[KernelKey | None, list[str]]:
-    """(the kernel that serves a call on the cache's device, []), or (None, reasons)."""
+def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (),
+              num_splits: int | None = None) -> tuple[KernelKey | None, list[str]]:
+    """(the kernel that serves a call on the cache's device, []), or (None, reasons). A call that names its splits gets
+    CTAs that are made of splits."""
     compiled_for = _specialisation(cache)
     picked, reasons = _pick(compiled_for[0], cache, q.shape[2], q.shape[1], path, features)
     if picked is None:
@@ -131,8 +140,8 @@ def kernel_of(q, cache: KVCache, path: str | None,
     ablated = os.environ.get("LOWBIT_ATTN_WITHOUT")
     key = KernelKey("decode", *compiled_for, cache.format.name, *picked,
                     without=tuple(ablated.split(",")) if ablated else (), features=features)
-    if path is None:
-        key = for_many(key, row_blocks(q, cache, key), cache.table.shape[1], running_ctas(cache.device, 1))
+    if path is None and num_splits is None:
+        key = for_shape(key, row_blocks(q, cache, key), cache.table.shape[1], running_ctas(cache.device, 1))
     return key, []
 
 
@@ -155,7 +164,11 @@ def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey
     window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
     scalars = (scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, window, NO_WINDOW if options.keep_sinks else window,
                *cache.strides)
-    scratch = package.scratch(tuple(q.shape), key.rows, places, splits)
+    if key.variant in package.EVEN.values():
+        room = running_ctas(cache.device, ctas_per_sm)
+        scratch = package.even_scratch(tuple(q.shape), key.rows, min(room, num_splits * places) if num_splits else room)
+    else:
+        scratch = package.scratch(tuple(q.shape), key.rows, places, splits)
     return DecodePlan(cache, q, loader.load(key), scratch, scalars, _part(cache, "k").view(torch.uint32))
 
 

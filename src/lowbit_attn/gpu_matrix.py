@@ -61,11 +61,11 @@ class MatrixKernel:
 
     def keys(self, arch: str, path: str | None = None) -> list[KernelKey]:
         """The kernels that decode calls need on the one target of an architecture that runs on Hopper: without a path
-        also that of calls with many blocks of query rows (dispatch.for_many)."""
+        also those of calls with other numbers of blocks of query rows (dispatch.for_shape)."""
         common = (kernels.ARCH_TARGETS[arch][-1], self.dtype, self.head_dim)
         shapes = [self.shape(arch, path)]
-        if path is None and shapes[0] and (smaller := kernels.arch_package(arch).SMALLER.get(shapes[0][0])):
-            shapes.append(self.shape(arch, smaller))
+        if path is None and shapes[0]:
+            shapes += [self.shape(arch, other) for other in kernels.other_ctas(arch, shapes[0][0])]
         return [KernelKey("decode", arch, *common, self.format, *shape, features=self.features)
                 for shape in shapes if shape]
 
@@ -128,7 +128,9 @@ KITTY = tuple(MatrixKernel(*kernel) for kernel in (
     ("kitty-pro", F16, 128, 8, ("softcap", "window")), ("kitty-variance", F16, 128, 64), ("kitty-pro", BF16, 256, 64),
 ))
 
-PAIRED = tuple(k for k in INTEGER + KITTY if k.rows == 4 and k.shape("hopper", "paired"))  # two CTAs an SM
+# the integer path with two CTAs an SM, and with an even share of pages for each CTA
+PAIRED, STREAM = (tuple(k for k in INTEGER + KITTY if k.rows == 4 and k.shape("hopper", path))
+                  for path in ("paired", "stream"))
 
 # what tiny models of tests/test_gpu_hf.py ask for: single tokens, and chunks whose queries come as heads
 MODELS = tuple(MatrixKernel(*kernel) for kernel in (
@@ -163,6 +165,7 @@ def keys(arch: str) -> list[KernelKey]:
     wanted = [key for kernel in REGISTER for key in kernel.keys(arch, "register")]
     wanted += [key for kernel in INTEGER for key in kernel.keys(arch, "integer")]
     wanted += [key for kernel in PAIRED for key in kernel.keys(arch, "paired")]
+    wanted += [key for kernel in STREAM for key in kernel.keys(arch, "stream")]
     wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
     wanted += [key for kernel in WIDE + KITTY + MODELS for key in kernel.keys(arch)]
     wanted += [key for head_dim in TILE_HEAD_DIMS for key in MatrixKernel("k4v4", F16, head_dim, 8).keys(arch, "tile")]

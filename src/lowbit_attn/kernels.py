@@ -258,7 +258,7 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
     best, reasons = None, []
     package = arch_package(arch)
     for name, support in package.PATHS.items():
-        if path != name and (path is not None or name in package.SMALLER.values()):
+        if path != name and (path is not None or name in other_ctas(arch)):
             continue
         missing = support.missing(fmt, head_dim, dtype, features)
         reasons += [f"{arch} {name} path: {reason}" for reason in missing]
@@ -269,6 +269,12 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
     return best, reasons
 
 
+def other_ctas(arch: str, path: str | None = None) -> list[str]:
+    """Paths that are ``path``, or any other, in other CTAs: not picked but by name or by a call's shape."""
+    package = arch_package(arch)
+    return [other for paths in (package.SMALLER, package.EVEN) for own, other in paths.items() if path in (None, own)]
+
+
 def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tuple[str, int]]:
     """(path, rows) of the decode kernels that are shipped for a preset: what most calls take, and for the paper's own
     case, int4 in fp16, the largest kernel and the tile path too."""
@@ -276,7 +282,7 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
         return pick(arch, FORMATS[name], head_dim, getattr(torch, dtype), rows, path)[0]
 
     shapes = [picked(rows) for rows in SHIPPED_ROWS if head_dim <= WIDE_HEAD_DIM or rows < SHIPPED_ROWS[-1]]
-    shapes += [picked(ROWS[0], path) for path in arch_package(arch).SMALLER.values()]
+    shapes += [picked(ROWS[0], path) for path in other_ctas(arch)]
     if (name, dtype) == ("k4v4", "float16"):
         shapes += [picked(ROWS[-1]), picked(ROWS[0], "tile")]
     return sorted({shape for shape in shapes if shape})

@@ -116,14 +116,16 @@ def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head
 
 def _launch(key: KernelKey, kv_heads: int, batch: int, passes: int, seqlen: int, q_len: int,
             path: str | None) -> tuple[KernelKey, int | None]:
-    """(kernel, splits) as the dispatcher decides on this GPU; without one of this target the splits are None."""
+    """(kernel, splits) as the dispatcher decides on this GPU; splits None: no GPU of this target, or no splits."""
     if not torch.cuda.is_available() or dispatch.target_of(torch.device("cuda"))[1] != key.target:
         return key, None
     cache = KVCache(key.format, 1, kv_heads, key.head_dim, getattr(torch, key.dtype), "cuda", max_batch=batch,
                     max_seqlen=seqlen, max_q_len=q_len)
     if path is None:
-        key = dispatch.for_many(key, batch * kv_heads * passes, cache.table.shape[1],
-                                dispatch.running_ctas(cache.device, 1))
+        key = dispatch.for_shape(key, batch * kv_heads * passes, cache.table.shape[1],
+                                 dispatch.running_ctas(cache.device, 1))
+    if key.variant in kernels.arch_package(key.arch).EVEN.values():
+        return key, None  # all CTAs share all sequences
     return key, dispatch.default_splits(cache, batch * passes, kernels.ctas_per_sm(key))
 
 

@@ -1,0 +1,157 @@
+"""End of a CTA of Stream-K's schedule: items that several warps, or several CTAs, have shared are added up.
+
+A warp's run may begin inside an item and end inside one: it keeps the sums of either in shared memory, its head and its
+tail, as parts 2 * warp and 2 * warp + 1. Parts of one item follow each other: a tail, then heads. Of an item that goes
+on in later CTAs, these leave their sums in scratch, as combine.py's splits do, and the CTA that begins it adds them up.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from lowbit_attn.hopper import combine
+from lowbit_attn.hopper.integer.config import NOTE_WORDS, TURN_WORDS, StreamConfig
+from lowbit_attn.hopper.integer.schedule import Turn
+from lowbit_attn.hopper.register import merge as warps
+from lowbit_attn.hopper.register.config import PLAN_WORDS, WARP
+from lowbit_attn.hopper.register.decode import Call, rows_of
+from lowbit_attn.hopper.register.load import Lane, read
+from lowbit_attn.hopper.register.softmax import State
+from lowbit_attn.hopper.walk import Rows
+
+CHANNELS = combine.CHANNELS
+TAILS = 0xAAAA_AAAA  # parts that are tails
+NO_PART = 32
+
+
+class Shared(NamedTuple):
+    """What warps keep for themselves and for the CTA's end."""
+
+    turns: cute.Tensor  # int32 (TURN_WORDS, warps)
+    notes: cute.Tensor  # int32 (NOTE_WORDS, parts): 1 if there are sums, sequence, block of rows, last CTA of the item
+    sums: warps.Shared  # by part
+
+    def keep(self, warp: Int32, turn: Turn) -> None:
+        """By one lane."""
+        own = cute.make_rmem_tensor(TURN_WORDS, Int32)
+        own.fill(0)
+        for i, value in enumerate(turn):
+            own[i] = Int32(value)
+        cute.autovec_copy(own, self.turns[None, warp])
+
+    def turn(self, warp: Int32) -> Turn:
+        own = cute.make_rmem_tensor(TURN_WORDS, Int32)
+        cute.autovec_copy(self.turns[None, warp], own)
+        return Turn(*(own[i] for i in range(len(Turn._fields))))
+
+    def forget(self, warp: Int32) -> None:
+        """No sums yet; by one lane."""
+        for i in range(2):
+            self.notes[0, 2 * warp + i] = Int32(0)
+
+    def note(self, part: Int32, turn: Turn, is_shared: Int32, last_cta: Int32) -> None:
+        """Whether a part has sums for the CTA's end, and of what; by one lane."""
+        for i, value in enumerate((is_shared, turn.batch_idx, turn.block, last_cta)):
+            self.notes[i, part] = Int32(value)
+
+
+def views(cfg: StreamConfig, plans: cute.Pointer, sums: cute.Pointer) -> Shared:
+    """plans: int32, of the CTA, behind the warps' walks; sums: fp32."""
+    turns = plans + PLAN_WORDS * cfg.warps
+    notes = turns + TURN_WORDS * cfg.warps
+    return Shared(cute.make_tensor(turns, cute.make_layout((TURN_WORDS, cfg.warps))),
+                  cute.make_tensor(notes, cute.make_layout((NOTE_WORDS, 2 * cfg.warps))),
+                  warps.sums_views(cfg, sums, 2 * cfg.warps, cfg.merge_bytes // 4))
+
+
+@cute.jit
+def prefetch(cfg: cutlass.Constexpr[StreamConfig], out: combine.Outputs, cta: Int32, ctas: Int32):
+    """Bring the cells that this CTA leaves, and those that it reads first, to L2 (combine.prefetch)."""
+    unit = cute.arch.thread_idx()[0]
+    if unit < cfg.rows * out.chunks:
+        for place in (cta, cta + Int32(cta + 1 < ctas)):
+            at = combine.cell(out._replace(place=place), unit // out.chunks, unit % out.chunks, Int32(0))
+            cute.arch.prefetch(combine.access(Uint32, at, 1).iterator.llvm_ptr, cache_level="L2")
+
+
+@cute.jit
+def leave(cfg: cutlass.Constexpr[StreamConfig], shared: Shared, part: Int32, me: Lane, state: State):
+    """This warp's O, maximum and sum of an item."""
+    warps.leave(cfg, shared.sums, me._replace(warp=part), state)
+
+
+@cute.jit
+def write_whole(cfg: cutlass.Constexpr[StreamConfig], shared: Shared, part: Int32, rows: Rows, out: combine.Outputs,
+                me: Lane):
+    """The result of an item of which this warp has all."""
+    for unit in cutlass.range(Int32(me.lane), rows.count * out.chunks, WARP, unroll=1):
+        write_unit(shared, part, rows, out, unit // out.chunks, unit % out.chunks)
+
+
+@cute.jit
+def write_unit(shared: Shared, part: Int32, rows: Rows, out: combine.Outputs, row: Int32, chunk: Int32):
+    found, own = sums_of(shared, part, row, chunk), combine.find_row(out, rows, row)
+    share, lse = combine.closing(own, found.top, found.total)
+    combine.write(out, own, chunk, combine.o_address(out, own, chunk), found.acc, share, lse)
+
+
+def sums_of(shared: Shared, part: Int32, row: Int32, chunk: Int32) -> combine.Sums:
+    acc = cute.make_rmem_tensor(CHANNELS, Float32)
+    for e, value in enumerate(read(shared.sums.chunks, (chunk, row, part))):
+        acc[e] = value
+    return combine.Sums(acc, *read(shared.sums.pairs, (row, part)))
+
+
+@cute.jit
+def merge(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out: combine.Outputs, cta: Int32):
+    """All items that the CTA's warps have shared, after a barrier; what another CTA waits for comes first."""
+    thread, parts = cute.arch.thread_idx()[0], 2 * cfg.warps
+    lane = thread % WARP
+    has = Int32(0)
+    if lane < parts:
+        has = shared.notes[0, lane]
+    present = Uint32(cute.arch.vote_ballot_sync(has != 0))
+    starts = present & Uint32(TAILS | 1)
+    units = cfg.rows * out.chunks
+    for unit in cutlass.range(thread, Int32(cute.arch.popc(starts)) * units, cfg.threads, unroll=1):
+        left = starts
+        for _ in cutlass.range(unit // units, unroll=1):
+            left = left & (left - Uint32(1))
+        merge_run(cfg, call, shared, out, cta, lowest(left), present, unit % units)
+
+
+def lowest(bits: Uint32) -> Int32:
+    """Number of the lowest set bit."""
+    return Int32(cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1)))
+
+
+def next_head(part: Int32, present: Uint32) -> Int32:
+    """The part that goes on with a part's item, or NO_PART: the next warp's head, unless the item ends before."""
+    head = 2 * (part // 2) + 2
+    ends = (part % 2 == 0) & ((present >> Uint32(part + 1)) & Uint32(1) != 0)  # a head whose warp has a tail, too
+    return cutlass.select_(ends | ((present >> Uint32(head)) & Uint32(1) == 0), Int32(NO_PART), head)
+
+
+@cute.jit
+def merge_run(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out: combine.Outputs, cta: Int32,
+              part: Int32, present: Uint32, unit: Int32):
+    """One unit (CHANNELS channels of a row) of the item whose first part here is ``part``."""
+    rows = rows_of(cfg, call, (shared.notes[2, part], shared.notes[1, part]))
+    row, chunk = unit // out.chunks, unit % out.chunks
+    if row < rows.count:
+        acc, top, total = sums_of(shared, part, row, chunk)
+        own, last_cta = combine.find_row(out, rows, row), shared.notes[3, part]
+        head = next_head(part, present)
+        while head < 2 * cfg.warps:
+            top, total = combine.join(acc, top, total, sums_of(shared, head, row, chunk))
+            head = next_head(head, present)
+        if part == 0:
+            combine.leave_cell(out, row, chunk, Int32(0), combine.Sums(acc, top, total))
+        else:
+            for place in cutlass.range(cta + 1, last_cta + 1, unroll=1):
+                words = combine.take(combine.cell(out._replace(place=place), row, chunk, Int32(0)))
+                top, total = combine.join(acc, top, total, combine.from_words(words))
+            share, lse = combine.closing(own, top, total)
+            combine.write(out, own, chunk, combine.o_address(out, own, chunk), acc, share, lse)
