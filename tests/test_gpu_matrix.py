@@ -9,10 +9,7 @@ from gpu_checks import check_problem
 from lowbit_attn import gpu_matrix, testing
 from lowbit_attn.reference import Attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def pytest_generate_tests(metafunc):
