@@ -2,7 +2,9 @@
 
 import zlib
 from collections import defaultdict
+from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,6 +40,15 @@ def seed(request) -> int:
     value = zlib.crc32(request.node.nodeid.encode())
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture
+def numpy_walk(monkeypatch):
+    """Hopper's walks compute in numpy's int32, where overflows raise: the DSL's integers take 100 times longer."""
+    for name in ("walk", "register.walk"):
+        monkeypatch.setattr(import_module(f"lowbit_attn.hopper.{name}"), "Int32", np.int32)
+    with np.errstate(over="raise"):
+        yield
 
 
 @pytest.fixture(params=kernels.ARCH_TARGETS)

@@ -7,6 +7,7 @@ through WGMMA's canonical layout, written here a second time from the PTX manual
 import dataclasses
 import itertools
 import random
+from functools import cache
 
 import numpy as np
 import pytest
@@ -193,24 +194,27 @@ class Barrier:
         return self.phases % 2 != parity
 
 
+@cache
+def stage_and_parity(stages, fill):
+    names = ring.Ring(None, None, stages)
+    return ring.stage(names, ring.Uint32(fill)).value, ring.parity(names, ring.Uint32(fill)).value
+
+
 class RingModel:
     """Barriers of one ring and the fill that each stage holds; every wait must see exactly its own fill."""
 
     def __init__(self, stages, full, empty):
-        self.names = ring.Ring(None, None, stages)
+        self.stages = stages
         self.full = [Barrier(full) for _ in range(stages)]
         self.empty = [Barrier(empty) for _ in range(stages)]
         self.content = [None] * stages
 
-    def at(self, fill):
-        return ring.stage(self.names, ring.Uint32(fill)).value, ring.parity(self.names, ring.Uint32(fill)).value
-
     def wait(self, kind, fill):
-        stage, parity = self.at(fill)
+        stage, parity = stage_and_parity(self.stages, fill)
         barrier, skip = (self.full, 0) if kind == "full" else (self.empty, 1)
         while not barrier[stage].passes(parity ^ skip):
             yield
-        done = fill // self.names.stages + (1 - skip)
+        done = fill // self.stages + (1 - skip)
         assert barrier[stage].phases == done, f"{kind} of fill {fill}: phase {barrier[stage].phases}, not {done}"
         return stage
 
@@ -271,14 +275,15 @@ def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, third, plain):
         roles += [mma_role(pages + third + plain, cfg.is_wide, tiles["k"], tiles["v"]) for _ in range(GROUP_WARPS)]
         rng, idle = random.Random(seed), 0
         weight = [rng.random() ** 3 + 0.01 for _ in roles]
+        total = list(itertools.accumulate(weight))
         while roles and idle < 200_000:
-            i = rng.choices(range(len(roles)), weight)[0]
+            i = rng.choices(range(len(roles)), cum_weights=total)[0]
             try:
                 next(roles[i])
                 idle += 1
             except StopIteration:
                 roles.pop(i), weight.pop(i)
-                idle = 0
+                total, idle = list(itertools.accumulate(weight)), 0
         assert not roles, "deadlock"
         assert seen == {tile: 2 * GROUP_WARPS for tile in range(pages + third + plain)}
 
@@ -299,6 +304,7 @@ def tokens_of(w: walk.Walk) -> list[tuple[str, int, int]]:
     return found
 
 
+@pytest.mark.usefixtures("numpy_walk")
 @pytest.mark.parametrize("n_sink, n_qk, lag, residual", [
     (0, 0, 0, 0), (4, 0, 0, 0), (3, 0, 0, 5), (0, 128, 0, 0), (130, 1280, 128, 255), (0, 640, 0, 128),
     (128, 384, 384, 1), (32, 4096, 256, 129)])
@@ -340,6 +346,7 @@ def seen_positions(w: walk.Walk, i: int, rows: walk.Rows, sight: mma.Sight, row:
     return {start + c for c in range(TILE_N) if first <= c < min(live, end)}
 
 
+@pytest.mark.usefixtures("numpy_walk")
 @pytest.mark.parametrize("window, keeps_sinks", [(1, False), (5, True), (130, False), (300, True), (1 << 30, False)])
 @pytest.mark.parametrize("n_sink, n_qk, lag, residual, q_len", [
     (0, 0, 0, 3, 5), (4, 256, 128, 9, 3), (3, 640, 0, 130, 1), (130, 384, 256, 40, 16), (2, 0, 0, 0, 1)])

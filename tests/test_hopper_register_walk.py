@@ -24,6 +24,7 @@ def third_units(w: walk.Walk, warps: int) -> list[tuple[int, int]]:
     return [(w.third_page + page, tile) for page, tile in places]
 
 
+@pytest.mark.usefixtures("numpy_walk")
 @pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 0), (4, 0, 0), (3, 0, 5), (0, 128, 0), (130, 1280, 255),
                                                     (0, 640, 128), (128, 384, 1), (32, 4096, 129)])
 @pytest.mark.parametrize("third_pages", (0, 1, 2, 9))
@@ -53,6 +54,7 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
     assert sorted(last) == last and last[-1] - last[0] <= 1, "not shared out evenly, late warps first"
 
 
+@pytest.mark.usefixtures("numpy_walk")
 @pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 0), (4, 0, 1), (3, 0, 40), (0, 128, 16), (130, 1280, 255),
                                                     (0, 640, 128), (128, 384, 17), (32, 4096, 129)])
 @pytest.mark.parametrize("third_pages", (0, 2, 9))
