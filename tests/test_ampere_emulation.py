@@ -20,6 +20,11 @@ from lowbit_attn.ampere import dequant, load, merge, mma, queries, softmax, toke
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4
+REGISTER, HALF = np.arange(4)[:, None], np.arange(2)
+# PTX m16n8k16, [lane, register, half]: a1 is row + 8, a2 column + 8; b1 is row + 8; c2 and c3 are row + 8
+A_AT = G[:, None, None] + 8 * (REGISTER % 2), 2 * T[:, None, None] + HALF + 8 * (REGISTER // 2)
+B_AT = 2 * T[:, None, None] + HALF + 8 * REGISTER[:2], G[:, None, None]
+C_AT = G[:, None] + 8 * (np.arange(4) // 2), 2 * T[:, None] + np.arange(4) % 2
 LENGTHS = (0, 1, 127, 128, 129, 300, 4097)
 LOG2_E = 1.4426950408889634
 NAN_WORD = 0xFFFFFFFF
@@ -30,28 +35,17 @@ def pairs_of(words: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words).view(np.float16).reshape(*words.shape, 2)
 
 
-def a_matrix(a: np.ndarray) -> np.ndarray:
-    """A registers [32 lanes, 4, 2] -> fp32 [16, 16] (PTX m16n8k16: a1 is row + 8, a2 column + 8)."""
-    matrix = np.empty((16, 16), np.float32)
-    for r in range(4):
-        for e in (0, 1):
-            matrix[G + 8 * (r % 2), 2 * T + e + 8 * (r // 2)] = a[:, r, e]
-    return matrix
-
-
-def b_matrix(b: np.ndarray) -> np.ndarray:
-    """B registers [32 lanes, 2, 2] -> fp32 [16, 8]."""
-    matrix = np.empty((16, 8), np.float32)
-    for r in (0, 1):
-        for e in (0, 1):
-            matrix[2 * T + e + 8 * r, G] = b[:, r, e]
+def matrix_of(registers: np.ndarray, at: tuple, columns: int) -> np.ndarray:
+    """Registers of 32 lanes -> fp32 [16, columns]."""
+    matrix = np.empty((16, columns), np.float32)
+    matrix[at] = registers
     return matrix
 
 
 def multiply(a: np.ndarray, b: np.ndarray, acc: np.ndarray, tile: int) -> None:
-    product = a_matrix(a) @ b_matrix(b)
-    for i in range(4):
-        acc[:, 4 * tile + i] += product[G + 8 * (i // 2), 2 * T + i % 2]
+    """a [32, 4, 2], b [32, 2, 2]."""
+    product = matrix_of(a, A_AT, 16) @ matrix_of(b, B_AT, 8)
+    acc[:, 4 * tile : 4 * tile + 4] += product[C_AT]
 
 
 def ldmatrix(slot: np.ndarray, access: np.ndarray, transposed: bool) -> np.ndarray:
