@@ -6,27 +6,26 @@ QUICK ?=
 SEED ?= 0
 N ?= 0
 CASE ?= first
-comma := ,
 
 .PHONY: demo test lint hopper ampere gpu-kernels gpu-tests gpu-sanitize perf profile
 
 $(PY):
 	$(PYTHON) -m venv --system-site-packages $(VENV)
 
-# $(call need,modules,extras,what they are): installs the extras unless the modules are there.
+# $(call need,modules,extras,what they are): installs the extras unless the modules are there. Importing takes seconds.
 define need
-	@$(PY) -c "import lowbit_attn, $(1)" 2>/dev/null || { \
+	@$(PY) -c "import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, sys.argv[1:])))" torch lowbit_attn $(1) || { \
 	  echo "Installing lowbit-attn[$(2)] into $(VENV): $(3); torch too if missing"; \
 	  $(PY) -m pip install -q -e '.[$(2)]'; }
 endef
 
 # A passive wait keeps a busy machine from stalling the many small CPU operations of decoding.
 demo: | $(PY)
-	$(call need,transformers$(comma) accelerate$(comma) gguf$(comma) matplotlib,demo,transformers and friends (about 60 MB))
+	$(call need,transformers accelerate gguf matplotlib,demo,transformers and friends (about 60 MB))
 	@OMP_WAIT_POLICY=PASSIVE $(PY) -m lowbit_attn.demo $(if $(filter-out 0,$(QUICK)),--quick)
 
 test: | $(PY)
-	$(call need,pytest$(comma) xdist$(comma) hypothesis$(comma) pytest_timeout$(comma) transformers,test,pytest and transformers (about 60 MB))
+	$(call need,pytest xdist hypothesis pytest_timeout transformers,test,pytest and transformers (about 60 MB))
 	$(PY) -m pytest -n auto
 
 lint: | $(PY)
@@ -34,12 +33,12 @@ lint: | $(PY)
 	$(PY) -m ruff check .
 
 hopper ampere: | $(PY)
-	$(call need,tilelang$(comma) cutlass,kernels,both tile DSLs (about 300 MB))
+	$(call need,tilelang cutlass,kernels,both tile DSLs (about 300 MB))
 	$(PY) -m lowbit_attn.build --arch $@
 
 # N=0: the fast subset; else N decode calls drawn by SEED. gpu-kernels needs no GPU: build there, test where one is.
 gpu-kernels: | $(PY)
-	$(call need,tilelang$(comma) cutlass,kernels,both tile DSLs (about 300 MB))
+	$(call need,tilelang cutlass,kernels,both tile DSLs (about 300 MB))
 	$(PY) -m lowbit_attn.build --arch hopper --arch ampere --tests --seed $(SEED) --cases $(N)
 
 gpu-tests: | $(PY)
