@@ -43,17 +43,16 @@ def a_bytes(words: np.ndarray, rows: int, bits: int, tile: int | None = None) ->
     tile: of this row tile alone, its codes where row tile 0 has its own. A last step of one column tile has zeros in
     the registers of the other, as m16n8k16 has half the columns.
     """
-    row_tiles = rows // layout.TILE
     cols = words.size * layout.WORD_BYTES * 8 // bits // rows
-    steps = -(-cols // registers.BYTE_STEP)
-    found = np.zeros((row_tiles if tile is None else 1, steps, 4, layout.LANES), np.uint32)
-    for rt, ct, row8 in np.ndindex(len(found), cols // layout.TILE, 2):
-        row = layout.TILE * rt + 8 * row8
-        word, _, _, _ = layout.code_slot(row + layout.TILE * (tile or 0), layout.TILE * ct, rows, bits)
-        shift = (tile or 0) % layout.tiles_per_word(bits) * 2 * bits
-        found[rt, ct // 2, row8 + 2 * (ct % 2)] = (words[word] >> np.uint32(shift)) & np.uint32(
-            registers.byte_mask(row, bits))
-    return found.view(np.uint8).reshape(*found.shape, 4)
+    col_tiles, steps = cols // layout.TILE, -(-cols // registers.BYTE_STEP)
+    row = layout.TILE * np.arange(rows // layout.TILE if tile is None else 1)[:, None, None] + 8 * np.arange(2)
+    first_col = layout.TILE * np.arange(col_tiles)[:, None]  # [row tile, column tile, row8] with the rows
+    word, _, _, _ = layout.code_slot(row + layout.TILE * (tile or 0), first_col, rows, bits)
+    mask = registers.byte_mask(row, bits).astype(np.uint32)[..., None]
+    shift = np.uint32((tile or 0) % layout.tiles_per_word(bits) * 2 * bits)
+    found = np.zeros((len(row), 2 * steps, 2, layout.LANES), np.uint32)
+    found[:, :col_tiles] = (words[word] >> shift) & mask
+    return found.view(np.uint8).reshape(len(row), steps, 4, layout.LANES, 4)
 
 
 def fused(x, y, z) -> np.ndarray:
