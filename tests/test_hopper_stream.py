@@ -3,7 +3,6 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,21 +12,12 @@ from lowbit_attn.formats import FORMATS
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import decode  # noqa: E402
-from lowbit_attn.hopper import walk as hopper_walk  # noqa: E402
 from lowbit_attn.hopper.integer import config, schedule, stream  # noqa: E402
 from lowbit_attn.hopper.register import config as register  # noqa: E402
 from lowbit_attn.hopper.register import third, walk  # noqa: E402
 
 COUNTS = [(0, 0, 0, 0), (4, 0, 0, 3), (0, 128, 0, 0), (130, 1280, 2, 255), (0, 640, 5, 128), (32, 4096, 1, 129)]
-
-
-@pytest.fixture(autouse=True)
-def numpy_integers(monkeypatch):
-    """The DSL's integers take 100 times longer; an overflow raises."""
-    for module in (schedule, walk, hopper_walk):
-        monkeypatch.setattr(module, "Int32", np.int32)
-    with np.errstate(over="raise"):
-        yield
+pytestmark = pytest.mark.usefixtures("numpy_walk")
 
 
 def tokens(n_sink: int, n_qk: int, third_pages: int, residual: int) -> tuple[int, int, int, int]:
