@@ -174,6 +174,7 @@ def finish(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     last = out.place
     if goes_on:
         last = schedule.part_of(turn.total, place.parts, turn.position + size - turn.first - 1)
+    cute.arch.sync_warp()  # all lanes have read the turn
     with cute.arch.elect_one():
         own.runs.note(part, turn, Int32(is_head | goes_on), last)
         own.runs.keep(me.warp, schedule.after(turn, count, place.blocks))
