@@ -181,10 +181,9 @@ def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, 
         raise ValueError(f"target: got {target!r}, supported: {TARGET!r}")
     if path not in PATHS:
         raise ValueError(f"path: got {path!r}, supported: {', '.join(PATHS)}")
-    if path == "stream":
-        entry = StreamSm90(integer.make_config(fmt, head_dim, dtype, rows, without, features, path))
-    elif path in integer.KINDS:
-        entry = RegisterSm90(integer.make_config(fmt, head_dim, dtype, rows, without, features, path))
+    if path in integer.KINDS:
+        cfg = integer.make_config(fmt, head_dim, dtype, rows, without, features, path)
+        entry = (StreamSm90 if cfg.own_queries else RegisterSm90)(cfg)
     elif path == "register":
         entry = RegisterSm90(make_register_config(fmt, head_dim, dtype, rows, without, features))
     else:

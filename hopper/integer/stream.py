@@ -17,34 +17,12 @@ from lowbit_attn.hopper.integer import runs, schedule, scores, values
 from lowbit_attn.hopper.integer.config import StreamConfig
 from lowbit_attn.hopper.register import load, masks, plain, query, softmax, third, walk
 from lowbit_attn.hopper.register.config import WORD
-from lowbit_attn.hopper.register.decode import Call, first_entry, packed_pages, plain_of, rows_of
+from lowbit_attn.hopper.register.decode import Call, RegisterSm90, first_entry, packed_pages, plain_of, rows_of
 from lowbit_attn.hopper.walk import Rows, grid_of
 
 
-class StreamSm90:
+class StreamSm90(RegisterSm90):
     """The kernel of one StreamConfig; call it with the ABI's 23 arguments and a stream. One CTA a place of scratch."""
-
-    def __init__(self, cfg: StreamConfig):
-        self.cfg = cfg
-        self.smem_bytes = cfg.smem_bytes
-
-    def storage(self):
-        """Shared memory in the order of ``StreamConfig.smem_plan``."""
-        words = {name: nbytes // WORD for name, nbytes in self.cfg.smem_plan.items()}
-        buffer_words, plan_words, query_words, sum_words = (words[x] for x in ("buffer", "plans", "query", "sums"))
-        channel_words, barriers = words.get("channels"), words["barriers"] // 2
-
-        @cute.struct
-        class Smem:
-            buffer: cute.struct.Align[cute.struct.MemRange[Uint32, buffer_words], 128]
-            plans: cute.struct.Align[cute.struct.MemRange[Int32, plan_words], 128]
-            query: cute.struct.Align[cute.struct.MemRange[Uint32, query_words], 128]
-            if self.cfg.boost:
-                channels: cute.struct.Align[cute.struct.MemRange[Uint32, channel_words], 128]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, sum_words], 128]
-            bars: cute.struct.Align[cute.struct.MemRange[Int64, barriers], 128]
-
-        return Smem
 
     @cute.jit
     def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,

@@ -39,18 +39,20 @@ class RegisterSm90:
 
     def storage(self):
         """Shared memory in the order of ``RegisterConfig.smem_plan``."""
-        plan = self.cfg.smem_plan
-        buffer_words, query_words, barriers = plan["buffer"] // WORD, plan["query"] // WORD, plan["barriers"] // 8
-        channel_words, plan_words = self.cfg.channel_bytes // WORD, plan["plans"] // WORD
+        words = {name: nbytes // WORD for name, nbytes in self.cfg.smem_plan.items()}
+        buffer_words, plan_words, query_words, barriers = (words[x] for x in ("buffer", "plans", "query", "barriers"))
+        channel_words, sum_words = words.get("channels"), words.get("sums")
 
         @cute.struct
         class Smem:
             buffer: cute.struct.Align[cute.struct.MemRange[Uint32, buffer_words], 128]
             plans: cute.struct.Align[cute.struct.MemRange[Int32, plan_words], 128]
             query: cute.struct.Align[cute.struct.MemRange[Uint32, query_words], 128]
-            if self.cfg.boost:
+            if channel_words:
                 channels: cute.struct.Align[cute.struct.MemRange[Uint32, channel_words], 128]
-            bars: cute.struct.Align[cute.struct.MemRange[Int64, barriers], 128]
+            if sum_words:
+                sums: cute.struct.Align[cute.struct.MemRange[Float32, sum_words], 128]
+            bars: cute.struct.Align[cute.struct.MemRange[Int64, barriers // 2], 128]
 
         return Smem
 
