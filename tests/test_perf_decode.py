@@ -118,8 +118,9 @@ def test_partial_results_are_those_of_several_splits():
 
 
 def test_every_page_is_on_some_sm():
-    for case in (PRESETS["targets"][4], PRESETS["targets"][7]):
+    for case, is_even in ((PRESETS["targets"][4], False), (PRESETS["targets"][7], True)):
         grid = roofline.launch(case, "hopper", 132)
+        assert grid.is_even == is_even
         pages = case.num_heads_kv * sum(cache_tokens(n) // 128 for n in case.lengths)
         load = roofline.pages_by_sm(case, grid, 132)
         assert len(load) == 132 and pages / 4 <= sum(load) < 1.1 * pages / 4
@@ -157,10 +158,25 @@ SASS = """
 """
 
 
-def test_page_loop_is_the_one_that_multiplies_most():
-    assert find_loop(SASS) == PageLoop(instructions=6, multiplies=2)
+NESTED = """
+.L_x_1:
+        /*0010*/                   MOV R1, R2 ;
+.L_x_2:
+        /*0020*/                   IMMA.16832.U8.S8 R4, R8.ROW, R10.COL, R4 ;
+        /*0030*/                   IMMA.16832.U8.S8 R4, R8.ROW, R10.COL, R4 ;
+        /*0040*/              @!P0 BRA `(.L_x_2) ;
+        /*0050*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
+        /*0060*/               @P2 BRA `(.L_x_1) ;
+        /*0070*/                   EXIT ;
+"""
+
+
+def test_page_loop_is_the_one_that_multiplies_a_page():
+    for expected in (3, 5):
+        assert find_loop(SASS, expected) == PageLoop(instructions=6, multiplies=2)
+    assert find_loop(NESTED, 2) == PageLoop(instructions=3, multiplies=2), "a loop over items is around it"
     with pytest.raises(ValueError, match="no loop"):
-        find_loop(SASS.replace("MMA", "FMA"))
+        find_loop(SASS.replace("MMA", "FMA"), 2)
 
 
 def test_roofline_shows_the_newest_measured_time(tmp_path, monkeypatch, capsys):
