@@ -41,11 +41,6 @@ class Launch:
     splits: int
     row_blocks: int
 
-    @property
-    def is_even(self) -> bool:
-        """Whether one CTA an SM shares all sequences' pages evenly instead."""
-        return self.key.variant in kernels.arch_package(self.key.arch).EVEN.values()
-
 
 def launch(case: BenchCase, arch: str, sms: int) -> Launch | None:
     """What the library launches for a case on a GPU of ``sms`` SMs; None where no kernel serves it."""
@@ -110,7 +105,7 @@ def scheduler_pages(pages: int, warps: int, shares_pages: bool) -> int:
 def pages_by_sm(case: BenchCase, grid: Launch, sms: int) -> list[int]:
     """Pages that each SM's busiest scheduler takes: each CTA, in launch order, goes to the SM with the least."""
     warps = warps_of(grid.key)
-    if grid.is_even:
+    if kernels.is_even(grid.key):
         pages = sum(packed(case, cache_tokens(n))[0] for n in case.lengths) * case.num_heads_kv * grid.row_blocks
         return [scheduler_pages(pages * (sm + 1) // sms - pages * sm // sms, *warps) for sm in range(sms)]
     load = [0] * sms

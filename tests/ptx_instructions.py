@@ -186,12 +186,6 @@ def shift_left(warp, suffixes, operands, active):
     return unsigned(warp.value(operands[1]) << warp.value(operands[2]), width(suffixes))
 
 
-def funnel_shift(warp, suffixes, operands, active):
-    assert suffixes == ("l", "wrap", "b32"), suffixes
-    low, high, count = (warp.value(x) for x in operands[1:])
-    return unsigned((high << U64(32) | low) << (count % U64(32)) >> U64(32), 32)
-
-
 def truncated(x, y):
     return np.trunc(x / y).astype(x.dtype)
 
@@ -228,7 +222,7 @@ INTEGERS = {
     "min": integer_step(np.minimum), "max": integer_step(np.maximum), "neg": integer_step(operator.neg),
     "abs": integer_step(np.abs),
     "div": integer_step(truncated), "rem": integer_step(lambda x, y: x - truncated(x, y) * y),
-    "shl": shift_left, "shf": funnel_shift, "shr": shift, "not": negate, **{name: bitwise(name) for name in BITWISE},
+    "shl": shift_left, "shr": shift, "not": negate, **{name: bitwise(name) for name in BITWISE},
 }
 
 

@@ -259,3 +259,11 @@ def test_stream_path(case, ctas, scratch):
     problem, program = testing.build(case), ptx.Program(text)
     found = decode_stream(program, cfg, problem, Attention(), ctas)
     testing.assert_decode(*found, testing.expected(problem))
+
+
+def test_the_order_of_turns_changes_nothing_on_the_stream_path(scratch):
+    text, cfg = compiled(key_of(RAGGED, Attention(), "stream"), scratch)
+    problem, program = testing.build(RAGGED), ptx.Program(text)
+    for first, second in zip(*(decode_stream(program, cfg, problem, Attention(), 3, reverse)
+                               for reverse in (False, True))):
+        assert torch.equal(first, second)

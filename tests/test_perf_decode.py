@@ -120,7 +120,7 @@ def test_partial_results_are_those_of_several_splits():
 def test_every_page_is_on_some_sm():
     for case, is_even in ((PRESETS["targets"][4], False), (PRESETS["targets"][7], True)):
         grid = roofline.launch(case, "hopper", 132)
-        assert grid.is_even == is_even
+        assert roofline.kernels.is_even(grid.key) == is_even
         pages = case.num_heads_kv * sum(cache_tokens(n) // 128 for n in case.lengths)
         load = roofline.pages_by_sm(case, grid, 132)
         assert len(load) == 132 and pages / 4 <= sum(load) < 1.1 * pages / 4

@@ -66,17 +66,20 @@ class StreamConfig(IntegerConfig):
         return max(self.unit_bytes, self.third_bytes)
 
     @property
+    def own_plan(self) -> dict[str, int]:
+        """Bytes of each piece of shared memory that a warp has beside its ring: the sums are of two items."""
+        channels = {"channels": self.channel_bytes} if self.boost else {}
+        return {"plans": WORD * PLANS_WORDS, "query": self.query_bytes, **channels, "sums": 2 * self.merge_bytes}
+
+    @property
     def own_bytes(self) -> int:
-        """Queries, the sums of two items, plans."""
-        return self.query_bytes + self.channel_bytes + 2 * self.merge_bytes + WORD * PLANS_WORDS
+        return sum(self.own_plan.values())
 
     @property
     def smem_plan(self) -> dict[str, int]:
-        own = {"plans": WORD * PLANS_WORDS, "query": self.query_bytes, "channels": self.channel_bytes,
-               "sums": 2 * self.merge_bytes}
         plan = super().smem_plan
         return ({"buffer": plan["buffer"]}
-                | {name: layout.align_record(self.warps * nbytes) for name, nbytes in own.items() if nbytes}
+                | {name: layout.align_record(self.warps * nbytes) for name, nbytes in self.own_plan.items()}
                 | {"barriers": plan["barriers"]})
 
 

@@ -67,11 +67,11 @@ def views(cfg: StreamConfig, plans: cute.Pointer, sums: cute.Pointer) -> Shared:
 
 
 @cute.jit
-def prefetch(cfg: cutlass.Constexpr[StreamConfig], out: combine.Outputs, cta: Int32, ctas: Int32):
+def prefetch(cfg: cutlass.Constexpr[StreamConfig], out: combine.Outputs, ctas: Int32):
     """Bring the cells that this CTA leaves, and those that it reads first, to L2 (combine.prefetch)."""
     unit = cute.arch.thread_idx()[0]
     if unit < cfg.rows * out.chunks:
-        for place in (cta, cta + Int32(cta + 1 < ctas)):
+        for place in (out.place, out.place + Int32(out.place + 1 < ctas)):
             at = combine.cell(out._replace(place=place), unit // out.chunks, unit % out.chunks, Int32(0))
             cute.arch.prefetch(combine.access(Uint32, at, 1).iterator.llvm_ptr, cache_level="L2")
 
@@ -105,7 +105,7 @@ def sums_of(shared: Shared, part: Int32, row: Int32, chunk: Int32) -> combine.Su
 
 
 @cute.jit
-def merge(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out: combine.Outputs, cta: Int32):
+def merge(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out: combine.Outputs):
     """All items that the CTA's warps have shared, after a barrier; what another CTA waits for comes first."""
     thread, parts = cute.arch.thread_idx()[0], 2 * cfg.warps
     lane = thread % WARP
@@ -119,7 +119,7 @@ def merge(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out:
         left = starts
         for _ in cutlass.range(unit // units, unroll=1):
             left = left & (left - Uint32(1))
-        merge_run(cfg, call, shared, out, cta, lowest(left), present, unit % units)
+        merge_run(cfg, call, shared, out, lowest(left), present, unit % units)
 
 
 def lowest(bits: Uint32) -> Int32:
@@ -135,8 +135,8 @@ def next_head(part: Int32, present: Uint32) -> Int32:
 
 
 @cute.jit
-def merge_run(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out: combine.Outputs, cta: Int32,
-              part: Int32, present: Uint32, unit: Int32):
+def merge_run(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out: combine.Outputs, part: Int32,
+              present: Uint32, unit: Int32):
     """One unit (CHANNELS channels of a row) of the item whose first part here is ``part``."""
     rows = rows_of(cfg, call, (shared.notes[2, part], shared.notes[1, part]))
     row, chunk = unit // out.chunks, unit % out.chunks
@@ -150,7 +150,7 @@ def merge_run(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, 
         if part == 0:
             combine.leave_cell(out, row, chunk, Int32(0), combine.Sums(acc, top, total))
         else:
-            for place in cutlass.range(cta + 1, last_cta + 1, unroll=1):
+            for place in cutlass.range(out.place + 1, last_cta + 1, unroll=1):
                 words = combine.take(combine.cell(out._replace(place=place), row, chunk, Int32(0)))
                 top, total = combine.join(acc, top, total, combine.from_words(words))
             share, lse = combine.closing(own, top, total)

@@ -64,7 +64,7 @@ class StreamSm90(RegisterSm90):
                   walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
                   runs.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()))
         out_to = combine.Outputs(partials, out, lse, sink_logits, cta, Int32(0))
-        runs.prefetch(cfg, out_to, cta, ctas)
+        runs.prefetch(cfg, out_to, ctas)
         with cute.arch.elect_one():
             load.init(cfg, own.ring)
             own.runs.keep(me.warp, turn)
@@ -78,7 +78,7 @@ class StreamSm90(RegisterSm90):
             now = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
             left, slot, phase = attend(cfg, call, place, own, now, out_to, slot, phase)
         cute.arch.sync_threads()
-        runs.merge(cfg, call, own.runs, out_to, cta)
+        runs.merge(cfg, call, own.runs, out_to)
 
 
 class Own(NamedTuple):

@@ -364,8 +364,8 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     boost = plan_boost(fmt.k, record.k_planes, k)
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
-    queries = 0 if kind.own_queries else queries
-    free = smem_limit(kind.ctas_per_sm) - queries - layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
+    free = smem_limit(kind.ctas_per_sm) - queries * (not kind.own_queries)
+    free -= layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     is_plain = not (features or without)
     is_slim = is_plain and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1

@@ -165,7 +165,7 @@ def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey
     window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
     scalars = (scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, window, NO_WINDOW if options.keep_sinks else window,
                *cache.strides)
-    if key.variant in package.EVEN.values():
+    if kernels.is_even(key):
         room = running_ctas(cache.device, ctas_per_sm)
         scratch = package.even_scratch(tuple(q.shape), key.rows, min(room, num_splits * places) if num_splits else room)
     else:

@@ -255,10 +255,9 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
 
     The first path that takes all rows at once, else the one that takes most; path: only this one. None: no path.
     """
-    best, reasons = None, []
-    package = arch_package(arch)
-    for name, support in package.PATHS.items():
-        if path != name and (path is not None or name in other_ctas(arch)):
+    best, reasons, others = None, [], other_ctas(arch)
+    for name, support in arch_package(arch).PATHS.items():
+        if path != name and (path is not None or name in others):
             continue
         missing = support.missing(fmt, head_dim, dtype, features)
         reasons += [f"{arch} {name} path: {reason}" for reason in missing]
@@ -273,6 +272,11 @@ def other_ctas(arch: str, path: str | None = None) -> list[str]:
     """Paths that are ``path``, or any other, in other CTAs: not picked but by name or by a call's shape."""
     package = arch_package(arch)
     return [other for paths in (package.SMALLER, package.EVEN) for own, other in paths.items() if path in (None, own)]
+
+
+def is_even(key: KernelKey) -> bool:
+    """Whether all CTAs of a call share all sequences' pages evenly, so that a sequence has no splits."""
+    return key.variant in arch_package(key.arch).EVEN.values()
 
 
 def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tuple[str, int]]:

@@ -60,7 +60,7 @@ def cuda_elfs(blob: bytes) -> Iterator[bytes]:
 
 
 def disassembly(elf: bytes) -> str:
-    """SASS of a cubin as nvdisasm prints it, with labels; without its dataflow analysis, a sixth of the time."""
+    """SASS of a cubin as nvdisasm prints it, with labels; without its dataflow analysis, a fifth of its time."""
     return _on_cubin(elf, "nvdisasm", "-c", "-ndf")
 
 

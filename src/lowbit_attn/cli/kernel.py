@@ -124,7 +124,7 @@ def _launch(key: KernelKey, kv_heads: int, batch: int, passes: int, seqlen: int,
     if path is None:
         key = dispatch.for_shape(key, batch * kv_heads * passes, cache.table.shape[1],
                                  dispatch.running_ctas(cache.device, 1))
-    if key.variant in kernels.arch_package(key.arch).EVEN.values():
+    if kernels.is_even(key):
         return key, None  # all CTAs share all sequences
     return key, dispatch.default_splits(cache, batch * passes, kernels.ctas_per_sm(key))
 
