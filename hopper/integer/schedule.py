@@ -12,9 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from lowbit_attn import layout
 from lowbit_attn.hopper.register.config import WARP
-from lowbit_attn.hopper.register.walk import THIRD_UNITS, Walk, units_of
+from lowbit_attn.hopper.register.walk import PAGE_LOG2, THIRD_UNITS, Walk, units_of
 from lowbit_attn.hopper.walk import at_most, clamp_unit
 
 PAIRS = 2 * WARP  # sequences that a warp looks at together, two a lane
@@ -49,7 +48,7 @@ class Item(NamedTuple):
 
 def item_of(n_sink, n_qk, n_qv, n_tok) -> Item:
     """From a sequence's token counts."""
-    packed_k, packed_v = n_qk // layout.PAGE_TOKENS, n_qv // layout.PAGE_TOKENS
+    packed_k, packed_v = n_qk >> PAGE_LOG2, n_qv >> PAGE_LOG2
     return Item(packed_v, (packed_k - packed_v) * THIRD_UNITS, units_of(n_sink), units_of(n_tok - n_sink - n_qk))
 
 
@@ -79,22 +78,42 @@ def part_of(total, parts, thing):
 
 
 @cute.jit
-def begin(counters: tuple, blocks: Int32, cta: Int32, ctas: cute.FastDivmodDivisorV2, warp: Int32,
+def ask(counters: tuple, base: Int32, lane: Uint32) -> tuple:
+    """Counts of sequences base + 2 * lane and the next, of which those beyond the last are nothing."""
+    found = cute.make_rmem_tensor((len(counters), 2), Int32)
+    found.fill(0)
+    for j in cutlass.range_constexpr(2):
+        at = base + 2 * Int32(lane) + j
+        if at < counters[0].shape[0]:
+            for i, x in enumerate(counters):
+                found[i, j] = x[at]
+    return tuple(tuple(found[i, j] for i in range(len(counters))) for j in range(2))
+
+
+def sizes_of(asked: tuple, counters: tuple, base: Int32, lane: Uint32) -> tuple:
+    """Positions of an item of either sequence that ``ask`` looked at, 0 beyond the last."""
+    first, batch = base + 2 * Int32(lane), counters[0].shape[0]
+    return tuple(item_of(*counts).positions * Int32(first + j < batch) for j, counts in enumerate(asked))
+
+
+@cute.jit
+def begin(counters: tuple, asked: tuple, blocks: Int32, cta: Int32, ctas: cute.FastDivmodDivisorV2, warp: Int32,
           warps: cutlass.Constexpr[int], lane: Uint32) -> Turn:
-    """The turn of a warp at its start; counters: n_sink, n_qk, n_qv, n_tok, int32 (sequences)."""
-    one, two = sizes_of(counters, Int32(0), lane)
+    """The turn of a warp at its start; counters: n_sink, n_qk, n_qv, n_tok, int32 (sequences), asked: of the first."""
+    one, two = sizes_of(asked, counters, Int32(0), lane)
     through = through_lane(one + two, lane)
     last = cute.arch.shuffle_sync(through, WARP - 1)
     total = last
     for base in cutlass.range(PAIRS, counters[0].shape[0], PAIRS, unroll=1):
-        total = total + Int32(cute.arch.warp_redux_sync(sum(sizes_of(counters, base, lane)), "add"))
+        sizes = sizes_of(ask(counters, base, lane), counters, base, lane)
+        total = total + Int32(cute.arch.warp_redux_sync(sum(sizes), "add"))
     total = total * blocks
     cta_first, cta_count = share(total, ctas, cta)
     first, left = share(cta_count, warps, warp)
     first, base = first + cta_first, Int32(0)
     while (left > 0) & (last * blocks <= first):
         base = base + PAIRS
-        one, two = sizes_of(counters, base, lane)
+        one, two = sizes_of(ask(counters, base, lane), counters, base, lane)
         through = last + through_lane(one + two, lane)
         last = cute.arch.shuffle_sync(through, WARP - 1)
     # of the lane that has the run's first sequence
@@ -102,21 +121,9 @@ def begin(counters: tuple, blocks: Int32, cta: Int32, ctas: cute.FastDivmodDivis
     at = Int32(cute.arch.popc((beyond & (Uint32(0) - beyond)) - Uint32(1))) % WARP
     start, one, two = (cute.arch.shuffle_sync(x, at) for x in (through - one - two, one, two))
     is_two = Int32(first >= (start + one) * blocks)
-    size = cutlass.max(cutlass.select_(is_two != 0, two, one), Int32(1))
-    inside = first - (start + is_two * one) * blocks
-    return Turn(base + 2 * at + is_two, inside // size, inside % size, left, first, total, Int32(0))
-
-
-@cute.jit
-def sizes_of(counters: tuple, base: Int32, lane: Uint32) -> tuple[Int32, Int32]:
-    """Positions of an item of sequences base + 2 * lane and the next, 0 beyond the last."""
-    found = cute.make_rmem_tensor(2, Int32)
-    for j in cutlass.range_constexpr(2):
-        own, at = Int32(0), base + 2 * Int32(lane) + j
-        if at < counters[0].shape[0]:
-            own = item_of(*(x[at] for x in counters)).positions
-        found[j] = own
-    return found[0], found[1]
+    size = Uint32(cutlass.max(cutlass.select_(is_two != 0, two, one), Int32(1)))
+    inside = Uint32(first - (start + is_two * one) * blocks)
+    return Turn(base + 2 * at + is_two, Int32(inside // size), Int32(inside % size), left, first, total, Int32(0))
 
 
 @cute.jit

@@ -54,7 +54,7 @@ class StreamSm90(RegisterSm90):
         load.prefetch(table, load.LINE_WORDS * cta, Int32(table.shape[0]) - load.LINE_WORDS * cta,
                       ctas * cute.arch.thread_idx()[0])
         cute.arch.sync_warp()
-        turn = schedule.begin(call.counters, blocks, cta, parts, me.warp, cfg.warps, me.lane)
+        asked = schedule.ask(call.counters, Int32(0), me.lane)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         bars = smem.bars.data_ptr() + me.warp * (cfg.slots + 1)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
@@ -63,13 +63,15 @@ class StreamSm90(RegisterSm90):
                   channels + me.warp * (cfg.channel_bytes // WORD),
                   walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
                   runs.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()))
-        out_to = combine.Outputs(partials, out, lse, sink_logits, cta, Int32(0))
-        runs.prefetch(cfg, out_to, ctas)
         with cute.arch.elect_one():
             load.init(cfg, own.ring)
-            own.runs.keep(me.warp, turn)
             own.runs.forget(me.warp)
         cute.arch.mbarrier_init_fence()
+        out_to = combine.Outputs(partials, out, lse, sink_logits, cta, Int32(0))
+        runs.prefetch(cfg, out_to, ctas)
+        turn = schedule.begin(call.counters, asked, blocks, cta, parts, me.warp, cfg.warps, me.lane)
+        with cute.arch.elect_one():
+            own.runs.keep(me.warp, turn)
         cute.arch.sync_warp()
         place = Place(pool, page_stride, head_stride, blocks, parts, scale_log2)
         left, slot, phase = turn.left, Int32(0), Int32(0)

@@ -111,11 +111,12 @@ def issue(cfg: cutlass.Constexpr[RegisterConfig], side: cutlass.Constexpr[SidePl
 def start(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Ring, me: Lane, ids: Int32,
           first: Int32 | int = 0):
     """Fill all slots, from slot ``first`` on; ids: the first 32 page ids, one a lane."""
+    page_ids = [cute.arch.shuffle_sync(ids, i) for i in range(-(-cfg.slots // PIECES))]
     for n in cutlass.range_constexpr(cfg.slots):
         if part_of(n)[0] < pages.count:
             slot = Int32(first + n)
             issue(cfg, cfg.v if cutlass.const_expr(part_of(n)[1]) else cfg.k, pages, ring, me.warp,
-                  slot - cfg.slots * Int32(slot >= cfg.slots), cute.arch.shuffle_sync(ids, part_of(n)[0]))
+                  slot - cfg.slots * Int32(slot >= cfg.slots), page_ids[part_of(n)[0]])
 
 
 @cute.jit

@@ -14,7 +14,8 @@ from lowbit_attn.hopper.register.config import PLAN_WORDS, UNIT_TOKENS
 from lowbit_attn.hopper.walk import Rows, at_most
 
 THIRD_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page
-PAGE_COST = 2  # 16-bit units that take a CTA as long as a page: few of them, each a load that nothing hides
+PAGE_LOG2, UNIT_LOG2 = (n.bit_length() - 1 for n in (layout.PAGE_TOKENS, UNIT_TOKENS))  # a shift is one instruction
+PAGE_COST_LOG2 = 1  # of 16-bit units that take a CTA as long as a page: few of them, each a load that nothing hides
 
 
 class Walk(NamedTuple):
@@ -80,17 +81,17 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     """
     divisor = num_splits if divisor is None else divisor
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
-    packed_k, packed_v = n_qk // layout.PAGE_TOKENS, n_qv // layout.PAGE_TOKENS
+    packed_k, packed_v = n_qk >> PAGE_LOG2, n_qv >> PAGE_LOG2
     start, third_start = 0, packed_v
     if window is not None:
-        hidden = at_most(first_seen * Int32(first_seen > 0) // layout.PAGE_TOKENS, packed_k)
+        hidden = at_most(first_seen * Int32(first_seen > 0) >> PAGE_LOG2, packed_k)
         start = at_most(hidden, packed_v)
         third_start = packed_v + hidden - start
     num_third, n_residual = (packed_k - third_start) * THIRD_UNITS, n_tok - n_sink - n_qk
     sink_units, residual_units = units_of(n_sink), units_of(n_residual)
     # the last split has all units, hence fewer pages
     pages = packed_v - start
-    work = pages + (num_third + sink_units + residual_units) // PAGE_COST
+    work = pages + (num_third + sink_units + residual_units >> PAGE_COST_LOG2)
     first = at_most(work * split_idx // divisor, pages)
     count = at_most(work * (split_idx + 1) // divisor, pages) - first
     is_last = Int32(split_idx == num_splits - 1)
@@ -108,7 +109,7 @@ def dealt(count, warp_idx, warps: int):
 
 
 def units_of(tokens):
-    return (tokens + UNIT_TOKENS - 1) // UNIT_TOKENS
+    return tokens + UNIT_TOKENS - 1 >> UNIT_LOG2
 
 
 def unit(walk: Walk, i, q_len) -> Unit:
