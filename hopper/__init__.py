@@ -11,7 +11,9 @@ FLOATS = (torch.float16, torch.bfloat16)
 WIDE_INTEGER_V_BITS = (8, 4)
 EMPTY = -1  # a word of scratch whose value has not come: a NaN that no arithmetic gives
 SPLITS_MEET = True  # all splits of a call must run at once
-CELL_CHANNELS, CELL_WORDS = 4, 8  # of a cell of scratch: channels, maximum, sum, and what fills a sector of L2
+CHUNK_CHANNELS = 4  # of a row's o that splits add up together
+SLOT_WORDS = CHUNK_CHANNELS + 2  # of scratch: sums of a chunk, maximum and sum of its row
+LINE_WORDS = 32  # of L2
 MAX_PAIRED_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
@@ -81,13 +83,20 @@ EVEN = {"integer": "stream"}  # with an equal share of all pages each
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:
     """Of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
-    return Scratch(((places if splits > 1 else 1, splits, rows, row_words(q_shape)),), EMPTY if splits > 1 else None)
+    words = slot_words(splits * -(-rows * chunks(q_shape) // splits))
+    return Scratch(((places if splits > 1 else 1, splits, words),), EMPTY if splits > 1 else None)
 
 
 def even_scratch(q_shape: tuple[int, ...], rows: int, ctas: int) -> Scratch:
     """The same of a path of ``EVEN`` with so many CTAs."""
-    return Scratch(((ctas, 1, rows, row_words(q_shape)),), EMPTY)
+    return Scratch(((ctas, 1, slot_words(rows * chunks(q_shape))),), EMPTY)
 
 
-def row_words(q_shape: tuple[int, ...]) -> int:
-    return q_shape[-1] // CELL_CHANNELS * CELL_WORDS
+def slot_words(count: int) -> int:
+    """32-bit words of so many slots, whole lines of L2: kernels access up to 16 bytes at once."""
+    return -(-count * SLOT_WORDS // LINE_WORDS) * LINE_WORDS
+
+
+def chunks(q_shape: tuple[int, ...]) -> int:
+    """Of a query row."""
+    return q_shape[-1] // CHUNK_CHANNELS

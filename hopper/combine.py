@@ -1,10 +1,12 @@
 """Split-KV merge inside the launch: flash-decoding's combine, of which every split of a row block does a share.
 
-A split leaves its sums in scratch: CHANNELS channels of O, with maximum and sum of the row, in a cell. Between calls
-all words are EMPTY, a NaN that no arithmetic gives. Then each split merges every num_splits-th chunk of channels: a
-lane a split reads its cell until no word is EMPTY, hence needs no fence, counter or flag, and makes the cell EMPTY
-again. So all splits must run at once: the launch is cooperative. Sums are in fp32 and in a fixed order. A row without
-tokens, whose sum of weights is 0, gives o = 0, lse = -inf; a NaN stays visible. A sink logit joins the denominator.
+A row block's chunks of CHANNELS channels are dealt to its splits in order. A split leaves its sums of a chunk, with
+maximum and sum of the row, in scratch, where the split that merges the chunk has those of all splits side by side: all
+CTAs come at about the same time, and what that takes is the number of requests, of a sector or of a line. Between calls
+all words are EMPTY, a NaN that no arithmetic gives. Who merges reads sums until no word is EMPTY, hence needs no fence,
+counter or flag, and makes them EMPTY again. So all splits must run at once: the launch is cooperative. Sums are in fp32
+and in a fixed order. A row without tokens, whose sum of weights is 0, gives o = 0, lse = -inf; a NaN stays visible. A
+sink logit joins the denominator.
 """
 
 from typing import NamedTuple
@@ -14,22 +16,26 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 
-from lowbit_attn.hopper import CELL_CHANNELS, CELL_WORDS, EMPTY
+from lowbit_attn.hopper import CHUNK_CHANNELS, EMPTY, SLOT_WORDS
 from lowbit_attn.hopper.register import numbers
 from lowbit_attn.hopper.softmax import LOG2_E, LOWEST, NEG_INF
 from lowbit_attn.hopper.walk import Rows, place
 
 LN_2 = 0.6931471805599453
-CHANNELS = CELL_CHANNELS  # of one thread: 16 bytes of a split's o
+CHANNELS = CHUNK_CHANNELS  # of one thread: 16 bytes of a split's o
 EMPTY_BITS = EMPTY & 0xFFFF_FFFF
-FULL_WORDS = CHANNELS + 2  # of a cell
-MAX_LANES_LOG2 = 5  # of a chunk: a warp
+LINE_LOG2 = 7
+LINE_BYTES = 1 << LINE_LOG2  # of L2
+WARP_LOG2 = 5
+WARP = 1 << WARP_LOG2
+MOST_LANES_LOG2 = 2  # of a chunk, where a split has enough chunks for the others: a line has 8 chunks
+LOOKS = 4  # of a lane that are under way: with 128 chunks of a row block each lane has four splits at most
 
 
 class Outputs(NamedTuple):
     """Where a CTA's result goes; lse in natural log."""
 
-    partials: cute.Tensor  # fp32 (places, num_splits, rows of a CTA, cells of a row * CELL_WORDS)
+    partials: cute.Tensor  # fp32 (places, num_splits, words)
     o: cute.Tensor  # (b, q_len, h, d)
     lse: cute.Tensor  # fp32 (b, h, q_len)
     sink_logits: cute.Tensor  # fp32, one a head, or a single -inf for all
@@ -43,7 +49,7 @@ class Outputs(NamedTuple):
     @property
     def chunks(self) -> int:
         """Of a row."""
-        return self.partials.shape[3] // CELL_WORDS
+        return self.o.shape[3] // CHANNELS
 
 
 def place_of(block: tuple) -> Int32:
@@ -79,25 +85,54 @@ def weight(x: Float32, origin: Float32) -> Float32:
     return cute.math.exp2(x - origin, fastmath=True)
 
 
+class Slot(NamedTuple):
+    """Where a split leaves its sums of a chunk, addresses. For a single split ``acc`` is o's, and there is no pair."""
+
+    acc: Int64
+    pair: Int64  # maximum and sum
+
+
+def share(out: Outputs, count: Int32) -> Int32:
+    """Chunks that a split merges, of ``count`` of a row block; the last splits may have fewer, or none."""
+    return Int32((Uint32(count + out.num_splits) - Uint32(1)) // Uint32(out.num_splits))
+
+
+def slot(out: Outputs, merger: Int32, split: Int32, size: Int32, i: Int32) -> Slot:
+    """Of chunk ``i`` of the ``size`` ones that split ``merger`` of this place merges."""
+    words = out.partials.shape[2]
+    start = out.partials.iterator.toint() + Int64(out.place * out.num_splits) * (4 * words)
+    at, count = (merger * out.num_splits + split) * size + i, out.num_splits * out.num_splits * size
+    return Slot(start + 4 * CHANNELS * at, start + 4 * CHANNELS * count + 4 * (SLOT_WORDS - CHANNELS) * at)
+
+
 @cute.jit
-def leave(out: Outputs, row: Row, chunks: tuple, sums: tuple):
+def home(out: Outputs, rows: Rows, row: Row, chunk: Int32) -> Slot:
+    """Where ``leave`` puts a chunk."""
+    acc, pair = o_address(out, row, chunk), Int64(0)
+    if out.num_splits > 1:
+        size, unit = share(out, rows.count * out.chunks), row.idx * out.chunks + chunk
+        merger = Int32(Uint32(unit) // Uint32(size))
+        acc, pair = slot(out, merger, out.split_idx, size, unit - merger * size)
+    return Slot(acc, pair)
+
+
+@cute.jit
+def leave(out: Outputs, row: Row, chunks: tuple, homes: tuple, sums: tuple):
     """This split's sums of some chunks of a row, for ``merge``; a single split's are the result."""
     if out.num_splits == 1:
         share, lse = closing(row, sums[0].top, sums[0].total)
-        for chunk, own in zip(chunks, sums):
-            write(out, row, chunk, o_address(out, row, chunk), own.acc, share, lse)
+        for chunk, at, own in zip(chunks, homes, sums):
+            write(out, row, chunk, at.acc, own.acc, share, lse)
     else:
-        for chunk, own in zip(chunks, sums):
-            leave_cell(out, row.idx, chunk, out.split_idx, own)
+        for at, own in zip(homes, sums):
+            leave_slot(at, own)
 
 
-def leave_cell(out: Outputs, row: Int32, chunk: Int32, split: Int32, sums: Sums) -> None:
-    """Sums of a chunk to the cell of a split."""
-    rest = cute.make_rmem_tensor(2, Float32)
-    rest[0], rest[1] = sums.top, sums.total
-    at = cell(out, row, chunk, split)
-    store(at, sums.acc)
-    store(at + 4 * CHANNELS, rest)
+def leave_slot(at: Slot, sums: Sums) -> None:
+    pair = cute.make_rmem_tensor(SLOT_WORDS - CHANNELS, Float32)
+    pair[0], pair[1] = sums.top, sums.total
+    store(at.acc, sums.acc)
+    store(at.pair, pair)
 
 
 def from_words(words: list) -> Sums:
@@ -118,100 +153,141 @@ def join(acc: cute.Tensor, top: Float32, total: Float32, other: Sums) -> tuple[F
     return top, total
 
 
-class Share(NamedTuple):
-    """How a split's threads share its chunks: ``lanes`` neighbours one, as many as there are splits, a warp at most.
-
-    The last threads come first: they have least to do before.
-    """
-
-    lanes_log2: Int32  # rounded up
-    group: Int32
-    lane: Int32
-    groups: Int32
-    count: Int32  # chunks of all splits
-
-    def unit(self, out: Outputs, first: Int32) -> Int32:
-        """Number of the group's chunk in the round that starts at ``first``."""
-        return first + self.group * out.num_splits + out.split_idx
-
-
-def share_of(out: Outputs, rows: Rows, threads: int, thread: Int32) -> Share:
-    lanes_log2 = sum((Int32(out.num_splits > (1 << i)) for i in range(MAX_LANES_LOG2)), Int32(0))
-    turn = threads - 1 - thread
-    return Share(lanes_log2, turn >> lanes_log2, turn & ((1 << lanes_log2) - 1), Int32(threads) >> lanes_log2,
-                 rows.count * out.chunks)
+@cute.jit
+def prefetch(out: Outputs, rows: Rows, thread: Int32):
+    """Bring the slots that ``merge`` reads to L2: a read of EMPTY words, and a write of a part, wait for DRAM."""
+    if out.num_splits > 1:
+        size = share(out, rows.count * out.chunks)
+        prefetch_slots(slot(out, out.split_idx, Int32(0), size, Int32(0)), out.num_splits * size, thread)
 
 
 @cute.jit
-def prefetch(out: Outputs, rows: Rows, threads: cutlass.Constexpr[int], thread: Int32):
-    """Bring the cells that ``merge`` reads first to L2: a read of EMPTY words, and a write of a part, wait for DRAM."""
-    if out.num_splits > 1:
-        share = share_of(out, rows, threads, thread)
-        unit = share.unit(out, Int32(0))
-        if unit < share.count and share.lane < out.num_splits:
-            at = cell(out, unit // out.chunks, unit % out.chunks, share.lane)
-            cute.arch.prefetch(access(Uint32, at, 1).iterator.llvm_ptr, cache_level="L2")
+def prefetch_slots(first: Slot, count: Int32, thread: Int32):
+    """Bring ``count`` slots that follow each other to L2, a line a thread."""
+    acc_lines, pair_lines = (count * (4 * words) + (LINE_BYTES - 1) >> LINE_LOG2
+                             for words in (CHANNELS, SLOT_WORDS - CHANNELS))
+    at = first.acc + LINE_BYTES * thread
+    if thread >= acc_lines:
+        at = first.pair + LINE_BYTES * (thread - acc_lines)
+    if thread < acc_lines + pair_lines:
+        cute.arch.prefetch(access(Uint32, at, 1).iterator.llvm_ptr, cache_level="L2")
 
 
 @cute.jit
 def merge(out: Outputs, rows: Rows, threads: cutlass.Constexpr[int], thread: Int32):
-    """This split's chunks, by ``threads`` threads of its CTA, whole warps; all of all splits call ``leave`` before."""
-    share = share_of(out, rows, threads, thread)
-    for first in cutlass.range(0, share.count, out.num_splits * share.groups, unroll=1):
-        unit = share.unit(out, first)
-        if cute.arch.vote_any_sync(unit < share.count):
-            merge_chunk(out, rows, unit, unit < share.count, share)
+    """This split's chunks, by ``threads`` threads of its CTA, whole warps; all of all splits call ``leave`` before.
+
+    The last warps come first: they have least to do before. A warp's lanes are neighbouring chunks times splits.
+    """
+    total = rows.count * out.chunks
+    size = share(out, total)
+    first = size * out.split_idx
+    count = cutlass.min(size, total - first)
+    width_log2 = cutlass.min(ceil_log2(size, WARP_LOG2), WARP_LOG2 - ceil_log2(out.num_splits, MOST_LANES_LOG2))
+    warp = (threads // WARP - 1) - thread // WARP
+    for start in cutlass.range(warp << width_log2, count, (threads // WARP) << width_log2, unroll=1):
+        merge_chunk(out, rows, size, start, count, width_log2, thread % WARP)
+
+
+def ceil_log2(x: Int32, most: int) -> Int32:
+    """log2 rounded up, ``most`` at most."""
+    return sum((Int32(x > (1 << i)) for i in range(most)), Int32(0))
 
 
 @cute.jit
-def merge_chunk(out: Outputs, rows: Rows, unit: Int32, is_live, share: Share):
-    """Chunk ``unit`` of the CTA's rows, by a group of lanes; all lanes of the warp take part, live or not."""
-    unit = unit * Int32(is_live)
+def merge_chunk(out: Outputs, rows: Rows, size: Int32, start: Int32, count: Int32, width_log2: Int32, lane: Int32):
+    """Chunks from ``start`` on of this split's, one a lane modulo 2^width_log2; by a warp."""
+    own = start + (lane & ((1 << width_log2) - 1))
+    is_live = own < count
+    own = own * Int32(is_live)
+    unit = size * out.split_idx + own
     row, chunk = find_row(out, rows, unit // out.chunks), unit % out.chunks
+    at = o_address(out, row, chunk)  # before the wait
     top, total = Float32(LOWEST), Float32(0.0)
     acc = cute.make_rmem_tensor(CHANNELS, Float32)
     acc.fill(0.0)
-    splits, at = out.num_splits * Int32(is_live), o_address(out, row, chunk)  # before the wait
-    if share.lane < splits:
-        found = from_words(take(cell(out, row.idx, chunk, share.lane)))
-        for e in cutlass.range_constexpr(CHANNELS):
-            acc[e] = found.acc[e]
-        top, total = found.top, found.total
-    for split in cutlass.range(share.lane + (Int32(1) << share.lanes_log2), splits, Int32(1) << share.lanes_log2,
-                               unroll=1):
-        top, total = join(acc, top, total, from_words(take(cell(out, row.idx, chunk, split))))
-    # of all lanes of the group
+    lanes_log2 = WARP_LOG2 - width_log2
+    for split in cutlass.range(lane >> width_log2, out.num_splits * Int32(is_live), LOOKS << lanes_log2, unroll=1):
+        top, total = take(out, size, own, split, Int32(1) << lanes_log2, acc, top, total)
+    # of all lanes of the chunk
     last = top
-    for i in cutlass.range_constexpr(MAX_LANES_LOG2):
-        if i < share.lanes_log2:
+    for i in cutlass.range_constexpr(WARP_LOG2):
+        if i >= width_log2:
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
     shrink = weight(last, top)
     total = total * shrink
     for e in cutlass.range_constexpr(CHANNELS):
         acc[e] = acc[e] * shrink
-    for i in cutlass.range_constexpr(MAX_LANES_LOG2):
-        if i < share.lanes_log2:
+    for i in cutlass.range_constexpr(WARP_LOG2):
+        if i >= width_log2:
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
             for e in cutlass.range_constexpr(CHANNELS):
                 acc[e] = acc[e] + cute.arch.shuffle_sync_bfly(acc[e], offset=1 << i)
-    if is_live and share.lane == 0:
+    if is_live and lane >> width_log2 == 0:
         write(out, row, chunk, at, acc, *closing(row, top, total))
 
 
 @cute.jit
-def take(at: Int64) -> list:
-    """Wait for a cell's words and clear them."""
-    words = cute.make_rmem_tensor(FULL_WORDS, Uint32)
+def take(out: Outputs, size: Int32, own: Int32, first: Int32, apart: Int32, acc: cute.Tensor, top: Float32,
+         total: Float32) -> tuple[Float32, Float32]:
+    """Add the sums of up to LOOKS splits ``first``, ``first + apart``, ... to (acc, top, total); the new (top, total).
+    """
+    words = cute.make_rmem_tensor((SLOT_WORDS, LOOKS), Uint32)
+    neutral = cute.make_rmem_tensor(SLOT_WORDS, Float32)
+    neutral.fill(0.0)
+    neutral[CHANNELS] = Float32(LOWEST)
+    slots = [slot(out, out.split_idx, first + i * apart, size, own) for i in range(LOOKS)]
+    for i in cutlass.range_constexpr(LOOKS):
+        for e in cutlass.range_constexpr(SLOT_WORDS):
+            words[e, i] = cutlass.select_(first + i * apart < out.num_splits, Uint32(EMPTY_BITS),
+                                          neutral[e].bitcast(Uint32))
+    waits = first < out.num_splits
+    while waits:
+        for i in cutlass.range_constexpr(LOOKS):
+            if has_empty(words[None, i]):
+                look(slots[i], words[None, i])
+        waits = has_empty(words[None, 0])
+        for i in cutlass.range_constexpr(1, LOOKS):
+            waits = waits | has_empty(words[None, i])
+    for i in cutlass.range_constexpr(LOOKS):
+        if first + i * apart < out.num_splits:
+            clear(slots[i])
+    found = [from_words([words[e, i] for e in range(SLOT_WORDS)]) for i in range(LOOKS)]
+    last, top = top, numbers.tree([top, *(sums.top for sums in found)], cute.arch.fmax)
+    shrink, weights = weight(last, top), [weight(sums.top, top) for sums in found]
+    for e in cutlass.range_constexpr(CHANNELS):
+        acc[e] = numbers.tree([acc[e] * shrink, *(w * sums.acc[e] for w, sums in zip(weights, found))], numbers.add)
+    return top, numbers.tree([total * shrink, *(w * sums.total for w, sums in zip(weights, found))], numbers.add)
+
+
+@cute.jit
+def take_one(at: Slot) -> Sums:
+    """Wait for the sums of one slot, and clear it."""
+    words = cute.make_rmem_tensor(SLOT_WORDS, Uint32)
     words.fill(EMPTY_BITS)
-    while numbers.tree([words[i] for i in range(FULL_WORDS)], cutlass.max) == Uint32(EMPTY_BITS):
-        found = (*load(at, CHANNELS), *load(at + 4 * CHANNELS, FULL_WORDS - CHANNELS))
-        for i in cutlass.range_constexpr(FULL_WORDS):
-            words[i] = found[i]
-    for first, count in ((0, CHANNELS), (CHANNELS, FULL_WORDS - CHANNELS)):
+    while has_empty(words):
+        look(at, words)
+    clear(at)
+    return from_words([words[e] for e in range(SLOT_WORDS)])
+
+
+def look(at: Slot, words: cute.Tensor) -> None:
+    """Ask for a slot's words."""
+    for i, word in enumerate((*load(at.acc, CHANNELS), *load(at.pair, SLOT_WORDS - CHANNELS))):
+        words[i] = word
+
+
+def has_empty(words: cute.Tensor):
+    """Whether one of a slot's words has not come."""
+    return numbers.tree([words[i] for i in range(SLOT_WORDS)], cutlass.max) == Uint32(EMPTY_BITS)
+
+
+def clear(at: Slot) -> None:
+    """Make a slot EMPTY for the next call."""
+    for to, count in ((at.acc, CHANNELS), (at.pair, SLOT_WORDS - CHANNELS)):
         empty = cute.make_rmem_tensor(count, Uint32)
         empty.fill(EMPTY_BITS)
-        store(at + 4 * first, empty)
-    return [words[i] for i in range(FULL_WORDS)]
+        store(to, empty)
 
 
 @cute.jit
@@ -244,12 +320,6 @@ def o_address(out: Outputs, row: Row, chunk: Int32) -> Int64:
     _, q_len, heads = out.o.shape[:3]
     index = (Int64(row.batch_idx) * q_len + row.query) * heads + row.head
     return out.o.iterator.toint() + (index * out.chunks + chunk) * (2 * CHANNELS)
-
-
-def cell(out: Outputs, row: Int32, chunk: Int32, split: Int32) -> Int64:
-    """Address of a chunk of a row of a split of this place."""
-    index = (Int64(out.place) * out.num_splits + split) * out.partials.shape[2]
-    return out.partials.iterator.toint() + ((index + row) * out.chunks + chunk) * (4 * CELL_WORDS)
 
 
 def access(element, at: Int64, count: int) -> cute.Tensor:

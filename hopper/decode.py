@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.hopper import CELL_CHANNELS, CELL_WORDS, PATHS, combine, dequant, load, mma, walk
+from lowbit_attn.hopper import PATHS, combine, dequant, load, mma, walk
 from lowbit_attn.hopper.config import (
     GROUP_WARPS,
     SMEM_ALIGN,
@@ -188,11 +188,11 @@ def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, 
         entry = RegisterSm90(make_register_config(fmt, head_dim, dtype, rows, without, features))
     else:
         entry = DecodeSm90(make_config(fmt, head_dim, dtype, rows, features))
-    return CuteKernel(entry, fake_arguments(head_dim, ELEMENT[dtype], rows))
+    return CuteKernel(entry, fake_arguments(head_dim, ELEMENT[dtype]))
 
 
-def fake_arguments(head_dim: int, element, cta_rows: int) -> tuple:
-    """The ABI's 23 arguments; every size but head_dim and the rows of a CTA varies at run time."""
+def fake_arguments(head_dim: int, element) -> tuple:
+    """The ABI's 23 arguments; every size but head_dim varies at run time."""
     def tensor(kind, *shape, align=16):
         return make_fake_compact_tensor(kind, shape, stride_order=tuple(reversed(range(len(shape)))),
                                         assumed_align=align)
@@ -205,7 +205,7 @@ def fake_arguments(head_dim: int, element, cta_rows: int) -> tuple:
         *(tensor(Int32, batch, align=4) for _ in range(4)),
         *(tensor(element, *tokens, sinks, head_dim) for _ in range(2)),
         *(tensor(element, *tokens, slots, head_dim) for slots in (ring_k, ring_v)),
-        tensor(Float32, n(), n(), cta_rows, head_dim // CELL_CHANNELS * CELL_WORDS),
+        tensor(Float32, n(), n(), n()),
         tensor(element, *rows, head_dim), tensor(Float32, batch, heads, q_len, align=4), tensor(Float32, n(), align=4),
         Float32(1.0), Float32(1.0), *(Int32(1) for _ in range(6)),
     )

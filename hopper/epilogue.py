@@ -6,6 +6,7 @@ from cutlass import Float32, Int32
 
 from lowbit_attn.hopper import combine
 from lowbit_attn.hopper.combine import CHANNELS, Outputs, Row, Sums
+from lowbit_attn.hopper.walk import Rows
 
 
 def chunks(half: int, acc_o: cute.Tensor, t: Int32) -> tuple[tuple, tuple]:
@@ -28,7 +29,8 @@ def chunks(half: int, acc_o: cute.Tensor, t: Int32) -> tuple[tuple, tuple]:
 
 
 @cute.jit
-def write(out: Outputs, row: Row, found: tuple, row_max: Float32, row_sum: Float32):
+def write(out: Outputs, rows: Rows, row: Row, found: tuple, row_max: Float32, row_sum: Float32):
     """What ``chunks`` found of a query row."""
     numbers, values = found
-    combine.leave(out, row, numbers, tuple(Sums(acc, row_max, row_sum) for acc in values))
+    homes = tuple(combine.home(out, rows, row, chunk) for chunk in numbers)
+    combine.leave(out, row, numbers, homes, tuple(Sums(acc, row_max, row_sum) for acc in values))

@@ -212,4 +212,4 @@ def write_row(half: cutlass.Constexpr[int], out: combine.Outputs, rows: Rows, me
     """This thread's row of a half, if it is a query row."""
     found = epilogue.chunks(half, acc_o, me.t)
     if me.row + 8 * half < rows.count:
-        epilogue.write(out, combine.find_row(out, rows, me.row + 8 * half), found, row_max, row_sum)
+        epilogue.write(out, rows, combine.find_row(out, rows, me.row + 8 * half), found, row_max, row_sum)

@@ -66,8 +66,8 @@ class Call:
         tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens),
                    self.partials, *self.results, sink_logits]
         self.memory = ptx.GlobalMemory(tensors)
-        sizes = [3, 1, 1, *[1] * len(counts), *[3] * 4, 2, 3, 3, 1]  # that vary
-        strides = [2, 0, 0, *[0] * len(counts), *[2] * 4, 1, 2, 2, 0]
+        sizes = [3, 1, 1, *[1] * len(counts), *[3] * 4, 3, 3, 3, 1]  # that vary
+        strides = [2, 0, 0, *[0] * len(counts), *[2] * 4, 2, 2, 2, 0]
         self.tensors = [self.memory.parameter(i, x.shape[:count], strides_of(x, apart))
                         for i, (x, count, apart) in enumerate(zip(tensors, sizes, strides))]
         self.scale = (head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale) * dispatch.LOG2_E

@@ -68,12 +68,10 @@ def views(cfg: StreamConfig, plans: cute.Pointer, sums: cute.Pointer) -> Shared:
 
 @cute.jit
 def prefetch(cfg: cutlass.Constexpr[StreamConfig], out: combine.Outputs, ctas: Int32):
-    """Bring the cells that this CTA leaves, and those that it reads first, to L2 (combine.prefetch)."""
-    unit = cute.arch.thread_idx()[0]
-    if unit < cfg.rows * out.chunks:
-        for place in (out.place, out.place + Int32(out.place + 1 < ctas)):
-            at = combine.cell(out._replace(place=place), unit // out.chunks, unit % out.chunks, Int32(0))
-            cute.arch.prefetch(combine.access(Uint32, at, 1).iterator.llvm_ptr, cache_level="L2")
+    """Bring the slots that this CTA leaves, and those that it reads first, to L2 (combine.prefetch)."""
+    for place in (out.place, out.place + Int32(out.place + 1 < ctas)):
+        combine.prefetch_slots(slot_of(cfg, out._replace(place=place), Int32(0)), Int32(cfg.rows * out.chunks),
+                               cute.arch.thread_idx()[0])
 
 
 @cute.jit
@@ -122,6 +120,11 @@ def merge(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out:
         merge_run(cfg, call, shared, out, lowest(left), present, unit % units)
 
 
+def slot_of(cfg: StreamConfig, out: combine.Outputs, unit: Int32) -> combine.Slot:
+    """Of a unit of the one item that goes from a CTA to those before it."""
+    return combine.slot(out, Int32(0), Int32(0), Int32(cfg.rows * out.chunks), unit)
+
+
 def lowest(bits: Uint32) -> Int32:
     """Number of the lowest set bit."""
     return Int32(cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1)))
@@ -148,10 +151,10 @@ def merge_run(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, 
             top, total = combine.join(acc, top, total, sums_of(shared, head, row, chunk))
             head = next_head(head, present)
         if part == 0:
-            combine.leave_cell(out, row, chunk, Int32(0), combine.Sums(acc, top, total))
+            combine.leave_slot(slot_of(cfg, out, unit), combine.Sums(acc, top, total))
         else:
             for place in cutlass.range(out.place + 1, last_cta + 1, unroll=1):
-                words = combine.take(combine.cell(out._replace(place=place), row, chunk, Int32(0)))
-                top, total = combine.join(acc, top, total, combine.from_words(words))
+                found = combine.take_one(slot_of(cfg, out._replace(place=place), unit))
+                top, total = combine.join(acc, top, total, found)
             share, lse = combine.closing(own, top, total)
             combine.write(out, own, chunk, combine.o_address(out, own, chunk), acc, share, lse)

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.hopper import combine
-from lowbit_attn.hopper.integer import runs, schedule, scores, values
+from lowbit_attn.hopper.integer import runs, schedule, scores
 from lowbit_attn.hopper.integer.config import StreamConfig
 from lowbit_attn.hopper.register import load, masks, plain, query, softmax, third, walk
 from lowbit_attn.hopper.register.config import WORD
@@ -127,7 +127,6 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     queries = query.Query(view, (), own.channels)
     limits = masks.Limits(Float32(0.0), Float32(0.0), Int32(0), Int32(0))  # of no feature
     slot, phase = packed_pages(cfg, pages, work, own.ring, me, ids, queries, rows, state, limits, slot, phase)
-    values.add_zeros(cfg, state)
 
     # values of their own: those of above would stay in registers over the page loop, or be spilled
     me = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))

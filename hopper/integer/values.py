@@ -65,10 +65,3 @@ def quad_access(group: int, first: int, g):
     """Index of the 16 bytes with the pairs of tokens first + g, first + g + 8, + 16, + 24; first: a multiple of 32."""
     lanes_apart = layout.token_meta_offset(0, 0, 1) // QUAD_BYTES
     return layout.token_meta_offset(group, 0, first) // QUAD_BYTES + g * lanes_apart
-
-
-def add_zeros(cfg: IntegerConfig, state: State) -> None:
-    """After the last packed page: O takes the zero-points, whose sum is reduced over lanes."""
-    z = [numbers.over_lanes(state.zeros[0, j], numbers.OVER_G, numbers.add) for j in range(cfg.v.groups)]
-    for row, at in enumerate(softmax.places(state.acc_o, 0, 1)):
-        state.acc_o[at] = state.acc_o[at] + z[8 * row // cfg.v.group]

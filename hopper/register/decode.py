@@ -109,7 +109,7 @@ class RegisterSm90:
         # a thread number of its own: what the merge works out of another would stay in registers till then
         own_lane = Int32(cute.arch.shuffle_sync_bfly(me.lane, offset=0))
         outputs = combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), block[2])
-        combine.prefetch(outputs, rows, cfg.threads, WARP * me.warp + own_lane)
+        combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         if cutlass.const_expr(cfg.is_integer):
@@ -117,7 +117,8 @@ class RegisterSm90:
         else:
             queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, Int32(0), Int32(0))
-        (integer_values.add_zeros if cfg.is_integer else values.true_scale)(cfg, state)
+        if cutlass.const_expr(not cfg.is_integer):
+            values.true_scale(cfg, state)
 
         # values of their own: those of above would stay in registers over the page loop, or be spilled
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)

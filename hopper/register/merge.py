@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from lowbit_attn.hopper import combine
 from lowbit_attn.hopper.register import numbers, softmax
-from lowbit_attn.hopper.register.config import RegisterConfig
+from lowbit_attn.hopper.register.config import WARP, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Ring, read
 from lowbit_attn.hopper.register.query import column_row
 from lowbit_attn.hopper.register.softmax import State
@@ -41,44 +41,60 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, rows: Rows
         out: combine.Outputs):
     """The first barrier of the CTA after its start: each warp is done with its ring by itself."""
     shared = sums_views(cfg, cute.recast_ptr(ring.buffer, dtype=Float32), cfg.warps, cfg.warp_bytes // 4)
+    thread, chunks = cute.arch.thread_idx()[0], cfg.head_dim // CHANNELS
+    # the first warps have most pages, the last ones merge: what can be had before the barrier is asked for in between
+    unit = thread + WARP * (cfg.warps // 3)
+    unit = unit - cfg.threads * Int32(unit >= cfg.threads)
+    row, chunk = unit // chunks, unit % chunks
+    sink_logit, query, head, acc_at, pair_at = Float32(0.0), Int32(0), Int32(0), Int64(0), Int64(0)
+    if row < rows.count:
+        own = combine.find_row(out, rows, row)
+        query, head, (acc_at, pair_at) = own.query, own.head, combine.home(out, rows, own, chunk)
+        if out.num_splits == 1:
+            sink_logit = combine.find_row(out, rows, row).sink_logit
     cute.arch.sync_warp()
     leave(cfg, shared, me, state)
     cute.arch.sync_threads()
-    thread = cute.arch.thread_idx()[0]
-    chunks = cfg.head_dim // CHANNELS
-    for first in cutlass.range(0, rows.count * chunks, cfg.threads, unroll=1):
-        row, chunk = (first + thread) // chunks, (first + thread) % chunks
-        if row < rows.count:
-            write(cfg, shared, rows, out, row, chunk)
+    if row < rows.count:
+        write(cfg, shared, out, combine.Row(row, rows.batch_idx, query, head, sink_logit), chunk,
+              combine.Slot(acc_at, pair_at))
+    if cutlass.const_expr(cfg.rows * chunks > cfg.threads):
+        for later in cutlass.range(unit + cfg.threads, rows.count * chunks, cfg.threads, unroll=1):
+            own = combine.find_row(out, rows, later // chunks)
+            write(cfg, shared, out, own, later % chunks, combine.home(out, rows, own, later % chunks))
     if out.num_splits > 1:
         combine.merge(out, rows, cfg.threads, thread)
 
 
 @cute.jit
 def leave(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, me: Lane, state: State):
-    """This warp's O, maximum and sum."""
+    """This warp's O, maximum and sum. On the integer path O takes the zero-points now."""
+    groups = cfg.v.groups if cutlass.const_expr(cfg.is_integer) else 0
+    lanes = [state.row_sum[column] for column in range(cfg.lane_rows)] + [state.zeros[0, j] for j in range(groups)]
+    sums = numbers.all_over_lanes(lanes, numbers.OVER_G, numbers.add)
     for column in cutlass.range_constexpr(cfg.lane_rows):
         row = Int32(column_row(cfg, me.t, column))
-        total = numbers.over_lanes(state.row_sum[column], numbers.OVER_G, numbers.add)
         for tile_row, at in enumerate(softmax.places(state.acc_o, column, cfg.col_blocks)):
-            shared.o[8 * tile_row + Int32(me.g), row, me.warp] = state.acc_o[at]
+            o = state.acc_o[at]
+            if cutlass.const_expr(cfg.is_integer):
+                o = o + sums[cfg.lane_rows + 8 * tile_row // cfg.v.group]
+            shared.o[8 * tile_row + Int32(me.g), row, me.warp] = o
         if me.g == 0:
             shared.pairs[0, (row, me.warp)] = state.row_max[column]
-            shared.pairs[1, (row, me.warp)] = total
+            shared.pairs[1, (row, me.warp)] = sums[column]
 
 
 @cute.jit
-def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, rows: Rows, out: combine.Outputs, row: Int32,
-          chunk: Int32):
-    """CHANNELS channels of one query row, added up over the warps."""
-    own_row = combine.find_row(out, rows, row)  # asks for the sink logit
-    pairs = [read(shared.pairs, (row, w)) for w in range(cfg.warps)]
+def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, out: combine.Outputs, own: combine.Row, chunk: Int32,
+          at: combine.Slot):
+    """CHANNELS channels of one query row, added up over the warps; at: combine.home."""
+    pairs = [read(shared.pairs, (own.idx, w)) for w in range(cfg.warps)]
     tops = [pair[0] for pair in pairs]
     top = numbers.tree(tops, cute.arch.fmax)
     weights = [cute.math.exp2(x - top, fastmath=True) for x in tops]
     total = numbers.tree([w * pair[1] for w, pair in zip(weights, pairs)], numbers.add)
-    parts = [read(shared.chunks, (chunk, row, w)) for w in range(cfg.warps)]
+    parts = [read(shared.chunks, (chunk, own.idx, w)) for w in range(cfg.warps)]
     values = cute.make_rmem_tensor(CHANNELS, Float32)
     for e in cutlass.range_constexpr(CHANNELS):
         values[e] = numbers.tree([w * part[e] for w, part in zip(weights, parts)], numbers.add)
-    combine.leave(out, own_row, (chunk,), (combine.Sums(values, top, total),))
+    combine.leave(out, own, (chunk,), (at,), (combine.Sums(values, top, total),))

@@ -58,9 +58,15 @@ def tree(values: list, combine):
 
 def over_lanes(x, distances, combine):
     """Reduce over the lanes at these distances; every lane gets the result."""
+    return all_over_lanes([x], distances, combine)[0]
+
+
+def all_over_lanes(values: list, distances, combine) -> list:
+    """The same of several values, side by side."""
     for distance in distances:
-        x = combine(x, cute.arch.shuffle_sync_bfly(x, offset=distance))
-    return x
+        others = [cute.arch.shuffle_sync_bfly(x, offset=distance) for x in values]
+        values = [combine(*pair) for pair in zip(values, others)]
+    return values
 
 
 def add(x, y):

@@ -93,13 +93,13 @@ def rescale(cfg: cutlass.Constexpr[RegisterConfig], state: State, new_max: cute.
 
 
 def apply_alpha(cfg: RegisterConfig, state: State, column: int, new_max: Float32, down) -> None:
-    """One column; down: 2^(change of E), or None."""
+    """One column; down: 2^(change of E), or None behind the last page. O takes the zero-points there at once on the
+    register path, at the end on the integer path."""
     alpha = cute.math.exp2(state.row_max[column] - new_max, fastmath=True)
     state.row_max[column] = new_max
     state.row_sum[column] = state.row_sum[column] * alpha
-    factor = alpha
-    if down is not None:
-        factor = alpha * down
+    factor = alpha if down is None else alpha * down
+    if down is not None or cfg.is_integer:
         for group in range(cfg.v.groups):
             state.zeros[column, group] = state.zeros[column, group] * alpha
     for at in places(state.acc_o, column, cfg.col_blocks):
