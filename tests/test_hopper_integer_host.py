@@ -208,6 +208,9 @@ def test_the_number_of_blocks_of_rows_picks_the_ctas():
                                   (128, 1000, plain), (88, 128, stream), (88, 127, plain), (89, 128, plain),
                                   (66, 128, plain), (40, 1000, plain), (64, 256, plain), (8, 1000, plain)):
         assert dispatch.for_shape(plain, blocks, pages, 132) == wanted
+    for pages, wanted in (((256,) * 8, plain), ((1024, *(120,) * 7), stream), ((500, *(220,) * 7), stream),
+                          ((300, *(250,) * 7), plain), ((40, *(8,) * 7), plain), ((0,) * 8, plain)):
+        assert dispatch.for_shape(plain, 64, 1024, 132, np.array(pages)) == wanted, pages
     wide = dataclasses.replace(plain, format="k8v4")
     assert dispatch.for_shape(wide, 5000, 32, 132) == dataclasses.replace(wide, variant="stream"), "no smaller CTAs"
     for key in (dataclasses.replace(plain, features=("window",)), dataclasses.replace(plain, head_dim=256),

@@ -14,6 +14,7 @@ from lowbit_attn.cache import Strides
 from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
 from lowbit_attn.hopper import EMPTY
 from lowbit_attn.plan import Buffer, Plans
+from lowbit_attn.reference import Attention
 from lowbit_attn.state import STATE
 from lowbit_attn.testing import permute_pages
 
@@ -216,6 +217,24 @@ def test_a_cache_whose_state_was_replaced_is_never_read_by_its_plan(stage, cache
     if name in STATE:
         assert any(getattr(x, "data_ptr", int)() == new.data_ptr() for x in stage.calls[-1])
         assert not any(getattr(x, "data_ptr", int)() == old.data_ptr() for x in stage.calls[-1])
+
+
+def test_a_new_sequence_makes_calls_pick_their_kernel_anew(stage):
+    cache = KVCache("k2v2", 8, 8, 128, max_batch=8, max_seqlen=1024 * 128)
+    q, token = torch.zeros(8, 1, 32, 128, dtype=torch.float16), torch.zeros(1, 8, 128, dtype=torch.float16)
+
+    def plan_of(path):
+        """As decode finds or makes it on a GPU."""
+        if dispatch.planned(q, cache, (None, None, None, False, None, path)) is None:
+            key, _ = dispatch.kernel_of(q, cache, path)
+            dispatch._run_decode(q, cache, q.clone(), torch.zeros(8, 32, 1), Attention(), None, key, path)
+        return [key.variant for key in stage.loaded]
+
+    assert plan_of(None) == ["integer"] and plan_of("integer") == ["integer", "integer"]
+    cache.n_qv[:] = torch.tensor([1024, *[100] * 6, 0]) * 128  # as steps would
+    assert plan_of(None) == ["integer", "integer"]
+    cache.prefill(7, token, token)
+    assert plan_of("integer") == ["integer", "integer"] and plan_of(None) == ["integer", "integer", "stream"]
 
 
 def test_queries_of_another_device_are_refused(stage, cache):

@@ -77,6 +77,7 @@ class KVCache(CacheState):
         k, v = self._enter("k", k, (tokens,)), self._enter("v", v, (tokens,))
         self.take_pages(rows, self.counts.n_tok[rows] + tokens)
         self.start_rows(rows)
+        self.edits += 1
         self._extend(int(rows[0]), k, v, pack=True)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, seqs: Sequence[int] | torch.Tensor | None = None) -> None:
@@ -219,6 +220,7 @@ class KVCache(CacheState):
         common, own = pages[: n_qv // layout.PAGE_TOKENS], pages[n_qv // layout.PAGE_TOKENS :]
         self.book.require(len(own))
         self.start_rows(np.array([dst]))
+        self.edits += 1
         self.book.hold(dst, common)
         fresh = self.book.take(dst, len(own))
         if own:
@@ -297,6 +299,7 @@ class KVCache(CacheState):
 
     def _empty_row(self, row: int) -> None:
         """Give back a row's pages and set its counters to 0."""
+        self.edits += 1
         self.book.release(row)
         self.table[row].fill_(-1)
         self.refresh_limit(row)

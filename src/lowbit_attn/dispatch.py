@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import torch
 
 from lowbit_attn import kernels, loader, reference
@@ -26,6 +27,8 @@ _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARC
 PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win (perf/NOTES.md)
 IDLE_PART = 3  # where splits leave a third of the SMs idle, an even share of all pages wins from IDLE_PAGES on
 IDLE_PAGES = 128
+UNEVEN = 1.5  # times an even share of all pages that the longest sequence's splits have, and ...
+UNEVEN_PAGES = 16  # ... pages beyond it, from which an even share wins
 PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (perf/NOTES.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
 
@@ -90,26 +93,37 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     return picked, [] if picked else reasons
 
 
-def for_shape(key: KernelKey, blocks: int, pages: int, sms: int) -> KernelKey:
+def for_shape(key: KernelKey, blocks: int, pages: int, sms: int, held: np.ndarray | None = None) -> KernelKey:
     """The kernel for so many blocks of query rows, of all sequences and KV heads, with up to ``pages`` pages each.
 
     Where CTAs would follow each other on an SM, smaller ones run two at a time, if the picked path has them. Lengths
     stay on the device, and a smaller CTA takes longer for a sequence that is longer than the others: so the more pages
     there may be, the more blocks there must be. Else, and where blocks leave SMs idle, all CTAs get an even share of
-    all pages, which costs 1 to 2 us.
+    all pages, which costs 1 to 2 us. So they do where a sequence is far longer than the others, if the host knows.
+
+    held: pages of each sequence, if they are known.
     """
     package = kernels.arch_package(key.arch)
     wanted = []
     if blocks > sms:
         wanted = [package.SMALLER] * (pages * sms <= PAGES_A_BLOCK * blocks) + [package.EVEN]
-    elif pages >= IDLE_PAGES and IDLE_PART * (sms - filling_splits(sms, blocks, pages) * blocks) >= sms:
-        wanted = [package.EVEN]
+    else:
+        splits = filling_splits(sms, blocks, pages)
+        leaves_idle = pages >= IDLE_PAGES and IDLE_PART * (sms - splits * blocks) >= sms
+        if leaves_idle or held is not None and _is_uneven(held, blocks, splits, sms):
+            wanted = [package.EVEN]
     for path in (paths[key.variant] for paths in wanted if key.variant in paths):
         picked, _ = kernels.pick(key.arch, FORMATS[key.format], key.head_dim, getattr(torch, key.dtype), key.rows, path,
                                  key.features)
         if picked:
             return replace(key, variant=picked[0], rows=picked[1])
     return key
+
+
+def _is_uneven(held: np.ndarray, blocks: int, splits: int, sms: int) -> bool:
+    """Whether the splits of the longest sequence end long after an even share of all pages would."""
+    longest, even = held.max() / splits, held.sum() * (blocks / len(held)) / sms
+    return longest >= UNEVEN * even and longest - even >= UNEVEN_PAGES
 
 
 def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) -> None:
@@ -133,7 +147,8 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) ->
 def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (),
               num_splits: int | None = None) -> tuple[KernelKey | None, list[str]]:
     """(the kernel that serves a call on the cache's device, []), or (None, reasons). A call that names its splits gets
-    CTAs that are made of splits."""
+    CTAs that are made of splits. Which CTAs others get follows the lengths that the host knows now; a captured call
+    keeps its kernel."""
     compiled_for = _specialisation(cache)
     picked, reasons = _pick(compiled_for[0], cache, q.shape[2], q.shape[1], path, features)
     if picked is None:
@@ -142,13 +157,16 @@ def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (
     key = KernelKey("decode", *compiled_for, cache.format.name, *picked,
                     without=tuple(ablated.split(",")) if ablated else (), features=features)
     if path is None and num_splits is None:
-        key = for_shape(key, row_blocks(q, cache, key), cache.table.shape[1], running_ctas(cache.device, 1))
+        key = for_shape(key, row_blocks(q, cache, key), cache.table.shape[1], running_ctas(cache.device, 1),
+                        cache.known_pages(q.shape[0]))
     return key, []
 
 
 def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key: KernelKey, path) -> None:
     """Plan the call, keep the plan for calls like it, and launch."""
     plan = _make_plan(q, cache, options, num_splits, key)
+    if path is None and num_splits is None and q.shape[0] > 1:
+        plan.edits = cache.edits
     if not is_capturing(q.device):  # memory of a captured step belongs to its graph
         asked = options.softmax_scale, options.softcap, options.window, options.keep_sinks, num_splits, path
         plans_of(cache).keep(_call(q, asked), plan, cache)

@@ -55,6 +55,9 @@ class HeldCache(KVCache):
     def check_rows(self, seqs, count: int | None = None, alive: bool = True) -> np.ndarray:
         return np.asarray(seqs)
 
+    def known_pages(self, batch: int) -> None:
+        """Only the device knows."""
+
     @cached_property
     def counts(self) -> Counts:
         """On the CPU the counters themselves."""

@@ -74,15 +74,16 @@ class DecodePlan:
         self.lse = Buffer((batch, num_heads, q_len), torch.float32, q.device)
         self.sink_logits = Buffer((num_heads,), torch.float32, q.device)
         self.around: dict[int, tuple[tuple, tuple]] = {}
+        self.edits: int | None = None  # the cache's, where the kernel was picked for the lengths of then
 
     def serves(self, cache) -> bool:
-        """Whether the cache's state is still the memory that this plan reads."""
+        """Whether the cache's state is still the memory that this plan reads, and its kernel the one to pick."""
         # written out: a third of the time of a loop
         pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, strides, format = self.made_of
         return (cache.pool is pool and cache.table is table and cache.n_sink is n_sink and cache.n_qk is n_qk
                 and cache.n_qv is n_qv and cache.n_tok is n_tok and cache.sink_k is sink_k and cache.sink_v is sink_v
                 and cache.ring_k is ring_k and cache.ring_v is ring_v and cache.strides is strides
-                and cache.format is format)
+                and cache.format is format and (self.edits is None or self.edits == cache.edits))
 
     def takes(self, q: torch.Tensor, out, lse, sink_logits) -> bool:
         """Whether ``launch`` takes a call's tensors as they are, which says that they are valid too."""

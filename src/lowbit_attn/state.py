@@ -56,7 +56,9 @@ class Counts(NamedTuple):
 
 
 class CacheState:
-    """What a KVCache holds, documented there; ``counts``, ``book`` and ``is_captured`` are the host's."""
+    """What a KVCache holds, documented there; ``counts``, ``book``, ``is_captured`` and ``edits`` are the host's."""
+
+    edits = 0  # how often the host gave rows other sequences: what it knew of their lengths before does not hold
 
     def __init__(self, format: str | Format, num_pages: int, num_heads_kv: int, head_dim: int,
                  dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu", sinks: int = 0,
@@ -182,6 +184,10 @@ class CacheState:
         self.book.state[started] = LIVE
         self._raise_faults(read[4 * self.max_batch :])
 
+    def known_pages(self, batch: int) -> np.ndarray | None:
+        """Pages of the first ``batch`` rows as the host last knew them, without waiting for the device; or None."""
+        return self.counts.n_qv[:batch] // layout.PAGE_TOKENS
+
     def check(self) -> None:
         """Raise CacheFaultError if a step on the device could not be done since the last such error; waits for it."""
         self._refuse_capture("check")
@@ -251,6 +257,7 @@ class CacheState:
             if state == FREED:
                 self.refresh_limit(row)
             self.book.state[row] = LIVE
+            self.edits += 1
 
     # ---- pages
 
