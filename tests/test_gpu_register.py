@@ -116,6 +116,17 @@ def test_many_sequences_take_other_ctas(arch, name, path, lengths, record_proper
         assert torch.equal(found, lowbit_attn.decode(problem.q, problem.cache, path=path)[0])
 
 
+@pytest.mark.parametrize("name", ("k4v4", "k2v2"))
+def test_one_long_sequence_is_shared_out_evenly(arch, name, record_property):
+    """What the host knows of lengths picks the CTAs; equal ones take splits."""
+    case = testing.Case(name, num_heads=32, num_heads_kv=8, lengths=(12_000, 300, 17, 0))
+    problem, want = problem_and_expected(case, None)
+    found = check_problem(problem, want, None, f"{arch} one long {name}", record_property)
+    picked = dispatch.kernel_of(problem.q, problem.cache, None)[0].variant
+    assert (picked == "stream") == ("stream" in kernels.arch_package(arch).PATHS)
+    assert torch.equal(found, lowbit_attn.decode(problem.q, problem.cache, path=picked)[0])
+
+
 @pytest.mark.parametrize("num_heads_kv, num_splits", [(1, None), (4, None), (4, 1)])
 def test_a_schedule_of_more_sequences_than_a_warp_looks_at(arch, num_heads_kv, num_splits, record_property):
     skip_without("stream", arch)
