@@ -29,6 +29,7 @@ LINE_BYTES = 1 << LINE_LOG2  # of L2
 WARP_LOG2 = 5
 WARP = 1 << WARP_LOG2
 MOST_LANES_LOG2 = 2  # of a chunk, where a split has enough chunks for the others: a line has 8 chunks
+QUOTIENT_LOG2 = 23  # x // n is x * ceil(2^23 / n) >> 23: x < 4,096 chunks, n <= 2,048 of a split, fewer than 512 splits
 LOOKS = 4  # of a lane that are under way: with 128 chunks of a row block each lane has four splits at most
 
 
@@ -114,6 +115,19 @@ def home(out: Outputs, rows: Rows, row: Row, chunk: Int32) -> Slot:
         merger = Int32(Uint32(unit) // Uint32(size))
         acc, pair = slot(out, merger, out.split_idx, size, unit - merger * size)
     return Slot(acc, pair)
+
+
+def homes(out: Outputs, rows: Rows, row: Row, chunks: tuple) -> tuple:
+    """``home`` of several chunks of a row, with one division for all."""
+    size, is_single = share(out, rows.count * out.chunks), out.num_splits == 1
+    factor = (Uint32(1 << QUOTIENT_LOG2) + Uint32(size) - Uint32(1)) // Uint32(size)
+    found = []
+    for chunk in chunks:
+        unit = row.idx * out.chunks + chunk
+        merger = Int32(Uint32(unit) * factor >> Uint32(QUOTIENT_LOG2))
+        own = slot(out, merger, out.split_idx, size, unit - merger * size)
+        found.append(Slot(cutlass.select_(is_single, o_address(out, row, chunk), own.acc), own.pair))
+    return tuple(found)
 
 
 @cute.jit

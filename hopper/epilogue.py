@@ -32,5 +32,5 @@ def chunks(half: int, acc_o: cute.Tensor, t: Int32) -> tuple[tuple, tuple]:
 def write(out: Outputs, rows: Rows, row: Row, found: tuple, row_max: Float32, row_sum: Float32):
     """What ``chunks`` found of a query row."""
     numbers, values = found
-    homes = tuple(combine.home(out, rows, row, chunk) for chunk in numbers)
-    combine.leave(out, row, numbers, homes, tuple(Sums(acc, row_max, row_sum) for acc in values))
+    sums = tuple(Sums(acc, row_max, row_sum) for acc in values)
+    combine.leave(out, row, numbers, combine.homes(out, rows, row, numbers), sums)
