@@ -14,7 +14,7 @@ SPLITS_MEET = True  # all splits of a call must run at once
 CHUNK_CHANNELS = 4  # of a row's o that splits add up together
 SLOT_WORDS = CHUNK_CHANNELS + 2  # of scratch: sums of a chunk, maximum and sum of its row
 LINE_WORDS = 32  # of L2
-MAX_PAIRED_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
+MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
 
@@ -43,16 +43,16 @@ class IntegerSupport(Support):
 
 
 @dataclass(frozen=True)
-class PairedSupport(Support):
-    """One group a side, and parts of a record of which two CTAs' rings fit an SM's shared memory."""
+class SmallSupport(Support):
+    """One group a side, and parts of a record of which four CTAs' rings fit an SM's shared memory."""
 
     def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
         found = super().missing(fmt, head_dim, dtype, features)
         if not found:
             record = fmt.record(head_dim)
             part = max(record.v_offset, record.nbytes - record.v_offset)
-            if part > MAX_PAIRED_PART:
-                found = [f"part of a record of {part} B, supported: up to {MAX_PAIRED_PART} B"]
+            if part > MAX_SMALL_PART:
+                found = [f"part of a record of {part} B, supported: up to {MAX_SMALL_PART} B"]
         return found
 
 
@@ -66,10 +66,10 @@ PATHS = {
     "tile": TileSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 64), wide_rows=(8, 64),
                         channel_groups=(32, 64, 128), k_per_token=True, windows=True),
-    # the integer path in CTAs of half as many warps, two an SM
-    "paired": PairedSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(128,), head_dims=(64, 96, 128),
-                            dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), windows=True, features=(),
-                            boosted=True),
+    # the integer path in CTAs of a quarter of the warps, four an SM
+    "small": SmallSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(128,), head_dims=(64, 96, 128),
+                          dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), windows=True, features=(),
+                          boosted=True),
     # the integer path on Stream-K's schedule: all CTAs share all sequences' pages evenly
     "stream": IntegerSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128),
                              head_dims=(64, 96, 128), dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,),
@@ -77,7 +77,7 @@ PATHS = {
 }
 
 # the same in other CTAs, for calls that name the path or by dispatch.for_shape
-SMALLER = {"integer": "paired"}  # several an SM
+SMALLER = {"integer": "small"}  # several an SM
 EVEN = {"integer": "stream"}  # with an equal share of all pages each
 
 

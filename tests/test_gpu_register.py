@@ -16,7 +16,7 @@ NEEDS_BF16 = {"meta-beyond-fp16": "-bf16", "q-1e6-k-1e-6": ""}  # these inputs o
 PAGE_PATHS = gpu_matrix.REGISTER + gpu_matrix.INTEGER
 OTHER_CTAS = pytest.mark.parametrize(
     "path, kernel", [pytest.param(path, kernel, id=f"{path}-{kernel}") for path, served in (
-        ("paired", gpu_matrix.PAIRED), ("stream", gpu_matrix.STREAM)) for kernel in served])
+        ("small", gpu_matrix.SMALL), ("stream", gpu_matrix.STREAM)) for kernel in served])
 MATRIX = pytest.mark.parametrize("kernel", PAGE_PATHS, ids=str)
 
 
@@ -89,7 +89,7 @@ def test_one_small_case(arch, kernel, record_property):
 
 @OTHER_CTAS
 def test_one_small_case_of_other_ctas(arch, path, kernel, record_property):
-    """The integer path's kernels with two CTAs an SM, and on Stream-K's schedule."""
+    """The integer path's kernels with four CTAs an SM, and on Stream-K's schedule."""
     skip_without(path, arch)
     case = case_of(kernel, ratio=2, q_len=2, lengths=(3, 700), sinks=5)
     check_decode(case, path, f"{arch} small {path}", record_property, 2)
@@ -104,7 +104,7 @@ def test_other_ctas(arch, path, kernel, num_splits, record_property):
 
 
 @pytest.mark.parametrize("path, lengths", [
-    ("paired", (300, 0, 17, 120, 128, 260, 1, 64)), ("stream", (300, 0, 17, 3000, 128, 2500, 1, 64))])
+    ("small", (300, 0, 17, 120, 128, 260, 1, 64)), ("stream", (300, 0, 17, 3000, 128, 2500, 1, 64))])
 @pytest.mark.parametrize("name", ("k2v2", "kitty"))
 def test_many_sequences_take_other_ctas(arch, name, path, lengths, record_property):
     """Three times more blocks of query rows than SMs, with few pages each, or some with many."""
@@ -119,7 +119,7 @@ def test_many_sequences_take_other_ctas(arch, name, path, lengths, record_proper
 @pytest.mark.parametrize("name", ("k4v4", "k2v2"))
 def test_one_long_sequence_is_shared_out_evenly(arch, name, record_property):
     """What the host knows of lengths picks the CTAs; equal ones take splits."""
-    case = testing.Case(name, num_heads=32, num_heads_kv=8, lengths=(12_000, 300, 17, 0))
+    case = testing.Case(name, num_heads=32, num_heads_kv=8, lengths=(30_000, 300, 17, 0))
     problem, want = problem_and_expected(case, None)
     found = check_problem(problem, want, None, f"{arch} one long {name}", record_property)
     picked = dispatch.kernel_of(problem.q, problem.cache, None)[0].variant

@@ -189,22 +189,23 @@ def test_shared_memory_plan(name, head_dim, monkeypatch):
     assert len(banks) == 32, "the lanes of a warp write O to the same bank at the merge"
 
 
-@pytest.mark.parametrize("kernel", gpu_matrix.PAIRED, ids=str)
-def test_two_ctas_fit_an_sm(kernel, monkeypatch):
-    """By shared memory, and by the 168 registers a lane that two blocks an SM of the launch leave."""
+@pytest.mark.parametrize("kernel", gpu_matrix.SMALL, ids=str)
+def test_four_ctas_fit_an_sm(kernel, monkeypatch):
+    """By shared memory, and by the 168 registers a lane that four blocks an SM of the launch leave."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    cfg = config.make_config(FORMATS[kernel.format], kernel.head_dim, kernel.dtype, path="paired")
-    assert 2 * cfg.warps == register.MANY_WARPS and cfg.slots >= register.MIN_SLOTS
-    assert 2 * (decode.RegisterSm90(cfg).storage().size_in_bytes() + register.BLOCK_SMEM) <= register.SM_SMEM
-    key, = kernel.keys("hopper", "paired")
-    assert kernels.ctas_per_sm(key) == 2 == 65_536 // (168 * cfg.threads)
+    cfg = config.make_config(FORMATS[kernel.format], kernel.head_dim, kernel.dtype, path="small")
+    assert 4 * cfg.warps == register.MANY_WARPS and cfg.slots >= register.MIN_SLOTS
+    assert 4 * (decode.RegisterSm90(cfg).storage().size_in_bytes() + register.BLOCK_SMEM) <= register.SM_SMEM
+    key, = kernel.keys("hopper", "small")
+    assert kernels.ctas_per_sm(key) == 4 == 65_536 // (168 * cfg.threads)
 
 
 def test_the_number_of_blocks_of_rows_picks_the_ctas():
     plain, = gpu_matrix.MatrixKernel("k2v2", "float16", 128, 4).keys("hopper", "integer")
-    paired, stream = (dataclasses.replace(plain, variant=path) for path in ("paired", "stream"))
-    for blocks, pages, wanted in ((132, 1, plain), (133, 9, paired), (133, 10, stream), (512, 32, paired),
-                                  (512, 64, stream), (1024, 64, paired), (1024, 1000, stream), (20_000, 1000, paired),
+    small, stream = (dataclasses.replace(plain, variant=path) for path in ("small", "stream"))
+    for blocks, pages, wanted in ((132, 1, plain), (133, 9, stream), (264, 9, small), (264, 19, stream),
+                                  (300, 9, stream), (512, 32, small), (560, 32, stream), (512, 64, stream),
+                                  (1024, 64, small), (1024, 1000, stream), (20_000, 1000, small),
                                   (128, 1000, plain), (88, 128, stream), (88, 127, plain), (89, 128, plain),
                                   (66, 128, plain), (40, 1000, plain), (64, 256, plain), (8, 1000, plain)):
         assert dispatch.for_shape(plain, blocks, pages, 132) == wanted
@@ -227,7 +228,7 @@ def test_the_number_of_blocks_of_rows_picks_the_ctas():
     ("k4v4", 256, "head_dim 256, supported: 64, 96, 128")])
 def test_smaller_ctas_say_what_they_do_not_serve(name, head_dim, message):
     with pytest.raises(ValueError, match=message):
-        config.make_config(FORMATS[name], head_dim, "float16", path="paired")
+        config.make_config(FORMATS[name], head_dim, "float16", path="small")
 
 
 def test_only_calls_of_up_to_four_rows_take_the_path():

@@ -139,7 +139,7 @@ def test_integer_path(case, splits, options, scratch):
 def test_rings_turn(name, slots, scratch):
     """Several pages a warp, in CTAs of six; the warps after the first two or three have one page less."""
     case = Case(name, head_dim=64, num_heads=3, num_heads_kv=1, lengths=(128 * 15 + 40,), sinks=2)
-    text, cfg = compiled(key_of(case, Attention(), "paired"), scratch)
+    text, cfg = compiled(key_of(case, Attention(), "small"), scratch)
     assert (cfg.warps, cfg.slots, cfg.ctas_per_sm) == (6, slots, 2)
     problem = testing.build(case)
     found = decode(ptx.Program(text), cfg, problem, Attention(), 1)

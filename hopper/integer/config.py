@@ -45,10 +45,10 @@ class IntegerConfig(RegisterConfig):
 
 
 @dataclass(frozen=True)
-class PairedConfig(IntegerConfig):
-    """CTAs of half as many warps: the start and the end of one pass while the SM's other one is at its pages."""
+class SmallConfig(IntegerConfig):
+    """CTAs of a quarter of the warps: the start and the end of one pass while the SM's others are at their pages."""
 
-    ctas_per_sm = 2
+    ctas_per_sm = 4
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StreamConfig(IntegerConfig):
                 | {"barriers": plan["barriers"]})
 
 
-KINDS = {"integer": IntegerConfig, "paired": PairedConfig, "stream": StreamConfig}  # by path
+KINDS = {"integer": IntegerConfig, "small": SmallConfig, "stream": StreamConfig}  # by path
 
 
 def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = ROWS, without: tuple[str, ...] = (),

@@ -1,5 +1,6 @@
 """Which implementation serves a call: the only place that asks what device and architecture there is."""
 
+import math
 import os
 from dataclasses import replace
 from functools import cache
@@ -27,8 +28,9 @@ _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARC
 PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win (perf/NOTES.md)
 IDLE_PART = 3  # where splits leave a third of the SMs idle, an even share of all pages wins from IDLE_PAGES on
 IDLE_PAGES = 128
-UNEVEN = 1.5  # times an even share of all pages that the longest sequence's splits have, and ...
-UNEVEN_PAGES = 16  # ... pages beyond it, from which an even share wins
+FULL = 0.85  # of its last round: with less, smaller CTAs leave SMs idle at the end for longer than they save
+UNEVEN = 1.1  # times an even share of all pages that the longest sequence's splits have, and ...
+UNEVEN_PAGES = 32  # ... pages beyond it, from which an even share wins
 PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (perf/NOTES.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
 
@@ -96,10 +98,11 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
 def for_shape(key: KernelKey, blocks: int, pages: int, sms: int, held: np.ndarray | None = None) -> KernelKey:
     """The kernel for so many blocks of query rows, of all sequences and KV heads, with up to ``pages`` pages each.
 
-    Where CTAs would follow each other on an SM, smaller ones run two at a time, if the picked path has them. Lengths
-    stay on the device, and a smaller CTA takes longer for a sequence that is longer than the others: so the more pages
-    there may be, the more blocks there must be. Else, and where blocks leave SMs idle, all CTAs get an even share of
-    all pages, which costs 1 to 2 us. So they do where a sequence is far longer than the others, if the host knows.
+    Where CTAs would follow each other on an SM, smaller ones run several at a time, if the picked path has them and
+    they fill the SMs. Lengths stay on the device, and a smaller CTA takes longer for a sequence that is longer than the
+    others: so the more pages there may be, the more blocks there must be. Else, and where blocks leave SMs idle, all
+    CTAs get an even share of all pages, which costs 1 to 2 us. So they do where a sequence is far longer than the
+    others, if the host knows.
 
     held: pages of each sequence, if they are known.
     """
@@ -116,8 +119,17 @@ def for_shape(key: KernelKey, blocks: int, pages: int, sms: int, held: np.ndarra
         picked, _ = kernels.pick(key.arch, FORMATS[key.format], key.head_dim, getattr(torch, key.dtype), key.rows, path,
                                  key.features)
         if picked:
-            return replace(key, variant=picked[0], rows=picked[1])
+            found = replace(key, variant=picked[0], rows=picked[1])
+            if kernels.is_even(found) or _is_full(blocks, kernels.ctas_per_sm(found), sms):
+                return found
     return key
+
+
+def _is_full(blocks: int, ctas_per_sm: int, sms: int) -> bool:
+    """Whether CTAs of equal length, one for each block, are as many on each SM, or fill the last of several rounds."""
+    room = ctas_per_sm * sms
+    rounds = blocks / (sms if blocks <= room else room)
+    return rounds >= FULL * math.ceil(rounds)
 
 
 def _is_uneven(held: np.ndarray, blocks: int, splits: int, sms: int) -> bool:

@@ -128,9 +128,9 @@ KITTY = tuple(MatrixKernel(*kernel) for kernel in (
     ("kitty-pro", F16, 128, 8, ("softcap", "window")), ("kitty-variance", F16, 128, 64), ("kitty-pro", BF16, 256, 64),
 ))
 
-# the integer path with two CTAs an SM, and with an even share of pages for each CTA
-PAIRED, STREAM = (tuple(k for k in INTEGER + KITTY if k.rows == 4 and k.shape("hopper", path))
-                  for path in ("paired", "stream"))
+# the integer path with four CTAs an SM, and with an even share of pages for each CTA
+SMALL, STREAM = (tuple(k for k in INTEGER + KITTY if k.rows == 4 and k.shape("hopper", path))
+                  for path in ("small", "stream"))
 
 # what tiny models of tests/test_gpu_hf.py ask for: single tokens, and chunks whose queries come as heads
 MODELS = tuple(MatrixKernel(*kernel) for kernel in (
@@ -164,7 +164,7 @@ def keys(arch: str) -> list[KernelKey]:
     target = kernels.ARCH_TARGETS[arch][-1]
     wanted = [key for kernel in REGISTER for key in kernel.keys(arch, "register")]
     wanted += [key for kernel in INTEGER for key in kernel.keys(arch, "integer")]
-    wanted += [key for kernel in PAIRED for key in kernel.keys(arch, "paired")]
+    wanted += [key for kernel in SMALL for key in kernel.keys(arch, "small")]
     wanted += [key for kernel in STREAM for key in kernel.keys(arch, "stream")]
     wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
     wanted += [key for kernel in WIDE + KITTY + MODELS for key in kernel.keys(arch)]
