@@ -30,7 +30,7 @@ WARP_LOG2 = 5
 WARP = 1 << WARP_LOG2
 MOST_LANES_LOG2 = 2  # of a chunk, where a split has enough chunks for the others: a line has 8 chunks
 QUOTIENT_LOG2 = 23  # x // n is x * ceil(2^23 / n) >> 23: x < 4,096 chunks, n <= 2,048 of a split, fewer than 512 splits
-LOOKS = 4  # of a lane that are under way: with 128 chunks of a row block each lane has about four splits
+LOOKS = 4  # of a lane that are under way: with 128 chunks of a row block each lane has four splits at most
 
 
 class Outputs(NamedTuple):

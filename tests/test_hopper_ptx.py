@@ -137,10 +137,10 @@ def test_integer_path(case, splits, options, scratch):
 
 @pytest.mark.parametrize("name, slots", [("k4v4", 2), ("k2v2", 3)])
 def test_rings_turn(name, slots, scratch):
-    """Several pages a warp, in CTAs of six; the warps after the first two or three have one page less."""
-    case = Case(name, head_dim=64, num_heads=3, num_heads_kv=1, lengths=(128 * 15 + 40,), sinks=2)
+    """Several pages a warp, in CTAs of three; the warps after the first have one page less."""
+    case = Case(name, head_dim=64, num_heads=3, num_heads_kv=1, lengths=(128 * 16 + 40,), sinks=2)
     text, cfg = compiled(key_of(case, Attention(), "small"), scratch)
-    assert (cfg.warps, cfg.slots, cfg.ctas_per_sm) == (6, slots, 2)
+    assert (cfg.warps, cfg.slots, cfg.ctas_per_sm) == (3, slots, 4)
     problem = testing.build(case)
     found = decode(ptx.Program(text), cfg, problem, Attention(), 1)
     testing.assert_decode(*found, testing.expected(problem))
