@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 
-from lowbit_attn.hopper import CHUNK_CHANNELS, EMPTY, SLOT_WORDS
+from lowbit_attn.hopper import CHUNK_CHANNELS, EMPTY, LINE_WORDS, SLOT_WORDS
 from lowbit_attn.hopper.register import numbers
 from lowbit_attn.hopper.softmax import LOG2_E, LOWEST, NEG_INF
 from lowbit_attn.hopper.walk import Rows, place
@@ -24,13 +24,13 @@ from lowbit_attn.hopper.walk import Rows, place
 LN_2 = 0.6931471805599453
 CHANNELS = CHUNK_CHANNELS  # of one thread: 16 bytes of a split's o
 EMPTY_BITS = EMPTY & 0xFFFF_FFFF
-LINE_LOG2 = 7
-LINE_BYTES = 1 << LINE_LOG2  # of L2
+LINE_BYTES = 4 * LINE_WORDS
+LINE_LOG2 = LINE_BYTES.bit_length() - 1
 WARP_LOG2 = 5
 WARP = 1 << WARP_LOG2
 MOST_LANES_LOG2 = 2  # of a chunk, where a split has enough chunks for the others: a line has 8 chunks
 QUOTIENT_LOG2 = 23  # x // n is x * ceil(2^23 / n) >> 23: x < 4,096 chunks, n <= 2,048 of a split, fewer than 512 splits
-LOOKS = 4  # of a lane that are under way: with 128 chunks of a row block each lane has four splits at most
+LOOKS = 4  # of a lane that are under way: with 128 chunks of a row block each lane has about four splits
 
 
 class Outputs(NamedTuple):
@@ -150,7 +150,7 @@ def leave_slot(at: Slot, sums: Sums) -> None:
 
 
 def from_words(words: list) -> Sums:
-    """Sums from the words of a cell."""
+    """Sums from the words of a slot."""
     acc = cute.make_rmem_tensor(CHANNELS, Float32)
     for e in range(CHANNELS):
         acc[e] = words[e].bitcast(Float32)

@@ -72,7 +72,7 @@ def traffic(case: BenchCase, splits: int, sinks: int = 0) -> dict[str, int]:
     found["counters"] = COUNTERS * WORD * case.batch
     found["q"] = found["o"] = rows * case.head_dim * HALF
     found["lse"] = rows * WORD
-    # written and read; Hopper's cells repeat the statistics, half as much again, and are cleared
+    # written and read; Hopper's slots repeat the statistics, half as much again, and are cleared
     found[PARTIAL] = 2 * splits * rows * (case.head_dim + 1) * WORD * (splits > 1)
     return found
 

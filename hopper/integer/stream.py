@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from lowbit_attn.hopper import combine
+from lowbit_attn.hopper import LINE_WORDS, combine
 from lowbit_attn.hopper.integer import runs, schedule, scores
 from lowbit_attn.hopper.integer.config import StreamConfig
 from lowbit_attn.hopper.register import load, masks, plain, query, softmax, third, walk
@@ -51,7 +51,7 @@ class StreamSm90(RegisterSm90):
         me = load.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         # each CTA a part of the page table: all its rows are small, and who needs which is not known yet
-        load.prefetch(table, load.LINE_WORDS * cta, Int32(table.shape[0]) - load.LINE_WORDS * cta,
+        load.prefetch(table, LINE_WORDS * cta, Int32(table.shape[0]) - LINE_WORDS * cta,
                       ctas * cute.arch.thread_idx()[0])
         cute.arch.sync_warp()
         asked = schedule.ask(call.counters, Int32(0), me.lane)

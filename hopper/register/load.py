@@ -14,12 +14,12 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
+from lowbit_attn.hopper import LINE_WORDS
 from lowbit_attn.hopper.register.config import META_BYTES, PIECES, UNIT_TOKENS, WARP, WORD, RegisterConfig, SidePlan
 from lowbit_attn.hopper.register.walk import Unit, Walk
 
 UNIT_BYTES = 128  # the pool's unit of addresses
 BLOCK_WORDS = layout.BLOCK_WORDS
-LINE_WORDS = 32  # of L2
 
 
 class Lane(NamedTuple):

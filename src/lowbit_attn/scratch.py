@@ -14,7 +14,7 @@ from lowbit_attn.state import is_capturing
 
 SECTOR_WORDS = 8  # of L2
 CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
-GRAPH_SCRATCH = 1 << 22  # 32-bit words a device, 16 MiB; 132 CTAs of 4 query rows at head_dim 128 take 0.5 MiB, of 64 8
+GRAPH_SCRATCH = 1 << 22  # 32-bit words a device, 16 MiB; 132 CTAs of 4 query rows at head_dim 128 take 0.4 MiB, of 64 6
 GRAPH_COUNTERS = 1 << 18  # the same of zeros, 1 MiB; calls of 64 sequences and 8 KV heads take 2 KiB
 
 _NO_SINK_LOGIT: dict[torch.device, torch.Tensor] = {}
