@@ -157,13 +157,14 @@ def from_words(words: list) -> Sums:
     return Sums(acc, *(word.bitcast(Float32) for word in words[CHANNELS:]))
 
 
-def join(acc: cute.Tensor, top: Float32, total: Float32, other: Sums) -> tuple[Float32, Float32]:
-    """Add other tokens' sums to (acc, top, total); returns the new (top, total)."""
-    last, top = top, cute.arch.fmax(top, other.top)
-    shrink, own = weight(last, top), weight(other.top, top)
-    total = total * shrink + other.total * own
-    for e in range(CHANNELS):
-        acc[e] = acc[e] * shrink + other.acc[e] * own
+def join(accs: tuple, top: Float32, total: Float32, others: tuple) -> tuple[Float32, Float32]:
+    """Add other tokens' sums to (accs, top, total) of some chunks of a row; returns the new (top, total)."""
+    last, top = top, cute.arch.fmax(top, others[0].top)
+    shrink, own = weight(last, top), weight(others[0].top, top)
+    total = total * shrink + others[0].total * own
+    for acc, other in zip(accs, others):
+        for e in range(CHANNELS):
+            acc[e] = acc[e] * shrink + other.acc[e] * own
     return top, total
 
 
@@ -275,14 +276,20 @@ def take(out: Outputs, size: Int32, own: Int32, first: Int32, apart: Int32, acc:
 
 
 @cute.jit
-def take_one(at: Slot) -> Sums:
-    """Wait for the sums of one slot, and clear it."""
-    words = cute.make_rmem_tensor(SLOT_WORDS, Uint32)
+def take_all(slots: tuple) -> tuple:
+    """Wait for the sums of some slots, and clear them."""
+    words = cute.make_rmem_tensor((SLOT_WORDS, len(slots)), Uint32)
     words.fill(EMPTY_BITS)
-    while has_empty(words):
-        look(at, words)
-    clear(at)
-    return from_words([words[e] for e in range(SLOT_WORDS)])
+    waits = True
+    while waits:
+        for i, at in enumerate(slots):
+            look(at, words[None, i])
+        waits = has_empty(words[None, 0])
+        for i in cutlass.range_constexpr(1, len(slots)):
+            waits = waits | has_empty(words[None, i])
+    for at in slots:
+        clear(at)
+    return tuple(from_words([words[e, i] for e in range(SLOT_WORDS)]) for i in range(len(slots)))
 
 
 def look(at: Slot, words: cute.Tensor) -> None:

@@ -258,9 +258,11 @@ def store(warp, suffixes, operands, active):
 
 
 def atomic_add(warp, suffixes, operands, active):
-    """32 bits of global memory, by those who count themselves there, in the memory order that the kernel needs."""
-    assert {*warp.cta.atomics} <= {*suffixes}
-    memory, at, value = warp.cta.memory, warp.address(operands[1]), warp.value(operands[2])
+    """32 bits: of shared memory, or of global memory in the memory order that the kernel needs."""
+    is_shared = "shared" in suffixes or "cta" in suffixes
+    assert is_shared or {*warp.cta.atomics} <= {*suffixes}
+    memory = warp.cta.shared if is_shared else warp.cta.memory
+    at, value = warp.address(operands[1]), warp.value(operands[2])
     before = np.zeros(LANES, U64)
     for lane in np.flatnonzero(active):
         before[lane] = memory.read(at[lane : lane + 1], 4).view(U32)[0, 0]

@@ -274,3 +274,14 @@ def test_predicted_instructions_of_boosted_pages():
     assert pair["LOP3"] > lone["LOP3"] > plain["LOP3"] and lone["HMMA"] == plain["HMMA"]
     uniform = config.expected_counts(config_of("k2v2", 128))
     assert plain["IMMA"] == uniform["IMMA"] + 4 and plain["HMMA"] == uniform["HMMA"] + 8
+
+
+@pytest.mark.parametrize("name, head_dim, path, warps, page_warps", [
+    ("k4v4", 128, "integer", 12, 8), ("k2v2", 128, "integer", 12, 12), ("k4v2", 128, "integer", 12, 8),
+    ("k4v4", 64, "integer", 12, 12), ("kitty", 128, "integer", 12, 12), ("k8v4", 128, "integer", 6, 6),
+    ("k4v4", 128, "small", 3, 2), ("k2v2", 128, "small", 3, 3), ("k4v4", 128, "stream", 8, 8),
+    ("k2v2", 128, "stream", 12, 12)])
+def test_large_pages_leave_warps_to_16_bit_units(name, head_dim, path, warps, page_warps):
+    cfg = config.make_config(FORMATS[name], head_dim, "float16", path=path)
+    assert (cfg.warps, cfg.page_warps) == (warps, page_warps)
+    assert (cfg.pages_apart, cfg.units_apart) == ((1, 1) if path == "stream" else (page_warps, warps))

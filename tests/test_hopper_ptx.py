@@ -3,6 +3,7 @@
 It covers what each thread computes, reads and writes, of the whole kernel: copies, packed pages, 16-bit tokens, merge.
 """
 
+import re
 import struct
 from collections import Counter
 from dataclasses import replace
@@ -135,15 +136,31 @@ def test_integer_path(case, splits, options, scratch):
     testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
 
 
+def many_pages(name: str) -> Case:
+    return Case(name, head_dim=64, num_heads=3, num_heads_kv=1, lengths=(128 * 16 + 40,), sinks=2)
+
+
 @pytest.mark.parametrize("name, slots", [("k4v4", 2), ("k2v2", 3)])
 def test_rings_turn(name, slots, scratch):
     """Several pages a warp, in CTAs of three; the warps after the first have one page less."""
-    case = Case(name, head_dim=64, num_heads=3, num_heads_kv=1, lengths=(128 * 16 + 40,), sinks=2)
+    case = many_pages(name)
     text, cfg = compiled(key_of(case, Attention(), "small"), scratch)
     assert (cfg.warps, cfg.slots, cfg.ctas_per_sm) == (3, slots, 4)
     problem = testing.build(case)
     found = decode(ptx.Program(text), cfg, problem, Attention(), 1)
     testing.assert_decode(*found, testing.expected(problem))
+
+
+@pytest.mark.parametrize("counted", (4096, -4096), ids=("behind", "ahead"))
+def test_when_pieces_are_asked_for_changes_nothing(counted, scratch):
+    """Warps that take all others to have come far, hence themselves to be behind, or the other way round."""
+    case = many_pages("k4v4")
+    text, cfg = compiled(key_of(case, Attention(), "small"), scratch)
+    count = re.compile(r"(atom\.shared\.cta\.add\.u32 .*), 1;")
+    assert len(count.findall(text)) == 1
+    problem, texts = testing.build(case), (text, count.sub(rf"\1, {counted};", text))
+    found = [decode(ptx.Program(t), cfg, problem, Attention(), 1) for t in texts]
+    assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
 def test_the_order_of_turns_changes_nothing(scratch):

@@ -28,14 +28,16 @@ def third_units(w: walk.Walk, warps: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("n_sink, n_qk, residual", [(0, 0, 0), (4, 0, 0), (3, 0, 5), (0, 128, 0), (130, 1280, 255),
                                                     (0, 640, 128), (128, 384, 1), (32, 4096, 129)])
 @pytest.mark.parametrize("third_pages", (0, 1, 2, 9))
-@pytest.mark.parametrize("num_splits, warps", [(1, 8), (2, 7), (3, 4), (7, 12), (40, 8)])
-def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_splits, warps):
+@pytest.mark.parametrize("num_splits, warps, page_warps", [(1, 8, 8), (2, 7, 7), (3, 4, 4), (7, 12, 8), (40, 8, 8),
+                                                           (2, 12, 8), (1, 3, 2)])
+def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_splits, warps, page_warps):
     visited, dealt = [], {}
     n_qv = max(0, n_qk - third_pages * layout.PAGE_TOKENS)
     for split, warp in itertools.product(range(num_splits), range(warps)):
-        w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, 1, None, split, num_splits, warp, warps)
+        w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, 1, None, split, num_splits, warp, warps,
+                      page_warps)
         w = walk.Walk(*(value(x) for x in w))
-        visited += [("page", w.first_page + i * warps) for i in range(w.num_pages)]
+        visited += [("page", w.first_page + i * page_warps) for i in range(w.num_pages)]
         units = third_units(w, warps)
         assert not units or split == num_splits - 1
         visited += [("third", *unit) for unit in units]
@@ -68,7 +70,7 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
         visited = []
         for split, warp in itertools.product(range(num_splits), range(warps)):
             w = walk.plan(n_sink, n_qk, packed_v * layout.PAGE_TOKENS, n_tok, q_len, window, split, num_splits, warp,
-                          warps)
+                          warps, warps)
             w = walk.Walk(*(value(x) for x in w))
             assert w.first_seen == lowest - n_sink
             packed = [w.first_page + i * warps for i in range(w.num_pages)]
@@ -89,7 +91,8 @@ def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_
     limits, n_tok, warps = masks.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4
     seen = {j: [] for j in range(q_len)}
     for warp in range(warps):
-        w = walk.Walk(*(value(x) for x in walk.plan(n_sink, n_qk, n_qk, n_tok, q_len, window, 1, 2, warp, warps)))
+        w = walk.plan(n_sink, n_qk, n_qk, n_tok, q_len, window, 1, 2, warp, warps, warps)
+        w = walk.Walk(*(value(x) for x in w))
         for i in range(w.first_unit, w.num_units, warps):
             unit = walk.Unit(*(value(x) for x in walk.unit(w, i, q_len)))
             start = unit.start + (0 if unit.is_sink else n_sink + n_qk)
@@ -131,7 +134,8 @@ def test_values_beside_packed_keys_come_once_and_from_their_slots(name, head_dim
     found, pages, start = [], 3, 5 * layout.PAGE_TOKENS
     for warp in range(cfg.warps):
         barrier, phase = UnitBarrier(), 0
-        w = walk.plan(0, start + pages * 128, start, start + pages * 128, 1, None, 0, 1, warp, cfg.warps)
+        w = walk.plan(0, start + pages * 128, start, start + pages * 128, 1, None, 0, 1, warp, cfg.warps,
+                      cfg.page_warps)
         w = walk.Walk(*(value(x) for x in w))
         for i in range(w.first_third, w.num_third, cfg.warps):
             first_token = w.third_page * layout.PAGE_TOKENS + i * config.UNIT_TOKENS

@@ -59,9 +59,9 @@ def test_shares_are_even_and_in_order(total, parts):
 
 
 def test_the_next_item():
-    turn = schedule.Turn(3, 4, 7, 20, 100, 1000, 1)
-    assert schedule.after(turn, 5, 6) == schedule.Turn(3, 5, 0, 15, 105, 1000, 1)
-    assert schedule.after(turn, 20, 5) == schedule.Turn(4, 0, 0, 0, 120, 1000, 1)
+    turn = schedule.Turn(3, 4, 7, 20, 100, 1000, 1, 9)
+    assert schedule.after(turn, 5, 6) == schedule.Turn(3, 5, 0, 15, 105, 1000, 1, 14)
+    assert schedule.after(turn, 20, 5) == schedule.Turn(4, 0, 0, 0, 120, 1000, 1, 29)
 
 
 @pytest.mark.parametrize("kernel", gpu_matrix.STREAM, ids=str)

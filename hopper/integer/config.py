@@ -58,7 +58,15 @@ class StreamConfig(IntegerConfig):
     own_queries = True
 
     @property
-    def warps_apart(self) -> int:
+    def page_warps(self) -> int:
+        return self.warps
+
+    @property
+    def pages_apart(self) -> int:
+        return 1
+
+    @property
+    def units_apart(self) -> int:
         return 1
 
     @property
@@ -80,7 +88,7 @@ class StreamConfig(IntegerConfig):
         plan = super().smem_plan
         return ({"buffer": plan["buffer"]}
                 | {name: layout.align_record(self.warps * nbytes) for name, nbytes in self.own_plan.items()}
-                | {"barriers": plan["barriers"]})
+                | {name: plan[name] for name in ("pace", "barriers")})
 
 
 KINDS = {"integer": IntegerConfig, "small": SmallConfig, "stream": StreamConfig}  # by path

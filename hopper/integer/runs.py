@@ -24,6 +24,7 @@ from lowbit_attn.hopper.walk import Rows
 CHANNELS = combine.CHANNELS
 TAILS = 0xAAAA_AAAA  # parts that are tails
 NO_PART = 32
+UNIT_CHUNKS = 2  # of a row, which a thread adds up together
 
 
 class Shared(NamedTuple):
@@ -84,22 +85,38 @@ def leave(cfg: cutlass.Constexpr[StreamConfig], shared: Shared, part: Int32, me:
 def write_whole(cfg: cutlass.Constexpr[StreamConfig], shared: Shared, part: Int32, rows: Rows, out: combine.Outputs,
                 me: Lane):
     """The result of an item of which this warp has all."""
-    for unit in cutlass.range(Int32(me.lane), rows.count * out.chunks, WARP, unroll=1):
-        write_unit(shared, part, rows, out, unit // out.chunks, unit % out.chunks)
+    for unit in cutlass.range(Int32(me.lane), rows.count * row_units(out), WARP, unroll=1):
+        row, chunks = place_of(out, unit)
+        write(out, combine.find_row(out, rows, row), chunks, sums_of(shared, part, row, chunks))
+
+
+def row_units(out: combine.Outputs) -> int:
+    """Units of a row."""
+    return out.chunks // UNIT_CHUNKS
+
+
+def place_of(out: combine.Outputs, unit: Int32) -> tuple[Int32, tuple]:
+    """(row, chunks) of a unit."""
+    first = unit % row_units(out) * UNIT_CHUNKS
+    return unit // row_units(out), tuple(first + i for i in range(UNIT_CHUNKS))
+
+
+def sums_of(shared: Shared, part: Int32, row: Int32, chunks: tuple) -> tuple:
+    pair, found = read(shared.sums.pairs, (row, part)), []
+    for chunk in chunks:
+        acc = cute.make_rmem_tensor(CHANNELS, Float32)
+        for e, value in enumerate(read(shared.sums.chunks, (chunk, row, part))):
+            acc[e] = value
+        found.append(combine.Sums(acc, *pair))
+    return tuple(found)
 
 
 @cute.jit
-def write_unit(shared: Shared, part: Int32, rows: Rows, out: combine.Outputs, row: Int32, chunk: Int32):
-    found, own = sums_of(shared, part, row, chunk), combine.find_row(out, rows, row)
-    share, lse = combine.closing(own, found.top, found.total)
-    combine.write(out, own, chunk, combine.o_address(out, own, chunk), found.acc, share, lse)
-
-
-def sums_of(shared: Shared, part: Int32, row: Int32, chunk: Int32) -> combine.Sums:
-    acc = cute.make_rmem_tensor(CHANNELS, Float32)
-    for e, value in enumerate(read(shared.sums.chunks, (chunk, row, part))):
-        acc[e] = value
-    return combine.Sums(acc, *read(shared.sums.pairs, (row, part)))
+def write(out: combine.Outputs, row: combine.Row, chunks: tuple, sums: tuple):
+    """o, and lse, from the sums of all tokens."""
+    share, lse = combine.closing(row, sums[0].top, sums[0].total)
+    for chunk, own in zip(chunks, sums):
+        combine.write(out, row, chunk, combine.o_address(out, row, chunk), own.acc, share, lse)
 
 
 @cute.jit
@@ -112,7 +129,7 @@ def merge(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out:
         has = shared.notes[0, lane]
     present = Uint32(cute.arch.vote_ballot_sync(has != 0))
     starts = present & Uint32(TAILS | 1)
-    units = cfg.rows * out.chunks
+    units = cfg.rows * row_units(out)
     for unit in cutlass.range(thread, Int32(cute.arch.popc(starts)) * units, cfg.threads, unroll=1):
         left = starts
         for _ in cutlass.range(unit // units, unroll=1):
@@ -120,9 +137,9 @@ def merge(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out:
         merge_run(cfg, call, shared, out, lowest(left), present, unit % units)
 
 
-def slot_of(cfg: StreamConfig, out: combine.Outputs, unit: Int32) -> combine.Slot:
-    """Of a unit of the one item that goes from a CTA to those before it."""
-    return combine.slot(out, Int32(0), Int32(0), Int32(cfg.rows * out.chunks), unit)
+def slot_of(cfg: StreamConfig, out: combine.Outputs, i: Int32) -> combine.Slot:
+    """Of chunk ``i`` of the one item that goes from a CTA to those before it."""
+    return combine.slot(out, Int32(0), Int32(0), Int32(cfg.rows * out.chunks), i)
 
 
 def lowest(bits: Uint32) -> Int32:
@@ -140,21 +157,24 @@ def next_head(part: Int32, present: Uint32) -> Int32:
 @cute.jit
 def merge_run(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out: combine.Outputs, part: Int32,
               present: Uint32, unit: Int32):
-    """One unit (CHANNELS channels of a row) of the item whose first part here is ``part``."""
+    """One unit of the item whose first part here is ``part``."""
     rows = rows_of(cfg, call, (shared.notes[2, part], shared.notes[1, part]))
-    row, chunk = unit // out.chunks, unit % out.chunks
+    row, chunks = place_of(out, unit)
     if row < rows.count:
-        acc, top, total = sums_of(shared, part, row, chunk)
         own, last_cta = combine.find_row(out, rows, row), shared.notes[3, part]
+        first = sums_of(shared, part, row, chunks)
+        accs, top, total = tuple(sums.acc for sums in first), first[0].top, first[0].total
         head = next_head(part, present)
         while head < 2 * cfg.warps:
-            top, total = combine.join(acc, top, total, sums_of(shared, head, row, chunk))
+            top, total = combine.join(accs, top, total, sums_of(shared, head, row, chunks))
             head = next_head(head, present)
+        numbers = [row * out.chunks + chunk for chunk in chunks]
         if part == 0:
-            combine.leave_slot(slot_of(cfg, out, unit), combine.Sums(acc, top, total))
+            for i, acc in zip(numbers, accs):
+                combine.leave_slot(slot_of(cfg, out, i), combine.Sums(acc, top, total))
         else:
             for place in cutlass.range(out.place + 1, last_cta + 1, unroll=1):
-                found = combine.take_one(slot_of(cfg, out._replace(place=place), unit))
-                top, total = combine.join(acc, top, total, found)
-            share, lse = combine.closing(own, top, total)
-            combine.write(out, own, chunk, combine.o_address(out, own, chunk), acc, share, lse)
+                there = out._replace(place=place)
+                found = combine.take_all(tuple(slot_of(cfg, there, i) for i in numbers))
+                top, total = combine.join(accs, top, total, found)
+            write(out, own, chunks, tuple(combine.Sums(acc, top, total) for acc in accs))

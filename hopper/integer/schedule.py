@@ -29,6 +29,7 @@ class Turn(NamedTuple):
     position: Int32  # in the call
     total: Int32  # positions of the call
     unit_phase: Int32  # parity that the next 16-bit unit's barrier has
+    done: Int32  # positions of the run before this one
 
 
 class Item(NamedTuple):
@@ -123,7 +124,8 @@ def begin(counters: tuple, asked: tuple, blocks: Int32, cta: Int32, ctas: cute.F
     is_two = Int32(first >= (start + one) * blocks)
     size = Uint32(cutlass.max(cutlass.select_(is_two != 0, two, one), Int32(1)))
     inside = Uint32(first - (start + is_two * one) * blocks)
-    return Turn(base + 2 * at + is_two, Int32(inside // size), Int32(inside % size), left, first, total, Int32(0))
+    return Turn(base + 2 * at + is_two, Int32(inside // size), Int32(inside % size), left, first, total, Int32(0),
+                Int32(0))
 
 
 @cute.jit
@@ -140,4 +142,4 @@ def after(turn: Turn, count, blocks) -> Turn:
     block = turn.block + 1
     is_last = Int32(block == blocks)
     return turn._replace(batch_idx=turn.batch_idx + is_last, block=block * (1 - is_last), first=0 * count,
-                         left=turn.left - count, position=turn.position + count)
+                         left=turn.left - count, position=turn.position + count, done=turn.done + count)

@@ -34,14 +34,14 @@ def ask(cfg: IntegerConfig, q: cute.Tensor, rows: Rows, me: Lane) -> cute.Tensor
 @cute.jit
 def prepare(cfg: cutlass.Constexpr[IntegerConfig], words: cute.Tensor, scale_log2: Float32, me: Lane,
             shared: cute.Pointer, channels: cute.Pointer) -> Query:
-    """q * softmax_scale_log2 to shared memory, by the last warp; with boosted channels, to ``channels`` too.
+    """q * softmax_scale_log2 to shared memory, by the last warp; with boosted channels, to ``channels`` too. A barrier
+    of the CTA follows.
 
     Operand: fp32 (4, lane, step) in the order of a word.
     """
     view = shared_view(cfg, shared)
     if me.warp == cfg.warps - 1:
         leave(cfg, words, scale_log2, me, view, channels)
-    cute.arch.sync_threads()
     return Query(view, (), channels)
 
 

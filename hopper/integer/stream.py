@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from lowbit_attn.hopper import LINE_WORDS, combine
 from lowbit_attn.hopper.integer import runs, schedule, scores
 from lowbit_attn.hopper.integer.config import StreamConfig
-from lowbit_attn.hopper.register import load, masks, plain, query, softmax, third, walk
+from lowbit_attn.hopper.register import load, masks, pace, plain, query, softmax, third, walk
 from lowbit_attn.hopper.register.config import WORD
 from lowbit_attn.hopper.register.decode import Call, RegisterSm90, first_entry, packed_pages, plain_of, rows_of
 from lowbit_attn.hopper.walk import Rows, grid_of
@@ -62,7 +62,7 @@ class StreamSm90(RegisterSm90):
                   smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
                   channels + me.warp * (cfg.channel_bytes // WORD),
                   walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
-                  runs.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()))
+                  runs.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()), pace.Pace(smem.pace.data_ptr()))
         with cute.arch.elect_one():
             load.init(cfg, own.ring)
             own.runs.forget(me.warp)
@@ -72,7 +72,9 @@ class StreamSm90(RegisterSm90):
         turn = schedule.begin(call.counters, asked, blocks, cta, parts, me.warp, cfg.warps, me.lane)
         with cute.arch.elect_one():
             own.runs.keep(me.warp, turn)
-        cute.arch.sync_warp()
+        if cute.arch.thread_idx()[0] == 0:
+            own.pace.start()
+        cute.arch.sync_threads()
         place = Place(pool, page_stride, head_stride, blocks, parts, scale_log2)
         left, slot, phase = turn.left, Int32(0), Int32(0)
         while left > 0:
@@ -91,6 +93,7 @@ class Own(NamedTuple):
     channels: cute.Pointer
     plans: walk.Plans
     runs: runs.Shared
+    pace: pace.Pace
 
 
 class Place(NamedTuple):
@@ -116,8 +119,8 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     pages = load.Pages(place.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
                        place.page_stride, Int64(rows.head_idx) * Int64(place.head_stride))
     ids = load.page_ids(cfg, pages, Int32(0), me.lane)
-    words = query.load(cfg, call.q, rows, me)
     load.start(cfg, pages, own.ring, me, ids, slot)
+    words = query.load(cfg, call.q, rows, me)
     with cute.arch.elect_one():
         own.plans.keep(rows, work)
     state = softmax.make_state(cfg)
@@ -126,7 +129,8 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     cute.arch.sync_warp()
     queries = query.Query(view, (), own.channels)
     limits = masks.Limits(Float32(0.0), Float32(0.0), Int32(0), Int32(0))  # of no feature
-    slot, phase = packed_pages(cfg, pages, work, own.ring, me, ids, queries, rows, state, limits, slot, phase)
+    slot, phase = packed_pages(cfg, pages, work, own.ring, me, ids, queries, rows, state, limits,
+                               own.pace._replace(before=turn.done), slot, phase)
 
     # values of their own: those of above would stay in registers over the page loop, or be spilled
     me = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
@@ -138,13 +142,17 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
         pages = pages._replace(first=first_entry(call, rows) + work.third_page)
         unit_phase = third.run(cfg, pages, work, source, own.ring, me, queries, rows, state, limits, unit_phase)
     unit_phase = plain.run(cfg, work, source, own.ring, me, call.q, rows, state, place.scale_log2, limits, unit_phase)
-    return finish(cfg, call, place, own, me, rows, turn._replace(unit_phase=unit_phase), state, out), slot, phase
+    turn = turn._replace(unit_phase=unit_phase)
+    return finish(cfg, call, place, own, me, rows, turn, work.num_pages, state, out), slot, phase
 
 
 @cute.jit
 def finish(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: Own, me: load.Lane, rows: Rows,
-           turn: schedule.Turn, state: softmax.State, out: combine.Outputs) -> Int32:
-    """Leave an item's sums, or write its result if the run has all of it; returns the positions left."""
+           turn: schedule.Turn, num_pages: Int32, state: softmax.State, out: combine.Outputs) -> Int32:
+    """Leave an item's sums, or write its result if the run has all of it; returns the positions left.
+
+    num_pages: of the item's positions in the run, those that the warp has counted.
+    """
     size = schedule.item_of(*(x[rows.batch_idx] for x in call.counters)).positions
     count = cutlass.min(turn.left, size - turn.first)
     is_head, goes_on = turn.first > 0, turn.first + count < size
@@ -157,7 +165,11 @@ def finish(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     with cute.arch.elect_one():
         own.runs.note(part, turn, Int32(is_head | goes_on), last)
         own.runs.keep(me.warp, schedule.after(turn, count, place.blocks))
+        own.pace.count(count - num_pages)
     cute.arch.sync_warp()
+    # for the merge: what was asked for at the start is not in L2 any more
+    load.prefetch(out.sink_logits, rows.head_idx * rows.ratio * Int32(out.sink_logits.shape[0] > 1), Int32(1),
+                  Int32(me.lane))
     if (turn.first == 0) & (turn.first + count == size):
         runs.write_whole(cfg, own.runs, part, rows, out, me)
     cute.arch.sync_warp()

@@ -22,6 +22,7 @@ META_BYTES = 8  # of one access to metadata
 COLUMNS = 8  # query rows of one m16n8k16
 MAX_WARPS, MIN_SLOTS, MAX_SLOTS = 8, 2, 8
 MANY_WARPS = 12  # where 168 registers a lane are enough: more warps hide more latency
+PAGE_WARPS = 8  # take packed pages where these are large: a page's arithmetic hides behind the others' copies
 UNDER_WAY = 48 << 10  # bytes that an SM must have under way to take its share of DRAM's rate (perf/NOTES.md)
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
@@ -214,8 +215,23 @@ class RegisterConfig:
         return self.rows * self.head_dim * self.query_width if self.boost else 0
 
     @property
-    def warps_apart(self) -> int:
-        """How far apart a warp's pages and units are: dealt one by one to the CTA's warps."""
+    def page_warps(self) -> int:
+        """The first warps, which take packed pages; the others have 16-bit units alone.
+
+        With fewer bytes under way SMs get more equal shares of memory's rate, and end together.
+        """
+        few = PAGE_WARPS // self.ctas_per_sm
+        has_large_pages = PAGE_WARPS * (self.k.part_bytes + self.v.part_bytes) >= 2 * UNDER_WAY
+        return few if has_large_pages and few < self.warps else self.warps
+
+    @property
+    def pages_apart(self) -> int:
+        """How far apart a warp's pages are: dealt one by one to the CTA's warps."""
+        return self.page_warps
+
+    @property
+    def units_apart(self) -> int:
+        """The same of 16-bit units."""
         return self.warps
 
     @property
@@ -291,6 +307,7 @@ class RegisterConfig:
             "plans": layout.align_record(WORD * PLAN_WORDS * self.warps),
             "query": layout.align_record(max(1, self.query_bytes)),
             **channels,
+            "pace": layout.RECORD_ALIGN,
             "barriers": layout.align_record(8 * self.warps * (self.slots + 1)),
         }
 
@@ -365,7 +382,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
     free = smem_limit(kind.ctas_per_sm) - queries * (not kind.own_queries)
-    free -= layout.RECORD_ALIGN * 7  # barriers: at most 108 of 8 bytes
+    free -= layout.RECORD_ALIGN * 8  # pace, and barriers: at most 108 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     is_plain = not (features or without)
     is_slim = is_plain and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1

@@ -4,8 +4,8 @@ One CTA serves one (split, row block, KV head, sequence); more than ``cfg.rows``
 each of which reads the pages. Its warps share nothing but the query rows: each walks over its own pages (walk.py) with
 a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
 
-    for each page:  wait K part -> refill last slot -> S^T = K Q^T (scores)
-                    wait V part -> refill last slot -> maximum, P (softmax) -> O^T += V^T P^T (values)
+    for each page:  wait K part, refill last slot -> S^T = K Q^T (scores)
+                    wait V part, refill last slot -> maximum, P (softmax) -> O^T += V^T P^T (values)
     then:           O to true scale -> pages with V in 16 bit (third) -> 16-bit units (plain) -> merge
 
     ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from lowbit_attn.hopper import combine
 from lowbit_attn.hopper.integer import scores as integer_scores
 from lowbit_attn.hopper.integer import values as integer_values
-from lowbit_attn.hopper.register import load, masks, merge, plain, query, scores, softmax, third, values, walk
+from lowbit_attn.hopper.register import load, masks, merge, pace, plain, query, scores, softmax, third, values, walk
 from lowbit_attn.hopper.register.config import WARP, WORD, RegisterConfig
 from lowbit_attn.hopper.walk import Rows, block_rows, grid_of
 
@@ -41,7 +41,7 @@ class RegisterSm90:
         """Shared memory in the order of ``RegisterConfig.smem_plan``."""
         words = {name: nbytes // WORD for name, nbytes in self.cfg.smem_plan.items()}
         buffer_words, plan_words, query_words, barriers = (words[x] for x in ("buffer", "plans", "query", "barriers"))
-        channel_words, sum_words = words.get("channels"), words.get("sums")
+        pace_words, channel_words, sum_words = words["pace"], words.get("channels"), words.get("sums")
 
         @cute.struct
         class Smem:
@@ -52,6 +52,7 @@ class RegisterSm90:
                 channels: cute.struct.Align[cute.struct.MemRange[Uint32, channel_words], 128]
             if sum_words:
                 sums: cute.struct.Align[cute.struct.MemRange[Float32, sum_words], 128]
+            pace: cute.struct.Align[cute.struct.MemRange[Int32, pace_words], 128]
             bars: cute.struct.Align[cute.struct.MemRange[Int64, barriers // 2], 128]
 
         return Smem
@@ -90,7 +91,7 @@ class RegisterSm90:
         rows = rows_of(cfg, call, block)
         counts, words = ask(cfg, call, rows, sink_logits, me)
         work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
-                         cfg.warps, splits)
+                         cfg.warps, cfg.page_warps, splits)
         pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
                            Int64(rows.head_idx) * Int64(head_stride))
         ids = load.page_ids(cfg, pages, Int32(0), me.lane)
@@ -106,6 +107,9 @@ class RegisterSm90:
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
             plans.keep(rows, work)
+        on_pace = pace.Pace(smem.pace.data_ptr())
+        if cute.arch.thread_idx()[0] == 0:
+            on_pace.start()
         # a thread number of its own: what the merge works out of another would stay in registers till then
         own_lane = Int32(cute.arch.shuffle_sync_bfly(me.lane, offset=0))
         outputs = combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), block[2])
@@ -116,7 +120,8 @@ class RegisterSm90:
             queries = integer_scores.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         else:
             queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
-        packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, Int32(0), Int32(0))
+        cute.arch.sync_threads()
+        packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
         if cutlass.const_expr(not cfg.is_integer):
             values.true_scale(cfg, state)
 
@@ -179,19 +184,19 @@ def plain_of(cfg: RegisterConfig, call: Call, rows: Rows) -> load.Plain:
 @cute.jit
 def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work: walk.Walk, ring: load.Ring,
                  me: load.Lane, ids: Int32, queries: query.Query, rows: Rows, state: softmax.State,
-                 limits: masks.Limits, slot: Int32, phase: Int32) -> tuple[Int32, Int32]:
+                 limits: masks.Limits, on_pace: pace.Pace, slot: Int32, phase: Int32) -> tuple[Int32, Int32]:
     """The warp's pages, one after the other; slot and phase follow the pieces, and go on behind the last."""
-    new_max = cute.make_rmem_tensor(cfg.lane_rows, Float32)
+    new_max, come = cute.make_rmem_tensor(cfg.lane_rows, Float32), Int32(0)
     for page in cutlass.range(pages.count, unroll=1):
-        cute.arch.mbarrier_wait(ring.full + slot, phase)
-        ids = load.refill(cfg, 0, pages, ring, me, page, slot, ids)
+        behind = pace.is_behind(cfg, on_pace, page, come)
+        ids = load.wait(cfg, 0, pages, ring, me, page, slot, phase, ids, behind)
         piece = load.Piece(ring.buffer, me.warp, slot)
         # S = K Q^T
         found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries)
         slot, phase = load.advance(cfg, slot, phase)
-        found = masks.of_page(cfg, found, work.first_page + page * cfg.warps_apart, work, rows, limits, me)
-        cute.arch.mbarrier_wait(ring.full + slot, phase)
-        ids = load.refill(cfg, 1, pages, ring, me, page, slot, ids)
+        found = masks.of_page(cfg, found, work.first_page + page * cfg.pages_apart, work, rows, limits, me)
+        ids = load.wait(cfg, 1, pages, ring, me, page, slot, phase, ids, behind)
+        come = pace.count_page(on_pace, me)
         piece = load.Piece(ring.buffer, me.warp, slot)
         exponent = state.exponent[0]
         if cutlass.const_expr(not cfg.is_integer):

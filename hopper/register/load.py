@@ -2,7 +2,8 @@
 
 Pieces run K part, V part, K part, ... of the warp's pages; piece n lies in slot n % slots. When piece n has come, the
 copy to the slot read before it starts: ``slots - 1`` pieces are under way while a warp waits, and no more than memory
-needs (config.UNDER_WAY). What is beyond that queues up, and the queue serves some SMs a fifth faster than others.
+needs (config.UNDER_WAY). What is beyond that queues up, and the queue serves some SMs a fifth faster than others. A
+warp that is behind the others (pace.py) does not wait for piece n.
 """
 
 import math
@@ -80,7 +81,7 @@ def page_ids(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, start: Int32,
     found = Int32(0)
     at = start + Int32(lane)
     if at < pages.count:
-        found = pages.table[pages.first + at * cfg.warps_apart]
+        found = pages.table[pages.first + at * cfg.pages_apart]
     return found
 
 
@@ -122,8 +123,8 @@ def start(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Ring, me: 
 @cute.jit
 def refill(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring, me: Lane,
            page: Int32, slot: Int32, ids: Int32) -> Int32:
-    """Piece (page, side_idx) has come to ``slot``, and all lanes have read the one before it: start the piece that goes
-    to its slot. Returns the ids."""
+    """Piece (page, side_idx) comes to ``slot``, and all lanes have read the one before it: start the piece that goes to
+    its slot. Returns the ids."""
     ahead, side = part_of(side_idx + cfg.slots - 1)
     cute.arch.sync_warp()
     later = page + ahead
@@ -137,6 +138,18 @@ def refill(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Constexpr[i
         last = slot - 1 + cfg.slots * Int32(slot == 0)
         issue(cfg, cfg.v if cutlass.const_expr(side) else cfg.k, pages, ring, me.warp, last,
               cute.arch.shuffle_sync(ids, later % WARP))
+    return ids
+
+
+@cute.jit
+def wait(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring, me: Lane,
+         page: Int32, slot: Int32, phase: Int32, ids: Int32, behind) -> Int32:
+    """Wait for piece (page, side_idx) in ``slot``, and refill the slot before. Returns the ids."""
+    if behind:
+        ids = refill(cfg, side_idx, pages, ring, me, page, slot, ids)
+    cute.arch.mbarrier_wait(ring.full + slot, phase)
+    if ~behind:
+        ids = refill(cfg, side_idx, pages, ring, me, page, slot, ids)
     return ids
 
 

@@ -30,7 +30,7 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: 
         operand, operand_words = numbers.fragments(cfg.k.col_tiles * cfg.col_blocks, element)
         operand_words.store(query.load(cfg, q, rows, me).load())
         queries = masks.queries_of(cfg, rows, me)
-        for i in cutlass.range(walk.first_unit, walk.num_units, cfg.warps_apart, unroll=1):
+        for i in cutlass.range(walk.first_unit, walk.num_units, cfg.units_apart, unroll=1):
             now = unit(walk, i, rows.q_len)
             load.load_unit(cfg, plain, walk, now, ring, me)
             cute.arch.mbarrier_wait(ring.unit_full, phase)

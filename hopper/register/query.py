@@ -55,14 +55,12 @@ def prepare(cfg: cutlass.Constexpr[RegisterConfig], words: cute.Tensor, scale_lo
     """Choose e_q of each row, round q' and bring each row's factor to its accumulator column.
 
     Where registers are short q' goes to ``shared`` (all warps need the same), where it costs no registers; with boosted
-    channels, to ``channels`` too.
+    channels, to ``channels`` too. A barrier of the CTA follows.
     """
     operand, factors = round_rows(cfg, words, scale_log2, me)
     if cutlass.const_expr(cfg.boost is not None):
         if me.warp == 0:
             boost.leave_channels(cfg, cute.recast_tensor(operand, Uint32), me, channels)
-        if cutlass.const_expr(not cfg.has_shared_query):
-            cute.arch.sync_threads()
     if cutlass.const_expr(cfg.has_shared_query):
         view = shared_view(cfg, shared)
         if me.warp == 0:
@@ -73,7 +71,6 @@ def prepare(cfg: cutlass.Constexpr[RegisterConfig], words: cute.Tensor, scale_lo
                     for col8 in cutlass.range_constexpr(2):
                         pair[col8, block] = flat[col8, col_tile * cfg.col_blocks + block]
                 cute.autovec_copy(cute.coalesce(pair), view[None, Int32(me.lane), col_tile])
-        cute.arch.sync_threads()
         operand = view
     return Query(operand, tuple(factors), channels)
 

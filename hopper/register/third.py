@@ -26,7 +26,7 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, work: Walk, source
 
     pages.first: entry of page ``work.third_page``; phase: the parity that it waits for first.
     """
-    for i in cutlass.range(work.first_third, work.num_third, cfg.warps_apart, unroll=1):
+    for i in cutlass.range(work.first_third, work.num_third, cfg.units_apart, unroll=1):
         page, tile = unit_place(Uint32(i))
         first_token = work.third_page * layout.PAGE_TOKENS + i * UNIT_TOKENS
         load_unit(cfg, pages, source, Int32(page), first_token, ring, me)

@@ -16,10 +16,11 @@ from lowbit_attn.hopper.walk import Rows, at_most
 THIRD_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page
 PAGE_LOG2, UNIT_LOG2 = (n.bit_length() - 1 for n in (layout.PAGE_TOKENS, UNIT_TOKENS))  # a shift is one instruction
 PAGE_COST_LOG2 = 1  # of 16-bit units that take a CTA as long as a page: few of them, each a load that nothing hides
+FREE_UNITS = 2  # that a warp without pages takes while the others are at theirs
 
 
 class Walk(NamedTuple):
-    """Run-time counts of one warp, Int32. Its pages are first_page, first_page + warps, ... of the sequence."""
+    """Run-time counts of one warp, Int32. Its pages are first_page, first_page + page warps, ... of the sequence."""
 
     first_page: Int32
     num_pages: Int32
@@ -72,12 +73,14 @@ def plans(place: cute.Pointer, warp_idx: Int32, warps: int) -> Plans:
     return Plans(cute.make_tensor(place, cute.make_layout((PLAN_WORDS, warps)))[None, warp_idx])
 
 
-def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_idx, warps: int, divisor=None) -> Walk:
+def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_idx, warps: int, page_warps: int,
+         divisor=None) -> Walk:
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
     n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk. window: tokens that a query sees, itself
     included, or None; pages that the first query does not reach are left out, and the splits share the rest, the last
-    one fewer of them, for the time that its units take. divisor: num_splits in a form that is divided by faster.
+    one fewer of them, for the time that its units take. page_warps: the first warps, which take the packed pages.
+    divisor: num_splits in a form that is divided by faster.
     """
     divisor = num_splits if divisor is None else divisor
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
@@ -91,7 +94,8 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     sink_units, residual_units = units_of(n_sink), units_of(n_residual)
     # the last split has all units, hence fewer pages
     pages = packed_v - start
-    work = pages + (num_third + sink_units + residual_units >> PAGE_COST_LOG2)
+    units = num_third + sink_units + residual_units - FREE_UNITS * (warps - page_warps)
+    work = pages + (units * Int32(units > 0) >> PAGE_COST_LOG2)
     first = at_most(work * split_idx // divisor, pages)
     count = at_most(work * (split_idx + 1) // divisor, pages) - first
     is_last = Int32(split_idx == num_splits - 1)
@@ -99,7 +103,10 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     n_sink, n_residual = is_last * n_sink, is_last * n_residual
     first_third = warps - 1 - warp_idx
     first_unit = (first_third + (warps - 1) * (num_third % warps)) % warps  # num_third further on
-    return Walk(start + first + warp_idx, dealt(count, warp_idx, warps), third_start, first_third, num_third,
+    own = dealt(count, warp_idx, page_warps)
+    if page_warps < warps:
+        own = own * Int32(warp_idx < page_warps)
+    return Walk(start + first + warp_idx, own, third_start, first_third, num_third,
                 first_unit, sink_units + residual_units, sink_units, n_sink, n_residual, n_qk, first_seen)
 
 
