@@ -259,7 +259,7 @@ def store(warp, suffixes, operands, active):
 
 def atomic_add(warp, suffixes, operands, active):
     """32 bits: of shared memory, or of global memory in the memory order that the kernel needs."""
-    is_shared = "shared" in suffixes or "cta" in suffixes
+    is_shared = suffixes[0] == "shared"
     assert is_shared or {*warp.cta.atomics} <= {*suffixes}
     memory = warp.cta.shared if is_shared else warp.cta.memory
     at, value = warp.address(operands[1]), warp.value(operands[2])
