@@ -9,6 +9,7 @@ and in a fixed order. A row without tokens, whose sum of weights is 0, gives o =
 sink logit joins the denominator.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import cutlass
@@ -134,9 +135,7 @@ def homes(out: Outputs, rows: Rows, row: Row, chunks: tuple) -> tuple:
 def leave(out: Outputs, row: Row, chunks: tuple, homes: tuple, sums: tuple):
     """This split's sums of some chunks of a row, for ``merge``; a single split's are the result."""
     if out.num_splits == 1:
-        share, lse = closing(row, sums[0].top, sums[0].total)
-        for chunk, at, own in zip(chunks, homes, sums):
-            write(out, row, chunk, at.acc, own.acc, share, lse)
+        write_all(out, row, chunks, (at.acc for at in homes), sums)
     else:
         for at, own in zip(homes, sums):
             leave_slot(at, own)
@@ -323,6 +322,13 @@ def closing(row: Row, top: Float32, total: Float32) -> tuple[Float32, Float32]:
         share = own * cute.arch.rcp_approx(total)
         lse = (origin + cute.math.log2(total, fastmath=True)) * Float32(LN_2)
     return share, lse
+
+
+def write_all(out: Outputs, row: Row, chunks: tuple, addresses: Iterable, sums: tuple) -> None:
+    """o of some chunks of a row, and its lse, from the sums of all tokens."""
+    share, lse = closing(row, sums[0].top, sums[0].total)
+    for chunk, at, own in zip(chunks, addresses, sums):
+        write(out, row, chunk, at, own.acc, share, lse)
 
 
 @cute.jit

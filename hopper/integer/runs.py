@@ -111,12 +111,8 @@ def sums_of(shared: Shared, part: Int32, row: Int32, chunks: tuple) -> tuple:
     return tuple(found)
 
 
-@cute.jit
-def write(out: combine.Outputs, row: combine.Row, chunks: tuple, sums: tuple):
-    """o, and lse, from the sums of all tokens."""
-    share, lse = combine.closing(row, sums[0].top, sums[0].total)
-    for chunk, own in zip(chunks, sums):
-        combine.write(out, row, chunk, combine.o_address(out, row, chunk), own.acc, share, lse)
+def write(out: combine.Outputs, row: combine.Row, chunks: tuple, sums: tuple) -> None:
+    combine.write_all(out, row, chunks, (combine.o_address(out, row, chunk) for chunk in chunks), sums)
 
 
 @cute.jit
