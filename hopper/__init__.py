@@ -14,6 +14,7 @@ SPLITS_MEET = True  # all splits of a call must run at once
 CHUNK_CHANNELS = 4  # of a row's o that splits add up together
 SLOT_WORDS = CHUNK_CHANNELS + 2  # of scratch: sums of a chunk, maximum and sum of its row
 LINE_WORDS = 32  # of L2
+PACE_GROUPS = 16  # of CTAs that count together how far they have come (register/pace.py), each in a line
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
@@ -84,7 +85,8 @@ EVEN = {"integer": "stream"}  # with an equal share of all pages each
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:
     """Of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
     words = slot_words(splits * -(-rows * chunks(q_shape) // splits))
-    return Scratch(((places if splits > 1 else 1, splits, words),), EMPTY if splits > 1 else None)
+    return Scratch(((places if splits > 1 else 1, splits, words),), EMPTY if splits > 1 else None,
+                   header=PACE_GROUPS * LINE_WORDS)
 
 
 def even_scratch(q_shape: tuple[int, ...], rows: int, ctas: int) -> Scratch:

@@ -156,15 +156,15 @@ def from_words(words: list) -> Sums:
     return Sums(acc, *(word.bitcast(Float32) for word in words[CHANNELS:]))
 
 
-def join(accs: tuple, top: Float32, total: Float32, others: tuple) -> tuple[Float32, Float32]:
-    """Add other tokens' sums to (accs, top, total) of some chunks of a row; returns the new (top, total)."""
-    last, top = top, cute.arch.fmax(top, others[0].top)
-    shrink, own = weight(last, top), weight(others[0].top, top)
-    total = total * shrink + others[0].total * own
-    for acc, other in zip(accs, others):
+def join(accs: tuple, top: Float32, total: Float32, others: list) -> tuple[Float32, Float32]:
+    """Add other tokens' sums, each of several chunks of a row, to (accs, top, total); returns the new (top, total)."""
+    last, top = top, numbers.tree([top, *(sums[0].top for sums in others)], cute.arch.fmax)
+    shrink, weights = weight(last, top), [weight(sums[0].top, top) for sums in others]
+    for i, acc in enumerate(accs):
         for e in range(CHANNELS):
-            acc[e] = acc[e] * shrink + other.acc[e] * own
-    return top, total
+            acc[e] = numbers.tree([acc[e] * shrink, *(w * sums[i].acc[e] for w, sums in zip(weights, others))],
+                                  numbers.add)
+    return top, numbers.tree([total * shrink, *(w * sums[0].total for w, sums in zip(weights, others))], numbers.add)
 
 
 @cute.jit
@@ -267,11 +267,7 @@ def take(out: Outputs, size: Int32, own: Int32, first: Int32, apart: Int32, acc:
         if first + i * apart < out.num_splits:
             clear(slots[i])
     found = [from_words([words[e, i] for e in range(SLOT_WORDS)]) for i in range(LOOKS)]
-    last, top = top, numbers.tree([top, *(sums.top for sums in found)], cute.arch.fmax)
-    shrink, weights = weight(last, top), [weight(sums.top, top) for sums in found]
-    for e in cutlass.range_constexpr(CHANNELS):
-        acc[e] = numbers.tree([acc[e] * shrink, *(w * sums.acc[e] for w, sums in zip(weights, found))], numbers.add)
-    return top, numbers.tree([total * shrink, *(w * sums.total for w, sums in zip(weights, found))], numbers.add)
+    return join((acc,), top, total, [(sums,) for sums in found])
 
 
 @cute.jit

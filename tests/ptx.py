@@ -95,9 +95,10 @@ class GlobalMemory:
             chunks += [data, np.full(2048 - len(data) % 1024, 0xFF, np.uint8)]
         self.memory = Memory(np.concatenate(chunks), GLOBAL_BASE)
 
-    def parameter(self, number: int, sizes: tuple, strides: tuple) -> bytes:
-        """A CuTe tensor argument: address, int32 sizes, int64 strides, those that are not fixed."""
-        data = struct.pack(f"<Q{len(sizes)}i", GLOBAL_BASE + self.starts[number], *sizes)
+    def parameter(self, number: int, sizes: tuple, strides: tuple, skipped: int = 0) -> bytes:
+        """A CuTe tensor argument: address, int32 sizes, int64 strides, those that are not fixed; skipped: bytes at the
+        start of the memory that are not the tensor's."""
+        data = struct.pack(f"<Q{len(sizes)}i", GLOBAL_BASE + self.starts[number] + skipped, *sizes)
         return data + bytes(-len(data) % 8) + struct.pack(f"<{len(strides)}q", *strides)
 
     def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
@@ -221,6 +222,7 @@ class Warp:
 
     def __init__(self, cta: Cta, warp: int):
         self.cta = cta
+        self.copies, self.groups = [], []  # cp.async: those that no group has, and groups that are under way
         self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64), "__dynamic_shmem__0": _all(0),
                           "buf_dyn_shmem": _all(0),
                           "%cluster_ctarank": _all(0),

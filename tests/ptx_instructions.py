@@ -203,7 +203,11 @@ def move(warp, suffixes, operands, active):
 
 def convert(warp, suffixes, operands, active):
     values = [warp.value(x) for x in operands[1:]]
-    kinds = tuple(x for x in suffixes if x != "rn")
+    kinds = tuple(x for x in suffixes if x not in ("rn", "rzi"))
+    if suffixes == ("rzi", "s32", "f32"):
+        return unsigned(raw(f32(values[0]).astype(np.int64)), 32)
+    if kinds[0] == "f32" and kinds[1] in ("s32", "u32"):
+        return bits(typed(values[0], kinds[1:]).astype(np.float32))
     if kinds[0] == "f32":
         return bits(halves_of(values[0], kinds[1] == "bf16")[0])
     if kinds[1] == "f32":
@@ -281,6 +285,24 @@ def bulk_copy(warp, suffixes, operands, active):
         assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
         cta.shared.data[first:last] = cta.memory.data[start : start + int(size[lane])]
         cta.barriers[int(barrier[lane])].bring(int(size[lane]))
+
+
+def copy(warp, suffixes, operands, active):
+    """cp.async: what a lane copies may come any time before its group is waited for; here, when it is."""
+    if "bulk" in suffixes:
+        bulk_copy(warp, suffixes, operands, active)
+    elif "commit_group" in suffixes:
+        warp.groups.append(warp.copies)
+        warp.copies = []
+    elif "wait_group" in suffixes:
+        while len(warp.groups) > int(operands[0]):
+            for target, data in warp.groups.pop(0):
+                warp.cta.shared.write(target, data)
+    else:
+        assert suffixes[-2:] == ("shared", "global") and operands[2] == "16", (suffixes, operands)
+        target, source = (warp.address(x)[active] for x in operands[:2])
+        assert (target % 16 == 0).all() and (source % 16 == 0).all()
+        warp.copies.append((target, warp.cta.memory.read(source, 16)))
 
 
 def mbarrier(warp, suffixes, operands, active):
@@ -401,8 +423,8 @@ def nothing(warp, suffixes, operands, active):
 
 
 WHOLE = {
-    "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": bulk_copy,
+    "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": copy,
     "mapa": move, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "redux": reduce, "elect": elect, "prmt": permute,
     "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma, "fence": nothing, "bar": nothing,
-    "atom": atomic_add, "prefetch": nothing, "cvta": move, "popc": count_ones, "bfi": insert_bits,
+    "atom": atomic_add, "prefetch": nothing, "nanosleep": nothing, "cvta": move, "popc": count_ones, "bfi": insert_bits,
 }

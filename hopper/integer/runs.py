@@ -19,11 +19,12 @@ from lowbit_attn.hopper.register.config import PLAN_WORDS, WARP
 from lowbit_attn.hopper.register.decode import Call, rows_of
 from lowbit_attn.hopper.register.load import Lane, read
 from lowbit_attn.hopper.register.softmax import State
+from lowbit_attn.hopper.softmax import LOWEST
 from lowbit_attn.hopper.walk import Rows
 
 CHANNELS = combine.CHANNELS
 TAILS = 0xAAAA_AAAA  # parts that are tails
-NO_PART = 32
+TOGETHER = 4  # heads of an item, the same
 UNIT_CHUNKS = 2  # of a row, which a thread adds up together
 
 
@@ -143,11 +144,26 @@ def lowest(bits: Uint32) -> Int32:
     return Int32(cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1)))
 
 
-def next_head(part: Int32, present: Uint32) -> Int32:
-    """The part that goes on with a part's item, or NO_PART: the next warp's head, unless the item ends before."""
-    head = 2 * (part // 2) + 2
-    ends = (part % 2 == 0) & ((present >> Uint32(part + 1)) & Uint32(1) != 0)  # a head whose warp has a tail, too
-    return cutlass.select_(ends | ((present >> Uint32(head)) & Uint32(1) == 0), Int32(NO_PART), head)
+def heads_end(part: Int32, present: Uint32) -> Int32:
+    """Behind the last head that goes on with a part's item; the first, if there is one, is the next warp's."""
+    first = Uint32(part) // 2 * 2 + 2
+    tails = present & Uint32(TAILS) & ~(Uint32(1) << Uint32(part))  # a head whose warp has a tail, too, ends its item
+    ends = (~present & ~Uint32(TAILS)) | (tails << Uint32(1))
+    return lowest(ends & (Uint32(0) - (Uint32(1) << first)))
+
+
+@cute.jit
+def sums_below(shared: Shared, part: Int32, end: Int32, row: Int32, chunks: tuple) -> tuple:
+    """``sums_of`` a part, or sums of no tokens if it is not below ``end``."""
+    own = cute.make_rmem_tensor((CHANNELS, len(chunks)), Float32)
+    own.fill(0.0)
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair[0], pair[1] = Float32(LOWEST), Float32(0.0)
+    if part < end:
+        cute.autovec_copy(shared.sums.pairs[None, (row, part)], pair)
+        for i, chunk in enumerate(chunks):
+            cute.autovec_copy(shared.sums.chunks[None, (chunk, row, part)], own[None, i])
+    return tuple(combine.Sums(own[None, i], pair[0], pair[1]) for i in range(len(chunks)))
 
 
 @cute.jit
@@ -160,10 +176,10 @@ def merge_run(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, 
         own, last_cta = combine.find_row(out, rows, row), shared.notes[3, part]
         first = sums_of(shared, part, row, chunks)
         accs, top, total = tuple(sums.acc for sums in first), first[0].top, first[0].total
-        head = next_head(part, present)
-        while head < 2 * cfg.warps:
-            top, total = combine.join(accs, top, total, sums_of(shared, head, row, chunks))
-            head = next_head(head, present)
+        end = heads_end(part, present)
+        for head in cutlass.range(part // 2 * 2 + 2, end, 2 * TOGETHER, unroll=1):
+            found = [sums_below(shared, head + 2 * i, end, row, chunks) for i in range(TOGETHER)]
+            top, total = combine.join(accs, top, total, found)
         numbers = [row * out.chunks + chunk for chunk in chunks]
         if part == 0:
             for i, acc in zip(numbers, accs):
@@ -172,5 +188,5 @@ def merge_run(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, 
             for place in cutlass.range(out.place + 1, last_cta + 1, unroll=1):
                 there = out._replace(place=place)
                 found = combine.take_all(tuple(slot_of(cfg, there, i) for i in numbers))
-                top, total = combine.join(accs, top, total, found)
+                top, total = combine.join(accs, top, total, [found])
             write(out, own, chunks, tuple(combine.Sums(acc, top, total) for acc in accs))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.hopper.register.config import WARP
 from lowbit_attn.hopper.register.walk import PAGE_LOG2, THIRD_UNITS, Walk, units_of
@@ -122,10 +122,18 @@ def begin(counters: tuple, asked: tuple, blocks: Int32, cta: Int32, ctas: cute.F
     at = Int32(cute.arch.popc((beyond & (Uint32(0) - beyond)) - Uint32(1))) % WARP
     start, one, two = (cute.arch.shuffle_sync(x, at) for x in (through - one - two, one, two))
     is_two = Int32(first >= (start + one) * blocks)
-    size = Uint32(cutlass.max(cutlass.select_(is_two != 0, two, one), Int32(1)))
-    inside = Uint32(first - (start + is_two * one) * blocks)
-    return Turn(base + 2 * at + is_two, Int32(inside // size), Int32(inside % size), left, first, total, Int32(0),
-                Int32(0))
+    size = cutlass.max(cutlass.select_(is_two != 0, two, one), Int32(1))
+    block, position = divided(first - (start + is_two * one) * blocks, size)
+    return Turn(base + 2 * at + is_two, block, position, left, first, total, Int32(0), Int32(0))
+
+
+def divided(x: Int32, n: Int32) -> tuple[Int32, Int32]:
+    """(x // n, x % n) of numbers that are not negative, for quotients below 2^20: where a rounded one is off by 1, it
+    is corrected."""
+    quotient = Int32(Float32(x) * cute.arch.rcp_approx(Float32(n)))
+    rest = x - quotient * n
+    more = Int32(rest >= n) - Int32(rest < 0)
+    return quotient + more, rest - more * n
 
 
 @cute.jit

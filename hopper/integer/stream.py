@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from lowbit_attn.hopper import LINE_WORDS, combine
+from lowbit_attn.hopper import combine
 from lowbit_attn.hopper.integer import runs, schedule, scores
 from lowbit_attn.hopper.integer.config import StreamConfig
 from lowbit_attn.hopper.register import load, masks, pace, plain, query, softmax, third, walk
@@ -50,9 +50,10 @@ class StreamSm90(RegisterSm90):
                     (sink_k, sink_v, ring_k, ring_v), table_b, table_h, ratio, row_blocks)
         me = load.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        # each CTA a part of the page table: all its rows are small, and who needs which is not known yet
-        load.prefetch(table, LINE_WORDS * cta, Int32(table.shape[0]) - LINE_WORDS * cta,
-                      ctas * cute.arch.thread_idx()[0])
+        # each CTA a part of the page table and of q: they are small, and who needs what is not known yet
+        for x, count in ((table, table.shape[0]), (q, cute.size(q))):
+            first = load.line_of(x) * cta
+            load.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
         cute.arch.sync_warp()
         asked = schedule.ask(call.counters, Int32(0), me.lane)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
@@ -62,7 +63,7 @@ class StreamSm90(RegisterSm90):
                   smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
                   channels + me.warp * (cfg.channel_bytes // WORD),
                   walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
-                  runs.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()), pace.Pace(smem.pace.data_ptr()))
+                  runs.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()), pace.of_cta(cfg, smem.pace.data_ptr()))
         with cute.arch.elect_one():
             load.init(cfg, own.ring)
             own.runs.forget(me.warp)
@@ -73,7 +74,7 @@ class StreamSm90(RegisterSm90):
         with cute.arch.elect_one():
             own.runs.keep(me.warp, turn)
         if cute.arch.thread_idx()[0] == 0:
-            own.pace.start()
+            own.pace.begin()
         cute.arch.sync_threads()
         place = Place(pool, page_stride, head_stride, blocks, parts, scale_log2)
         left, slot, phase = turn.left, Int32(0), Int32(0)
@@ -141,7 +142,7 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     if cutlass.const_expr(cfg.third_segment):
         pages = pages._replace(first=first_entry(call, rows) + work.third_page)
         unit_phase = third.run(cfg, pages, work, source, own.ring, me, queries, rows, state, limits, unit_phase)
-    unit_phase = plain.run(cfg, work, source, own.ring, me, call.q, rows, state, place.scale_log2, limits, unit_phase)
+    plain.run(cfg, work, source, own.ring, me, call.q, rows, state, place.scale_log2, limits)
     turn = turn._replace(unit_phase=unit_phase)
     return finish(cfg, call, place, own, me, rows, turn, work.num_pages, state, out), slot, phase
 

@@ -89,6 +89,8 @@ class RegisterSm90:
         me = load.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
+        on_pace = pace.of_group(cfg, partials, None)
+        base = pace.ask(on_pace)
         counts, words = ask(cfg, call, rows, sink_logits, me)
         work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
                          cfg.warps, cfg.page_warps, splits)
@@ -107,9 +109,9 @@ class RegisterSm90:
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
             plans.keep(rows, work)
-        on_pace = pace.Pace(smem.pace.data_ptr())
+        on_pace = on_pace._replace(base=smem.pace.data_ptr())
         if cute.arch.thread_idx()[0] == 0:
-            on_pace.start()
+            on_pace.keep(base)
         # a thread number of its own: what the merge works out of another would stay in registers till then
         own_lane = Int32(cute.arch.shuffle_sync_bfly(me.lane, offset=0))
         outputs = combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), block[2])
@@ -135,7 +137,7 @@ class RegisterSm90:
         if cutlass.const_expr(cfg.third_segment):
             pages = pages._replace(first=first_entry(call, rows) + work.third_page)
             phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, phase)
-        plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, phase)
+        plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits)
         merge.run(cfg, ring, me, rows, state, combine.Outputs(
             partials, out, lse, sink_logits, combine.place_of(block), block[2]))
 
@@ -188,7 +190,7 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
     """The warp's pages, one after the other; slot and phase follow the pieces, and go on behind the last."""
     new_max, come = cute.make_rmem_tensor(cfg.lane_rows, Float32), Int32(0)
     for page in cutlass.range(pages.count, unroll=1):
-        behind = pace.is_behind(cfg, on_pace, page, come)
+        behind = pace.look(on_pace, page, pages.count, come)
         ids = load.wait(cfg, 0, pages, ring, me, page, slot, phase, ids, behind)
         piece = load.Piece(ring.buffer, me.warp, slot)
         # S = K Q^T
@@ -196,7 +198,7 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         slot, phase = load.advance(cfg, slot, phase)
         found = masks.of_page(cfg, found, work.first_page + page * cfg.pages_apart, work, rows, limits, me)
         ids = load.wait(cfg, 1, pages, ring, me, page, slot, phase, ids, behind)
-        come = pace.count_page(on_pace, me)
+        come = pace.count_page(on_pace, me, page, pages.count)
         piece = load.Piece(ring.buffer, me.warp, slot)
         exponent = state.exponent[0]
         if cutlass.const_expr(not cfg.is_integer):

@@ -4,6 +4,9 @@ Pieces run K part, V part, K part, ... of the warp's pages; piece n lies in slot
 copy to the slot read before it starts: ``slots - 1`` pieces are under way while a warp waits, and no more than memory
 needs (config.UNDER_WAY). What is beyond that queues up, and the queue serves some SMs a fifth faster than others. A
 warp that is behind the others (pace.py) does not wait for piece n.
+
+16-bit rows of a unit follow each other in memory and come by cp.async, to rows a little apart: as 32 bulk copies, which
+a warp starts one after the other, they took it a microsecond.
 """
 
 import math
@@ -20,6 +23,7 @@ from lowbit_attn.hopper.register.config import META_BYTES, PIECES, UNIT_TOKENS, 
 from lowbit_attn.hopper.register.walk import Unit, Walk
 
 UNIT_BYTES = 128  # the pool's unit of addresses
+CHUNK_BYTES = 16  # of a cp.async
 BLOCK_WORDS = layout.BLOCK_WORDS
 
 
@@ -48,7 +52,7 @@ class Pages(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared memory of this warp: ``slots`` record parts and their full barriers, then one barrier for 16-bit units."""
+    """Shared memory of this warp: ``slots`` record parts and their full barriers, then one of third.py's units."""
 
     buffer: cute.Pointer  # of the CTA, uint32
     full: cute.Pointer  # of this warp
@@ -85,11 +89,16 @@ def page_ids(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, start: Int32,
     return found
 
 
+def line_of(tensor: cute.Tensor) -> int:
+    """Elements of a line of L2."""
+    return 8 * WORD * LINE_WORDS // tensor.element_type.width
+
+
 @cute.jit
 def prefetch(tensor: cute.Tensor, first: Int32, count: Int32, thread: Int32):
-    """Bring words that are asked for later to L2, a line a thread."""
-    if thread * LINE_WORDS < count:
-        cute.arch.prefetch((tensor.iterator + (first + thread * LINE_WORDS)).llvm_ptr, cache_level="L2")
+    """Bring elements that are asked for later to L2, a line a thread."""
+    if thread * line_of(tensor) < count:
+        cute.arch.prefetch((tensor.iterator + (first + thread * line_of(tensor))).llvm_ptr, cache_level="L2")
 
 
 @cute.jit
@@ -283,25 +292,37 @@ class Plain(NamedTuple):
 
 @cute.jit
 def load_unit(cfg: cutlass.Constexpr[RegisterConfig], plain: Plain, walk: Walk, unit: Unit, ring: Ring, me: Lane):
-    """Lanes 0..15 copy a row of K each, lanes 16..31 one of V; dead rows are not touched."""
-    words = cfg.row_bytes // WORD
-    rows = cute.make_tensor(ring.buffer, cute.make_layout(
-        (words, 2 * UNIT_TOKENS, cfg.warps), stride=(1, cfg.row_pitch // WORD, cfg.warp_bytes // WORD)))
-    token, is_k = Int32(me.lane) % UNIT_TOKENS, me.lane < UNIT_TOKENS
+    """Start copies of a unit's rows of K, then of V, to the start of the ring: a group of cp.async."""
     # rings hold whole blocks of 64 tokens, so 16 aligned tokens never wrap around
-    slots = plain.slots_k if is_k else plain.slots_v
-    base = plain.ring_k if is_k else plain.ring_v
-    row = (walk.n_packed + unit.start) % slots
-    if unit.is_sink == 1:
-        base = plain.sink_k if is_k else plain.sink_v
-        row = unit.start
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(ring.unit_full, 2 * unit.live * cfg.row_bytes)
-    cute.arch.sync_warp()
-    if token < unit.live:
-        source = cute.make_ptr(Uint32, base + Int64(row + token) * cfg.row_bytes, cute.AddressSpace.gmem,
-                               assumed_align=16)
-        cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32),
-                  cute.make_tensor(source, cute.make_layout(words)), rows[None, Int32(me.lane), me.warp],
-                  mbar_ptr=ring.unit_full)
+    sides = ((plain.sink_k, plain.ring_k, plain.slots_k), (plain.sink_v, plain.ring_v, plain.slots_v))
+    cute.arch.sync_warp()  # all lanes have read what lies there
+    for side, (sink, residual, slots) in enumerate(sides):
+        source = residual + Int64((walk.n_packed + unit.start) % slots) * cfg.row_bytes
+        if unit.is_sink == 1:
+            source = sink + Int64(unit.start) * cfg.row_bytes
+        copy_rows(cfg, ring, me, source, side * UNIT_TOKENS, unit.live)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def copy_rows(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, source: Int64,
+              first_row: cutlass.Constexpr[int], live: Int32):
+    """UNIT_TOKENS rows that follow each other in memory, 16 bytes a lane; dead rows are not touched."""
+    words, chunks = CHUNK_BYTES // WORD, cfg.row_bytes // CHUNK_BYTES
+    together = WARP // chunks  # rows, by the first lanes
+    row, chunk = Int32(me.lane // chunks), Int32(me.lane % chunks)
+    at = (first_row + row) * cfg.row_pitch + chunk * CHUNK_BYTES + me.warp * cfg.warp_bytes
+    target = cute.make_tensor(
+        cute.make_ptr(Uint32, ring.buffer.toint() + at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES),
+        cute.make_layout((words, UNIT_TOKENS), stride=(1, cfg.row_pitch // WORD)))
+    own = cute.make_tensor(
+        cute.make_ptr(Uint32, source + Int64(me.lane) * CHUNK_BYTES, cute.AddressSpace.gmem,
+                      assumed_align=CHUNK_BYTES), cute.make_layout((words, UNIT_TOKENS), stride=(1, words * chunks)))
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), Uint32,
+                               num_bits_per_copy=8 * CHUNK_BYTES)
+    left = live - row
+    if row >= together:
+        left = Int32(0)
+    for i in cutlass.range_constexpr(0, UNIT_TOKENS, together):
+        if left > i:
+            cute.copy(atom, own[None, i], target[None, i])

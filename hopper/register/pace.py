@@ -1,45 +1,99 @@
-"""Which of a CTA's warps ask for their next piece early: those that have come less far than the others.
+"""Which warps ask for their next piece early, and which wait a little: those that have come less far, or further, than
+the others.
 
-Each warp has pages of its own, and its copies come after those that the SM's other warps have asked for. Some fall
-behind by chance, and at the end the whole call waits for them while memory has nothing to do. So a warp that is behind
-has a piece more under way. What is added up in which order stays the same: only the time of copies changes.
+Each warp has pages of its own, and its copies come after those that all other warps have asked for. Some fall behind by
+chance, and at the end the whole call waits for them while memory has nothing to do. So the pages that have come are
+counted, of CTAs here and there on the GPU together: a warp that is behind the mean has a piece more under way, one that
+is far ahead leaves memory to the others. What is added up in which order stays the same: only the time of copies
+changes.
 """
 
 from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass._mlir.dialects import nvvm
 
+from lowbit_attn.hopper import LINE_WORDS, PACE_GROUPS
 from lowbit_attn.hopper.register.config import RegisterConfig
 from lowbit_attn.hopper.register.load import Lane
 
 MARGIN = 4  # a warp that is this part of a page behind is helped
+LEAD = 2  # one that is this part of a page ahead waits
+WAIT_NS = 600
+FEWEST = 4  # pages of a warp: with fewer, the count would come too late
 
 
 class Pace(NamedTuple):
-    """How far the CTA and this warp have come, in pages."""
+    """How far the warps that count together and this warp have come, in pages."""
 
-    come: cute.Pointer  # shared memory, int32: of all warps
+    come: cute.Pointer  # int32, of all warps: where it starts does not matter, so no call sets it back
+    base: cute.Pointer  # shared memory, int32: what it was before
+    warps: Int32 | int  # that take pages
     before: Int32 | int = 0  # of this warp, before the pages at hand
 
-    def start(self) -> None:
-        """By one thread, before a barrier of the CTA."""
-        cute.make_tensor(self.come, cute.make_layout(1))[0] = Int32(0)
+    @property
+    def scope(self) -> str:
+        return "cta" if self.come.memspace == cute.AddressSpace.smem else "gpu"
 
     def count(self, pages) -> Int32:
         """So many more have come to this warp: how many had come to all before; by one lane."""
-        return cute.arch.atomic_add(self.come, Int32(pages), sem="relaxed", scope="cta")
+        return cute.arch.atomic_add(self.come, Int32(pages), sem="relaxed", scope=self.scope)
+
+    def keep(self, base: Int32) -> None:
+        """By one thread, before a barrier of the CTA."""
+        cute.make_tensor(self.base, cute.make_layout(1))[0] = base
+
+    def begin(self) -> None:
+        """The same of a counter of the CTA's own."""
+        self.keep(Int32(0))
+        cute.make_tensor(self.come, cute.make_layout(1))[0] = Int32(0)
+
+
+def of_group(cfg: RegisterConfig, partials: cute.Tensor, base: cute.Pointer) -> Pace:
+    """Every PACE_GROUPS-th CTA counts with this one, in a line before ``partials``: one counter for all is too slow."""
+    (x, y, z), (blocks, batch, splits) = cute.arch.block_idx(), cute.arch.grid_dim()
+    group = (x + blocks * (y + batch * z)) % PACE_GROUPS
+    ctas = (blocks * batch * splits - group + PACE_GROUPS - 1) // PACE_GROUPS
+    come = cute.recast_ptr(partials.iterator, dtype=Int32) - LINE_WORDS * (group + 1)
+    return Pace(come, base, ctas * cfg.page_warps)
+
+
+def of_cta(cfg: RegisterConfig, words: cute.Pointer) -> Pace:
+    """The warps of this CTA alone; words: two of shared memory."""
+    return Pace(words + 1, words, cfg.page_warps)
 
 
 @cute.jit
-def count_page(pace: Pace, me: Lane) -> Int32:
-    """A page of this warp has come; lane 0 gets what ``is_behind`` wants, which takes a while."""
+def ask(pace: Pace) -> Int32:
+    """What ``keep`` wants, by the thread that keeps it."""
+    base = Int32(0)
+    if cute.arch.thread_idx()[0] == 0:
+        base = cute.arch.load(pace.come, Int32, sem="relaxed", scope=pace.scope)
+    return base
+
+
+@cute.jit
+def count_page(pace: Pace, me: Lane, page: Int32, pages: Int32) -> Int32:
+    """Page ``page`` of ``pages`` has come; lane 0 gets what ``look`` wants, which takes a while."""
     come = Int32(0)
     if me.lane == 0:
-        come = pace.count(1)
+        if (page + 1 < pages) & (pages >= FEWEST):
+            come = pace.count(1)
+        else:
+            pace.count(1)  # none waits for it
     return come
 
 
-def is_behind(cfg: RegisterConfig, pace: Pace, pages: Int32, come: Int32):
-    """Whether this warp, with ``pages`` at hand done, is clearly behind the mean; come: of ``count_page``, or 0."""
-    return (pace.before + pages) * cfg.page_warps + cfg.page_warps // MARGIN < cute.arch.shuffle_sync(come, 0)
+@cute.jit
+def look(pace: Pace, page: Int32, pages: Int32, come: Int32):
+    """Before page ``page`` of ``pages``: whether this warp is clearly behind the mean; ahead of it, wait.
+
+    come: of ``count_page``, at the page before.
+    """
+    knows = (page > 0) & (pages >= FEWEST)
+    base = cute.make_tensor(pace.base, cute.make_layout(1))[0]
+    lag = cute.arch.shuffle_sync(come, 0) - base - (pace.before + page) * pace.warps
+    if knows & (lag < -(pace.warps // LEAD)):
+        nvvm.nanosleep(Int32(WAIT_NS).ir_value())
+    return knows & (lag > pace.warps // MARGIN)

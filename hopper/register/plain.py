@@ -20,11 +20,8 @@ CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: Ring, me: Lane, q: cute.Tensor,
-        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, phase: Int32) -> Int32:
-    """Units first_unit, first_unit + warps, ... of the CTA, one at a time through the warp's ring.
-
-    phase: parity that ring.unit_full waits for first; returns that which it waits for next.
-    """
+        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits):
+    """Units first_unit, first_unit + warps, ... of the CTA, one at a time through the warp's ring."""
     if walk.first_unit < walk.num_units:
         element = numbers.ELEMENT[cfg.dtype]
         operand, operand_words = numbers.fragments(cfg.k.col_tiles * cfg.col_blocks, element)
@@ -33,10 +30,10 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: 
         for i in cutlass.range(walk.first_unit, walk.num_units, cfg.units_apart, unroll=1):
             now = unit(walk, i, rows.q_len)
             load.load_unit(cfg, plain, walk, now, ring, me)
-            cute.arch.mbarrier_wait(ring.unit_full, phase)
-            phase = phase ^ 1
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_warp()
             attend(cfg, ring, me, operand, state, now, queries, scale_log2, limits)
-    return phase
+        cute.arch.fence_proxy("async.shared", space="cta")
 
 
 def attend(cfg: RegisterConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, now: Unit, queries: list,

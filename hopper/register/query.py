@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.register import boost, numbers
-from lowbit_attn.hopper.register.config import COLUMNS, WARP, RegisterConfig
+from lowbit_attn.hopper.register.config import COLUMNS, WARP, WORD, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, read
 from lowbit_attn.hopper.walk import Rows, place
 
@@ -37,15 +37,18 @@ def load(cfg: cutlass.Constexpr[RegisterConfig], q: cute.Tensor, rows: Rows, me:
     """q words as B operand, (2, column tile * col_blocks + block); rows beyond the last one are zero."""
     words = cute.make_rmem_tensor((2, cfg.k.col_tiles * cfg.col_blocks), Uint32)
     words.fill(0)
-    q_words = cute.recast_tensor(q, Uint32)
+    _, q_len, heads, _ = q.shape
     for block in cutlass.range_constexpr(cfg.col_blocks):
         row = operand_row(cfg, Int32(me.g), block)
         if row < rows.count:
             query, head = place(rows, row)
+            own = Int64((rows.batch_idx * q_len + query) * heads + head) * cfg.row_bytes
+            found = cute.make_tensor(cute.make_ptr(Uint32, q.iterator.toint() + own, cute.AddressSpace.gmem,
+                                                   assumed_align=WORD), cute.make_layout(cfg.row_bytes // WORD))
             for col_tile in cutlass.range_constexpr(cfg.k.col_tiles):
                 for col8 in cutlass.range_constexpr(2):
-                    words[col8, col_tile * cfg.col_blocks + block] = q_words[
-                        rows.batch_idx, query, head, (layout.TILE // 2) * col_tile + 4 * col8 + Int32(me.t)]
+                    words[col8, col_tile * cfg.col_blocks + block] = found[
+                        (layout.TILE // 2) * col_tile + 4 * col8 + Int32(me.t)]
     return words
 
 

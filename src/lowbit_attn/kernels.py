@@ -128,12 +128,13 @@ class Scratch:
     """What the splits of a decode call leave for those that merge them.
 
     shapes: of fp32 tensors; word: what each of their 32-bit words is between calls, as int32, or None: anything;
-    counters: how many int32, zero between calls.
+    counters: how many int32, zero between calls; header: words before each of ``shapes``, anything between calls.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     word: int | None = None
     counters: int = 0
+    header: int = 0
 
 
 @dataclass(frozen=True)

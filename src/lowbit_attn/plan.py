@@ -130,7 +130,7 @@ class DecodePlan:
 
     def _allocate(self) -> tuple[tuple, tuple]:
         """``_around`` with new scratch."""
-        left = [partials(shape, self.scratch.word, self.device) for shape in self.scratch.shapes]
+        left = [partials(shape, self.scratch.word, self.device, self.scratch.header) for shape in self.scratch.shapes]
         arrivals = [words(self.scratch.counters, 0, self.device)] * bool(self.scratch.counters)
         return (*self.tensors, *map(loader.argument, left)), (*map(loader.argument, arrivals), *self.scalars)
 

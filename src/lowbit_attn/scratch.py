@@ -43,11 +43,14 @@ def prepare(device: torch.device, word: int | None) -> None:
                     _FREE[device, own] = torch.full((count,), own, dtype=torch.int32).to(device)
 
 
-def partials(shape: tuple[int, ...], word: int | None, device: torch.device) -> torch.Tensor:
-    """fp32 of which every 32-bit word is ``word``, as calls leave it, or anything if that is None."""
-    if word is None:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-    return words(math.prod(shape), word, device).view(torch.float32).view(shape)
+def partials(shape: tuple[int, ...], word: int | None, device: torch.device, header: int = 0) -> torch.Tensor:
+    """fp32 of which every 32-bit word is ``word``, as calls leave it, or anything if that is None.
+
+    header: words before them that are the kernel's, too.
+    """
+    count = header + math.prod(shape)
+    found = torch.empty(count, dtype=torch.int32, device=device) if word is None else words(count, word, device)
+    return found[header:].view(torch.float32).view(shape)
 
 
 def words(count: int, word: int, device: torch.device) -> torch.Tensor:
