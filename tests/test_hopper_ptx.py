@@ -86,12 +86,24 @@ class Call:
         return self.memory.tensor(last - 2, self.results[0]), self.memory.tensor(last - 1, self.results[1])
 
 
+    def counted(self) -> torch.Tensor:
+        """Pages that each group of CTAs has counted."""
+        lines = self.memory.tensor(len(self.tensors) - 4, self.scratch)[: self.header].view(-1, hopper.LINE_WORDS)
+        assert (lines[:, 1:] == EMPTY).all()
+        return lines[:, 0].flip(0) - EMPTY  # group 0 is next to the cells
+
+
 def packed(kind: str, *values) -> list[bytes]:
     return [struct.pack("<" + kind, x) for x in values]
 
 
 def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool = False):
-    """What dispatch does, on the CPU: (o, lse). The splits of a row block run at once.
+    """What dispatch does, on the CPU: (o, lse)."""
+    return run(program, cfg, problem, options, splits, reverse).found()
+
+
+def run(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool) -> Call:
+    """A call that has ended. The splits of a row block run at once.
 
     reverse: the last CTA and the last warp have the first turn.
     """
@@ -104,7 +116,7 @@ def decode(program, cfg, problem: testing.Problem, options: Attention, splits: i
     for x, y in np.ndindex(call.grid[:2]):
         ctas = [ptx.Cta(program, parameters, call.memory.memory, (x, y, z), call.grid, COUNTS) for z in range(splits)]
         ptx.run_grid(ctas[:: -1 if reverse else 1], cfg.threads, reverse)
-    return call.found()
+    return call
 
 
 def decode_stream(program, cfg, problem: testing.Problem, options: Attention, ctas: int, reverse: bool = False):
@@ -168,6 +180,17 @@ def test_when_pieces_are_asked_for_changes_nothing(counted, scratch):
     problem, texts = testing.build(case), (text, count.sub(rf"\1, {counted};", text))
     found = [decode(ptx.Program(t), cfg, problem, Attention(), 1) for t in texts]
     assert all(torch.equal(one, other) for one, other in zip(*found))
+
+
+def test_pages_are_counted_by_group(scratch):
+    """Each CTA's pages in the line of its group, once."""
+    case = many_pages("k4v4")
+    text, cfg = compiled(key_of(case, Attention(), "small"), scratch)
+    problem = testing.build(case)
+    call = run(ptx.Program(text), cfg, problem, Attention(), 2, False)
+    pages = int(problem.cache.n_qk[0]) // 128
+    assert call.grid == (1, 1, 2) and call.counted().sum() == pages
+    assert (call.counted()[:2] > 0).all() and not call.counted()[2:].any()
 
 
 def test_the_order_of_turns_changes_nothing(scratch):

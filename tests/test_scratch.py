@@ -36,6 +36,12 @@ def test_words_are_set_and_eager_calls_have_their_own(capture):
     assert scratch.partials((4,), None, CPU).shape == (4,)
 
 
+@pytest.mark.parametrize("word", (WORD, None))
+def test_a_header_lies_before_the_words(word, capture):
+    found = scratch.partials((2, 3), word, CPU, header=64)
+    assert found.shape == (2, 3) and found.storage_offset() == 64 and found.is_contiguous()
+
+
 def test_calls_of_one_capture_and_stream_share(capture):
     capture["number"] = 1
     first, smaller = scratch.partials((5, 4), WORD, CPU), scratch.partials((3,), WORD, CPU)
