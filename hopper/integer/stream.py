@@ -63,7 +63,8 @@ class StreamSm90(RegisterSm90):
                   smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
                   channels + me.warp * (cfg.channel_bytes // WORD),
                   walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
-                  runs.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()), pace.of_cta(cfg, smem.pace.data_ptr()))
+                  runs.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()),
+                  pace.make(cfg, partials).at(smem.pace.data_ptr()))
         with cute.arch.elect_one():
             load.init(cfg, own.ring)
             own.runs.forget(me.warp)
@@ -74,7 +75,7 @@ class StreamSm90(RegisterSm90):
         with cute.arch.elect_one():
             own.runs.keep(me.warp, turn)
         if cute.arch.thread_idx()[0] == 0:
-            own.pace.begin()
+            own.pace.begin(Int32(0))
         cute.arch.sync_threads()
         place = Place(pool, page_stride, head_stride, blocks, parts, scale_log2)
         left, slot, phase = turn.left, Int32(0), Int32(0)

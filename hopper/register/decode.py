@@ -89,7 +89,7 @@ class RegisterSm90:
         me = load.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
-        on_pace = pace.of_group(cfg, partials, None)
+        on_pace = pace.make(cfg, partials)
         base = pace.ask(on_pace)
         counts, words = ask(cfg, call, rows, sink_logits, me)
         work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
@@ -109,9 +109,9 @@ class RegisterSm90:
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
             plans.keep(rows, work)
-        on_pace = on_pace._replace(base=smem.pace.data_ptr())
+        on_pace = on_pace.at(smem.pace.data_ptr())
         if cute.arch.thread_idx()[0] == 0:
-            on_pace.keep(base)
+            on_pace.begin(base)
         # a thread number of its own: what the merge works out of another would stay in registers till then
         own_lane = Int32(cute.arch.shuffle_sync_bfly(me.lane, offset=0))
         outputs = combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), block[2])

@@ -10,6 +10,7 @@ changes.
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
@@ -27,8 +28,8 @@ FEWEST = 4  # pages of a warp: with fewer, the count would come too late
 class Pace(NamedTuple):
     """How far the warps that count together and this warp have come, in pages."""
 
-    come: cute.Pointer  # int32, of all warps: where it starts does not matter, so no call sets it back
-    base: cute.Pointer  # shared memory, int32: what it was before
+    come: cute.Pointer | None  # int32, of all warps: in global memory it goes on from call to call
+    base: cute.Pointer | None  # shared memory, int32: what it was before
     warps: Int32 | int  # that take pages
     before: Int32 | int = 0  # of this warp, before the pages at hand
 
@@ -40,36 +41,38 @@ class Pace(NamedTuple):
         """So many more have come to this warp: how many had come to all before; by one lane."""
         return cute.arch.atomic_add(self.come, Int32(pages), sem="relaxed", scope=self.scope)
 
-    def keep(self, base: Int32) -> None:
-        """By one thread, before a barrier of the CTA."""
+    def at(self, words: cute.Pointer) -> "Pace":
+        """With two words of shared memory: the CTA's own counter is the second."""
+        return self._replace(base=words, come=words + 1 if self.come is None else self.come)
+
+    def begin(self, base: Int32) -> None:
+        """By one thread, before a barrier of the CTA; base: of ``ask``."""
         cute.make_tensor(self.base, cute.make_layout(1))[0] = base
-
-    def begin(self) -> None:
-        """The same of a counter of the CTA's own."""
-        self.keep(Int32(0))
-        cute.make_tensor(self.come, cute.make_layout(1))[0] = Int32(0)
+        if self.scope == "cta":
+            cute.make_tensor(self.come, cute.make_layout(1))[0] = Int32(0)
 
 
-def of_group(cfg: RegisterConfig, partials: cute.Tensor, base: cute.Pointer) -> Pace:
-    """Every PACE_GROUPS-th CTA counts with this one, in a line before ``partials``: one counter for all is too slow."""
+def make(cfg: RegisterConfig, partials: cute.Tensor) -> Pace:
+    """Every PACE_GROUPS-th CTA counts with this one, in a line before ``partials``: one counter for all is too slow.
+
+    Or the CTA counts alone, and has its words later.
+    """
+    if cfg.is_paced_alone:
+        return Pace(None, None, cfg.page_warps)
     (x, y, z), (blocks, batch, splits) = cute.arch.block_idx(), cute.arch.grid_dim()
     group = (x + blocks * (y + batch * z)) % PACE_GROUPS
     ctas = (blocks * batch * splits - group + PACE_GROUPS - 1) // PACE_GROUPS
     come = cute.recast_ptr(partials.iterator, dtype=Int32) - LINE_WORDS * (group + 1)
-    return Pace(come, base, ctas * cfg.page_warps)
-
-
-def of_cta(cfg: RegisterConfig, words: cute.Pointer) -> Pace:
-    """The warps of this CTA alone; words: two of shared memory."""
-    return Pace(words + 1, words, cfg.page_warps)
+    return Pace(come, None, ctas * cfg.page_warps)
 
 
 @cute.jit
 def ask(pace: Pace) -> Int32:
-    """What ``keep`` wants, by the thread that keeps it."""
+    """What ``begin`` wants, by the thread that begins."""
     base = Int32(0)
-    if cute.arch.thread_idx()[0] == 0:
-        base = cute.arch.load(pace.come, Int32, sem="relaxed", scope=pace.scope)
+    if cutlass.const_expr(pace.come is not None):
+        if cute.arch.thread_idx()[0] == 0:
+            base = cute.arch.load(pace.come, Int32, sem="relaxed", scope=pace.scope)
     return base
 
 
