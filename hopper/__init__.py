@@ -15,6 +15,7 @@ CHUNK_CHANNELS = 4  # of a row's o that splits add up together
 SLOT_WORDS = CHUNK_CHANNELS + 2  # of scratch: sums of a chunk, maximum and sum of its row
 LINE_WORDS = 32  # of L2
 PACE_GROUPS = 16  # of CTAs that count together how far they have come (register/pace.py), each in a line
+HEADER_WORDS = PACE_GROUPS * LINE_WORDS  # in front of all paths' scratch, also that of paths which do not count there
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
@@ -85,13 +86,12 @@ EVEN = {"integer": "stream"}  # with an equal share of all pages each
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:
     """Of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
     words = slot_words(splits * -(-rows * chunks(q_shape) // splits))
-    return Scratch(((places if splits > 1 else 1, splits, words),), EMPTY if splits > 1 else None,
-                   header=PACE_GROUPS * LINE_WORDS)
+    return Scratch(((places if splits > 1 else 1, splits, words),), EMPTY if splits > 1 else None, header=HEADER_WORDS)
 
 
 def even_scratch(q_shape: tuple[int, ...], rows: int, ctas: int) -> Scratch:
     """The same of a path of ``EVEN`` with so many CTAs."""
-    return Scratch(((ctas, 1, slot_words(rows * chunks(q_shape))),), EMPTY)
+    return Scratch(((ctas, 1, slot_words(rows * chunks(q_shape))),), EMPTY, header=HEADER_WORDS)
 
 
 def slot_words(count: int) -> int:

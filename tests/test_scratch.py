@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowbit_attn import scratch
+from lowbit_attn import hopper, scratch
 
 CPU = torch.device("cpu")
 WORD = -1
@@ -40,6 +40,13 @@ def test_words_are_set_and_eager_calls_have_their_own(capture):
 def test_a_header_lies_before_the_words(word, capture):
     found = scratch.partials((2, 3), word, CPU, header=64)
     assert found.shape == (2, 3) and found.storage_offset() == 64 and found.is_contiguous()
+
+
+def test_calls_that_share_memory_have_the_same_header():
+    """A path that counts would else leave numbers where another one takes all words to be EMPTY."""
+    shape = (2, 1, 8, 128)
+    found = hopper.scratch(shape, 4, 4, 2), hopper.even_scratch(shape, 4, 132)
+    assert {(one.word, one.header) for one in found} == {(hopper.EMPTY, hopper.PACE_GROUPS * hopper.LINE_WORDS)}
 
 
 def test_calls_of_one_capture_and_stream_share(capture):

@@ -128,7 +128,8 @@ class Scratch:
     """What the splits of a decode call leave for those that merge them.
 
     shapes: of fp32 tensors; word: what each of their 32-bit words is between calls, as int32, or None: anything;
-    counters: how many int32, zero between calls; header: words before each of ``shapes``, anything between calls.
+    counters: how many int32, zero between calls; header: words before each of ``shapes``, anything between calls, and
+    as many for all calls of an architecture with the same ``word``: captured ones share their memory.
     """
 
     shapes: tuple[tuple[int, ...], ...]
