@@ -215,12 +215,6 @@ class RegisterConfig:
         return self.rows * self.head_dim * self.query_width if self.boost else 0
 
     @property
-    def is_paced_alone(self) -> bool:
-        """Whether warps compare themselves with those of their CTA alone (pace.py): those with runs of their own do
-        not gain by more, and with K per token a register would be missing."""
-        return self.own_queries or self.k.is_per_token
-
-    @property
     def page_warps(self) -> int:
         """The first warps, which take packed pages; the others have 16-bit units alone.
 

@@ -52,12 +52,18 @@ class Pace(NamedTuple):
             cute.make_tensor(self.come, cute.make_layout(1))[0] = Int32(0)
 
 
+def is_alone(cfg: RegisterConfig) -> bool:
+    """Whether warps compare themselves with those of their CTA alone: those with runs of their own do not gain by more,
+    and with K per token a register would be missing."""
+    return cfg.own_queries or cfg.k.is_per_token
+
+
 def make(cfg: RegisterConfig, partials: cute.Tensor) -> Pace:
     """Every PACE_GROUPS-th CTA counts with this one, in a line before ``partials``: one counter for all is too slow.
 
     Or the CTA counts alone, and has its words later.
     """
-    if cfg.is_paced_alone:
+    if is_alone(cfg):
         return Pace(None, None, cfg.page_warps)
     (x, y, z), (blocks, batch, splits) = cute.arch.block_idx(), cute.arch.grid_dim()
     group = (x + blocks * (y + batch * z)) % PACE_GROUPS
