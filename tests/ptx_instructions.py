@@ -203,7 +203,7 @@ def move(warp, suffixes, operands, active):
 
 def convert(warp, suffixes, operands, active):
     values = [warp.value(x) for x in operands[1:]]
-    kinds = tuple(x for x in suffixes if x not in ("rn", "rzi"))
+    kinds = tuple(x for x in suffixes if x != "rn")
     if suffixes == ("rzi", "s32", "f32"):
         return unsigned(raw(f32(values[0]).astype(np.int64)), 32)
     if kinds[0] == "f32" and kinds[1] in ("s32", "u32"):

@@ -85,7 +85,6 @@ class Call:
         assert (self.memory.tensor(last - 3, self.scratch)[self.header:] == EMPTY).all()  # ready for the next call
         return self.memory.tensor(last - 2, self.results[0]), self.memory.tensor(last - 1, self.results[1])
 
-
     def counted(self) -> torch.Tensor:
         """Pages that each group of CTAs has counted."""
         lines = self.memory.tensor(len(self.tensors) - 4, self.scratch)[: self.header].view(-1, hopper.LINE_WORDS)

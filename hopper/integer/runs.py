@@ -17,15 +17,15 @@ from lowbit_attn.hopper.integer.schedule import Turn
 from lowbit_attn.hopper.register import merge as warps
 from lowbit_attn.hopper.register.config import PLAN_WORDS, WARP
 from lowbit_attn.hopper.register.decode import Call, rows_of
-from lowbit_attn.hopper.register.load import Lane, read
+from lowbit_attn.hopper.register.load import Lane
 from lowbit_attn.hopper.register.softmax import State
 from lowbit_attn.hopper.softmax import LOWEST
 from lowbit_attn.hopper.walk import Rows
 
 CHANNELS = combine.CHANNELS
 TAILS = 0xAAAA_AAAA  # parts that are tails
-TOGETHER = 4  # heads of an item, the same
 UNIT_CHUNKS = 2  # of a row, which a thread adds up together
+TOGETHER = 4  # heads of an item, which it looks at together
 
 
 class Shared(NamedTuple):
@@ -102,14 +102,18 @@ def place_of(out: combine.Outputs, unit: Int32) -> tuple[Int32, tuple]:
     return unit // row_units(out), tuple(first + i for i in range(UNIT_CHUNKS))
 
 
-def sums_of(shared: Shared, part: Int32, row: Int32, chunks: tuple) -> tuple:
-    pair, found = read(shared.sums.pairs, (row, part)), []
-    for chunk in chunks:
-        acc = cute.make_rmem_tensor(CHANNELS, Float32)
-        for e, value in enumerate(read(shared.sums.chunks, (chunk, row, part))):
-            acc[e] = value
-        found.append(combine.Sums(acc, *pair))
-    return tuple(found)
+@cute.jit
+def sums_of(shared: Shared, part: Int32, row: Int32, chunks: tuple, is_there=True) -> tuple:
+    """Of a part's tokens, or of none."""
+    accs = cute.make_rmem_tensor((CHANNELS, len(chunks)), Float32)
+    accs.fill(0.0)
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair[0], pair[1] = Float32(LOWEST), Float32(0.0)
+    if is_there:
+        cute.autovec_copy(shared.sums.pairs[None, (row, part)], pair)
+        for i, chunk in enumerate(chunks):
+            cute.autovec_copy(shared.sums.chunks[None, (chunk, row, part)], accs[None, i])
+    return tuple(combine.Sums(accs[None, i], pair[0], pair[1]) for i in range(len(chunks)))
 
 
 def write(out: combine.Outputs, row: combine.Row, chunks: tuple, sums: tuple) -> None:
@@ -144,26 +148,12 @@ def lowest(bits: Uint32) -> Int32:
     return Int32(cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1)))
 
 
-def heads_end(part: Int32, present: Uint32) -> Int32:
-    """Behind the last head that goes on with a part's item; the first, if there is one, is the next warp's."""
-    first = Uint32(part) // 2 * 2 + 2
+def heads_of(part: Int32, present: Uint32) -> tuple[Int32, Int32]:
+    """The heads that go on with a part's item, every second part from the first result on and below the second."""
+    first = part // 2 * 2 + 2
     tails = present & Uint32(TAILS) & ~(Uint32(1) << Uint32(part))  # a head whose warp has a tail, too, ends its item
     ends = (~present & ~Uint32(TAILS)) | (tails << Uint32(1))
-    return lowest(ends & (Uint32(0) - (Uint32(1) << first)))
-
-
-@cute.jit
-def sums_below(shared: Shared, part: Int32, end: Int32, row: Int32, chunks: tuple) -> tuple:
-    """``sums_of`` a part, or sums of no tokens if it is not below ``end``."""
-    own = cute.make_rmem_tensor((CHANNELS, len(chunks)), Float32)
-    own.fill(0.0)
-    pair = cute.make_rmem_tensor(2, Float32)
-    pair[0], pair[1] = Float32(LOWEST), Float32(0.0)
-    if part < end:
-        cute.autovec_copy(shared.sums.pairs[None, (row, part)], pair)
-        for i, chunk in enumerate(chunks):
-            cute.autovec_copy(shared.sums.chunks[None, (chunk, row, part)], own[None, i])
-    return tuple(combine.Sums(own[None, i], pair[0], pair[1]) for i in range(len(chunks)))
+    return first, lowest(ends & (Uint32(0) - (Uint32(1) << Uint32(first))))
 
 
 @cute.jit
@@ -176,9 +166,10 @@ def merge_run(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, 
         own, last_cta = combine.find_row(out, rows, row), shared.notes[3, part]
         first = sums_of(shared, part, row, chunks)
         accs, top, total = tuple(sums.acc for sums in first), first[0].top, first[0].total
-        end = heads_end(part, present)
-        for head in cutlass.range(part // 2 * 2 + 2, end, 2 * TOGETHER, unroll=1):
-            found = [sums_below(shared, head + 2 * i, end, row, chunks) for i in range(TOGETHER)]
+        head, end = heads_of(part, present)
+        for later in cutlass.range(head, end, 2 * TOGETHER, unroll=1):
+            heads = [later + 2 * i for i in range(TOGETHER)]
+            found = [sums_of(shared, at, row, chunks, at < end) for at in heads]
             top, total = combine.join(accs, top, total, found)
         numbers = [row * out.chunks + chunk for chunk in chunks]
         if part == 0:

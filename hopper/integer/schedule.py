@@ -28,7 +28,7 @@ class Turn(NamedTuple):
     left: Int32  # positions of the run from here on
     position: Int32  # in the call
     total: Int32  # positions of the call
-    unit_phase: Int32  # parity that the next 16-bit unit's barrier has
+    unit_phase: Int32  # parity that the barrier of the next unit beside packed K has
     done: Int32  # positions of the run before this one
 
 

@@ -139,12 +139,12 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     cute.arch.sync_warp()
     rows, work = own.plans.recall(rows)
     turn = own.runs.turn(me.warp)
-    source, unit_phase = plain_of(cfg, call, rows), turn.unit_phase
+    source = plain_of(cfg, call, rows)
     if cutlass.const_expr(cfg.third_segment):
         pages = pages._replace(first=first_entry(call, rows) + work.third_page)
-        unit_phase = third.run(cfg, pages, work, source, own.ring, me, queries, rows, state, limits, unit_phase)
+        turn = turn._replace(unit_phase=third.run(cfg, pages, work, source, own.ring, me, queries, rows, state, limits,
+                                                  turn.unit_phase))
     plain.run(cfg, work, source, own.ring, me, call.q, rows, state, place.scale_log2, limits)
-    turn = turn._replace(unit_phase=unit_phase)
     return finish(cfg, call, place, own, me, rows, turn, work.num_pages, state, out), slot, phase
 
 

@@ -133,10 +133,10 @@ class RegisterSm90:
             me = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
         cute.arch.sync_warp()
         rows, work = plans.recall(rows)
-        source, phase = plain_of(cfg, call, rows), Int32(0)
+        source = plain_of(cfg, call, rows)
         if cutlass.const_expr(cfg.third_segment):
             pages = pages._replace(first=first_entry(call, rows) + work.third_page)
-            phase = third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, phase)
+            third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0))
         plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits)
         merge.run(cfg, ring, me, rows, state, combine.Outputs(
             partials, out, lse, sink_logits, combine.place_of(block), block[2]))

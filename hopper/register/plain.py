@@ -33,7 +33,7 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: 
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             attend(cfg, ring, me, operand, state, now, queries, scale_log2, limits)
-        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.fence_proxy("async.shared", space="cta")  # bulk copies may come to the same places: of a later item
 
 
 def attend(cfg: RegisterConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, now: Unit, queries: list,
