@@ -156,6 +156,8 @@ class Cta:
     stops: dict[int, Stop] = field(default_factory=dict)  # by warp
     passed: Counter = field(default_factory=Counter)  # how often each barrier of warps let some go on
     ended: int = 0  # warps
+    cluster: list["Cta"] = field(default_factory=list)  # its CTAs by rank; none: this one alone
+    arrived: int = 0  # threads, at the cluster's barrier
 
     @staticmethod
     def new_barrier(count: int) -> Barrier:
@@ -165,11 +167,21 @@ class Cta:
     def state(self) -> tuple:
         """The same again if its warps have done nothing but look."""
         phases = sum(barrier.phases for barrier in self.barriers.values())
-        return tuple(self.stops.items()), self.passed.total(), self.ended, phases, self.shared.changes
+        return (tuple(self.stops.items()), self.passed.total(), self.ended, phases, self.shared.changes, self.arrived)
+
+    @property
+    def rank(self) -> int:
+        """In its cluster."""
+        return next((i for i, cta in enumerate(self.cluster) if cta is self), 0)
+
+    def of_cluster(self, address: int) -> tuple["Cta", int]:
+        """(CTA, address in its shared memory) of an address of ``mapa``."""
+        rank, own = divmod(address, ptx_instructions.CTA_WINDOW)
+        return (self.cluster or [self])[rank], own
 
     def turns(self, threads: int, reverse: bool = False):
         """A generator: in each turn every warp that no barrier holds goes to its next stop; reverse: the last first."""
-        count = threads // LANES
+        count, self.threads = threads // LANES, threads
         running, votes = {warp: Warp(self, warp).run() for warp in range(count)[:: -1 if reverse else 1]}, {}
         while running:
             for warp in [x for x in running if x not in self.stops or self.stops[x].barrier is None]:
@@ -225,7 +237,7 @@ class Warp:
         self.copies, self.groups = [], []  # cp.async: those that no group has, and groups that are under way
         self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64), "__dynamic_shmem__0": _all(0),
                           "buf_dyn_shmem": _all(0),
-                          "%cluster_ctarank": _all(0),
+                          "%cluster_ctarank": _all(cta.rank),
                           "%tid.x": np.arange(LANES * warp, LANES * (warp + 1), dtype=np.uint64)}
         for name, values in (("ctaid", cta.index), ("nctaid", cta.grid)):
             self.registers |= {f"%{name}.{axis}": _all(value) for axis, value in zip("xyz", values)}
@@ -250,6 +262,9 @@ class Warp:
                 found = yield self.barrier_stop(instruction, at)
                 if opcode != "bar.sync":
                     self.set(operands[0], np.full(LANES, found), active)
+            elif opcode == "barrier.cluster.wait":
+                while any(cta.arrived < self.cta.threads for cta in self.cta.cluster):
+                    yield Stop(instruction, at)
             elif active is here or active.any():
                 if opcode.startswith("ld.relaxed"):
                     yield self.look(instruction, at, active)

@@ -14,6 +14,7 @@ LANE = np.arange(LANES)
 G, T = LANE // 4, LANE % 4
 U32, U64 = np.uint32, np.uint64
 HALF = U64(0xFFFF)
+CTA_WINDOW = 1 << 24  # bytes between the shared memories of a cluster's CTAs
 COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
            "ge": operator.ge, "neu": operator.ne}
 BITWISE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
@@ -256,6 +257,8 @@ def parameter_place(operand: str) -> tuple[int, int]:
 
 
 def store(warp, suffixes, operands, active):
+    if suffixes[0] == "async":
+        return store_async(warp, suffixes, operands, active)
     memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
     words = np.stack([x.astype(f"u{width(suffixes) // 8}") for x in warp.values(operands[1])], 1)
     memory.write(warp.address(operands[0])[active], words.view(np.uint8)[active])
@@ -279,7 +282,9 @@ def bulk_copy(warp, suffixes, operands, active):
     target, source, size, barrier = (read(x) for read, x in zip((warp.address, warp.address, warp.value, warp.address),
                                                                 operands))
     for lane in np.flatnonzero(active):
-        first, last = int(target[lane]), int(target[lane]) + int(size[lane])
+        to, first = cta.of_cluster(int(target[lane]))
+        last = first + int(size[lane])
+        assert to is cta
         start = int(source[lane]) - cta.memory.base
         assert first % 16 == start % 16 == size[lane] % 16 == 0 and start >= 0
         assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
@@ -317,7 +322,27 @@ def mbarrier(warp, suffixes, operands, active):
             barriers[int(at[lane])].arrive(int(value[lane]))
         else:
             passed[lane] = barriers[int(at[lane])].phases % 2 != int(value[lane])
-    return passed if what == "try_wait" else None
+    return passed if what in ("try_wait", "test_wait") else None
+
+
+def map_address(warp, suffixes, operands, active):
+    return warp.value(operands[1]) + warp.value(operands[2]) * U64(CTA_WINDOW)
+
+
+def arrive_at_cluster(warp, suffixes, operands, active):
+    assert suffixes == ("cluster", "arrive", "relaxed")
+    warp.cta.arrived += int(active.sum())
+
+
+def store_async(warp, suffixes, operands, active):
+    """To the shared memory of a CTA of the cluster; its barrier counts the bytes."""
+    words = np.stack([x.astype(U32) for x in warp.values(operands[1])], 1).view(np.uint8)
+    target, barrier = (warp.address(operands[i]) for i in (0, 2))
+    for lane in np.flatnonzero(active):
+        (cta, at), (owner, place) = (warp.cta.of_cluster(int(x[lane])) for x in (target, barrier))
+        assert cta is owner and cta.ended * LANES < cta.threads, "the CTA has ended"
+        cta.shared.write(np.array([at], U64), words[lane : lane + 1])
+        cta.barriers[place].bring(words.shape[1])
 
 
 # ---- the whole warp
@@ -339,7 +364,9 @@ def reduce(warp, suffixes, operands, active):
 def vote(warp, suffixes, operands, active):
     assert active.all()
     votes = warp.value(operands[1]).astype(bool)
-    return np.full(LANES, (votes.astype(U64) << LANE.astype(U64)).sum() if "ballot" in suffixes else votes.any())
+    if "ballot" in suffixes:
+        return np.full(LANES, (votes.astype(U64) << LANE.astype(U64)).sum())
+    return np.full(LANES, votes.all() if "all" in suffixes else votes.any())
 
 
 def count_ones(warp, suffixes, operands, active):
@@ -424,7 +451,8 @@ def nothing(warp, suffixes, operands, active):
 
 WHOLE = {
     "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": copy,
-    "mapa": move, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "redux": reduce, "elect": elect, "prmt": permute,
-    "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma, "fence": nothing, "bar": nothing,
-    "atom": atomic_add, "prefetch": nothing, "nanosleep": nothing, "cvta": move, "popc": count_ones, "bfi": insert_bits,
+    "mapa": map_address, "barrier": arrive_at_cluster, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote,
+    "redux": reduce, "elect": elect, "prmt": permute, "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
+    "fence": nothing, "bar": nothing, "atom": atomic_add, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
+    "popc": count_ones, "bfi": insert_bits,
 }
