@@ -15,6 +15,7 @@ PATHS = {
                     storages=(torch.float16,), rows=(8,), wide_rows=(8,)),
 }
 SMALLER, EVEN = {}, {}  # paths that are others in other CTAs: none
+IN_CLUSTERS = ()  # paths whose splits may be clusters: none
 
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:

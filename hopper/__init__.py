@@ -14,6 +14,9 @@ SPLITS_MEET = True  # all splits of a call must run at once
 CHUNK_CHANNELS = 4  # of a row's o that splits add up together
 SLOT_WORDS = CHUNK_CHANNELS + 2  # of scratch: sums of a chunk, maximum and sum of its row
 LINE_WORDS = 32  # of L2
+CLUSTERS = (2, 4, 8)  # splits of a block that may be a cluster, if as many clusters as blocks surely fit on the GPU
+GPCS = 8  # parts of a GPU that clusters do not cross, at most
+CLUSTER_WORDS = 4  # of scratch, which clusters do not need
 PACE_GROUPS = 16  # of CTAs that count together how far they have come (register/pace.py), each in a line
 HEADER_WORDS = PACE_GROUPS * LINE_WORDS  # in front of all paths' scratch, also that of paths which do not count there
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
@@ -79,6 +82,7 @@ PATHS = {
 }
 
 # the same in other CTAs, for calls that name the path or by dispatch.for_shape
+IN_CLUSTERS = ("integer", "register")  # paths whose splits may be clusters
 SMALLER = {"integer": "small"}  # several an SM
 EVEN = {"integer": "stream"}  # with an equal share of all pages each
 
@@ -87,6 +91,16 @@ def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Sc
     """Of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
     words = slot_words(splits * -(-rows * chunks(q_shape) // splits))
     return Scratch(((places if splits > 1 else 1, splits, words),), EMPTY if splits > 1 else None, header=HEADER_WORDS)
+
+
+def fits_clusters(places: int, splits: int, sms: int) -> bool:
+    """Whether each block's splits can be a cluster, with a CTA an SM. An SM comes with its neighbour."""
+    return splits in CLUSTERS and places * splits <= sms - GPCS * (splits - 2)
+
+
+def cluster_scratch(splits: int) -> Scratch:
+    """The same of a call whose blocks are clusters of so many splits."""
+    return Scratch(((1, splits, CLUSTER_WORDS),), EMPTY, header=HEADER_WORDS)
 
 
 def even_scratch(q_shape: tuple[int, ...], rows: int, ctas: int) -> Scratch:

@@ -14,7 +14,7 @@ from lowbit_attn.formats.contract import Format
 from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.hopper import PATHS
 from lowbit_attn.hopper.integer import config as integer
-from lowbit_attn.hopper.register import config as register
+from lowbit_attn.hopper.register import counts as register
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, Checks
 
 TARGET = "sm_90a"

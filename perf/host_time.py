@@ -22,7 +22,7 @@ import lowbit_attn
 from lowbit_attn import dispatch, layout, loader
 
 ROUNDS = 7
-SPLITS = 16
+SPLITS, SMS = 16, 132
 
 
 @contextmanager
@@ -35,6 +35,7 @@ def kernels_that_do_nothing():
         for module, name, value in ((dispatch, "_has_kernels", lambda device: True),
                                     (dispatch, "target_of", lambda device: ("hopper", "sm_90a")),
                                     (dispatch, "default_splits", lambda *arguments: SPLITS),
+                                    (dispatch, "running_ctas", lambda *arguments: SMS),
                                     (loader, "load", lambda key: nothing)):
             patches.enter_context(mock.patch.object(module, name, value))
         yield

@@ -49,7 +49,7 @@ def launch(case: BenchCase, arch: str, sms: int) -> Launch | None:
         return None
     row_blocks = -(-case.rows // key.rows)
     ctas = case.batch * row_blocks * case.num_heads_kv
-    return Launch(key, dispatch.filling_splits(kernels.ctas_per_sm(key) * sms, ctas, most_pages(case)), row_blocks)
+    return Launch(key, dispatch.filling_splits(key, ctas, most_pages(case), sms), row_blocks)
 
 
 def traffic(case: BenchCase, splits: int, sinks: int = 0) -> dict[str, int]:

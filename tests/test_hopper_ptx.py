@@ -53,8 +53,9 @@ def divisor(n: int) -> list[bytes]:
 class Call:
     """One call of a kernel as dispatch makes it, on the CPU."""
 
-    def __init__(self, cfg, problem: testing.Problem, options: Attention, places: int | None, splits: int):
-        """places: of scratch; None: one for each block of query rows."""
+    def __init__(self, cfg, problem: testing.Problem, options: Attention, places: int | None, splits: int,
+                 in_clusters: bool = False):
+        """places: of scratch; None: one for each block of query rows. in_clusters: as a block's splits."""
         cache, q = problem.cache, problem.q.to(problem.cache.dtype)
         batch, q_len, heads, head_dim = q.shape
         self.ratio = heads // cache.num_heads_kv
@@ -64,6 +65,8 @@ class Call:
         scratch = hopper.scratch(q.shape, cfg.rows, self.grid[0] * batch, splits)
         if places is not None:
             scratch = hopper.even_scratch(q.shape, cfg.rows, places)
+        if in_clusters:
+            scratch = hopper.cluster_scratch(splits)
         self.header = scratch.header
         self.scratch = torch.full((scratch.header + math.prod(scratch.shapes[0]),), EMPTY, dtype=torch.int32)
         partials = self.scratch[scratch.header:].view(scratch.shapes[0])
@@ -96,17 +99,19 @@ def packed(kind: str, *values) -> list[bytes]:
     return [struct.pack("<" + kind, x) for x in values]
 
 
-def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool = False):
+def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool = False,
+           in_clusters: bool = False):
     """What dispatch does, on the CPU: (o, lse)."""
-    return run(program, cfg, problem, options, splits, reverse).found()
+    return run(program, cfg, problem, options, splits, reverse, in_clusters).found()
 
 
-def run(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool) -> Call:
+def run(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool,
+        in_clusters: bool = False) -> Call:
     """A call that has ended. The splits of a row block run at once.
 
     reverse: the last CTA and the last warp have the first turn.
     """
-    call = Call(cfg, problem, options, None, splits)
+    call = Call(cfg, problem, options, None, splits, in_clusters)
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
     window = dispatch.NO_WINDOW if options.window is None else options.window
     parameters = call.tensors + packed("f", call.scale, 2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
@@ -114,6 +119,8 @@ def run(program, cfg, problem: testing.Problem, options: Attention, splits: int,
     parameters += [argument for n in (call.ratio, call.row_blocks, splits) for argument in divisor(n)]
     for x, y in np.ndindex(call.grid[:2]):
         ctas = [ptx.Cta(program, parameters, call.memory.memory, (x, y, z), call.grid, COUNTS) for z in range(splits)]
+        for cta in ctas:
+            cta.cluster = ctas if in_clusters else []
         ptx.run_grid(ctas[:: -1 if reverse else 1], cfg.threads, reverse)
     return call
 
@@ -154,6 +161,27 @@ def test_integer_path(case, splits, options, scratch):
     testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
 
 
+@pytest.mark.parametrize("case, splits, path, rows, options", [
+    (PLAIN, 2, "integer", 4, Attention()), (PLAIN, 4, "integer", 4, Attention(sink_logits=torch.linspace(-3, 3, 8))),
+    (replace(ONE_HEAD, lengths=(1900,)), 8, "integer", 4, Attention()),
+    (Case("k4v4", head_dim=64, num_heads=7, num_heads_kv=1, lengths=(700,), sinks=5), 2, "register", 8, Attention()),
+    (Case("k2v2-g64", head_dim=96, num_heads=3, num_heads_kv=1, q_len=5, lengths=(300,)), 8, "register", 16,
+     Attention()),
+], ids=("two", "four", "eight", "register", "several-chunks-a-thread"))
+@pytest.mark.parametrize("reverse", [False, True])
+def test_splits_that_are_a_cluster(case, splits, path, rows, options, reverse, scratch):
+    """They merge through each other's shared memory, in a fixed order; scratch is not touched."""
+    text, cfg = compiled(key_of(case, options, path, rows), scratch)
+    problem, program = testing.build(case), ptx.Program(text)
+    found = decode(program, cfg, problem, options, splits, reverse, in_clusters=True)
+    testing.assert_decode(*found, testing.expected(problem, options))
+    if path == "register":  # several chunks a thread, in no order that waits for itself
+        assert (cfg.rows * hopper.chunks(problem.q.shape) > cfg.threads) == (rows == 16)
+    if reverse:
+        first = decode(program, cfg, problem, options, splits, in_clusters=True)
+        assert all(torch.equal(*pair) for pair in zip(found, first))
+
+
 def many_pages(name: str) -> Case:
     return Case(name, head_dim=64, num_heads=3, num_heads_kv=1, lengths=(128 * 16 + 40,), sinks=2)
 
@@ -176,7 +204,10 @@ def test_when_pieces_are_asked_for_changes_nothing(counted, scratch):
     text, cfg = compiled(key_of(case, Attention(), "small"), scratch)
     count = re.compile(r"(atom\.global\.add\.u32 .*), 1;")
     assert len(count.findall(text)) == 2
-    problem, texts = testing.build(case), (text, count.sub(rf"\1, {counted};", text))
+    looks = re.compile(r"mbarrier\.test_wait\S+ (%p\d+), .*;")
+    assert len(looks.findall(text)) == 1
+    problem = testing.build(case)
+    texts = text, looks.sub(r"setp.ne.b32 \1, 0, 0;", count.sub(rf"\1, {counted};", text))  # no V has come early
     found = [decode(ptx.Program(t), cfg, problem, Attention(), 1) for t in texts]
     assert all(torch.equal(one, other) for one, other in zip(*found))
 

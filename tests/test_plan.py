@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lowbit_attn import KVCache, decode, dispatch, loader, plan
+from lowbit_attn import KVCache, decode, dispatch, kernels, loader, plan
 from lowbit_attn.cache import Strides
 from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
 from lowbit_attn.hopper import EMPTY
@@ -107,10 +107,37 @@ def test_splits_that_meet_fit_on_the_gpu(stage, cache, monkeypatch, arch, target
         assert given.shape[1 if arch == "hopper" else 0] == got
 
 
-@pytest.mark.parametrize("pages, ctas, splits", [
-    (64, 8, 16), (63, 8, 16), (16, 8, 4), (15, 8, 4), (3, 8, 1), (0, 8, 1), (4096, 8, 16), (4096, 512, 1)])
-def test_splits_fill_the_gpu_but_have_pages_enough(pages, ctas, splits):
-    assert dispatch.filling_splits(132, ctas, pages) == splits
+@pytest.mark.parametrize("path, blocks, pages, splits", [
+    ("tile", 8, 64, 16), ("tile", 8, 63, 16), ("tile", 8, 16, 4), ("tile", 8, 3, 1), ("tile", 8, 4096, 16),
+    ("integer", 8, 64, 8), ("integer", 8, 128, 8), ("integer", 8, 129, 16), ("integer", 8, 15, 4),
+    ("integer", 8, 12, 2), ("integer", 8, 0, 1), ("integer", 24, 64, 4), ("integer", 24, 65, 5),
+    ("integer", 64, 256, 2), ("integer", 11, 64, 4), ("integer", 512, 4096, 1), ("register", 8, 64, 8),
+    ("small", 512, 31, 1)])
+def test_splits_fill_the_gpu_but_have_pages_enough(path, blocks, pages, splits):
+    """With few pages a cluster of fewer CTAs."""
+    assert dispatch.filling_splits(key_of(path), blocks, pages, 132) == splits
+
+
+def key_of(path: str, head_dim: int = 128) -> kernels.KernelKey:
+    rows = 8 if path in ("tile", "register") else 4
+    return kernels.KernelKey("decode", "hopper", "sm_90a", "float16", head_dim, "k4v4", path, rows)
+
+
+@pytest.mark.parametrize("path, head_dim, blocks, sizes", [
+    ("integer", 128, 8, (2, 4, 8)), ("integer", 128, 11, (2, 4)), ("integer", 128, 30, (2,)),
+    ("integer", 128, 66, (2,)), ("integer", 128, 67, ()), ("integer", 256, 8, ()), ("small", 128, 8, ()),
+    ("stream", 128, 8, ()), ("tile", 128, 8, ())])
+def test_clusters_surely_fit_on_the_gpu(path, head_dim, blocks, sizes):
+    """8 GPCs of 16 or 18 SMs, of which a cluster may leave some over."""
+    assert kernels.clusters(key_of(path, head_dim), blocks, 132) == sizes
+
+
+@pytest.mark.parametrize("splits, shape", [(2, (1, 2, 4)), (8, (1, 8, 4)), (3, (4, 3, 64))])
+def test_splits_of_a_cluster_need_no_scratch(stage, cache, splits, shape):
+    """What tells the kernel that they are one."""
+    call(queries(), cache, num_splits=splits)
+    given = stage.calls[-1][PARTIALS].shape
+    assert given == shape if splits != 3 else given[:2] == shape[:2] and given[2] > 4
 
 
 def test_the_second_call_repeats_the_plan(stage, cache):

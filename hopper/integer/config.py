@@ -123,7 +123,7 @@ def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
         "HMMA": plain,
         "LDSM": plain,
         "MOVM": v.col_tiles * v.groups + 2 * (1 + third),
-        "MUFU.EX2": logits + 4 + third + register.MERGE_EXPONENTIALS,
+        "MUFU.EX2": logits + 4 + third + cfg.merge_exponentials,
         # an AND a register, two sign flips a step and token group, high halves of bf16 metadata; dead tokens of V;
         # addresses and parities
         "LOP3": masked + widened + (2 * full_steps + lone) * operands + 4 * v.row_tiles + 70,

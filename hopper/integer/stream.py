@@ -121,7 +121,7 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     pages = load.Pages(place.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
                        place.page_stride, Int64(rows.head_idx) * Int64(place.head_stride))
     ids = load.page_ids(cfg, pages, Int32(0), me.lane)
-    load.start(cfg, pages, own.ring, me, ids, slot)
+    load.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
     words = query.load(cfg, call.q, rows, me)
     with cute.arch.elect_one():
         own.plans.keep(rows, work)

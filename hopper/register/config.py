@@ -10,7 +10,8 @@ from lowbit_attn import layout, registers
 from lowbit_attn.formats.contract import Format, Plane, Side
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerToken
-from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, Checks
+from lowbit_attn.hopper import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
+from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, WIDE_HEAD_DIM
 from lowbit_attn.registers import Options
 
 TARGET = "sm_90a"
@@ -26,12 +27,14 @@ PAGE_WARPS = 8  # take packed pages where these are large: a page's arithmetic h
 UNDER_WAY = 48 << 10  # bytes that an SM must have under way to take its share of DRAM's rate (perf/NOTES.md)
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
+FEW_PAGES = 4  # of a warp: with fewer, a call is as long as its start and its end
 UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time
 CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
 PLAN_WORDS = 16  # of shared memory in which a warp keeps its rows and its walk
 PIECES = 2  # of a page: the K part, then the V part
 BOOST_BITS = 2  # of both planes of boosted K: rows then have the same powers, and S takes both
 MERGE_EXPONENTIALS = 7  # of splits: three for a lane; of a row and its sink, with several splits and with one
+CLUSTER_EXPONENTIALS = 16  # of splits that are a cluster: of two, of any other number, and of the row and its sink
 DIVISIONS = 16  # by sums, and by run-time integers, which take a reciprocal too: before the pages and again after them
 SASS_NEED = ("HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 SPILLS = ("LDL", "STL")
@@ -155,6 +158,11 @@ class RegisterConfig:
     ctas_per_sm = 1
     query_width = 2  # bytes of a q' in shared memory
     own_queries = False  # a warp has its own, and its own sums: it attends to other rows than the next one
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether its splits may be a cluster: above WIDE_HEAD_DIM their sums would take a warp's shared memory."""
+        return self.head_dim <= WIDE_HEAD_DIM and self.ctas_per_sm == 1 and not self.own_queries
 
     @property
     def has_softcap(self) -> bool:
@@ -283,6 +291,12 @@ class RegisterConfig:
         return self.rows * (self.merge_pitch + 2) * 4
 
     @property
+    def inbox_slots(self) -> int:
+        """Chunks that a split gets from the others of its cluster, at most."""
+        warps = -(-self.rows * self.head_dim // (CHUNK_CHANNELS * WARP))
+        return max((splits - 1) * -(-warps // splits) * WARP for splits in CLUSTERS)
+
+    @property
     def reuse_bytes(self) -> int:
         """Of a warp's ring, by what reuses it."""
         return max(self.unit_bytes, self.third_bytes, self.merge_bytes)
@@ -302,19 +316,26 @@ class RegisterConfig:
     def smem_plan(self) -> dict[str, int]:
         """Bytes of each piece of shared memory, in order."""
         channels = {"channels": self.channel_bytes} if self.boost else {}
+        inbox = {"inbox": layout.align_record(WORD * SLOT_WORDS * self.inbox_slots)} if self.has_clusters else {}
         return {
             "buffer": layout.align_record(self.warps * self.warp_bytes),
             "plans": layout.align_record(WORD * PLAN_WORDS * self.warps),
             "query": layout.align_record(max(1, self.query_bytes)),
             **channels,
+            **inbox,
             "pace": layout.RECORD_ALIGN,
-            "barriers": layout.align_record(8 * self.warps * (self.slots + 1)),
+            "barriers": layout.align_record(8 * (self.warps * (self.slots + 1) + 1)),
         }
 
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of the launch."""
         return sum(self.smem_plan.values())
+
+    @property
+    def merge_exponentials(self) -> int:
+        """Static exponentials of the merge with other splits."""
+        return MERGE_EXPONENTIALS + CLUSTER_EXPONENTIALS * self.has_clusters
 
     @property
     def row_choices(self) -> list[int]:
@@ -382,68 +403,14 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
     free = smem_limit(kind.ctas_per_sm) - queries * (not kind.own_queries)
-    free -= layout.RECORD_ALIGN * 8  # pace, and barriers: at most 108 of 8 bytes
+    free -= layout.RECORD_ALIGN * 8  # pace, and barriers: at most 109 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     is_plain = not (features or without)
     is_slim = is_plain and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
     is_slim = is_slim and not (has_third and k.is_per_token)  # would spill 5 words
     found = kind(k, v, head_dim, rows, dtype, options, 1, MIN_SLOTS, has_third, features, boost)
+    free -= found.smem_plan.get("inbox", 0)
     fitting, many = free // (MIN_SLOTS * slot + found.own_bytes), MANY_WARPS // kind.ctas_per_sm
     warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // kind.ctas_per_sm, fitting))
     found = replace(found, warps=warps)
     return replace(found, slots=min(found.slots_needed, (free // warps - found.own_bytes) // slot)).check()
-
-
-def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
-    """Predicted static SASS counts: one warp's share of one packed page, of one 16-bit unit and of one beside packed K.
-
-    The page loop is not unrolled, so a CTA issues the page's share once for each page.
-    """
-    k, v = cfg.k, cfg.v
-    shown = k.groups if cfg.loops_over_groups else 1  # channel groups of K that share their instructions
-    steps = cfg.boost.steps if cfg.boost else 0
-    tiles = k.row_tiles * (k.col_tiles + steps) // shown + v.row_tiles * v.col_tiles
-    code_words = sum(side.words_of(side.row_tiles * n) for side, n in ((k, (k.col_tiles + steps) // shown),
-                                                                       (v, v.col_tiles)))
-    # sums of q' (per token); bias and centring (per channel; of boosted channels where there is centring)
-    around = 1 if k.is_per_token else 1 + cfg.options.centring * k.groups
-    around = k.col_tiles // (shown if k.is_per_token else 1) * around + 2 * steps * cfg.options.centring
-    multiplies = tiles + around + v.col_tiles * v.groups * cfg.options.centring  # the last: sums of (p s)~
-    plain = k.col_tiles + v.row_tiles
-    counts = {
-        "HMMA": cfg.col_blocks * (multiplies + plain),
-        "LDSM": plain + steps,
-        # an AND a register; dead tokens of V; addresses, exponents and parities
-        "LOP3": 4 * (tiles + v.row_tiles) + 100,
-        "MOVM": cfg.col_blocks * (2 * cfg.v.col_tiles * cfg.v.groups + 2 + 2 * k.col_tiles * bool(steps)),
-        "MUFU.EX2": 2 * cfg.col_blocks * (2 * cfg.v.col_tiles + 8) + MERGE_EXPONENTIALS,
-    }
-    if cfg.k.storage == cfg.v.storage == "float16":
-        counts["SHF"] = code_words + 40  # word >> 8; bf16 metadata are widened by shifts too
-    if not cfg.k.is_per_token and cfg.k.storage == "float16":
-        exact = 1  # multiply of two scales by a power of two; products with bf16 scales are formed in fp32
-        counts["HMUL2"] = 2 * (cfg.k.col_tiles * cfg.k.groups + steps) * (exact + cfg.col_blocks)
-    if cfg.third_segment:
-        k_tiles = (k.col_tiles + steps) // shown
-        counts["HMMA"] += cfg.col_blocks * (around + k_tiles + v.row_tiles)
-        counts["LDSM"] += v.row_tiles + steps
-        counts["LOP3"] += 4 * k_tiles
-        counts["MOVM"] += cfg.col_blocks * 2
-        counts["MUFU.EX2"] += 2 * cfg.col_blocks * 3
-        if "SHF" in counts:
-            counts["SHF"] += k_tiles * 2
-        if "HMUL2" in counts:
-            counts["HMUL2"] *= 2
-    if cfg.has_softcap:
-        logits = 2 * cfg.col_blocks * (k.row_tiles + cfg.third_segment + 1) * 2
-        counts["MUFU.EX2"] += logits
-        counts["MUFU.RCP"] = logits + DIVISIONS
-    return counts
-
-
-def checks(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
-           features: tuple[str, ...] = ()) -> Checks:
-    """What the SASS of the register-path kernel must show."""
-    cfg = make_config(fmt, head_dim, dtype, rows, without, features)
-    forbid = SASS_FORBID if cfg.may_spill else SPILLS + SASS_FORBID
-    return Checks(SASS_NEED, forbid, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

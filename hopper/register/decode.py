@@ -11,7 +11,8 @@ a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
     ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
 
 Operands of m16n8k16: K and V^T are A, straight from masked words (raw codes, fp16 subnormals); query rows are N.
-With an IntegerConfig packed pages take the arithmetic of hopper/integer (m16n8k32 on bytes); the rest is the same.
+With an IntegerConfig packed pages take the arithmetic of hopper/integer (m16n8k32 on bytes), and P, which then does not
+depend on V's scales, is formed while V comes; the rest is the same.
 """
 
 from typing import NamedTuple
@@ -23,8 +24,21 @@ from cutlass import Float32, Int32, Int64, Uint32
 from lowbit_attn.hopper import combine
 from lowbit_attn.hopper.integer import scores as integer_scores
 from lowbit_attn.hopper.integer import values as integer_values
-from lowbit_attn.hopper.register import load, masks, merge, pace, plain, query, scores, softmax, third, values, walk
-from lowbit_attn.hopper.register.config import WARP, WORD, RegisterConfig
+from lowbit_attn.hopper.register import (
+    cluster,
+    load,
+    masks,
+    merge,
+    pace,
+    plain,
+    query,
+    scores,
+    softmax,
+    third,
+    values,
+    walk,
+)
+from lowbit_attn.hopper.register.config import FEW_PAGES, WARP, WORD, RegisterConfig
 from lowbit_attn.hopper.walk import Rows, block_rows, grid_of
 
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
@@ -42,6 +56,7 @@ class RegisterSm90:
         words = {name: nbytes // WORD for name, nbytes in self.cfg.smem_plan.items()}
         buffer_words, plan_words, query_words, barriers = (words[x] for x in ("buffer", "plans", "query", "barriers"))
         pace_words, channel_words, sum_words = words["pace"], words.get("channels"), words.get("sums")
+        inbox_words = words.get("inbox")
 
         @cute.struct
         class Smem:
@@ -52,6 +67,8 @@ class RegisterSm90:
                 channels: cute.struct.Align[cute.struct.MemRange[Uint32, channel_words], 128]
             if sum_words:
                 sums: cute.struct.Align[cute.struct.MemRange[Float32, sum_words], 128]
+            if inbox_words:
+                inbox: cute.struct.Align[cute.struct.MemRange[Uint32, inbox_words], 128]
             pace: cute.struct.Align[cute.struct.MemRange[Int32, pace_words], 128]
             bars: cute.struct.Align[cute.struct.MemRange[Int64, barriers // 2], 128]
 
@@ -72,7 +89,8 @@ class RegisterSm90:
                     sink_logits, softmax_scale_log2, *masks.cap_constants(softcap_log2), window, sink_window,
                     page_stride, head_stride, table_b, table_h, *divisors).launch(
             grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=self.cfg.ctas_per_sm,
-            preferred_smem_carveout=ALL_SMEM if self.cfg.ctas_per_sm > 1 else None, cooperative=splits > 1)
+            preferred_smem_carveout=ALL_SMEM if self.cfg.ctas_per_sm > 1 else None, cooperative=splits > 1,
+            cluster=(1, 1, cutlass.select_(cluster.meet(self.cfg, partials), splits, Int32(1))))
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
@@ -104,7 +122,9 @@ class RegisterSm90:
             load.init(cfg, ring)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
-        load.start(cfg, pages, ring, me, ids)
+        load.start(cfg, pages, ring, me, ids, range(1))
+        if pages.count >= FEW_PAGES:
+            load.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
 
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
@@ -115,7 +135,12 @@ class RegisterSm90:
         # a thread number of its own: what the merge works out of another would stay in registers till then
         own_lane = Int32(cute.arch.shuffle_sync_bfly(me.lane, offset=0))
         outputs = combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), block[2])
-        combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
+        inbox = None
+        if cutlass.const_expr(cfg.has_clusters):
+            inbox = cluster.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * (cfg.slots + 1))
+            cluster.begin(cfg, inbox, outputs, rows)
+        if ~cluster.meet(cfg, partials):
+            combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         if cutlass.const_expr(cfg.is_integer):
@@ -123,6 +148,10 @@ class RegisterSm90:
         else:
             queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         cute.arch.sync_threads()
+        if cluster.meet(cfg, partials):
+            cute.arch.cluster_wait()  # all splits' inboxes are there; the first pages are still on their way
+        if pages.count < FEW_PAGES:  # V behind all warps' first K: S is formed while it comes
+            load.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
         if cutlass.const_expr(not cfg.is_integer):
             values.true_scale(cfg, state)
@@ -138,7 +167,7 @@ class RegisterSm90:
             pages = pages._replace(first=first_entry(call, rows) + work.third_page)
             third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0))
         plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits)
-        merge.run(cfg, ring, me, rows, state, combine.Outputs(
+        merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(
             partials, out, lse, sink_logits, combine.place_of(block), block[2]))
 
 
@@ -188,32 +217,31 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
                  me: load.Lane, ids: Int32, queries: query.Query, rows: Rows, state: softmax.State,
                  limits: masks.Limits, on_pace: pace.Pace, slot: Int32, phase: Int32) -> tuple[Int32, Int32]:
     """The warp's pages, one after the other; slot and phase follow the pieces, and go on behind the last."""
-    new_max, come = cute.make_rmem_tensor(cfg.lane_rows, Float32), Int32(0)
+    come = Int32(0)
     for page in cutlass.range(pages.count, unroll=1):
-        behind = pace.look(on_pace, page, pages.count, come)
+        behind = pace.look(cfg, on_pace, page, pages.count, come)
+        ids = load.refill_early(cfg, 0, pages, ring, me, page, slot, ids, behind)
         ids = load.wait(cfg, 0, pages, ring, me, page, slot, phase, ids, behind)
         piece = load.Piece(ring.buffer, me.warp, slot)
         # S = K Q^T
         found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries)
         slot, phase = load.advance(cfg, slot, phase)
         found = masks.of_page(cfg, found, work.first_page + page * cfg.pages_apart, work, rows, limits, me)
-        ids = load.wait(cfg, 1, pages, ring, me, page, slot, phase, ids, behind)
+        is_early = behind
+        if cutlass.const_expr(cfg.is_integer):
+            is_early = behind | load.has_come(ring, slot, phase)
+        ids = load.refill_early(cfg, 1, pages, ring, me, page, slot, ids, is_early)
+        if cutlass.const_expr(cfg.is_integer):  # P and what it changes hide behind V's way; the other path's need V
+            softmax.rescale(cfg, state, softmax.exponentiate(cfg, found, state), state.exponent[0])
+        ids = load.wait(cfg, 1, pages, ring, me, page, slot, phase, ids, is_early)
         come = pace.count_page(on_pace, me, page, pages.count)
         piece = load.Piece(ring.buffer, me.warp, slot)
-        exponent = state.exponent[0]
-        if cutlass.const_expr(not cfg.is_integer):
-            exponent = values.page_exponent(cfg, piece, me, state)  # hides behind the softmax
-        # P = exp2(S - maximum)
-        maxima = softmax.page_max(cfg, found, state)
-        for column in cutlass.range_constexpr(cfg.lane_rows):
-            new_max[column] = maxima[column]
-        softmax.exponentiate(cfg, found, maxima)
         # O += P V
         if cutlass.const_expr(cfg.is_integer):
-            softmax.rescale(cfg, state, new_max, state.exponent[0])
             integer_values.accumulate(cfg, piece, me, state, found.acc)
         else:
-            softmax.rescale(cfg, state, new_max, exponent)
+            exponent = values.page_exponent(cfg, piece, me, state)  # hides behind the softmax
+            softmax.rescale(cfg, state, softmax.exponentiate(cfg, found, state), exponent)
             values.accumulate(cfg, piece, me, state, found.acc, exponent)
         slot, phase = load.advance(cfg, slot, phase)
     return slot, phase

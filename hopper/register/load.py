@@ -119,10 +119,10 @@ def issue(cfg: cutlass.Constexpr[RegisterConfig], side: cutlass.Constexpr[SidePl
 
 @cute.jit
 def start(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Ring, me: Lane, ids: Int32,
-          first: Int32 | int = 0):
-    """Fill all slots, from slot ``first`` on; ids: the first 32 page ids, one a lane."""
-    page_ids = [cute.arch.shuffle_sync(ids, i) for i in range(-(-cfg.slots // PIECES))]
-    for n in cutlass.range_constexpr(cfg.slots):
+          pieces: cutlass.Constexpr[range], first: Int32 | int = 0):
+    """Fill slots with the first ``pieces``, piece 0 to slot ``first``; ids: the first 32 page ids, one a lane."""
+    page_ids = [cute.arch.shuffle_sync(ids, i) for i in range(-(-pieces.stop // PIECES))]
+    for n in cutlass.range_constexpr(pieces.start, pieces.stop):
         if part_of(n)[0] < pages.count:
             slot = Int32(first + n)
             issue(cfg, cfg.v if cutlass.const_expr(part_of(n)[1]) else cfg.k, pages, ring, me.warp,
@@ -150,14 +150,26 @@ def refill(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Constexpr[i
     return ids
 
 
+def has_come(ring: Ring, slot: Int32, phase: Int32):
+    """Whether the piece in ``slot`` has come."""
+    return cute.arch.vote_all_sync(cute.arch.mbarrier_test_wait(ring.full + slot, phase))
+
+
+@cute.jit
+def refill_early(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring,
+                 me: Lane, page: Int32, slot: Int32, ids: Int32, is_early) -> Int32:
+    """Before ``wait``: ``refill`` if ``is_early``. Returns the ids."""
+    if is_early:
+        ids = refill(cfg, side_idx, pages, ring, me, page, slot, ids)
+    return ids
+
+
 @cute.jit
 def wait(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring, me: Lane,
-         page: Int32, slot: Int32, phase: Int32, ids: Int32, behind) -> Int32:
-    """Wait for piece (page, side_idx) in ``slot``, and refill the slot before. Returns the ids."""
-    if behind:
-        ids = refill(cfg, side_idx, pages, ring, me, page, slot, ids)
+         page: Int32, slot: Int32, phase: Int32, ids: Int32, is_early) -> Int32:
+    """Wait for piece (page, side_idx) in ``slot``, and refill the slot before if not done early. Returns the ids."""
     cute.arch.mbarrier_wait(ring.full + slot, phase)
-    if ~behind:
+    if ~is_early:
         ids = refill(cfg, side_idx, pages, ring, me, page, slot, ids)
     return ids
 

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from lowbit_attn.hopper import combine
-from lowbit_attn.hopper.register import numbers, softmax
+from lowbit_attn.hopper.register import cluster, numbers, softmax
 from lowbit_attn.hopper.register.config import WARP, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, Ring, read
 from lowbit_attn.hopper.register.query import column_row
@@ -37,8 +37,8 @@ def sums_views(cfg: RegisterConfig, base: cute.Pointer, count: int, apart: int) 
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, rows: Rows, state: State,
-        out: combine.Outputs):
+def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, inbox: cluster.Inbox | None, me: Lane, rows: Rows,
+        state: State, out: combine.Outputs):
     """The first barrier of the CTA after its start: each warp is done with its ring by itself."""
     shared = sums_views(cfg, cute.recast_ptr(ring.buffer, dtype=Float32), cfg.warps, cfg.warp_bytes // 4)
     thread, chunks = cute.arch.thread_idx()[0], cfg.head_dim // CHANNELS
@@ -47,22 +47,26 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, me: Lane, rows: Rows
     unit = unit - cfg.threads * Int32(unit >= cfg.threads)
     row, chunk = unit // chunks, unit % chunks
     sink_logit, query, head, acc_at, pair_at = Float32(0.0), Int32(0), Int32(0), Int64(0), Int64(0)
+    merger, slot, apart, is_cluster = Int32(0), Int32(0), Int32(0), cluster.meet(cfg, out.partials)
     if row < rows.count:
         own = combine.find_row(out, rows, row)
-        query, head, (acc_at, pair_at) = own.query, own.head, combine.home(out, rows, own, chunk)
-        if out.num_splits == 1:
+        query, head, (acc_at, pair_at) = own.query, own.head, home(cfg, out, rows, own, chunk)
+        if is_cluster:
+            merger, slot, apart = cluster.place_of(out, rows, row, chunk)
+        if is_cluster | (out.num_splits == 1):
             sink_logit = combine.find_row(out, rows, row).sink_logit
     cute.arch.sync_warp()
     leave(cfg, shared, me, state)
     cute.arch.sync_threads()
     if row < rows.count:
-        write(cfg, shared, out, combine.Row(row, rows.batch_idx, query, head, sink_logit), chunk,
-              combine.Slot(acc_at, pair_at))
+        write(cfg, shared, inbox, out, combine.Row(row, rows.batch_idx, query, head, sink_logit), chunk,
+              cluster.Place(merger, slot, apart), combine.Slot(acc_at, pair_at))
     if cutlass.const_expr(cfg.rows * chunks > cfg.threads):
         for later in cutlass.range(unit + cfg.threads, rows.count * chunks, cfg.threads, unroll=1):
             own = combine.find_row(out, rows, later // chunks)
-            write(cfg, shared, out, own, later % chunks, combine.home(out, rows, own, later % chunks))
-    if out.num_splits > 1:
+            write(cfg, shared, inbox, out, own, later % chunks,
+                  cluster.place_of(out, rows, own.idx, later % chunks), home(cfg, out, rows, own, later % chunks))
+    if (out.num_splits > 1) & ~is_cluster:
         combine.merge(out, rows, cfg.threads, thread)
 
 
@@ -85,9 +89,19 @@ def leave(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, me: Lane, stat
 
 
 @cute.jit
-def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, out: combine.Outputs, own: combine.Row, chunk: Int32,
-          at: combine.Slot):
-    """CHANNELS channels of one query row, added up over the warps; at: combine.home."""
+def home(cfg: cutlass.Constexpr[RegisterConfig], out: combine.Outputs, rows: Rows, row: combine.Row,
+         chunk: Int32) -> combine.Slot:
+    """Where a chunk goes: to scratch, or at last to o."""
+    acc, pair_at = combine.o_address(out, row, chunk), Int64(0)
+    if (out.num_splits > 1) & ~cluster.meet(cfg, out.partials):
+        acc, pair_at = combine.home(out, rows, row, chunk)
+    return combine.Slot(acc, pair_at)
+
+
+@cute.jit
+def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, inbox: cluster.Inbox | None, out: combine.Outputs,
+          own: combine.Row, chunk: Int32, place: cluster.Place, at: combine.Slot):
+    """CHANNELS channels of one query row, added up over the warps; at: ``home``."""
     pairs = [read(shared.pairs, (own.idx, w)) for w in range(cfg.warps)]
     tops = [pair[0] for pair in pairs]
     top = numbers.tree(tops, cute.arch.fmax)
@@ -97,4 +111,11 @@ def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, out: combine.O
     values = cute.make_rmem_tensor(CHANNELS, Float32)
     for e in cutlass.range_constexpr(CHANNELS):
         values[e] = numbers.tree([w * part[e] for w, part in zip(weights, parts)], numbers.add)
-    combine.leave(out, own, (chunk,), (at,), (combine.Sums(values, top, total),))
+    sums = combine.Sums(values, top, total)
+    if cutlass.const_expr(cfg.has_clusters):
+        if cluster.meet(cfg, out.partials):
+            cluster.exchange(cfg, inbox, out, own, chunk, place, at.acc, sums)
+        else:
+            combine.leave(out, own, (chunk,), (at,), (sums,))
+    else:
+        combine.leave(out, own, (chunk,), (at,), (sums,))

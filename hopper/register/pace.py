@@ -16,13 +16,18 @@ from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
 
 from lowbit_attn.hopper import LINE_WORDS, PACE_GROUPS
-from lowbit_attn.hopper.register.config import RegisterConfig
+from lowbit_attn.hopper.register.config import FEW_PAGES, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane
 
-MARGIN = 4  # a warp that is this part of a page behind is helped
-LEAD = 2  # one that is this part of a page ahead waits
-WAIT_NS = 600
-FEWEST = 4  # pages of a warp: with fewer, the count would come too late
+FEWEST = FEW_PAGES  # pages of a warp: with fewer, the count would come too late
+
+
+class Rule(NamedTuple):
+    """A warp that is this part of a page behind is helped; one that is this part of a page ahead waits so long."""
+
+    behind: int = 4
+    ahead: int = 2
+    wait_ns: int = 600
 
 
 class Pace(NamedTuple):
@@ -50,6 +55,12 @@ class Pace(NamedTuple):
         cute.make_tensor(self.base, cute.make_layout(1))[0] = base
         if self.scope == "cta":
             cute.make_tensor(self.come, cute.make_layout(1))[0] = Int32(0)
+
+
+def rule_of(cfg: RegisterConfig) -> Rule:
+    """Found by trying (perf/NOTES.md)."""
+    is_few = cfg.page_warps < cfg.warps
+    return Rule(16, 4, 800) if is_few and not cfg.is_integer else Rule()
 
 
 def is_alone(cfg: RegisterConfig) -> bool:
@@ -95,14 +106,14 @@ def count_page(pace: Pace, me: Lane, page: Int32, pages: Int32) -> Int32:
 
 
 @cute.jit
-def look(pace: Pace, page: Int32, pages: Int32, come: Int32):
+def look(cfg: cutlass.Constexpr[RegisterConfig], pace: Pace, page: Int32, pages: Int32, come: Int32):
     """Before page ``page`` of ``pages``: whether this warp is clearly behind the mean; ahead of it, wait.
 
     come: of ``count_page``, at the page before.
     """
-    knows = (page > 0) & (pages >= FEWEST)
+    rule, knows = rule_of(cfg), (page > 0) & (pages >= FEWEST)
     base = cute.make_tensor(pace.base, cute.make_layout(1))[0]
     lag = cute.arch.shuffle_sync(come, 0) - base - (pace.before + page) * pace.warps
-    if knows & (lag < -(pace.warps // LEAD)):
-        nvvm.nanosleep(Int32(WAIT_NS).ir_value())
-    return knows & (lag > pace.warps // MARGIN)
+    if knows & (lag < -(pace.warps // rule.ahead)):
+        nvvm.nanosleep(Int32(rule.wait_ns).ir_value())
+    return knows & (lag > pace.warps // rule.behind)

@@ -65,11 +65,13 @@ def logit(scores: Scores, column: int, value: Float32, power: int) -> Float32:
     return value if scores.offset is None else value + scores.offset[column]
 
 
-def exponentiate(cfg: RegisterConfig, scores: Scores, new_max: list) -> None:
-    """The accumulator becomes P <= 1: operands made of it cannot overflow, however large the logits."""
-    for column, top in enumerate(new_max):
+def exponentiate(cfg: RegisterConfig, scores: Scores, state: State) -> tuple[Float32, ...]:
+    """S becomes P <= 1: operands made of it cannot overflow, however large the logits. Returns the new maxima."""
+    maxima = page_max(cfg, scores, state)
+    for column, top in enumerate(maxima):
         for at, power in zip(places(scores.acc, column, cfg.col_blocks), scores.powers):
             scores.acc[at] = cute.math.exp2(logit(scores, column, scores.acc[at], power) - top, fastmath=True)
+    return tuple(maxima)
 
 
 def add_sums(cfg: RegisterConfig, state: State, p: cute.Tensor) -> None:
@@ -80,7 +82,7 @@ def add_sums(cfg: RegisterConfig, state: State, p: cute.Tensor) -> None:
 
 
 @cute.jit
-def rescale(cfg: cutlass.Constexpr[RegisterConfig], state: State, new_max: cute.Tensor, exponent: Int32):
+def rescale(cfg: cutlass.Constexpr[RegisterConfig], state: State, new_max: tuple, exponent: Int32):
     """Bring O, z and the sums to a new maximum and a new E, if either moved in any lane of the warp."""
     moved = Int32(exponent < state.exponent[0])
     for column in cutlass.range_constexpr(cfg.lane_rows):

@@ -48,9 +48,7 @@ def unit_place(i):
 
 def probabilities(cfg: RegisterConfig, found: scores.Scores, state: State) -> None:
     """S becomes P; O and the sums go to the new maximum."""
-    maxima = softmax.page_max(cfg, found, state)
-    softmax.exponentiate(cfg, found, maxima)
-    for column, top in enumerate(maxima):
+    for column, top in enumerate(softmax.exponentiate(cfg, found, state)):
         softmax.apply_alpha(cfg, state, column, top, None)
     softmax.add_sums(cfg, state, found.acc)
 

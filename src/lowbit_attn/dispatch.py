@@ -31,6 +31,7 @@ IDLE_PAGES = 128
 FULL = 0.85  # of its last round: with less, smaller CTAs leave SMs idle at the end for longer than they save
 UNEVEN = 1.1  # times an even share of all pages that the longest sequence's splits have, and ...
 UNEVEN_PAGES = 32  # ... pages beyond it, from which an even share wins
+PAGES_A_CLUSTERED_SPLIT = 16  # up to that a cluster of fewer splits is faster than more splits that meet in L2
 PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (perf/NOTES.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
 
@@ -111,7 +112,7 @@ def for_shape(key: KernelKey, blocks: int, pages: int, sms: int, held: np.ndarra
     if blocks > sms:
         wanted = [package.SMALLER] * (pages * sms <= PAGES_A_BLOCK * blocks) + [package.EVEN]
     else:
-        splits = filling_splits(sms, blocks, pages)
+        splits = _most_splits(blocks, pages, sms)
         leaves_idle = pages >= IDLE_PAGES and IDLE_PART * (sms - splits * blocks) >= sms
         if leaves_idle or held is not None and _is_uneven(held, blocks, splits, sms):
             wanted = [package.EVEN]
@@ -188,7 +189,7 @@ def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key
 def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey) -> DecodePlan:
     head_dim, places, ctas_per_sm = q.shape[-1], row_blocks(q, cache, key), kernels.ctas_per_sm(key)
     package = kernels.arch_package(key.arch)
-    splits = num_splits or default_splits(cache, places // cache.num_heads_kv, ctas_per_sm)
+    splits = num_splits or default_splits(cache, places, key)
     if num_splits and package.SPLITS_MEET:
         splits = min(num_splits, max(1, running_ctas(cache.device, ctas_per_sm) // places))
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
@@ -198,6 +199,8 @@ def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey
     if kernels.is_even(key):
         room = running_ctas(cache.device, ctas_per_sm)
         scratch = package.even_scratch(tuple(q.shape), key.rows, min(room, num_splits * places) if num_splits else room)
+    elif splits in kernels.clusters(key, places, running_ctas(cache.device, 1)):
+        scratch = package.cluster_scratch(splits)
     else:
         scratch = package.scratch(tuple(q.shape), key.rows, places, splits)
     return DecodePlan(cache, q, loader.load(key), scratch, scalars, _part(cache, "k").view(torch.uint32))
@@ -223,15 +226,13 @@ def _call(q: torch.Tensor, options: tuple) -> tuple:
     return q.shape, q.dtype, options, _ENVIRONMENT.get(_ARCH), _ENVIRONMENT.get(_WITHOUT)
 
 
-def default_splits(cache: KVCache, batch: int, ctas_per_sm: int = 1) -> int:
-    """CTAs that share a sequence's pages: enough to fill the GPU, not more than pages are worth.
-
-    batch: sequences times blocks of query rows. ctas_per_sm: what an SM holds at once.
+def default_splits(cache: KVCache, blocks: int, key: KernelKey) -> int:
+    """CTAs that share a sequence's pages, for so many blocks of query rows, of all sequences and KV heads.
 
     The lengths stay on the device, so the table's capacity stands for them; a split without pages costs one
     partial result.
     """
-    return filling_splits(running_ctas(cache.device, ctas_per_sm), batch * cache.num_heads_kv, cache.table.shape[1])
+    return filling_splits(key, blocks, cache.table.shape[1], running_ctas(cache.device, 1))
 
 
 def running_ctas(device: torch.device, ctas_per_sm: int) -> int:
@@ -239,9 +240,16 @@ def running_ctas(device: torch.device, ctas_per_sm: int) -> int:
     return ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def filling_splits(room: int, blocks: int, pages: int) -> int:
-    """Splits of each block of rows for a GPU with room for so many CTAs, one for about ``PAGES_A_SPLIT`` pages."""
+def _most_splits(blocks: int, pages: int, room: int) -> int:
+    """Splits of each block for a GPU with room for so many CTAs, one for about ``PAGES_A_SPLIT`` pages."""
     return max(1, min(-(-pages // PAGES_A_SPLIT), room // blocks))
+
+
+def filling_splits(key: KernelKey, blocks: int, pages: int, sms: int) -> int:
+    """Splits of each block of rows: as many as fill the GPU and have pages enough, or fewer that are a cluster."""
+    splits = _most_splits(blocks, pages, kernels.ctas_per_sm(key) * sms)
+    clusters = [n for n in kernels.clusters(key, blocks, sms) if n <= splits and pages <= PAGES_A_CLUSTERED_SPLIT * n]
+    return max(clusters, default=splits)
 
 
 def _specialisation(cache: KVCache) -> tuple[str, str, str, int]:

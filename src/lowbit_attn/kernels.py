@@ -276,6 +276,14 @@ def other_ctas(arch: str, path: str | None = None) -> list[str]:
     return [other for paths in (package.SMALLER, package.EVEN) for own, other in paths.items() if path in (None, own)]
 
 
+def clusters(key: KernelKey, blocks: int, sms: int) -> tuple[int, ...]:
+    """Splits of each of so many blocks of query rows that may be one cluster of CTAs and merge among themselves."""
+    package = arch_package(key.arch)
+    if key.variant not in package.IN_CLUSTERS or key.head_dim > WIDE_HEAD_DIM:
+        return ()
+    return tuple(splits for splits in package.CLUSTERS if package.fits_clusters(blocks, splits, sms))
+
+
 def is_even(key: KernelKey) -> bool:
     """Whether all CTAs of a call share all sequences' pages evenly, so that a sequence has no splits."""
     return key.variant in arch_package(key.arch).EVEN.values()

@@ -126,7 +126,7 @@ def _launch(key: KernelKey, kv_heads: int, batch: int, passes: int, seqlen: int,
                                  dispatch.running_ctas(cache.device, 1))
     if kernels.is_even(key):
         return key, None  # all CTAs share all sequences
-    return key, dispatch.default_splits(cache, batch * passes, kernels.ctas_per_sm(key))
+    return key, dispatch.default_splits(cache, batch * passes * kv_heads, key)
 
 
 def _print_served(served: list[Served]) -> None:
