@@ -2,7 +2,7 @@
 
     python perf/roofline.py --preset targets          a table, beside the newest measured times; needs no GPU
 
-bytes       counted from the format's planes; partial results of splits stay in L2 and are shown apart
+bytes       counted from the format's planes; partial results of splits stay on the chip and are shown apart
 read        time of a plain read of the bytes on the GPU (budget.py), or at --read-tbps
 issue       pages of the busiest scheduler x instructions of the built kernel's page loop, one an issue slot
 busiest     pages of the busiest SM over those of the mean one: what the read may have to wait for, too
