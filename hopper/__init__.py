@@ -81,8 +81,8 @@ PATHS = {
                              channel_groups=(32, 64, 128), windows=True, features=(), boosted=True),
 }
 
-# the same in other CTAs, for calls that name the path or by dispatch.for_shape
 IN_CLUSTERS = ("integer", "register")  # paths whose splits may be clusters
+# the same in other CTAs, for calls that name the path or by dispatch.for_shape
 SMALLER = {"integer": "small"}  # several an SM
 EVEN = {"integer": "stream"}  # with an equal share of all pages each
 
@@ -94,8 +94,9 @@ def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Sc
 
 
 def fits_clusters(places: int, splits: int, sms: int) -> bool:
-    """Whether each block's splits can be a cluster, with a CTA an SM. An SM comes with its neighbour."""
-    return splits in CLUSTERS and places * splits <= sms - GPCS * (splits - 2)
+    """Whether each block's splits, as many as ``CLUSTERS`` has, can be a cluster, with a CTA an SM. An SM comes with
+    its neighbour."""
+    return places * splits <= sms - GPCS * (splits - 2)
 
 
 def cluster_scratch(splits: int) -> Scratch:

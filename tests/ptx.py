@@ -157,6 +157,7 @@ class Cta:
     passed: Counter = field(default_factory=Counter)  # how often each barrier of warps let some go on
     ended: int = 0  # warps
     cluster: list["Cta"] = field(default_factory=list)  # its CTAs by rank; none: this one alone
+    threads: int = 0
     arrived: int = 0  # threads, at the cluster's barrier
 
     @staticmethod
@@ -167,7 +168,7 @@ class Cta:
     def state(self) -> tuple:
         """The same again if its warps have done nothing but look."""
         phases = sum(barrier.phases for barrier in self.barriers.values())
-        return (tuple(self.stops.items()), self.passed.total(), self.ended, phases, self.shared.changes, self.arrived)
+        return tuple(self.stops.items()), self.passed.total(), self.ended, phases, self.shared.changes, self.arrived
 
     @property
     def rank(self) -> int:

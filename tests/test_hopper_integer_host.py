@@ -28,6 +28,16 @@ LANES = np.arange(32)
 G, T = LANES // 4, LANES % 4
 
 
+@pytest.mark.parametrize("path, head_dims", [
+    ("integer", (64, 128, 256)), ("small", (64, 128)), ("stream", (64, 128))])
+def test_calls_are_clusters_where_the_kernel_can_be_one(path, head_dims):
+    """The dispatcher's rule and the kernel's are two."""
+    for head_dim in head_dims:
+        cfg = config.make_config(FORMATS["k4v4"], head_dim, "float16", path=path)
+        key = kernels.KernelKey("decode", "hopper", "sm_90a", "float16", head_dim, "k4v4", path, cfg.rows)
+        assert bool(kernels.clusters(key, 8, 132)) == cfg.has_clusters == ("inbox" in cfg.smem_plan)
+
+
 def config_of(name: str, head_dim: int, features=()) -> config.IntegerConfig:
     return config.make_config(FORMATS[name], head_dim, "float16", features=features)
 

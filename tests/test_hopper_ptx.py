@@ -55,7 +55,7 @@ class Call:
 
     def __init__(self, cfg, problem: testing.Problem, options: Attention, places: int | None, splits: int,
                  in_clusters: bool = False):
-        """places: of scratch; None: one for each block of query rows. in_clusters: as a block's splits."""
+        """places: of scratch; None: one for each block of query rows. in_clusters: a block's splits are a cluster."""
         cache, q = problem.cache, problem.q.to(problem.cache.dtype)
         batch, q_len, heads, head_dim = q.shape
         self.ratio = heads // cache.num_heads_kv

@@ -114,6 +114,7 @@ def test_partial_results_are_those_of_several_splits():
     assert roofline.traffic(case, 8)["partial results"] == 2 * 8 * 32 * (128 + 1) * 4
     assert roofline.traffic(case, 1)["partial results"] == 0
     assert roofline.launch(PRESETS["targets"][7], "hopper", 132).splits == 1
+    assert roofline.launch(BenchCase("k4v4", 1, 8, 8, 128, 128 * 13), "hopper", 132).splits == 2  # a cluster
     wide = BenchCase("k4v4", 1, 8, 8, 256, 128 * 13)  # too wide for clusters
     assert roofline.launch(wide, "hopper", 132).splits == 3  # of 4 pages each
 

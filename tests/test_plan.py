@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lowbit_attn import KVCache, decode, dispatch, kernels, loader, plan
+from lowbit_attn import KVCache, decode, dispatch, hopper, kernels, loader, plan
 from lowbit_attn.cache import Strides
 from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
 from lowbit_attn.hopper import EMPTY
@@ -132,12 +132,13 @@ def test_clusters_surely_fit_on_the_gpu(path, head_dim, blocks, sizes):
     assert kernels.clusters(key_of(path, head_dim), blocks, 132) == sizes
 
 
-@pytest.mark.parametrize("splits, shape", [(2, (1, 2, 4)), (8, (1, 8, 4)), (3, (4, 3, 64))])
-def test_splits_of_a_cluster_need_no_scratch(stage, cache, splits, shape):
+@pytest.mark.parametrize("splits, found", [
+    (2, hopper.cluster_scratch(2)), (8, hopper.cluster_scratch(8)), (3, hopper.scratch((2, 2, 4, 64), 8, 4, 3))])
+def test_splits_of_a_cluster_need_no_scratch(stage, cache, splits, found):
     """What tells the kernel that they are one."""
     call(queries(), cache, num_splits=splits)
-    given = stage.calls[-1][PARTIALS].shape
-    assert given == shape if splits != 3 else given[:2] == shape[:2] and given[2] > 4
+    assert stage.calls[-1][PARTIALS].shape == found.shapes[0]
+    assert (found.shapes[0][2] == hopper.CLUSTER_WORDS) == (splits != 3)
 
 
 def test_the_second_call_repeats_the_plan(stage, cache):

@@ -43,8 +43,7 @@ def meet(cfg: RegisterConfig, partials: cute.Tensor):
 
 def share(out: combine.Outputs, rows: Rows) -> Int32:
     """Chunks that a split merges, in whole warps; the last splits may have fewer, or none."""
-    warps = Uint32(rows.count * out.chunks + (WARP - 1)) // Uint32(WARP)
-    return Int32((warps + Uint32(out.num_splits) - Uint32(1)) // Uint32(out.num_splits)) * WARP
+    return combine.share(out, Int32(Uint32(rows.count * out.chunks + (WARP - 1)) // Uint32(WARP))) * WARP
 
 
 def place_of(out: combine.Outputs, rows: Rows, row: Int32, chunk: Int32) -> Place:

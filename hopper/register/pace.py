@@ -19,8 +19,6 @@ from lowbit_attn.hopper import LINE_WORDS, PACE_GROUPS
 from lowbit_attn.hopper.register.config import FEW_PAGES, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane
 
-FEWEST = FEW_PAGES  # pages of a warp: with fewer, the count would come too late
-
 
 class Rule(NamedTuple):
     """A warp that is this part of a page behind is helped; one that is this part of a page ahead waits so long."""
@@ -98,7 +96,7 @@ def count_page(pace: Pace, me: Lane, page: Int32, pages: Int32) -> Int32:
     """Page ``page`` of ``pages`` has come; lane 0 gets what ``look`` wants, which takes a while."""
     come = Int32(0)
     if me.lane == 0:
-        if (page + 1 < pages) & (pages >= FEWEST):
+        if (page + 1 < pages) & (pages >= FEW_PAGES):
             come = pace.count(1)
         else:
             pace.count(1)  # none waits for it
@@ -111,7 +109,7 @@ def look(cfg: cutlass.Constexpr[RegisterConfig], pace: Pace, page: Int32, pages:
 
     come: of ``count_page``, at the page before.
     """
-    rule, knows = rule_of(cfg), (page > 0) & (pages >= FEWEST)
+    rule, knows = rule_of(cfg), (page > 0) & (pages >= FEW_PAGES)
     base = cute.make_tensor(pace.base, cute.make_layout(1))[0]
     lag = cute.arch.shuffle_sync(come, 0) - base - (pace.before + page) * pace.warps
     if knows & (lag < -(pace.warps // rule.ahead)):
