@@ -13,6 +13,7 @@ from lowbit_attn.kernels import Checks
 from lowbit_attn.registers import BYTE_STEP
 
 ROWS = 4  # query rows: two columns each
+MAX_TILES = 8  # row tiles of V multiplied side by side: their accumulators are 32 registers
 STEP_TILES = BYTE_STEP // layout.TILE  # column tiles of one multiply
 TURN_WORDS, NOTE_WORDS = 8, 4  # of Stream-K's schedule: where a warp is, and what it says of sums it leaves
 PLANS_WORDS = PLAN_WORDS + TURN_WORDS + 2 * NOTE_WORDS
@@ -33,6 +34,14 @@ class IntegerConfig(RegisterConfig):
     @property
     def lane_rows(self) -> int:
         return 1
+
+    @property
+    def has_halves(self) -> bool:
+        """With one group of channels, all of whose sums fit: they are formed over half of the tokens, then the rest."""
+        v = self.v
+        words = v.words_of(v.col_tiles // 2 * v.row_tiles)
+        return (v.groups == 1 and v.row_tiles <= MAX_TILES and words % layout.BLOCK_WORDS == 0
+                and self.ctas_per_sm == 1 and not self.own_queries)
 
     @property
     def merge_pitch(self) -> int:

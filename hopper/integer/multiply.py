@@ -14,7 +14,6 @@ from lowbit_attn.hopper.register.load import Lane, Piece
 
 ALL_BITS = 0xFFFF_FFFF
 DIGITS_OF_TWO = 0x4051  # of words a, b whose low halves are X: high digits of a, b, then their low digits
-MAX_TILES = 8  # row tiles multiplied side by side: their accumulators are 32 registers
 
 
 class Step(NamedTuple):
@@ -76,14 +75,30 @@ def sums(cfg: IntegerConfig, piece: Piece, me: Lane, steps: list[Step], row_tile
 
     tile: of one row tile alone, chosen at run time; ``row_tiles`` then is that of row tile 0.
     """
+    acc = begin(row_tiles, is_signed)
+    add(cfg, acc, piece, me, steps, row_tiles, is_signed, tile)
+    return found_in(acc, is_signed)
+
+
+def begin(row_tiles: range, is_signed: bool) -> list[list[Uint32]]:
+    """[row tile] accumulators."""
     start = registers.SIGNED_START_BITS if is_signed else registers.UNSIGNED_START_BITS
-    acc = [[Uint32(start)] * 4 for _ in row_tiles]
+    return [[Uint32(start)] * 4 for _ in row_tiles]
+
+
+def add(cfg: IntegerConfig, acc: list, piece: Piece, me: Lane, steps: list[Step], row_tiles: range, is_signed: bool,
+        tile: Uint32 | None = None) -> None:
+    """The columns of ``steps`` to ``acc``."""
     for step in steps:
         words = [tile_words(cfg, step.side, piece, me, ct, row_tiles, tile) for ct in step.col_tiles]
         for at, row_tile in enumerate(row_tiles):
             a = [masked(found, *place) for found, ct in zip(words, step.col_tiles)
                  for place in masks_of(step.side, row_tile, ct)]
             acc[at] = ptx.multiply_bytes(a, step.digits, acc[at], is_signed)
+
+
+def found_in(acc: list, is_signed: bool) -> list[list[Float32]]:
+    """[row tile][row8] of accumulators."""
     return [[joined(*tile[2 * row8 : 2 * row8 + 2], is_signed) for row8 in (0, 1)] for tile in acc]
 
 

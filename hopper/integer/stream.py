@@ -57,9 +57,8 @@ class StreamSm90(RegisterSm90):
         cute.arch.sync_warp()
         asked = schedule.ask(call.counters, Int32(0), me.lane)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
-        bars = smem.bars.data_ptr() + me.warp * (cfg.slots + 1)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
-        own = Own(load.Ring(smem.buffer.data_ptr(), bars, bars + cfg.slots),
+        own = Own(load.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp),
                   smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
                   channels + me.warp * (cfg.channel_bytes // WORD),
                   walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
@@ -131,8 +130,10 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     cute.arch.sync_warp()
     queries = query.Query(view, (), own.channels)
     limits = masks.Limits(Float32(0.0), Float32(0.0), Int32(0), Int32(0))  # of no feature
+    on_pace = own.pace._replace(own=turn.done + turn.left, before=turn.done,
+                                total=schedule.share(turn.total, place.parts, out.place)[1])
     slot, phase = packed_pages(cfg, pages, work, own.ring, me, ids, queries, rows, state, limits,
-                               own.pace._replace(before=turn.done), slot, phase)
+                               on_pace, slot, phase)
 
     # values of their own: those of above would stay in registers over the page loop, or be spilled
     me = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))

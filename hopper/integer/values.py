@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Uint32
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.integer import multiply
-from lowbit_attn.hopper.integer.config import STEP_TILES, IntegerConfig
+from lowbit_attn.hopper.integer.config import MAX_TILES, STEP_TILES, IntegerConfig
 from lowbit_attn.hopper.register import load, numbers, softmax
 from lowbit_attn.hopper.register.config import WORD
 from lowbit_attn.hopper.register.load import Lane, Piece
@@ -16,17 +16,26 @@ QUAD_BYTES = 16  # (scale, zero-point) of four tokens
 SPAN = 32  # tokens over which a lane's four lie
 
 
-def accumulate(cfg: IntegerConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor) -> None:
-    """p: fp32 (4, token tile), elements 0 and 2: tokens g and g + 8 of the lane's row."""
+def accumulate(cfg: IntegerConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, ring: load.Ring,
+               phase: Int32, is_single) -> None:
+    """p: fp32 (4, token tile), elements 0 and 2: tokens g and g + 8 of the lane's row.
+
+    is_single: of V, only the second half of the tokens and the metadata have come; ring, phase: to wait for the rest.
+    """
     side = cfg.v
     softmax.add_sums(cfg, state, p)
     tiles = side.group // layout.TILE
     for j in range(side.groups):
         digits, down = probability_digits(cfg, piece, me, state, p, j)
         steps = [multiply.Step(side, i, pair) for i, pair in enumerate(digits)]
-        for first in range(j * tiles, (j + 1) * tiles, multiply.MAX_TILES):
-            row_tiles = range(first, min(first + multiply.MAX_TILES, (j + 1) * tiles))
-            found = multiply.sums(cfg, piece, me, steps, row_tiles, False)
+        middle = len(steps) // 2 if cfg.has_halves else 0
+        for first in range(j * tiles, (j + 1) * tiles, MAX_TILES):
+            row_tiles = range(first, min(first + MAX_TILES, (j + 1) * tiles))
+            acc = multiply.begin(row_tiles, False)
+            multiply.add(cfg, acc, piece, me, steps[middle:], row_tiles, False)
+            load.wait_half(cfg, ring, piece.slot, phase, is_single)
+            multiply.add(cfg, acc, piece, me, steps[:middle], row_tiles, False)
+            found = multiply.found_in(acc, False)
             for rt, pair in zip(row_tiles, found):
                 for row8, value in enumerate(pair):
                     at = 2 * row8, rt

@@ -78,6 +78,11 @@ class SidePlan:
         """N = 2^bits - 1, the largest code."""
         return (1 << self.bits) - 1
 
+    @property
+    def middle(self) -> int:
+        """Bytes of the part's codes before those of the second half of the column tiles."""
+        return layout.word_offset(self.words_of(self.col_tiles // 2 * self.row_tiles), 0)
+
     def words_of(self, tiles: int) -> int:
         """Words a lane that hold this many consecutive row tiles."""
         return layout.words_per_lane(tiles * layout.TILE, layout.TILE, self.bits)
@@ -163,6 +168,16 @@ class RegisterConfig:
     def has_clusters(self) -> bool:
         """Whether its splits may be a cluster: above WIDE_HEAD_DIM their sums would take a warp's shared memory."""
         return self.head_dim <= WIDE_HEAD_DIM and self.ctas_per_sm == 1 and not self.own_queries
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether V of a warp's one page comes in two halves (load.is_single)."""
+        return False
+
+    @property
+    def warp_barriers(self) -> int:
+        """Of a warp's ring: one a slot, a unit's beside packed K, and half of V's."""
+        return self.slots + 1 + self.has_halves
 
     @property
     def has_softcap(self) -> bool:
@@ -324,7 +339,7 @@ class RegisterConfig:
             **channels,
             **inbox,
             "pace": layout.RECORD_ALIGN,
-            "barriers": layout.align_record(8 * (self.warps * (self.slots + 1) + 1)),
+            "barriers": layout.align_record(8 * (self.warps * self.warp_barriers + 1)),
         }
 
     @property

@@ -116,8 +116,7 @@ class RegisterSm90:
                            Int64(rows.head_idx) * Int64(head_stride))
         ids = load.page_ids(cfg, pages, Int32(0), me.lane)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
-        bars = smem.bars.data_ptr() + me.warp * (cfg.slots + 1)
-        ring = load.Ring(smem.buffer.data_ptr(), bars, bars + cfg.slots)
+        ring = load.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
         with cute.arch.elect_one():
             load.init(cfg, ring)
         cute.arch.mbarrier_init_fence()
@@ -137,7 +136,7 @@ class RegisterSm90:
         outputs = combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), block[2])
         inbox = None
         if cutlass.const_expr(cfg.has_clusters):
-            inbox = cluster.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * (cfg.slots + 1))
+            inbox = cluster.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * cfg.warp_barriers)
             cluster.begin(cfg, inbox, outputs, rows)
         if ~cluster.meet(cfg, partials):
             combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
@@ -150,7 +149,8 @@ class RegisterSm90:
         cute.arch.sync_threads()
         if cluster.meet(cfg, partials):
             cute.arch.cluster_wait()  # all splits' inboxes are there; the first pages are still on their way
-        if pages.count < FEW_PAGES:  # V behind all warps' first K: S is formed while it comes
+        # V behind all warps' first K: S is formed while it comes
+        if (pages.count < FEW_PAGES) & ~load.is_single(cfg, pages):
             load.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
         if cutlass.const_expr(not cfg.is_integer):
@@ -234,11 +234,11 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         if cutlass.const_expr(cfg.is_integer):  # P and what it changes hide behind V's way; the other path's need V
             softmax.rescale(cfg, state, softmax.exponentiate(cfg, found, state), state.exponent[0])
         ids = load.wait(cfg, 1, pages, ring, me, page, slot, phase, ids, is_early)
-        come = pace.count_page(on_pace, me, page, pages.count)
+        come = pace.count_page(cfg, on_pace, me, page, pages.count)
         piece = load.Piece(ring.buffer, me.warp, slot)
         # O += P V
         if cutlass.const_expr(cfg.is_integer):
-            integer_values.accumulate(cfg, piece, me, state, found.acc)
+            integer_values.accumulate(cfg, piece, me, state, found.acc, ring, phase, load.is_single(cfg, pages))
         else:
             exponent = values.page_exponent(cfg, piece, me, state)  # hides behind the softmax
             softmax.rescale(cfg, state, softmax.exponentiate(cfg, found, state), exponent)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
@@ -52,11 +52,13 @@ class Pages(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared memory of this warp: ``slots`` record parts and their full barriers, then one of third.py's units."""
+    """Shared memory of this warp: ``slots`` record parts and their full barriers, then one of third.py's units and one
+    of a half of V."""
 
     buffer: cute.Pointer  # of the CTA, uint32
     full: cute.Pointer  # of this warp
     unit_full: cute.Pointer
+    half_full: cute.Pointer
 
 
 class Piece(NamedTuple):
@@ -67,11 +69,16 @@ class Piece(NamedTuple):
     slot: Int32
 
 
+def ring_of(cfg: RegisterConfig, buffer: cute.Pointer, barriers: cute.Pointer, warp: Int32) -> Ring:
+    """buffer, barriers: of the CTA."""
+    own = barriers + warp * cfg.warp_barriers
+    return Ring(buffer, own, own + cfg.slots, own + cfg.slots + 1)
+
+
 def init(cfg: RegisterConfig, ring: Ring) -> None:
     """By one lane of the warp."""
-    for slot in range(cfg.slots):
-        cute.arch.mbarrier_init(ring.full + slot, 1)
-    cute.arch.mbarrier_init(ring.unit_full, 1)
+    for i in range(cfg.warp_barriers):
+        cute.arch.mbarrier_init(ring.full + i, 1)
 
 
 def part_of(piece: int) -> tuple[int, int]:
@@ -105,16 +112,36 @@ def prefetch(tensor: cute.Tensor, first: Int32, count: Int32, thread: Int32):
 def issue(cfg: cutlass.Constexpr[RegisterConfig], side: cutlass.Constexpr[SidePlan], pages: Pages, ring: Ring,
           warp: Int32, slot: Int32, page_id: Int32, more_bytes: cutlass.Constexpr[int] = 0):
     """Start one bulk copy: a part of a page's record into a slot. more_bytes: what else the barrier shall wait for."""
+    copy(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot, range(side.part_bytes), more_bytes)
+
+
+def is_single(cfg: RegisterConfig, pages: Pages):
+    """Whether the warp has one page. Its V is asked for when K has come, so that K of all SMs comes first, and comes in
+    two halves, so that half of its arithmetic hides behind the other's way."""
+    return pages.count == 1 if cfg.has_halves else Boolean(False)
+
+
+@cute.jit
+def issue_halves(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Ring, me: Lane, ids: Int32):
+    """``issue`` of the one page's V: the second half of its tokens with the metadata, then the first."""
+    page_id, middle = cute.arch.shuffle_sync(ids, 0), cfg.v.middle
+    for full, part in ((ring.half_full, range(middle, cfg.v.part_bytes)), (ring.full + 1, range(middle))):
+        copy(cfg, cfg.v, pages, ring, me.warp, Int32(1), page_id, full, part)
+
+
+def copy(cfg: RegisterConfig, side: SidePlan, pages: Pages, ring: Ring, warp: Int32, slot: Int32, page_id: Int32,
+         full: cute.Pointer, part: range, more_bytes: int = 0) -> None:
+    """Start a bulk copy of some bytes of a part, and tell barrier ``full`` what to wait for."""
     units = Int64(page_id) * Int64(pages.page_stride) + pages.head_units
-    source = cute.make_ptr(Uint32, pages.pool.iterator.toint() + units * UNIT_BYTES + side.part_offset,
+    source = cute.make_ptr(Uint32, pages.pool.iterator.toint() + units * UNIT_BYTES + side.part_offset + part.start,
                            cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
-    words = side.part_bytes // WORD
-    slots = cute.make_tensor(ring.buffer, cute.make_layout(
+    words = len(part) // WORD
+    slots = cute.make_tensor(ring.buffer + part.start // WORD, cute.make_layout(
         (words, cfg.slots, cfg.warps), stride=(1, cfg.slot_bytes // WORD, cfg.warp_bytes // WORD)))
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, side.part_bytes + more_bytes)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, len(part) + more_bytes)
         cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32),
-                  cute.make_tensor(source, cute.make_layout(words)), slots[None, slot, warp], mbar_ptr=ring.full + slot)
+                  cute.make_tensor(source, cute.make_layout(words)), slots[None, slot, warp], mbar_ptr=full)
 
 
 @cute.jit
@@ -167,11 +194,26 @@ def refill_early(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Const
 @cute.jit
 def wait(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring, me: Lane,
          page: Int32, slot: Int32, phase: Int32, ids: Int32, is_early) -> Int32:
-    """Wait for piece (page, side_idx) in ``slot``, and refill the slot before if not done early. Returns the ids."""
-    cute.arch.mbarrier_wait(ring.full + slot, phase)
+    """Wait for piece (page, side_idx) in ``slot``, or half of it, and refill the slot before if not done early. Returns
+    the ids."""
+    if cutlass.const_expr(side_idx == 0):
+        cute.arch.mbarrier_wait(ring.full + slot, phase)
+        if is_single(cfg, pages):
+            issue_halves(cfg, pages, ring, me, ids)
+    elif is_single(cfg, pages):
+        cute.arch.mbarrier_wait(ring.half_full, 0)
+    else:
+        cute.arch.mbarrier_wait(ring.full + slot, phase)
     if ~is_early:
         ids = refill(cfg, side_idx, pages, ring, me, page, slot, ids)
     return ids
+
+
+@cute.jit
+def wait_half(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, slot: Int32, phase: Int32, is_single):
+    """Wait for the other half of V."""
+    if is_single:
+        cute.arch.mbarrier_wait(ring.full + slot, phase)
 
 
 def advance(cfg: RegisterConfig, slot: Int32, phase: Int32) -> tuple[Int32, Int32]:

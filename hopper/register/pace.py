@@ -4,7 +4,8 @@ the others.
 Each warp has pages of its own, and its copies come after those that all other warps have asked for. Some fall behind by
 chance, and at the end the whole call waits for them while memory has nothing to do. So the pages that have come are
 counted, of CTAs here and there on the GPU together: a warp that is behind the mean has a piece more under way, one that
-is far ahead leaves memory to the others. What is added up in which order stays the same: only the time of copies
+is far ahead leaves memory to the others. On Stream-K's schedule the mean is that of each warp's part of its CTA's
+positions, since some runs are one longer. What is added up in which order stays the same: only the time of copies
 changes.
 """
 
@@ -33,7 +34,8 @@ class Pace(NamedTuple):
 
     come: cute.Pointer | None  # int32, of all warps: in global memory it goes on from call to call
     base: cute.Pointer | None  # shared memory, int32: what it was before
-    warps: Int32 | int  # that take pages
+    own: Int32 | int  # this warp's part of ``total``: of the warps that count together, or of their pages
+    total: Int32 | int
     before: Int32 | int = 0  # of this warp, before the pages at hand
 
     @property
@@ -57,8 +59,15 @@ class Pace(NamedTuple):
 
 def rule_of(cfg: RegisterConfig) -> Rule:
     """Found by trying (perf/NOTES.md)."""
+    if cfg.own_queries:
+        return Rule(8, 4)
     is_few = cfg.page_warps < cfg.warps
     return Rule(16, 4, 800) if is_few and not cfg.is_integer else Rule()
+
+
+def is_long(cfg: RegisterConfig, pages: Int32):
+    """Whether a warp with so many pages compares itself; on Stream-K's schedule they are only a part of its run."""
+    return (pages > 1) if cfg.own_queries else (pages >= FEW_PAGES)
 
 
 def is_alone(cfg: RegisterConfig) -> bool:
@@ -73,12 +82,12 @@ def make(cfg: RegisterConfig, partials: cute.Tensor) -> Pace:
     Or the CTA counts alone, and has its words later.
     """
     if is_alone(cfg):
-        return Pace(None, None, cfg.page_warps)
+        return Pace(None, None, 1, cfg.page_warps)
     (x, y, z), (blocks, batch, splits) = cute.arch.block_idx(), cute.arch.grid_dim()
     group = (x + blocks * (y + batch * z)) % PACE_GROUPS
     ctas = (blocks * batch * splits - group + PACE_GROUPS - 1) // PACE_GROUPS
     come = cute.recast_ptr(partials.iterator, dtype=Int32) - LINE_WORDS * (group + 1)
-    return Pace(come, None, ctas * cfg.page_warps)
+    return Pace(come, None, 1, ctas * cfg.page_warps)
 
 
 @cute.jit
@@ -92,11 +101,11 @@ def ask(pace: Pace) -> Int32:
 
 
 @cute.jit
-def count_page(pace: Pace, me: Lane, page: Int32, pages: Int32) -> Int32:
+def count_page(cfg: cutlass.Constexpr[RegisterConfig], pace: Pace, me: Lane, page: Int32, pages: Int32) -> Int32:
     """Page ``page`` of ``pages`` has come; lane 0 gets what ``look`` wants, which takes a while."""
     come = Int32(0)
     if me.lane == 0:
-        if (page + 1 < pages) & (pages >= FEW_PAGES):
+        if (page + 1 < pages) & is_long(cfg, pages):
             come = pace.count(1)
         else:
             pace.count(1)  # none waits for it
@@ -105,13 +114,13 @@ def count_page(pace: Pace, me: Lane, page: Int32, pages: Int32) -> Int32:
 
 @cute.jit
 def look(cfg: cutlass.Constexpr[RegisterConfig], pace: Pace, page: Int32, pages: Int32, come: Int32):
-    """Before page ``page`` of ``pages``: whether this warp is clearly behind the mean; ahead of it, wait.
+    """Before page ``page`` of ``pages``: whether this warp is clearly behind the others; ahead of them, wait.
 
     come: of ``count_page``, at the page before.
     """
-    rule, knows = rule_of(cfg), (page > 0) & (pages >= FEW_PAGES)
+    rule, knows = rule_of(cfg), (page > 0) & is_long(cfg, pages)
     base = cute.make_tensor(pace.base, cute.make_layout(1))[0]
-    lag = cute.arch.shuffle_sync(come, 0) - base - (pace.before + page) * pace.warps
-    if knows & (lag < -(pace.warps // rule.ahead)):
+    lag = (cute.arch.shuffle_sync(come, 0) - base) * pace.own - (pace.before + page) * pace.total
+    if knows & (lag < -(pace.total // rule.ahead)):
         nvvm.nanosleep(Int32(rule.wait_ns).ir_value())
-    return knows & (lag > pace.warps // rule.behind)
+    return knows & (lag > pace.total // rule.behind)
