@@ -19,6 +19,7 @@ from lowbit_attn.formats.kitty import Boosted
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import PATHS, decode  # noqa: E402
+from lowbit_attn.hopper.integer import config as integer_config  # noqa: E402
 from lowbit_attn.hopper.register import boost, config, counts, load, query  # noqa: E402
 
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16",
@@ -120,6 +121,18 @@ def test_lanes_rebuild_both_sides(name, head_dim):
             codes = codes.T if side.is_transposed else codes  # [tokens, channels]
             scale, zero = (token_metadata if side.is_per_token else channel_metadata)(side, part)
             assert np.array_equal(codes * scale + zero, want[0].numpy())
+
+
+@pytest.mark.parametrize("name, head_dim", served(("k4v4", "k2v2", "k8v1", "kitty", "k4v2-bf16"), (64, 96, 128)))
+def test_halves_of_v_are_halves_of_its_tokens(name, head_dim):
+    """Bytes before ``middle`` hold the codes of the first 64 tokens and nothing of the others."""
+    cfg = integer_config.make_config(FORMATS[name], head_dim, "float16")
+    side, (part, other) = cfg.v, torch.randint(0, 256, (2, cfg.v.part_bytes), dtype=torch.uint8).numpy()
+    assert cfg.has_halves and side.middle % 16 == 0
+    mixed = np.concatenate([part[: side.middle], other[side.middle :]])
+    codes, first, second = (rebuilt_codes(side, x, side.row_tiles) for x in (mixed, part, other))
+    assert np.array_equal(codes[:, :64], first[:, :64]) and np.array_equal(codes[:, 64:], second[:, 64:])
+    assert not integer_config.make_config(FORMATS[name], head_dim, "float16", path="stream").has_halves
 
 
 def boosted_page(name: str, head_dim: int):
