@@ -75,7 +75,7 @@ def test_lanes_read_the_codes_of_their_rows_group_by_group(name, head_dim):
     boosted = [(cfg.boost.high, k_part)] if cfg.boost else []
     for side, part in [(cfg.k, k_part), (cfg.v, v_part), *boosted]:
         want = unpacked(side, part)
-        tiles = min(side.group // layout.TILE, multiply.MAX_TILES)
+        tiles = min(side.group // layout.TILE, config.MAX_TILES)
         for col_tile, first in itertools.product(range(side.col_tiles), range(0, side.row_tiles, tiles)):
             row_tiles = range(first, min(first + tiles, side.row_tiles))
             words = lane_words(side, part, col_tile, row_tiles)
@@ -294,4 +294,4 @@ def test_predicted_instructions_of_boosted_pages():
 def test_large_pages_leave_warps_to_16_bit_units(name, head_dim, path, warps, page_warps):
     cfg = config.make_config(FORMATS[name], head_dim, "float16", path=path)
     assert (cfg.warps, cfg.page_warps) == (warps, page_warps)
-    assert (cfg.pages_apart, cfg.units_apart) == ((1, 1) if path == "stream" else (page_warps, warps))
+    assert cfg.pages_apart == (1 if path == "stream" else page_warps)

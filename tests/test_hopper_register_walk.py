@@ -18,9 +18,9 @@ def value(x) -> int:
     return int(getattr(x, "value", x))
 
 
-def third_units(w: walk.Walk, warps: int) -> list[tuple[int, int]]:
+def third_units(w: walk.Walk, takers: int) -> list[tuple[int, int]]:
     """(page, row tile) of a warp's units of the third segment."""
-    places = [third.unit_place(i) for i in range(w.first_third, w.num_third, warps)]
+    places = [third.unit_place(i) for i in range(w.first_third, w.num_third, takers)]
     return [(w.third_page + page, tile) for page, tile in places]
 
 
@@ -31,18 +31,18 @@ def third_units(w: walk.Walk, warps: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("num_splits, warps, page_warps", [(1, 8, 8), (2, 7, 7), (3, 4, 4), (7, 12, 8), (40, 8, 8),
                                                            (2, 12, 8), (1, 3, 2)])
 def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_splits, warps, page_warps):
-    visited, dealt = [], {}
+    visited, dealt, pages, takers = [], {}, [], warps * num_splits
     n_qv = max(0, n_qk - third_pages * layout.PAGE_TOKENS)
     for split, warp in itertools.product(range(num_splits), range(warps)):
         w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, 1, None, split, num_splits, warp, warps,
                       page_warps)
         w = walk.Walk(*(value(x) for x in w))
         visited += [("page", w.first_page + i * page_warps) for i in range(w.num_pages)]
-        units = third_units(w, warps)
-        assert not units or split == num_splits - 1
+        pages.append(w.num_pages)
+        units = third_units(w, takers)
         visited += [("third", *unit) for unit in units]
-        dealt[split, warp] = len(units) + len(range(w.first_unit, w.num_units, warps))
-        for i in range(w.first_unit, w.num_units, warps):
+        dealt[split, warp] = len(units) + len(range(w.first_unit, w.num_units, takers))
+        for i in range(w.first_unit, w.num_units, takers):
             start, live, is_sink, _ = (value(x) for x in walk.unit(w, i, 1))
             assert 1 <= live <= config.UNIT_TOKENS and start % config.UNIT_TOKENS == 0
             visited += [("sink" if is_sink else "residual", start + j) for j in range(live)]
@@ -52,8 +52,10 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
     want += [("third", i, tile) for i in range(packed_v, n_qk // layout.PAGE_TOKENS) for tile in range(8)]
     want += [("sink", i) for i in range(n_sink)] + [("residual", i) for i in range(residual)]
     assert sorted(visited) == sorted(want)
-    last = [dealt[num_splits - 1, warp] for warp in range(warps)]
-    assert sorted(last) == last and last[-1] - last[0] <= 1, "not shared out evenly, late warps first"
+    of_splits = [sum(pages[first : first + warps]) for first in range(0, len(pages), warps)]
+    assert max(of_splits) - min(of_splits) <= 1
+    counts = [dealt[split, warp] for warp in range(warps) for split in reversed(range(num_splits))]
+    assert sorted(counts) == counts and counts[-1] - counts[0] <= 1, "not shared out evenly, late warps first"
 
 
 @pytest.mark.usefixtures("numpy_walk")
@@ -74,9 +76,8 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
             w = walk.Walk(*(value(x) for x in w))
             assert w.first_seen == lowest - n_sink
             packed = [w.first_page + i * warps for i in range(w.num_pages)]
-            units = third_units(w, warps)
+            units = third_units(w, warps * num_splits)
             assert all(p < packed_v for p in packed) and all(p >= packed_v for p, _ in units)
-            assert not units or split == num_splits - 1
             visited += [(p, tile) for p in packed for tile in range(8)] + units
         assert sorted(visited) == [(p, tile) for p in want for tile in range(8)]
 
@@ -88,12 +89,12 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
 def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_window):
     features = () if window is None else ("window",)
     cfg = config.make_config(FORMATS["k4v4"], 128, "float16", 8, features=features)
-    limits, n_tok, warps = masks.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4
+    limits, n_tok, warps, splits = masks.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4, 2
     seen = {j: [] for j in range(q_len)}
-    for warp in range(warps):
-        w = walk.plan(n_sink, n_qk, n_qk, n_tok, q_len, window, 1, 2, warp, warps, warps)
+    for split, warp in itertools.product(range(splits), range(warps)):
+        w = walk.plan(n_sink, n_qk, n_qk, n_tok, q_len, window, split, splits, warp, warps, warps)
         w = walk.Walk(*(value(x) for x in w))
-        for i in range(w.first_unit, w.num_units, warps):
+        for i in range(w.first_unit, w.num_units, warps * splits):
             unit = walk.Unit(*(value(x) for x in walk.unit(w, i, q_len)))
             start = unit.start + (0 if unit.is_sink else n_sink + n_qk)
             for j, token in itertools.product(range(q_len), range(config.UNIT_TOKENS)):

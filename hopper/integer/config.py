@@ -75,10 +75,6 @@ class StreamConfig(IntegerConfig):
         return 1
 
     @property
-    def units_apart(self) -> int:
-        return 1
-
-    @property
     def reuse_bytes(self) -> int:
         return max(self.unit_bytes, self.third_bytes)
 

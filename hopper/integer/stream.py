@@ -144,8 +144,8 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     if cutlass.const_expr(cfg.third_segment):
         pages = pages._replace(first=first_entry(call, rows) + work.third_page)
         turn = turn._replace(unit_phase=third.run(cfg, pages, work, source, own.ring, me, queries, rows, state, limits,
-                                                  turn.unit_phase))
-    plain.run(cfg, work, source, own.ring, me, call.q, rows, state, place.scale_log2, limits)
+                                                  turn.unit_phase, 1))
+    plain.run(cfg, work, source, own.ring, me, call.q, rows, state, place.scale_log2, limits, 1)
     return finish(cfg, call, place, own, me, rows, turn, work.num_pages, state, out), slot, phase
 
 

@@ -253,11 +253,6 @@ class RegisterConfig:
         return self.page_warps
 
     @property
-    def units_apart(self) -> int:
-        """The same of 16-bit units."""
-        return self.warps
-
-    @property
     def threads(self) -> int:
         return self.warps * WARP
 

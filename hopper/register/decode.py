@@ -162,11 +162,11 @@ class RegisterSm90:
             me = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
         cute.arch.sync_warp()
         rows, work = plans.recall(rows)
-        source = plain_of(cfg, call, rows)
+        source, takers = plain_of(cfg, call, rows), cfg.warps * partials.shape[1]
         if cutlass.const_expr(cfg.third_segment):
             pages = pages._replace(first=first_entry(call, rows) + work.third_page)
-            third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0))
-        plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits)
+            third.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), takers)
+        plain.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, takers)
         merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(
             partials, out, lse, sink_logits, combine.place_of(block), block[2]))
 

@@ -20,14 +20,14 @@ CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: Ring, me: Lane, q: cute.Tensor,
-        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits):
-    """Units first_unit, first_unit + warps, ... of the CTA, one at a time through the warp's ring."""
+        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, takers: Int32 | int):
+    """Units first_unit, first_unit + takers, ..., one at a time through the warp's ring."""
     if walk.first_unit < walk.num_units:
         element = numbers.ELEMENT[cfg.dtype]
         operand, operand_words = numbers.fragments(cfg.k.col_tiles * cfg.col_blocks, element)
         operand_words.store(query.load(cfg, q, rows, me).load())
         queries = masks.queries_of(cfg, rows, me)
-        for i in cutlass.range(walk.first_unit, walk.num_units, cfg.units_apart, unroll=1):
+        for i in cutlass.range(walk.first_unit, walk.num_units, takers, unroll=1):
             now = unit(walk, i, rows.q_len)
             load.load_unit(cfg, plain, walk, now, ring, me)
             cute.arch.cp_async_wait_group(0)

@@ -1,6 +1,6 @@
 """Units of 16 tokens whose K is packed while their V is still in 16 bit, on O in true scale, one at a time.
 
-A page is shared out over the CTA's warps, tile by tile. Every warp that takes a tile copies the whole K part, for the
+A page is shared out over the warps, tile by tile. Every warp that takes a tile copies the whole K part, for the
 metadata, and 16 rows of V into its ring, which no packed page uses any more; the page's own part of V is never read.
 """
 
@@ -21,12 +21,13 @@ from lowbit_attn.hopper.walk import Rows
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, work: Walk, source: Plain, ring: Ring, me: Lane,
-        queries: query.Query, rows: Rows, state: State, limits: masks.Limits, phase: Int32) -> Int32:
-    """Units first_third, first_third + warps, ...; returns the parity that ring.unit_full waits for next.
+        queries: query.Query, rows: Rows, state: State, limits: masks.Limits, phase: Int32,
+        takers: Int32 | int) -> Int32:
+    """Units first_third, first_third + takers, ...; returns the parity that ring.unit_full waits for next.
 
     pages.first: entry of page ``work.third_page``; phase: the parity that it waits for first.
     """
-    for i in cutlass.range(work.first_third, work.num_third, cfg.units_apart, unroll=1):
+    for i in cutlass.range(work.first_third, work.num_third, takers, unroll=1):
         page, tile = unit_place(Uint32(i))
         first_token = work.third_page * layout.PAGE_TOKENS + i * UNIT_TOKENS
         load_unit(cfg, pages, source, Int32(page), first_token, ring, me)

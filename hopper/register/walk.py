@@ -1,7 +1,7 @@
-"""What one warp of one CTA visits: its packed pages, then (last split only) its share of 16-bit units.
+"""What one warp of one CTA visits: its packed pages, then its share of 16-bit units.
 
 A unit has 16 tokens: of pages whose K is packed while their V is in 16 bit (third.py), then of sinks and residual
-(plain.py). The units are dealt one by one, the late warps first, which have the fewer pages.
+(plain.py). The units are dealt one by one to the warps of all splits, the late warps first, which have the fewer pages.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,6 @@ from lowbit_attn.hopper.walk import Rows, at_most
 
 THIRD_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page
 PAGE_LOG2, UNIT_LOG2 = (n.bit_length() - 1 for n in (layout.PAGE_TOKENS, UNIT_TOKENS))  # a shift is one instruction
-PAGE_COST_LOG2 = 1  # of 16-bit units that take a CTA as long as a page: few of them, each a load that nothing hides
-FREE_UNITS = 2  # that a warp without pages takes while the others are at theirs
 
 
 class Walk(NamedTuple):
@@ -25,10 +23,10 @@ class Walk(NamedTuple):
     first_page: Int32
     num_pages: Int32
     third_page: Int32  # the first page with V in 16 bit; its first unit is unit 0 of the third segment
-    first_third: Int32  # units first_third, first_third + warps, ... below num_third
-    num_third: Int32  # of the CTA
-    first_unit: Int32  # the same of sinks and residual: units first_unit, first_unit + warps, ... below num_units
-    num_units: Int32  # of the CTA: units of sinks, then of the residual
+    first_third: Int32  # units first_third, first_third + takers, ... below num_third; takers: the warps of all splits
+    num_third: Int32  # of the sequence
+    first_unit: Int32  # the same of sinks and residual: units first_unit, first_unit + takers, ... below num_units
+    num_units: Int32  # of the sequence: units of sinks, then of the residual
     sink_units: Int32
     n_sink: Int32
     n_residual: Int32
@@ -78,9 +76,8 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
     n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk. window: tokens that a query sees, itself
-    included, or None; pages that the first query does not reach are left out, and the splits share the rest, the last
-    one fewer of them, for the time that its units take. page_warps: the first warps, which take the packed pages.
-    divisor: num_splits in a form that is divided by faster.
+    included, or None; pages that the first query does not reach are left out, and the splits share the rest.
+    page_warps: the first warps, which take the packed pages. divisor: num_splits in a form that is divided by faster.
     """
     divisor = num_splits if divisor is None else divisor
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
@@ -92,17 +89,13 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
         third_start = packed_v + hidden - start
     num_third, n_residual = (packed_k - third_start) * THIRD_UNITS, n_tok - n_sink - n_qk
     sink_units, residual_units = units_of(n_sink), units_of(n_residual)
-    # the last split has all units, hence fewer pages
     pages = packed_v - start
-    units = num_third + sink_units + residual_units - FREE_UNITS * (warps - page_warps)
-    work = pages + (units * Int32(units > 0) >> PAGE_COST_LOG2)
-    first = at_most(work * split_idx // divisor, pages)
-    count = at_most(work * (split_idx + 1) // divisor, pages) - first
-    is_last = Int32(split_idx == num_splits - 1)
-    num_third, sink_units, residual_units = is_last * num_third, is_last * sink_units, is_last * residual_units
-    n_sink, n_residual = is_last * n_sink, is_last * n_residual
-    first_third = warps - 1 - warp_idx
-    first_unit = (first_third + (warps - 1) * (num_third % warps)) % warps  # num_third further on
+    first = pages * split_idx // divisor
+    count = pages * (split_idx + 1) // divisor - first
+    takers = warps * num_splits
+    first_third = (warps - 1 - warp_idx) * num_splits + split_idx
+    first_unit = first_third - num_third % takers  # the next taker's
+    first_unit = first_unit + takers * Int32(first_unit < 0)
     own = dealt(count, warp_idx, page_warps)
     if page_warps < warps:
         own = own * Int32(warp_idx < page_warps)
@@ -120,7 +113,7 @@ def units_of(tokens):
 
 
 def unit(walk: Walk, i, q_len) -> Unit:
-    """16-bit unit ``i`` of the CTA, 0 <= i < num_units; at least one token is live."""
+    """16-bit unit ``i`` of the sequence, 0 <= i < num_units; at least one token is live."""
     is_sink = Int32(i < walk.sink_units)
     start = (i - (1 - is_sink) * walk.sink_units) * UNIT_TOKENS
     left = is_sink * walk.n_sink + (1 - is_sink) * walk.n_residual - start
