@@ -12,7 +12,7 @@ a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
 
 Operands of m16n8k16: K and V^T are A, straight from masked words (raw codes, fp16 subnormals); query rows are N.
 With an IntegerConfig packed pages take the arithmetic of hopper/integer (m16n8k32 on bytes), and P, which then does not
-depend on V's scales, is formed while V comes; the rest is the same.
+depend on V's scales, is formed while V comes, in two halves where a warp has one page; the rest is the same.
 """
 
 from typing import NamedTuple
