@@ -265,7 +265,7 @@ def mbarrier(warp, suffixes, operands, active):
         if what == "init":
             barriers[int(at[lane])] = warp.cta.new_barrier(int(value[lane]))
         elif what == "arrive":
-            barriers[int(at[lane])].arrive(int(value[lane]) if "expect_tx" in suffixes else 0)
+            barriers[int(at[lane])].arrive(int(value[lane]))
         else:
             passed[lane] = barriers[int(at[lane])].phases % 2 != int(value[lane])
     return passed if what in ("try_wait", "test_wait") else None

@@ -128,7 +128,7 @@ def test_halves_of_v_are_halves_of_its_tokens(name, head_dim):
     """Bytes before ``middle`` hold the codes of the first 64 tokens and nothing of the others."""
     cfg = integer_config.make_config(FORMATS[name], head_dim, "float16")
     side, (part, other) = cfg.v, torch.randint(0, 256, (2, cfg.v.part_bytes), dtype=torch.uint8).numpy()
-    assert cfg.has_halves and side.middle % 16 == 0
+    assert cfg.has_halves and side.middle % load.UNIT_BYTES == 0
     mixed = np.concatenate([part[: side.middle], other[side.middle :]])
     codes, first, second = (rebuilt_codes(side, x, side.row_tiles) for x in (mixed, part, other))
     assert np.array_equal(codes[:, :64], first[:, :64]) and np.array_equal(codes[:, 64:], second[:, 64:])

@@ -413,7 +413,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
     free = smem_limit(kind.ctas_per_sm) - queries * (not kind.own_queries)
-    free -= layout.RECORD_ALIGN * 8  # pace, and barriers: at most 109 of 8 bytes
+    free -= layout.RECORD_ALIGN * 8  # pace, and barriers: room for 112 of 8 bytes
     options, has_third = Options.without(without), fmt.window_v > fmt.window_k
     is_plain = not (features or without)
     is_slim = is_plain and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1

@@ -52,8 +52,8 @@ class Pages(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared memory of this warp: ``slots`` record parts and their full barriers, then one of third.py's units and one
-    of a half of V."""
+    """Shared memory of this warp: ``slots`` record parts and their full barriers, then one of third.py's units and,
+    where the configuration has_halves, one of half of V."""
 
     buffer: cute.Pointer  # of the CTA, uint32
     full: cute.Pointer  # of this warp
