@@ -294,4 +294,3 @@ def test_predicted_instructions_of_boosted_pages():
 def test_large_pages_leave_warps_to_16_bit_units(name, head_dim, path, warps, page_warps):
     cfg = config.make_config(FORMATS[name], head_dim, "float16", path=path)
     assert (cfg.warps, cfg.page_warps) == (warps, page_warps)
-    assert cfg.pages_apart == (1 if path == "stream" else page_warps)

@@ -71,10 +71,6 @@ class StreamConfig(IntegerConfig):
         return self.warps
 
     @property
-    def pages_apart(self) -> int:
-        return 1
-
-    @property
     def reuse_bytes(self) -> int:
         return max(self.unit_bytes, self.third_bytes)
 

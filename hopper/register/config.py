@@ -248,11 +248,6 @@ class RegisterConfig:
         return few if has_large_pages and few < self.warps else self.warps
 
     @property
-    def pages_apart(self) -> int:
-        """How far apart a warp's pages are: dealt one by one to the CTA's warps."""
-        return self.page_warps
-
-    @property
     def threads(self) -> int:
         return self.warps * WARP
 

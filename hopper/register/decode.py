@@ -80,7 +80,7 @@ class RegisterSm90:
                  ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
                  sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
                  sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
-        splits = partials.shape[1]
+        splits, in_clusters = partials.shape[1], cluster.meet(self.cfg, partials)
         grid, ratio, row_blocks = grid_of(q, ring_k, splits, self.cfg.rows)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, splits))
         # without a third segment n_qv equals n_qk
@@ -89,8 +89,9 @@ class RegisterSm90:
                     sink_logits, softmax_scale_log2, *masks.cap_constants(softcap_log2), window, sink_window,
                     page_stride, head_stride, table_b, table_h, *divisors).launch(
             grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=self.cfg.ctas_per_sm,
-            preferred_smem_carveout=ALL_SMEM if self.cfg.ctas_per_sm > 1 else None, cooperative=splits > 1,
-            cluster=(1, 1, cutlass.select_(cluster.meet(self.cfg, partials), splits, Int32(1))))
+            preferred_smem_carveout=ALL_SMEM if self.cfg.ctas_per_sm > 1 else None,
+            cooperative=(splits > 1) & ~in_clusters,  # a cluster waits for none but its own CTAs, which run at once
+            cluster=(1, 1, cutlass.select_(in_clusters, splits, Int32(1))))
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
@@ -109,12 +110,15 @@ class RegisterSm90:
         rows = rows_of(cfg, call, block)
         on_pace = pace.make(cfg, partials)
         base = pace.ask(on_pace)
-        counts, words = ask(cfg, call, rows, sink_logits, me)
+        apart = cfg.page_warps * partials.shape[1]
+        ids, counts, words = ask(cfg, call, rows, sink_logits, me,
+                                 walk.page_place(block[2], partials.shape[1], me.warp), apart)
         work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
                          cfg.warps, cfg.page_warps, splits)
         pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
-                           Int64(rows.head_idx) * Int64(head_stride))
-        ids = load.page_ids(cfg, pages, Int32(0), me.lane)
+                           Int64(rows.head_idx) * Int64(head_stride), apart)
+        if cutlass.const_expr(cfg.has_window):
+            ids = load.page_ids(cfg, pages, Int32(0), me.lane)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         ring = load.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
         with cute.arch.elect_one():
@@ -194,15 +198,23 @@ def first_entry(call: Call, rows: Rows) -> Int32:
 
 
 @cute.jit
-def ask(cfg: cutlass.Constexpr[RegisterConfig], call: Call, rows: Rows, sink_logits: cute.Tensor,
-        me: load.Lane) -> tuple[tuple, cute.Tensor]:
-    """(counters, q words). Counters, page ids and pages are three reads in a row; all others go beside them."""
+def ask(cfg: cutlass.Constexpr[RegisterConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: load.Lane,
+        place: Int32, apart: Int32) -> tuple[Int32, tuple, cute.Tensor]:
+    """(page ids, counters, q words). Page ids and pages are two reads in a row; all others go beside them. With a
+    window, pages depend on the counters, so there are no ids yet.
+
+    place: which of the sequence's pages is the warp's first; apart: from there to its next.
+    """
     thread, entries = cute.arch.thread_idx()[0], call.table_h if call.table_h > 0 else call.table_b
-    load.prefetch(call.table, first_entry(call, rows), entries, thread)
-    cute.arch.sync_warp()  # else ptxas asks for the table when the counters are there
-    counts = tuple(x[rows.batch_idx] for x in call.counters)
+    ids, first = Int32(0), first_entry(call, rows)
+    if cutlass.const_expr(not cfg.has_window):
+        ids = load.early_ids(call.table, first, entries, place, apart, me.lane)
+        entries = entries * Int32(entries > WARP * apart)  # others are asked for later
+    words = (integer_scores.ask if cfg.is_integer else query.load)(cfg, call.q, rows, me)
+    load.prefetch(call.table, first, entries, thread)
     load.prefetch(sink_logits, rows.head_idx * rows.ratio * Int32(sink_logits.shape[0] > 1), 1, thread)
-    return counts, (integer_scores.ask if cfg.is_integer else query.load)(cfg, call.q, rows, me)
+    cute.arch.sync_warp()  # else ptxas asks for all this when the counters are there
+    return ids, tuple(x[rows.batch_idx] for x in call.counters), words
 
 
 def plain_of(cfg: RegisterConfig, call: Call, rows: Rows) -> load.Plain:
@@ -226,7 +238,7 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         # S = K Q^T
         found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries)
         slot, phase = load.advance(cfg, slot, phase)
-        found = masks.of_page(cfg, found, work.first_page + page * cfg.pages_apart, work, rows, limits, me)
+        found = masks.of_page(cfg, found, work.first_page + page * pages.apart, work, rows, limits, me)
         is_early = behind
         if cutlass.const_expr(cfg.is_integer):
             is_early = behind | load.has_come(ring, slot, phase)

@@ -49,6 +49,7 @@ class Pages(NamedTuple):
     count: Int32
     page_stride: Int32
     head_units: Int64  # head_idx * head_stride
+    apart: Int32 | int = 1  # entries from a page of the warp to its next
 
 
 class Ring(NamedTuple):
@@ -92,7 +93,18 @@ def page_ids(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, start: Int32,
     found = Int32(0)
     at = start + Int32(lane)
     if at < pages.count:
-        found = pages.table[pages.first + at * cfg.pages_apart]
+        found = pages.table[pages.first + at * pages.apart]
+    return found
+
+
+@cute.jit
+def early_ids(table: cute.Tensor, first: Int32, entries: Int32, place: Int32, apart: Int32, lane: Uint32) -> Int32:
+    """The same of the warp's first 32 pages before their number is known: of the ``entries`` from ``first`` on, those
+    from ``place`` on; what stands behind the last page is not used."""
+    found = Int32(0)
+    at = place + Int32(lane) * apart
+    if at < entries:
+        found = table[first + at]
     return found
 
 

@@ -18,7 +18,8 @@ PAGE_LOG2, UNIT_LOG2 = (n.bit_length() - 1 for n in (layout.PAGE_TOKENS, UNIT_TO
 
 
 class Walk(NamedTuple):
-    """Run-time counts of one warp, Int32. Its pages are first_page, first_page + page warps, ... of the sequence."""
+    """Run-time counts of one warp, Int32. Its pages are first_page, first_page + apart, ... of the sequence (``plan``;
+    on Stream-K's schedule one after the other)."""
 
     first_page: Int32
     num_pages: Int32
@@ -76,8 +77,10 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
     n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk. window: tokens that a query sees, itself
-    included, or None; pages that the first query does not reach are left out, and the splits share the rest.
-    page_warps: the first warps, which take the packed pages. divisor: num_splits in a form that is divided by faster.
+    included, or None; pages that the first query does not reach are left out, and the splits share the rest. Pages are
+    dealt one by one, to the first warps of all splits, then to their second warps, ...: which page a warp has first
+    does not depend on the length. page_warps: the first warps of a split, which take the packed pages. divisor:
+    num_splits in a form that is divided by faster.
     """
     divisor = num_splits if divisor is None else divisor
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
@@ -89,23 +92,21 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
         third_start = packed_v + hidden - start
     num_third, n_residual = (packed_k - third_start) * THIRD_UNITS, n_tok - n_sink - n_qk
     sink_units, residual_units = units_of(n_sink), units_of(n_residual)
-    pages = packed_v - start
-    first = pages * split_idx // divisor
-    count = pages * (split_idx + 1) // divisor - first
     takers = warps * num_splits
     first_third = (warps - 1 - warp_idx) * num_splits + split_idx
     first_unit = first_third - num_third % takers  # the next taker's
     first_unit = first_unit + takers * Int32(first_unit < 0)
-    own = dealt(count, warp_idx, page_warps)
+    place = page_place(split_idx, num_splits, warp_idx)
+    own = (packed_v - start + page_warps * num_splits - 1 - place) // divisor // page_warps
     if page_warps < warps:
         own = own * Int32(warp_idx < page_warps)
-    return Walk(start + first + warp_idx, own, third_start, first_third, num_third,
+    return Walk(start + place, own, third_start, first_third, num_third,
                 first_unit, sink_units + residual_units, sink_units, n_sink, n_residual, n_qk, first_seen)
 
 
-def dealt(count, warp_idx, warps: int):
-    """How many of ``count`` things warp ``warp_idx`` gets, dealt one by one."""
-    return (count + warps - 1 - warp_idx) // warps
+def page_place(split_idx, num_splits, warp_idx):
+    """Number of a warp among those that take pages, of all splits."""
+    return warp_idx * num_splits + split_idx
 
 
 def units_of(tokens):
