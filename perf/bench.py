@@ -9,6 +9,7 @@ import os
 from itertools import product
 from typing import Annotated
 
+import torch
 import typer
 from provenance import append_result, provenance
 from rich.console import Console
@@ -66,6 +67,8 @@ def main(
     table = Table("case", "arch", "path", "us", "x read", "read us", "GB/s", "fp16 us", "x fp16", "void")
     for case, name in product(PRESETS[preset], arch):
         os.environ["LOWBIT_ATTN_ARCH"] = name
+        cache = q = None
+        torch.cuda.empty_cache()  # a case has memory of its own, as a server's cache has, not pieces of the last one's
         cache = make_cache(case)
         q = query_of(case, cache)
         picked = [dispatch.kernel_of(q, cache, p)[0] for p in path or [None]]
