@@ -37,7 +37,9 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
         w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, 1, None, split, num_splits, warp, warps,
                       page_warps)
         w = walk.Walk(*(value(x) for x in w))
-        visited += [("page", w.first_page + i * page_warps * num_splits) for i in range(w.num_pages)]
+        apart = walk.pages_apart(num_splits, page_warps)
+        assert apart == page_warps * num_splits
+        visited += [("page", w.first_page + i * apart) for i in range(w.num_pages)]
         assert w.first_page == walk.page_place(split, num_splits, warp), "the kernel asks for its id at once"
         pages.append(w.num_pages)
         units = third_units(w, takers)
@@ -76,7 +78,7 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
                           warps, warps)
             w = walk.Walk(*(value(x) for x in w))
             assert w.first_seen == lowest - n_sink
-            packed = [w.first_page + i * warps * num_splits for i in range(w.num_pages)]
+            packed = [w.first_page + i * walk.pages_apart(num_splits, warps) for i in range(w.num_pages)]
             units = third_units(w, warps * num_splits)
             assert all(p < packed_v for p in packed) and all(p >= packed_v for p, _ in units)
             visited += [(p, tile) for p in packed for tile in range(8)] + units

@@ -110,7 +110,7 @@ class RegisterSm90:
         rows = rows_of(cfg, call, block)
         on_pace = pace.make(cfg, partials)
         base = pace.ask(on_pace)
-        apart = cfg.page_warps * partials.shape[1]
+        apart = walk.pages_apart(partials.shape[1], cfg.page_warps)
         ids, counts, words = ask(cfg, call, rows, sink_logits, me,
                                  walk.page_place(block[2], partials.shape[1], me.warp), apart)
         work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
@@ -118,7 +118,7 @@ class RegisterSm90:
         pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
                            Int64(rows.head_idx) * Int64(head_stride), apart)
         if cutlass.const_expr(cfg.has_window):
-            ids = load.page_ids(cfg, pages, Int32(0), me.lane)
+            ids = load.page_ids(pages, Int32(0), me.lane)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         ring = load.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
         with cute.arch.elect_one():

@@ -49,7 +49,7 @@ class Pages(NamedTuple):
     count: Int32
     page_stride: Int32
     head_units: Int64  # head_idx * head_stride
-    apart: Int32 | int = 1  # entries from a page of the warp to its next
+    apart: Int32 | int  # entries from a page of the warp to its next
 
 
 class Ring(NamedTuple):
@@ -88,7 +88,7 @@ def part_of(piece: int) -> tuple[int, int]:
 
 
 @cute.jit
-def page_ids(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, start: Int32, lane: Uint32) -> Int32:
+def page_ids(pages: Pages, start: Int32, lane: Uint32) -> Int32:
     """Each lane looks up one of the 32 page ids from page ``start`` of the warp on."""
     found = Int32(0)
     at = start + Int32(lane)
@@ -182,7 +182,7 @@ def refill(cfg: cutlass.Constexpr[RegisterConfig], side_idx: cutlass.Constexpr[i
     if is_new:
         if cutlass.const_expr(side == 0):
             if later % WARP == 0:
-                ids = page_ids(cfg, pages, later, me.lane)
+                ids = page_ids(pages, later, me.lane)
         last = slot - 1 + cfg.slots * Int32(slot == 0)
         issue(cfg, cfg.v if cutlass.const_expr(side) else cfg.k, pages, ring, me.warp, last,
               cute.arch.shuffle_sync(ids, later % WARP))

@@ -18,8 +18,8 @@ PAGE_LOG2, UNIT_LOG2 = (n.bit_length() - 1 for n in (layout.PAGE_TOKENS, UNIT_TO
 
 
 class Walk(NamedTuple):
-    """Run-time counts of one warp, Int32. Its pages are first_page, first_page + apart, ... of the sequence (``plan``;
-    on Stream-K's schedule one after the other)."""
+    """Run-time counts of one warp, Int32. Its pages are first_page, first_page + apart, ... of the sequence
+    (``pages_apart``; on Stream-K's schedule one after the other)."""
 
     first_page: Int32
     num_pages: Int32
@@ -97,7 +97,7 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     first_unit = first_third - num_third % takers  # the next taker's
     first_unit = first_unit + takers * Int32(first_unit < 0)
     place = page_place(split_idx, num_splits, warp_idx)
-    own = (packed_v - start + page_warps * num_splits - 1 - place) // divisor // page_warps
+    own = (packed_v - start + pages_apart(num_splits, page_warps) - 1 - place) // divisor // page_warps
     if page_warps < warps:
         own = own * Int32(warp_idx < page_warps)
     return Walk(start + place, own, third_start, first_third, num_third,
@@ -107,6 +107,11 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
 def page_place(split_idx, num_splits, warp_idx):
     """Number of a warp among those that take pages, of all splits."""
     return warp_idx * num_splits + split_idx
+
+
+def pages_apart(num_splits, page_warps: int):
+    """From a warp's page to its next: as many warps take pages, of all splits."""
+    return page_warps * num_splits
 
 
 def units_of(tokens):
