@@ -17,8 +17,8 @@ LINE_WORDS = 32  # of L2
 CLUSTERS = (2, 4, 8)  # splits of a block that may be a cluster, if as many clusters as blocks surely fit on the GPU
 GPCS = 8  # parts of a GPU that clusters do not cross, at most
 CLUSTER_WORDS = 4  # of scratch, which clusters do not need
-PACE_GROUPS = 16  # of CTAs that count together how far they have come (register/pace.py), each in a line
-HEADER_WORDS = PACE_GROUPS * LINE_WORDS  # in front of all paths' scratch, also that of paths which do not count there
+PACE_COUNTS = 4  # of CTAs that count together how far they have come (register/pace.py), each in a line
+HEADER_WORDS = PACE_COUNTS * LINE_WORDS  # in front of all paths' scratch, also that of paths which do not count there
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 

@@ -20,6 +20,7 @@ from ptx_instructions import LANES, names_of
 
 OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 SHARED_BYTES = 232_448
+SMS = 132
 GLOBAL_BASE = 1 << 20
 EVERY_LANE = np.ones(LANES, bool)
 
@@ -238,7 +239,7 @@ class Warp:
         self.copies, self.groups = [], []  # cp.async: those that no group has, and groups that are under way
         self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64), "__dynamic_shmem__0": _all(0),
                           "buf_dyn_shmem": _all(0),
-                          "%cluster_ctarank": _all(cta.rank),
+                          "%cluster_ctarank": _all(cta.rank), "%nsmid": _all(SMS),
                           "%tid.x": np.arange(LANES * warp, LANES * (warp + 1), dtype=np.uint64)}
         for name, values in (("ctaid", cta.index), ("nctaid", cta.grid)):
             self.registers |= {f"%{name}.{axis}": _all(value) for axis, value in zip("xyz", values)}

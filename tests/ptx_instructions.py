@@ -210,16 +210,18 @@ def store(warp, suffixes, operands, active):
     memory.write(warp.address(operands[0])[active], words.view(np.uint8)[active])
 
 
-def atomic_add(warp, suffixes, operands, active):
-    """32 bits: of shared memory, or of global memory in the memory order that the kernel needs."""
-    is_shared = suffixes[0] == "shared"
+def atomic(warp, suffixes, operands, active):
+    """Add 32 bits, in shared memory or, in the memory order that the kernel needs, in global memory; or exchange them
+    in shared memory."""
+    is_shared, adds = suffixes[0] == "shared", "add" in suffixes
     assert is_shared or {*warp.cta.atomics} <= {*suffixes}
+    assert adds or is_shared and "exch" in suffixes
     memory = warp.cta.shared if is_shared else warp.cta.memory
     at, value = warp.address(operands[1]), warp.value(operands[2])
     before = np.zeros(LANES, U64)
     for lane in np.flatnonzero(active):
         before[lane] = memory.read(at[lane : lane + 1], 4).view(U32)[0, 0]
-        memory.write(at[lane : lane + 1], np.array([[before[lane] + value[lane]]]).astype(U32).view(np.uint8))
+        memory.write(at[lane : lane + 1], np.array([[adds * before[lane] + value[lane]]]).astype(U32).view(np.uint8))
     return before
 
 
@@ -399,6 +401,6 @@ WHOLE = {
     "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": copy,
     "mapa": map_address, "barrier": arrive_at_cluster, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote,
     "redux": reduce, "elect": elect, "prmt": permute, "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
-    "fence": nothing, "bar": nothing, "atom": atomic_add, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
+    "fence": nothing, "bar": nothing, "atom": atomic, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
     "popc": count_ones, "bfi": insert_bits,
 }

@@ -89,7 +89,7 @@ class Call:
         return self.memory.tensor(last - 2, self.results[0]), self.memory.tensor(last - 1, self.results[1])
 
     def counted(self) -> torch.Tensor:
-        """Pages that each group of CTAs has counted."""
+        """Pages that each group of CTAs has told."""
         lines = self.memory.tensor(len(self.tensors) - 4, self.scratch)[: self.header].view(-1, hopper.LINE_WORDS)
         assert (lines[:, 1:] == EMPTY).all()
         return lines[:, 0].flip(0) - EMPTY  # group 0 is next to the cells
@@ -182,8 +182,8 @@ def test_splits_that_are_a_cluster(case, splits, path, rows, options, reverse, s
         assert all(torch.equal(*pair) for pair in zip(found, first))
 
 
-def many_pages(name: str) -> Case:
-    return Case(name, head_dim=64, num_heads=3, num_heads_kv=1, lengths=(128 * 16 + 40,), sinks=2)
+def many_pages(name: str, pages: int = 16) -> Case:
+    return Case(name, head_dim=64, num_heads=3, num_heads_kv=1, lengths=(128 * pages + 40,), sinks=2)
 
 
 @pytest.mark.parametrize("name, slots", [("k4v4", 2), ("k2v2", 3)])
@@ -202,25 +202,24 @@ def test_when_pieces_are_asked_for_changes_nothing(counted, scratch):
     """Warps that take all others to have come far, hence themselves to be behind, or the other way round."""
     case = many_pages("k4v4")
     text, cfg = compiled(key_of(case, Attention(), "small"), scratch)
-    count = re.compile(r"(atom\.global\.add\.u32 .*), 1;")
-    assert len(count.findall(text)) == 2
+    count = re.compile(r"atom\.shared\.cta\.add\.u32\s+(%r\d+), .*;")
+    assert len(count.findall(text)) == 1
     looks = re.compile(r"mbarrier\.test_wait\S+ (%p\d+), .*;")
     assert len(looks.findall(text)) == 1
     problem = testing.build(case)
-    texts = text, looks.sub(r"setp.ne.b32 \1, 0, 0;", count.sub(rf"\1, {counted};", text))  # no V has come early
+    more = count.sub(rf"\g<0>\n add.s32 \1, \1, {counted};", text)
+    texts = text, looks.sub(r"setp.ne.b32 \1, 0, 0;", more)  # no V has come early
     found = [decode(ptx.Program(t), cfg, problem, Attention(), 1) for t in texts]
     assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
-def test_pages_are_counted_by_group(scratch):
-    """Each CTA's pages in the line of its group, once."""
-    case = many_pages("k4v4")
+def test_pages_are_told_by_group(scratch):
+    """A CTA's pages that each of its warps has, in the line of its group, once: warps have 5, 4 and 4 here."""
+    case = many_pages("k4v4", 26)
     text, cfg = compiled(key_of(case, Attention(), "small"), scratch)
     problem = testing.build(case)
     call = run(ptx.Program(text), cfg, problem, Attention(), 2, False)
-    pages = int(problem.cache.n_qk[0]) // 128
-    assert call.grid == (1, 1, 2) and call.counted().sum() == pages
-    assert (call.counted()[:2] > 0).all() and not call.counted()[2:].any()
+    assert call.grid == (1, 1, 2) and call.counted().tolist() == [4 * cfg.warps, 4 * cfg.warps, 0, 0]
 
 
 def test_the_order_of_turns_changes_nothing(scratch):

@@ -46,7 +46,7 @@ def test_calls_that_share_memory_have_the_same_header():
     """A path that counts would else leave numbers where another one takes all words to be EMPTY."""
     shape = (2, 1, 8, 128)
     found = hopper.scratch(shape, 4, 4, 2), hopper.even_scratch(shape, 4, 132)
-    assert {(one.word, one.header) for one in found} == {(hopper.EMPTY, hopper.PACE_GROUPS * hopper.LINE_WORDS)}
+    assert {(one.word, one.header) for one in found} == {(hopper.EMPTY, hopper.PACE_COUNTS * hopper.LINE_WORDS)}
 
 
 def test_calls_of_one_capture_and_stream_share(capture):

@@ -56,6 +56,8 @@ class StreamSm90(RegisterSm90):
             load.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
         cute.arch.sync_warp()
         asked = schedule.ask(call.counters, Int32(0), me.lane)
+        on_pace = pace.make(cfg, partials)
+        base = pace.ask(on_pace)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         own = Own(load.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp),
@@ -63,7 +65,7 @@ class StreamSm90(RegisterSm90):
                   channels + me.warp * (cfg.channel_bytes // WORD),
                   walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
                   runs.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()),
-                  pace.make(cfg, partials).at(smem.pace.data_ptr()))
+                  on_pace._replace(words=smem.pace.data_ptr()))
         with cute.arch.elect_one():
             load.init(cfg, own.ring)
             own.runs.forget(me.warp)
@@ -74,7 +76,7 @@ class StreamSm90(RegisterSm90):
         with cute.arch.elect_one():
             own.runs.keep(me.warp, turn)
         if cute.arch.thread_idx()[0] == 0:
-            own.pace.begin(Int32(0))
+            own.pace.begin(base)
         cute.arch.sync_threads()
         place = Place(pool, page_stride, head_stride, blocks, parts, scale_log2)
         left, slot, phase = turn.left, Int32(0), Int32(0)
@@ -168,7 +170,7 @@ def finish(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     with cute.arch.elect_one():
         own.runs.note(part, turn, Int32(is_head | goes_on), last)
         own.runs.keep(me.warp, schedule.after(turn, count, place.blocks))
-        own.pace.count(count - num_pages)
+        pace.count(cfg, own.pace, me, turn.done + num_pages, count - num_pages)
     cute.arch.sync_warp()
     # for the merge: what was asked for at the start is not in L2 any more
     load.prefetch(out.sink_logits, rows.head_idx * rows.ratio * Int32(out.sink_logits.shape[0] > 1), Int32(1),

@@ -132,7 +132,7 @@ class RegisterSm90:
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
             plans.keep(rows, work)
-        on_pace = on_pace.at(smem.pace.data_ptr())
+        on_pace = on_pace._replace(words=smem.pace.data_ptr())
         if cute.arch.thread_idx()[0] == 0:
             on_pace.begin(base)
         # a thread number of its own: what the merge works out of another would stay in registers till then
@@ -231,7 +231,7 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
     """The warp's pages, one after the other; slot and phase follow the pieces, and go on behind the last."""
     come = Int32(0)
     for page in cutlass.range(pages.count, unroll=1):
-        behind = pace.look(cfg, on_pace, page, pages.count, come)
+        behind = pace.look(cfg, on_pace, me, page, pages.count, come)
         ids = load.refill_early(cfg, 0, pages, ring, me, page, slot, ids, behind)
         ids = load.wait(cfg, 0, pages, ring, me, page, slot, phase, ids, behind)
         piece = load.Piece(ring.buffer, me.warp, slot)
