@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowbit_attn import hopper, scratch
+from lowbit_attn.hopper.integer.config import KINDS
 
 CPU = torch.device("cpu")
 WORD = -1
@@ -47,6 +48,11 @@ def test_calls_that_share_memory_have_the_same_header():
     shape = (2, 1, 8, 128)
     found = hopper.scratch(shape, 4, 4, 2), hopper.even_scratch(shape, 4, 132)
     assert {(one.word, one.header) for one in found} == {(hopper.EMPTY, hopper.PACE_COUNTS * hopper.LINE_WORDS)}
+
+
+def test_the_header_has_a_line_for_each_cta_of_an_sm():
+    """Each counts in a line of its own; one more would lie in front of the header."""
+    assert max(kind.ctas_per_sm for kind in KINDS.values()) <= hopper.PACE_COUNTS
 
 
 def test_calls_of_one_capture_and_stream_share(capture):
