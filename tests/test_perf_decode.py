@@ -90,7 +90,7 @@ def timing_on_cpu(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *shape, device=None, **rest: randn(*shape, **rest))
     monkeypatch.setattr(timing, "KVCache", lambda *shape, **rest: KVCache(*shape[:5], "cpu", **rest))
     monkeypatch.setattr(timing, "graph_us", lambda step: step() and 2.0)
-    monkeypatch.setattr(timing, "read_us", lambda nbytes: (1.0, "none"))
+    monkeypatch.setattr(timing, "read_us", lambda nbytes, policy=timing.PLAIN: (1.0, "none"))
     monkeypatch.setattr(timing, "fp16_us", lambda *case: (3.0, "none"))
 
 

@@ -26,7 +26,7 @@ ROWS = (4, 8, 16, 64)  # query rows of one KV head (heads times q_len) that a CT
 SHIPPED_ROWS = (4, 8, 16)
 SHIPPED_APPEND_FORMATS, SHIPPED_APPEND_HEAD_DIMS = ("k4v4", "k2v2"), (128,)
 FEATURES = ("softcap", "window")  # of reference.Attention: compiled in only where a call asks for them
-READ_VARIANTS = ("256x4", "256x8", "512x4", "512x8")
+READ_VARIANTS = ("256x8", "512x4", "512x8", "1024x2")
 WIDE_HEAD_DIM = 128  # above it the accumulators of a query row take so many registers that fewer rows fit
 QUANTIZE_DTYPES = (torch.float16, torch.bfloat16)
 QUANTIZE_HEAD_DIMS = (64, 96, 128, 256)
@@ -104,7 +104,7 @@ def trace(key: KernelKey):
 
 def needs_nvcc(key: KernelKey) -> bool:
     """Whether a kernel is TileLang's, which compiles with nvcc; CuTe-DSL brings its own compiler."""
-    return not (key.op == "decode" and key.arch == "hopper")
+    return key.op != "read" and not (key.op == "decode" and key.arch == "hopper")
 
 
 def checks(key: KernelKey) -> Checks:

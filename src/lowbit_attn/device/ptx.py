@@ -4,6 +4,24 @@ import cutlass.cute as cute
 from cutlass import Uint32
 
 OR_OF_AND = 0xEA  # lop3 table of (a & b) | c
+# L2 cache policies, their high words: what createpolicy.fractional gives for all bytes
+EVICT_FIRST, EVICT_UNCHANGED = 0x12F00000, 0x10F00000
+
+
+def bulk_copy(target, source, nbytes: int, barrier, policy) -> None:
+    """Start a bulk copy from global memory to this CTA's shared memory; barrier: counts its bytes; policy: high word of
+    L2's. The DSL's own copy compiles without its policy."""
+    cute.arch.inline_ptx(
+        "{ .reg .b64 policy; cvt.u64.u32 policy, {$r3}; shl.b64 policy, policy, 32; cp.async.bulk"
+        ".shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        f" [{{$r0}}], [{{$r1}}], {nbytes}, [{{$r2}}], policy; }}",
+        read_only_args=[target, source, barrier, policy])
+
+
+def load_words(source, policy) -> list[Uint32]:
+    """16 bytes of global memory; policy: L2's, 64 bits."""
+    return list(cute.arch.inline_ptx("ld.global.L2::cache_hint.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}], {$r1};",
+                                     write_only_types=[Uint32] * 4, read_only_args=[source, policy]))
 
 
 def fma_f16x2(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
