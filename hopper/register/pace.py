@@ -62,6 +62,8 @@ def rule_of(cfg: RegisterConfig) -> Rule:
     """Found by trying (perf/NOTES.md)."""
     if cfg.own_queries:
         return Rule(8, 8, 2000, 1000)
+    if cfg.ctas_per_sm > 1:  # three warps: the least that one can be ahead is a third of a page
+        return Rule(2, 2)
     if cfg.is_integer:
         return Rule(8, 4)
     return Rule(16, 4, 800) if cfg.page_warps < cfg.warps else Rule()
