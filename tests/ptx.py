@@ -58,8 +58,8 @@ class Program:
 
 
 def _with_own_names(block: re.Match) -> str:
-    """A block of inline assembly whose registers and labels hide others of their names."""
-    text = block[0]
+    """What is in a block of inline assembly, whose registers and labels hide others of their names."""
+    text = block[0][1:-1]
     for name in re.findall(r"\.reg\s+\.\w+\s+(%?\w+);", text) + re.findall(r"^\s*(\w+):", text, re.M):
         text = re.sub(rf"(?<![\w%]){name}\b", f"{name}_{block.start()}", text)
     return text
@@ -160,6 +160,7 @@ class Cta:
     cluster: list["Cta"] = field(default_factory=list)  # its CTAs by rank; none: this one alone
     threads: int = 0
     arrived: int = 0  # threads, at the cluster's barrier
+    policies: set[int] = field(default_factory=set)  # of L2, of all bulk copies
 
     @staticmethod
     def new_barrier(count: int) -> Barrier:

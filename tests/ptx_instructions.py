@@ -230,6 +230,8 @@ def bulk_copy(warp, suffixes, operands, active):
     target, source, size, barrier = (read(x) for read, x in zip((warp.address, warp.address, warp.value, warp.address),
                                                                 operands))
     for lane in np.flatnonzero(active):
+        if suffixes[-1] == "L2::cache_hint":
+            cta.policies.add(int(warp.value(operands[4])[lane]))
         to, first = cta.of_cluster(int(target[lane]))
         last = first + int(size[lane])
         assert to is cta

@@ -29,14 +29,20 @@ COUNTS = ("global", "add")  # the atomics of decode in global memory: relaxed, o
 
 @cache
 def compiled(key: KernelKey, scratch) -> tuple[str, object]:
-    """(PTX, configuration) of a kernel; scratch: a folder for what the compiler leaves."""
+    """(PTX, configuration) of a decode kernel; scratch: a folder for what the compiler leaves."""
+    traced = kernels.trace(key)
+    return ptx_of(key, scratch, traced), traced.entry.cfg
+
+
+def ptx_of(key: KernelKey, scratch, traced=None) -> str:
+    """PTX of a kernel; traced: its program, if it is there."""
     from cutlass.cute.runtime import make_fake_stream
 
-    traced = kernels.trace(key)
+    traced = traced or kernels.trace(key)
     options = f"--enable-tvm-ffi --gpu-arch {key.target} --keep-ptx --dump-dir {scratch}"
     made = cute.compile(traced.entry, *traced.arguments, make_fake_stream(use_tvm_ffi_env_stream=True), options=options)
     text = made.artifacts.PTX
-    return text if isinstance(text, str) else text.decode(), traced.entry.cfg
+    return text if isinstance(text, str) else text.decode()
 
 
 def strides_of(tensor: torch.Tensor, count: int) -> tuple:
@@ -81,6 +87,7 @@ class Call:
         self.tensors = [self.memory.parameter(i, x.shape[:count], strides_of(x, apart),
                                               4 * self.header * (x is partials))
                         for i, (x, count, apart) in enumerate(zip(tensors, sizes, strides))]
+        self.policies: set[int] = set()  # of L2, of all CTAs' bulk copies
         self.scale = (head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale) * dispatch.LOG2_E
 
     def found(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,17 +129,24 @@ def run(program, cfg, problem: testing.Problem, options: Attention, splits: int,
         for cta in ctas:
             cta.cluster = ctas if in_clusters else []
         ptx.run_grid(ctas[:: -1 if reverse else 1], cfg.threads, reverse)
+        call.policies |= set().union(*(cta.policies for cta in ctas))
     return call
 
 
 def decode_stream(program, cfg, problem: testing.Problem, options: Attention, ctas: int, reverse: bool = False):
-    """The same of the stream path, whose CTAs all run at once."""
+    """``decode`` on the stream path."""
+    return run_stream(program, cfg, problem, options, ctas, reverse).found()
+
+
+def run_stream(program, cfg, problem: testing.Problem, options: Attention, ctas: int, reverse: bool = False) -> Call:
+    """``run`` of the stream path, whose CTAs all run at once."""
     call = Call(cfg, problem, options, ctas, 1)
     parameters = call.tensors + packed("f", call.scale) + packed("i", *problem.cache.strides, call.grid[0])
     parameters += [argument for n in (call.ratio, call.row_blocks, ctas) for argument in divisor(n)]
     running = [ptx.Cta(program, parameters, call.memory.memory, (x, 0, 0), (ctas, 1, 1), COUNTS) for x in range(ctas)]
     ptx.run_grid(running[:: -1 if reverse else 1], cfg.threads, reverse)
-    return call.found()
+    call.policies = set().union(*(cta.policies for cta in running))
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -343,3 +357,46 @@ def test_the_order_of_turns_changes_nothing_on_the_stream_path(scratch):
     for first, second in zip(*(decode_stream(program, cfg, problem, Attention(), 3, reverse)
                                for reverse in (False, True))):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("path, run, q_len, spare, policy", [
+    ("integer", run, 1, 0, "EVICT_FIRST"), ("integer", run, 1, -1, "EVICT_UNCHANGED"),
+    ("integer", run, 2, 0, "EVICT_UNCHANGED"),  # two blocks of query rows read each page
+    ("stream", run_stream, 1, 0, "EVICT_FIRST"), ("stream", run_stream, 1, -1, "EVICT_UNCHANGED"),
+], ids=("little", "much", "twice", "stream-little", "stream-much"))
+def test_lines_of_pages_leave_l2_first_where_a_call_reads_little(path, run, q_len, spare, policy, monkeypatch, scratch):
+    """As many bytes as L2 may let pass, or one less. The stream path counts 16-bit units as pages."""
+    from lowbit_attn.device import ptx as instructions
+    from lowbit_attn.hopper.register import load
+
+    case = Case("k4v4", head_dim=64, num_heads=8, num_heads_kv=2, q_len=q_len, lengths=(300, 300))
+    problem = testing.build(case)
+    cache = problem.cache
+    units = -(-(cache.n_tok - cache.n_qk) // 16) if path == "stream" else 0 * cache.n_tok
+    pages = 2 * int((cache.n_qk // 128 + units).sum())
+    monkeypatch.setattr(load, "PASSING_BYTES", pages * cache.record.nbytes + spare)
+    text, cfg = compiled.__wrapped__(key_of(case, Attention(), path), scratch)
+    call = run(ptx.Program(text), cfg, problem, Attention(), 2, False)
+    assert call.policies == {getattr(instructions, policy) << 32}
+
+
+def test_the_plain_read_reads_all_bytes_and_nothing_else(scratch):
+    """What decode is compared with: CTAs that have several turns, one, and part of one."""
+    data = torch.randint(1 << 30, (2 * 256 * 8 + 300, 4), dtype=torch.int32)
+    key = next(key for key in kernels.baselines("hopper") if key.variant == "256x8")
+    text, policy, ctas = ptx_of(key, scratch), 0x12F00000, 2
+    memory = ptx.GlobalMemory([data, torch.zeros(1, dtype=torch.int32)])
+    read, seen = memory.memory.read, np.zeros(4 * data.numel(), bool)
+
+    def record(address, size):
+        for first in address.astype(np.int64) - ptx.GLOBAL_BASE:
+            assert first + size <= len(seen)
+            seen[first : first + size] = True
+        return read(address, size)
+
+    memory.memory.read = record
+    parameters = [memory.parameter(0, data.shape[:1], ()), memory.parameter(1, (), ()), *packed("i", policy)]
+    ptx.run_grid([ptx.Cta(ptx.Program(text), parameters, memory.memory, (x, 0, 0), (ctas, 1, 1)) for x in range(ctas)],
+                 256)
+    assert seen.all() and "ld.global.L2::cache_hint" in text
+    assert (memory.tensor(1, torch.zeros(1, dtype=torch.int32)) == 0).all()

@@ -120,7 +120,8 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     count = cutlass.min(turn.left, schedule.item_of(*counts).positions - turn.first)
     work = schedule.walk_of(*counts, turn.first, count)
     pages = load.Pages(place.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
-                       place.page_stride, Int64(rows.head_idx) * Int64(place.head_stride), 1)
+                       place.page_stride, Int64(rows.head_idx) * Int64(place.head_stride), 1,
+                       load.policy_of(cfg, turn.total, call.row_blocks.divisor))
     ids = load.page_ids(pages, Int32(0), me.lane)
     load.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
     words = query.load(cfg, call.q, rows, me)

@@ -4,15 +4,15 @@ One CTA serves one (split, row block, KV head, sequence); more than ``cfg.rows``
 each of which reads the pages. Its warps share nothing but the query rows: each walks over its own pages (walk.py) with
 a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
 
-    for each page:  wait K part, refill last slot -> S^T = K Q^T (scores)
-                    wait V part, refill last slot -> maximum, P (softmax) -> O^T += V^T P^T (values)
+    for each page:  wait K part, refill last slot -> S^T = K Q^T (scores) -> maximum, P (softmax)
+                    wait V part, refill last slot -> O^T += V^T P^T (values)
     then:           O to true scale -> pages with V in 16 bit (third) -> 16-bit units (plain) -> merge
 
     ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
 
 Operands of m16n8k16: K and V^T are A, straight from masked words (raw codes, fp16 subnormals); query rows are N.
-With an IntegerConfig packed pages take the arithmetic of hopper/integer (m16n8k32 on bytes), and P, which then does not
-depend on V's scales, is formed while V comes, in two halves where a warp has one page; the rest is the same.
+P is formed while V comes. With an IntegerConfig packed pages take the arithmetic of hopper/integer (m16n8k32 on bytes),
+and V comes in two halves where a warp has one page; the rest is the same.
 """
 
 from typing import NamedTuple
@@ -21,6 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from lowbit_attn.device import ptx
 from lowbit_attn.hopper import combine
 from lowbit_attn.hopper.integer import scores as integer_scores
 from lowbit_attn.hopper.integer import values as integer_values
@@ -116,7 +117,7 @@ class RegisterSm90:
         work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
                          cfg.warps, cfg.page_warps, splits)
         pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
-                           Int64(rows.head_idx) * Int64(head_stride), apart)
+                           Int64(rows.head_idx) * Int64(head_stride), apart, Int32(ptx.EVICT_FIRST))
         if cutlass.const_expr(cfg.has_window):
             ids = load.page_ids(pages, Int32(0), me.lane)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
@@ -125,9 +126,13 @@ class RegisterSm90:
             load.init(cfg, ring)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
-        load.start(cfg, pages, ring, me, ids, range(1))
-        if pages.count >= FEW_PAGES:
-            load.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
+        if pages.count < FEW_PAGES:
+            load.start(cfg, pages, ring, me, ids, range(1))
+        policy = pages.policy
+        if pages.count >= FEW_PAGES:  # in a branch, and behind the other: else ptxas asks for page ids late
+            policy = policy_of(cfg, call, work)
+            load.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
+        pages = pages._replace(policy=policy)
 
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
@@ -192,6 +197,12 @@ def rows_of(cfg: RegisterConfig, call: Call, block: tuple) -> Rows:
     return block_rows(block, call.row_blocks, call.ratio.divisor, call.q.shape[1], cfg.rows, call.ratio)
 
 
+def policy_of(cfg: RegisterConfig, call: Call, work: walk.Walk) -> Int32:
+    """L2's policy for this CTA's pages, as if all sequences were as long as its own."""
+    blocks, batch, _ = cute.arch.grid_dim()
+    return load.policy_of(cfg, (work.n_packed >> walk.PAGE_LOG2) * blocks * batch, call.row_blocks.divisor)
+
+
 def first_entry(call: Call, rows: Rows) -> Int32:
     """Of the table: the sequence's and head's page 0."""
     return rows.batch_idx * call.table_b + rows.head_idx * call.table_h
@@ -239,12 +250,11 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries)
         slot, phase = load.advance(cfg, slot, phase)
         found = masks.of_page(cfg, found, work.first_page + page * pages.apart, work, rows, limits, me)
-        is_early = behind
-        if cutlass.const_expr(cfg.is_integer):
-            is_early = behind | load.has_come(ring, slot, phase)
+        is_early = behind | load.has_come(ring, slot, phase)
         ids = load.refill_early(cfg, 1, pages, ring, me, page, slot, ids, is_early)
-        if cutlass.const_expr(cfg.is_integer):  # P and what it changes hide behind V's way; the other path's need V
-            softmax.rescale(cfg, state, softmax.exponentiate(cfg, found, state), state.exponent[0])
+        maxima = softmax.exponentiate(cfg, found, state)  # hides behind V's way, as what it changes
+        if cutlass.const_expr(cfg.is_integer):  # the other path's sums have V's exponent, too
+            softmax.rescale(cfg, state, maxima, state.exponent[0])
         ids = load.wait(cfg, 1, pages, ring, me, page, slot, phase, ids, is_early)
         come = pace.count_page(cfg, on_pace, me, page, pages.count)
         piece = load.Piece(ring.buffer, me.warp, slot)
@@ -252,8 +262,8 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         if cutlass.const_expr(cfg.is_integer):
             integer_values.accumulate(cfg, piece, me, state, found.acc, ring, phase, load.is_single(cfg, pages))
         else:
-            exponent = values.page_exponent(cfg, piece, me, state)  # hides behind the softmax
-            softmax.rescale(cfg, state, softmax.exponentiate(cfg, found, state), exponent)
+            exponent = values.page_exponent(cfg, piece, me, state)
+            softmax.rescale(cfg, state, maxima, exponent)
             values.accumulate(cfg, piece, me, state, found.acc, exponent)
         slot, phase = load.advance(cfg, slot, phase)
     return slot, phase

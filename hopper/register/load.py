@@ -18,6 +18,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
+from lowbit_attn.device import ptx
 from lowbit_attn.hopper import LINE_WORDS
 from lowbit_attn.hopper.register.config import META_BYTES, PIECES, UNIT_TOKENS, WARP, WORD, RegisterConfig, SidePlan
 from lowbit_attn.hopper.register.walk import Unit, Walk
@@ -25,6 +26,7 @@ from lowbit_attn.hopper.register.walk import Unit, Walk
 UNIT_BYTES = 128  # the pool's unit of addresses
 CHUNK_BYTES = 16  # of a cp.async
 BLOCK_WORDS = layout.BLOCK_WORDS
+PASSING_BYTES = 200 << 20  # of a call whose lines L2 need not keep: more than three times what it holds
 
 
 class Lane(NamedTuple):
@@ -50,6 +52,7 @@ class Pages(NamedTuple):
     page_stride: Int32
     head_units: Int64  # head_idx * head_stride
     apart: Int32 | int  # entries from a page of the warp to its next
+    policy: Int32 | None  # of L2 for what is copied
 
 
 class Ring(NamedTuple):
@@ -108,6 +111,19 @@ def early_ids(table: cute.Tensor, first: Int32, entries: Int32, place: Int32, ap
     return found
 
 
+def policy_of(cfg: RegisterConfig, pages: Int32, row_blocks: Int32) -> Int32 | None:
+    """L2's policy for a call of so many pages, of all sequences and heads. A page is read once, so its lines go first
+    and what other kernels left in L2 stays: what they wrote need not go to memory meanwhile. But where much is read it
+    goes all the same, little by little, which takes longer than at once. Other blocks of query rows find pages in L2.
+
+    None on Stream-K's schedule with boosted channels: seven words would be spilled.
+    """
+    if cfg.own_queries and cfg.boost:
+        return None
+    most = PASSING_BYTES // (cfg.k.part_bytes + cfg.v.part_bytes)
+    return cutlass.select_((pages <= most) & (row_blocks == 1), Int32(ptx.EVICT_FIRST), Int32(ptx.EVICT_UNCHANGED))
+
+
 def line_of(tensor: cute.Tensor) -> int:
     """Elements of a line of L2."""
     return 8 * WORD * LINE_WORDS // tensor.element_type.width
@@ -143,17 +159,23 @@ def issue_halves(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, ring: Rin
 
 def copy(cfg: RegisterConfig, side: SidePlan, pages: Pages, ring: Ring, warp: Int32, slot: Int32, page_id: Int32,
          full: cute.Pointer, part: range, more_bytes: int = 0) -> None:
-    """Start a bulk copy of some bytes of a part, and tell barrier ``full`` what to wait for."""
+    """Start a bulk copy of some bytes of a part, and tell barrier ``full`` what to wait for. The DSL's copy has no
+    policy, and needs fewer registers."""
     units = Int64(page_id) * Int64(pages.page_stride) + pages.head_units
-    source = cute.make_ptr(Uint32, pages.pool.iterator.toint() + units * UNIT_BYTES + side.part_offset + part.start,
-                           cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
-    words = len(part) // WORD
-    slots = cute.make_tensor(ring.buffer + part.start // WORD, cute.make_layout(
-        (words, cfg.slots, cfg.warps), stride=(1, cfg.slot_bytes // WORD, cfg.warp_bytes // WORD)))
+    source = pages.pool.iterator.toint() + units * UNIT_BYTES + (side.part_offset + part.start)
+    target = ring.buffer.toint() + (warp * cfg.warp_bytes + slot * cfg.slot_bytes + part.start)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, len(part) + more_bytes)
-        cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32),
-                  cute.make_tensor(source, cute.make_layout(words)), slots[None, slot, warp], mbar_ptr=full)
+        if cutlass.const_expr(pages.policy is None):
+            cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32), words_at(source, len(part), "gmem"),
+                      words_at(target, len(part), "smem"), mbar_ptr=full)
+        else:
+            ptx.bulk_copy(target, source, len(part), full.toint(), pages.policy)
+
+
+def words_at(address, nbytes: int, space: str) -> cute.Tensor:
+    pointer = cute.make_ptr(Uint32, address, getattr(cute.AddressSpace, space), assumed_align=CHUNK_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout(nbytes // WORD))
 
 
 @cute.jit
