@@ -178,9 +178,9 @@ class Cta:
         return next((i for i, cta in enumerate(self.cluster) if cta is self), 0)
 
     def of_cluster(self, address: int) -> tuple["Cta", int]:
-        """(CTA, address in its shared memory) of an address of ``mapa``."""
-        rank, own = divmod(address, ptx_instructions.CTA_WINDOW)
-        return (self.cluster or [self])[rank], own
+        """(CTA, address in its shared memory) of an address of ``mapa``, or of one in this CTA's shared memory."""
+        window, own = divmod(address, ptx_instructions.CTA_WINDOW)
+        return (self.cluster or [self])[window - 1] if window else self, own
 
     def turns(self, threads: int, reverse: bool = False):
         """A generator: in each turn every warp that no barrier holds goes to its next stop; reverse: the last first."""

@@ -276,7 +276,7 @@ def mbarrier(warp, suffixes, operands, active):
 
 
 def map_address(warp, suffixes, operands, active):
-    return warp.value(operands[1]) + warp.value(operands[2]) * U64(CTA_WINDOW)
+    return warp.value(operands[1]) + (warp.value(operands[2]) + U64(1)) * U64(CTA_WINDOW)
 
 
 def arrive_at_cluster(warp, suffixes, operands, active):

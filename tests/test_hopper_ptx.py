@@ -360,23 +360,24 @@ def test_the_order_of_turns_changes_nothing_on_the_stream_path(scratch):
 
 
 @pytest.mark.parametrize("path, run, q_len, spare, policy", [
-    ("integer", run, 1, 0, "EVICT_FIRST"), ("integer", run, 1, -1, "EVICT_UNCHANGED"),
-    ("integer", run, 2, 0, "EVICT_UNCHANGED"),  # two blocks of query rows read each page
+    ("small", run, 1, 0, "EVICT_FIRST"), ("small", run, 1, -1, "EVICT_UNCHANGED"),
+    ("small", run, 2, 0, "EVICT_UNCHANGED"),  # two blocks of query rows read each page
+    ("integer", run, 1, -1, "EVICT_FIRST"),  # warps of few pages do not look
     ("stream", run_stream, 1, 0, "EVICT_FIRST"), ("stream", run_stream, 1, -1, "EVICT_UNCHANGED"),
-], ids=("little", "much", "twice", "stream-little", "stream-much"))
+], ids=("little", "much", "twice", "few", "stream-little", "stream-much"))
 def test_lines_of_pages_leave_l2_first_where_a_call_reads_little(path, run, q_len, spare, policy, monkeypatch, scratch):
     """As many bytes as L2 may let pass, or one less. The stream path counts 16-bit units as pages."""
     from lowbit_attn.device import ptx as instructions
     from lowbit_attn.hopper.register import load
 
-    case = Case("k4v4", head_dim=64, num_heads=8, num_heads_kv=2, q_len=q_len, lengths=(300, 300))
+    case = replace(many_pages("k4v4"), q_len=q_len, sinks=0)
     problem = testing.build(case)
     cache = problem.cache
     units = -(-(cache.n_tok - cache.n_qk) // 16) if path == "stream" else 0 * cache.n_tok
-    pages = 2 * int((cache.n_qk // 128 + units).sum())
+    pages = int((cache.n_qk // 128 + units).sum())
     monkeypatch.setattr(load, "PASSING_BYTES", pages * cache.record.nbytes + spare)
     text, cfg = compiled.__wrapped__(key_of(case, Attention(), path), scratch)
-    call = run(ptx.Program(text), cfg, problem, Attention(), 2, False)
+    call = run(ptx.Program(text), cfg, problem, Attention(), 1, False)
     assert call.policies == {getattr(instructions, policy) << 32}
 
 
