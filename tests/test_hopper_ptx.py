@@ -15,7 +15,7 @@ import ptx
 import pytest
 import torch
 
-from lowbit_attn import dispatch, gpu_matrix, hopper, kernels, testing  # noqa: F401 - gpu_matrix: names like +w128
+from lowbit_attn import bench, dispatch, gpu_matrix, hopper, kernels, testing  # noqa: F401 - gpu_matrix: names like +w128
 from lowbit_attn.hopper import EMPTY
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.reference import Attention
@@ -383,9 +383,12 @@ def test_lines_of_pages_leave_l2_first_where_a_call_reads_little(path, run, q_le
 
 def test_the_plain_read_reads_all_bytes_and_nothing_else(scratch):
     """What decode is compared with: CTAs that have several turns, one, and part of one."""
+    from lowbit_attn.device import ptx as instructions
+
+    assert (bench.PLAIN, bench.HINTED) == (instructions.EVICT_UNCHANGED, instructions.EVICT_FIRST)
     data = torch.randint(1 << 30, (2 * 256 * 8 + 300, 4), dtype=torch.int32)
     key = next(key for key in kernels.baselines("hopper") if key.variant == "256x8")
-    text, policy, ctas = ptx_of(key, scratch), 0x12F00000, 2
+    text, ctas = ptx_of(key, scratch), 2
     memory = ptx.GlobalMemory([data, torch.zeros(1, dtype=torch.int32)])
     read, seen = memory.memory.read, np.zeros(4 * data.numel(), bool)
 
@@ -396,7 +399,7 @@ def test_the_plain_read_reads_all_bytes_and_nothing_else(scratch):
         return read(address, size)
 
     memory.memory.read = record
-    parameters = [memory.parameter(0, data.shape[:1], ()), memory.parameter(1, (), ()), *packed("i", policy)]
+    parameters = [memory.parameter(0, data.shape[:1], ()), memory.parameter(1, (), ()), *packed("i", bench.HINTED)]
     ptx.run_grid([ptx.Cta(ptx.Program(text), parameters, memory.memory, (x, 0, 0), (ctas, 1, 1)) for x in range(ctas)],
                  256)
     assert seen.all() and "ld.global.L2::cache_hint" in text

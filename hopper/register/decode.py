@@ -129,7 +129,7 @@ class RegisterSm90:
         if pages.count < FEW_PAGES:
             load.start(cfg, pages, ring, me, ids, range(1))
         policy = pages.policy
-        if pages.count >= FEW_PAGES:  # in a branch, and behind the other: else ptxas asks for page ids late
+        if pages.count >= FEW_PAGES:  # few are little; in a branch behind the other, else ptxas asks for page ids late
             policy = policy_of(cfg, call, work)
             load.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
         pages = pages._replace(policy=policy)

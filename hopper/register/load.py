@@ -116,7 +116,7 @@ def policy_of(cfg: RegisterConfig, pages: Int32, row_blocks: Int32) -> Int32 | N
     and what other kernels left in L2 stays: what they wrote need not go to memory meanwhile. But where much is read it
     goes all the same, little by little, which takes longer than at once. Other blocks of query rows find pages in L2.
 
-    None on Stream-K's schedule with boosted channels: seven words would be spilled.
+    None on Stream-K's schedule with boosted channels: four words would be spilled.
     """
     if cfg.own_queries and cfg.boost:
         return None

@@ -19,8 +19,8 @@ RESIDUAL_TOKENS = 64
 RAGGED_SEED = 1
 RAGGED_NOTE = "fp16_us: equal lengths of the same total"  # so that torch's kernels read the same bytes without padding
 READ_CTAS_PER_SM = (2, 3, 4, 6)
-# high words of L2's policy (device/ptx.py, which imports the DSL): as a load without one, and lines that go first
-PLAIN, PASSING = 0x10F00000, 0x12F00000
+# high words of L2's policy (as in device/ptx.py, which imports the DSL): as a load without one, and lines that go first
+PLAIN, HINTED = 0x10F00000, 0x12F00000
 # TB/s of a plain read on one H200 by MiB read (design measurement); a run below 95 % of it is void
 READ_RATE_TBPS = {16: 1.7, 32: 2.24, 64: 2.71, 128: 3.25, 256: 3.77, 512: 4.16, 2048: 4.49}
 VOID_BELOW = 0.95
@@ -141,7 +141,7 @@ def graph_us(step) -> float:
 
 @cache
 def read_us(nbytes: int, policy: int = PLAIN) -> tuple[float, str]:
-    """Best read of so many bytes over the launch shapes, and which it was. policy: PLAIN, or PASSING, as decode asks
+    """Best read of so many bytes over the launch shapes, and which it was. policy: PLAIN, or HINTED, as decode asks
     for pages: what the flush left in L2 then stays there, which saves time up to some 250 MB."""
     words = torch.randint(-(2**31), 2**31 - 1, (-(-nbytes // 16), 4), dtype=torch.int32, device="cuda")
     data = words.view(torch.uint32)
@@ -200,13 +200,13 @@ def measure(case: BenchCase, cache: KVCache, arch: str, path: str | None) -> dic
     nbytes = call_bytes(case, cache)
     us = graph_us(lambda: decode(q, cache, path=path))
     read, read_shape = read_us(nbytes)
-    passing, _ = read_us(nbytes, PASSING)
+    hinted, _ = read_us(nbytes, HINTED)
     fp16, fp16_by = fp16_us(case.batch, case.num_heads, case.num_heads_kv, case.head_dim, case.seqlen, case.q_len,
                             case.dtype)
     return {
         "arch": arch, "path": path, **case.line,
         "us": round(us, 2), "bytes": nbytes, "read_us": round(read, 2), "read_shape": read_shape,
-        "passing_read_us": round(passing, 2),
+        "hinted_read_us": round(hinted, 2),
         "fp16_us": round(fp16, 2), "fp16_by": fp16_by, "void": nbytes / read / 1e6 < read_rate_floor(nbytes),
         **({"note": RAGGED_NOTE} if case.ragged else {}),
     }
