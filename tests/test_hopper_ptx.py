@@ -31,15 +31,14 @@ COUNTS = ("global", "add")  # the atomics of decode in global memory: relaxed, o
 def compiled(key: KernelKey, scratch) -> tuple[str, object]:
     """(PTX, configuration) of a decode kernel; scratch: a folder for what the compiler leaves."""
     traced = kernels.trace(key)
-    return ptx_of(key, scratch, traced), traced.entry.cfg
+    return ptx_of(traced, key.target, scratch), traced.entry.cfg
 
 
-def ptx_of(key: KernelKey, scratch, traced=None) -> str:
-    """PTX of a kernel; traced: its program, if it is there."""
+def ptx_of(traced: kernels.CuteKernel, target: str, scratch) -> str:
+    """PTX of a kernel's program."""
     from cutlass.cute.runtime import make_fake_stream
 
-    traced = traced or kernels.trace(key)
-    options = f"--enable-tvm-ffi --gpu-arch {key.target} --keep-ptx --dump-dir {scratch}"
+    options = f"--enable-tvm-ffi --gpu-arch {target} --keep-ptx --dump-dir {scratch}"
     made = cute.compile(traced.entry, *traced.arguments, make_fake_stream(use_tvm_ffi_env_stream=True), options=options)
     text = made.artifacts.PTX
     return text if isinstance(text, str) else text.decode()
@@ -388,7 +387,7 @@ def test_the_plain_read_reads_all_bytes_and_nothing_else(scratch):
     assert (bench.PLAIN, bench.HINTED) == (instructions.EVICT_UNCHANGED, instructions.EVICT_FIRST)
     data = torch.randint(1 << 30, (2 * 256 * 8 + 300, 4), dtype=torch.int32)
     key = next(key for key in kernels.baselines("hopper") if key.variant == "256x8")
-    text, ctas = ptx_of(key, scratch), 2
+    text, ctas = ptx_of(kernels.trace(key), key.target, scratch), 2
     memory = ptx.GlobalMemory([data, torch.zeros(1, dtype=torch.int32)])
     read, seen = memory.memory.read, np.zeros(4 * data.numel(), bool)
 

@@ -129,7 +129,8 @@ class RegisterSm90:
         if pages.count < FEW_PAGES:
             load.start(cfg, pages, ring, me, ids, range(1))
         policy = pages.policy
-        if pages.count >= FEW_PAGES:  # few are little; in a branch behind the other, else ptxas asks for page ids late
+        if pages.count >= FEW_PAGES:
+            # fewer read too little to ask; and in front of the branches this makes ptxas ask for page ids late
             policy = policy_of(cfg, call, work)
             load.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
         pages = pages._replace(policy=policy)
@@ -252,7 +253,7 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         found = masks.of_page(cfg, found, work.first_page + page * pages.apart, work, rows, limits, me)
         is_early = behind | load.has_come(ring, slot, phase)
         ids = load.refill_early(cfg, 1, pages, ring, me, page, slot, ids, is_early)
-        maxima = softmax.exponentiate(cfg, found, state)  # hides behind V's way, as what it changes
+        maxima = softmax.exponentiate(cfg, found, state)  # hides behind V's way
         if cutlass.const_expr(cfg.is_integer):  # the other path's sums have V's exponent, too
             softmax.rescale(cfg, state, maxima, state.exponent[0])
         ids = load.wait(cfg, 1, pages, ring, me, page, slot, phase, ids, is_early)

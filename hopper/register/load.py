@@ -174,6 +174,7 @@ def copy(cfg: RegisterConfig, side: SidePlan, pages: Pages, ring: Ring, warp: In
 
 
 def words_at(address, nbytes: int, space: str) -> cute.Tensor:
+    """Words from a run-time address on, as a bulk copy takes them; space: "gmem" or "smem"."""
     pointer = cute.make_ptr(Uint32, address, getattr(cute.AddressSpace, space), assumed_align=CHUNK_BYTES)
     return cute.make_tensor(pointer, cute.make_layout(nbytes // WORD))
 

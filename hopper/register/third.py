@@ -67,10 +67,8 @@ def load_unit(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, source: Plai
     cute.arch.sync_warp()
     if me.lane < UNIT_TOKENS:
         row = value_row(first_token, source.slots_v, Int32(me.lane))
-        address = cute.make_ptr(Uint32, source.ring_v + Int64(row) * cfg.row_bytes, cute.AddressSpace.gmem,
-                                assumed_align=16)
         cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32),
-                  cute.make_tensor(address, cute.make_layout(words)),
+                  load.words_at(source.ring_v + Int64(row) * cfg.row_bytes, cfg.row_bytes, "gmem"),
                   target[None, 0, cfg.third_row + Int32(me.lane), me.warp], mbar_ptr=ring.unit_full)
 
 
