@@ -8,7 +8,6 @@ from lowbit_attn.formats.contract import Format
 from lowbit_attn.kernels import WIDE_HEAD_DIM, Scratch, Support
 
 FLOATS = (torch.float16, torch.bfloat16)
-WIDE_INTEGER_V_BITS = (8, 4)
 EMPTY = -1  # a word of scratch whose value has not come: a NaN that no arithmetic gives
 SPLITS_MEET = True  # all splits of a call must run at once
 CHUNK_CHANNELS = 4  # of a row's o that splits add up together
@@ -36,18 +35,6 @@ class TileSupport(Support):
 
 
 @dataclass(frozen=True)
-class IntegerSupport(Support):
-    """Above WIDE_HEAD_DIM the registers do not suffice for V's many tiles a word."""
-
-    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
-        found = super().missing(fmt, head_dim, dtype, features)
-        if not found and head_dim > WIDE_HEAD_DIM and fmt.v.bits not in WIDE_INTEGER_V_BITS:
-            found = [f"V of {fmt.v.bits} bits at head_dim {head_dim}, supported: "
-                     f"{', '.join(map(str, WIDE_INTEGER_V_BITS))} bits"]
-        return found
-
-
-@dataclass(frozen=True)
 class SmallSupport(Support):
     """One group a side, and parts of a record of which four CTAs' rings fit an SM's shared memory."""
 
@@ -62,9 +49,9 @@ class SmallSupport(Support):
 
 
 PATHS = {
-    "integer": IntegerSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128),
-                              head_dims=(64, 96, 128, 256), dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,),
-                              channel_groups=(32, 64, 128), windows=True, boosted=True),
+    "integer": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
+                       dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
+                       windows=True, boosted=True),
     "register": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 16), wide_rows=(8,), channel_groups=(32, 64, 128),
                         k_per_token=True, windows=True, boosted=True),
@@ -76,9 +63,9 @@ PATHS = {
                           dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), windows=True, features=(),
                           boosted=True),
     # the integer path on Stream-K's schedule: all CTAs share all sequences' pages evenly
-    "stream": IntegerSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128),
-                             head_dims=(64, 96, 128), dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,),
-                             channel_groups=(32, 64, 128), windows=True, features=(), boosted=True),
+    "stream": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128),
+                      dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
+                      windows=True, features=(), boosted=True),
 }
 
 IN_CLUSTERS = ("integer", "register")  # paths whose splits may be clusters

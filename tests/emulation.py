@@ -176,6 +176,7 @@ class Warp:
         self.groups_v = self.head_dim // (self.format.v.group_size or self.head_dim)
         self.z = np.zeros((self.groups_v, *self.row_max.shape), np.float32)  # partial over lanes
         self.exponent = registers.MAX_VALUE_EXPONENT
+        self.rounded, self.pages = np.zeros_like(self.z), 0  # sums of operands since O was centred, whole in every lane
         self.true_scale = False
 
     def _as_b(self, rows: np.ndarray) -> np.ndarray:
@@ -259,6 +260,7 @@ class Warp:
         p = np.exp2(logits - np.tile(new_max, 2)[:, None])
         self.row_sum = self.row_sum * alpha + p.reshape(*p.shape[:-1], 2, 2).sum((1, -2))
         self.z *= alpha
+        self.rounded = self.rounded * alpha
         self.acc_o *= np.tile(alpha, 2)[:, None]
         return p
 
@@ -270,6 +272,7 @@ class Warp:
         pairs = meta[:, layout.token_meta_index(token)]  # [group, token tile, lane, element, (scale, zero)]
         exponent = min(self.exponent, -int(max_exponent(pairs[..., 0])))
         self.acc_o *= pow2(exponent - self.exponent)
+        self.rounded = self.rounded * pow2(exponent - self.exponent)
         self.exponent = exponent
         operand = rounded(p * (pairs[..., 0] * pow2(exponent + registers.PROBABILITY_SHIFT))[:, None])
         half_steps = np.float32(((1 << side.bits) - 1) / 2 * self.centring)
@@ -279,10 +282,14 @@ class Warp:
         b = self._transposed(operand)
         self.acc_o = multiply(a, b.swapaxes(0, 1)[:, self._group_of_tile()], self.acc_o)
         if self.centring:
-            self.recentre(multiply(np.ones((1, 16, 16)), b)[..., :2])
+            self.rounded = self.rounded + multiply(np.ones((1, 16, 16)), b)[..., :2]
+            self.pages += 1
+            if self.groups_v > 1 or self.pages % registers.RECENTRED_PAGES == 0:
+                self.recentre()
 
-    def recentre(self, total: np.ndarray) -> None:
-        """O -= N/2 of the page's sum of operands, ``total``: whole in every lane, for its columns."""
+    def recentre(self) -> None:
+        """O -= N/2 of the operands' sum since the last time."""
+        total, self.rounded = self.rounded, np.zeros_like(self.z)
         half_steps = np.float32(((1 << self.format.v.bits) - 1) / 2)
         total = np.tile(total, 2)[self._group_of_tile()].swapaxes(0, 1)
         power = powers(self.acc_o.shape[1], self.format.v.bits)
@@ -305,6 +312,8 @@ class Warp:
         """After the last packed V: powers out of O, zero-points in."""
         if self.true_scale:
             return
+        if self.centring:
+            self.recentre()
         power = powers(self.acc_o.shape[1], self.format.v.bits)
         z = np.tile(over_lanes(self.z, np.add), 2)[self._group_of_tile()].swapaxes(0, 1)
         in_two = pow2(registers.SUBNORMAL_SHIFT - power), pow2(-registers.PROBABILITY_SHIFT - self.exponent)

@@ -217,9 +217,10 @@ def test_values_of_any_size(name, first, second):
     check_values(torch.randn(300, 1, 64), v, torch.randn(1, 1, 4, 64), name)
 
 
-def carried(warp: emulation.Warp, total: np.ndarray) -> None:
+def carried(warp: emulation.Warp) -> None:
     """What centring takes from O, taken from z instead: it meets O only after the last page."""
     half_steps = np.float32(((1 << warp.format.v.bits) - 1) / 2)
+    total, warp.rounded = warp.rounded, np.zeros_like(warp.z)
     warp.z -= half_steps * emulation.pow2(-registers.PROBABILITY_SHIFT - warp.exponent) * total / 8  # a lane's share
 
 

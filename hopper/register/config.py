@@ -224,6 +224,11 @@ class RegisterConfig:
         return self.k.groups > 1 and (self.head_dim > 128 or (self.col_blocks > 1 and is_full))
 
     @property
+    def recentred_pages(self) -> int:
+        """So many pages' codes add up in O before it is centred; with several groups of V, sums take registers."""
+        return registers.RECENTRED_PAGES if self.v.groups == 1 else 1
+
+    @property
     def has_shared_query(self) -> bool:
         """Whether q' is read from shared memory for every page instead of staying in registers."""
         return self.col_blocks > 1 or self.head_dim > 128

@@ -134,6 +134,8 @@ class RegisterSm90:
             policy = policy_of(cfg, call, work)
             load.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
         pages = pages._replace(policy=policy)
+        if cutlass.const_expr(not cfg.is_integer):
+            words = query.load(cfg, call.q, rows, me)
 
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
@@ -211,9 +213,9 @@ def first_entry(call: Call, rows: Rows) -> Int32:
 
 @cute.jit
 def ask(cfg: cutlass.Constexpr[RegisterConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: load.Lane,
-        place: Int32, apart: Int32) -> tuple[Int32, tuple, cute.Tensor]:
-    """(page ids, counters, q words). Page ids and pages are two reads in a row; all others go beside them. With a
-    window, pages depend on the counters, so there are no ids yet.
+        place: Int32, apart: Int32) -> tuple[Int32, tuple, cute.Tensor | None]:
+    """(page ids, counters, q words of the integer path). Page ids and pages are two reads in a row; all others go
+    beside them. With a window, pages depend on the counters, so there are no ids yet.
 
     place: which of the sequence's pages is the warp's first; apart: from there to its next.
     """
@@ -222,7 +224,11 @@ def ask(cfg: cutlass.Constexpr[RegisterConfig], call: Call, rows: Rows, sink_log
     if cutlass.const_expr(not cfg.has_window):
         ids = load.early_ids(call.table, first, entries, place, apart, me.lane)
         entries = entries * Int32(entries > WARP * apart)  # others are asked for later
-    words = (integer_scores.ask if cfg.is_integer else query.load)(cfg, call.q, rows, me)
+    words = None
+    if cutlass.const_expr(cfg.is_integer):
+        words = integer_scores.ask(cfg, call.q, rows, me)
+    else:  # all warps ask for all of q, behind their first pages
+        query.prefetch(cfg, call.q, rows, thread)
     load.prefetch(call.table, first, entries, thread)
     load.prefetch(sink_logits, rows.head_idx * rows.ratio * Int32(sink_logits.shape[0] > 1), 1, thread)
     cute.arch.sync_warp()  # else ptxas asks for all this when the counters are there
@@ -255,7 +261,7 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         ids = load.refill_early(cfg, 1, pages, ring, me, page, slot, ids, is_early)
         maxima = softmax.exponentiate(cfg, found, state)  # hides behind V's way
         if cutlass.const_expr(cfg.is_integer):  # the other path's sums have V's exponent, too
-            softmax.rescale(cfg, state, maxima, state.exponent[0])
+            softmax.rescale(cfg, state, maxima, None)
         ids = load.wait(cfg, 1, pages, ring, me, page, slot, phase, ids, is_early)
         come = pace.count_page(cfg, on_pace, me, page, pages.count)
         piece = load.Piece(ring.buffer, me.warp, slot)
@@ -263,8 +269,7 @@ def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work
         if cutlass.const_expr(cfg.is_integer):
             integer_values.accumulate(cfg, piece, me, state, found.acc, ring, phase, load.is_single(cfg, pages))
         else:
-            exponent = values.page_exponent(cfg, piece, me, state)
-            softmax.rescale(cfg, state, maxima, exponent)
-            values.accumulate(cfg, piece, me, state, found.acc, exponent)
+            softmax.rescale(cfg, state, maxima, values.largest_scale(cfg, piece, me))
+            values.accumulate(cfg, piece, me, state, found.acc, page)
         slot, phase = load.advance(cfg, slot, phase)
     return slot, phase

@@ -83,6 +83,11 @@ def warp_max_half(word: Uint32, storage: str) -> Float32:
     return widen(Uint32(cute.arch.warp_redux_sync(word & Uint32(LOW_HALF), "umax")), storage)[0]
 
 
+def warp_max(x: Float32) -> Float32:
+    """The largest of the warp's numbers, none of which is negative."""
+    return Uint32(cute.arch.warp_redux_sync(x.bitcast(Uint32), "umax")).bitcast(Float32)
+
+
 def fragments(count: int, element=Float16, words: int = 2):
     """Operands of ``words`` registers: (16-bit view [2 * words, count] for the multiply, word view [words, count])."""
     tensor = cute.make_rmem_tensor((2 * words, count), element)

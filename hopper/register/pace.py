@@ -66,7 +66,7 @@ def rule_of(cfg: RegisterConfig) -> Rule:
         return Rule(2, 2)
     if cfg.is_integer:
         return Rule(8, 4)
-    return Rule(16, 4, 800) if cfg.page_warps < cfg.warps else Rule()
+    return Rule(16, 4, 800) if cfg.page_warps < cfg.warps else Rule(16, 1, 300)
 
 
 def is_long(cfg: RegisterConfig, pages: Int32):
@@ -81,7 +81,7 @@ def counts(cfg: RegisterConfig, pages: Int32):
 
 def is_alone(cfg: RegisterConfig) -> bool:
     """Whether CTAs know nothing of each other: with K per token a register would be missing."""
-    return cfg.k.is_per_token
+    return cfg.k.is_per_token or cfg.col_blocks > 1
 
 
 def make(cfg: RegisterConfig, partials: cute.Tensor) -> Pace:

@@ -8,10 +8,13 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
+from lowbit_attn.hopper import LINE_WORDS
 from lowbit_attn.hopper.register import boost, numbers
 from lowbit_attn.hopper.register.config import COLUMNS, WARP, WORD, RegisterConfig
 from lowbit_attn.hopper.register.load import Lane, read
 from lowbit_attn.hopper.walk import Rows, place
+
+LINE_BYTES = LINE_WORDS * WORD
 
 
 class Query(NamedTuple):
@@ -33,18 +36,32 @@ def operand_row(cfg: RegisterConfig, g, block: int):
 
 
 @cute.jit
+def prefetch(cfg: cutlass.Constexpr[RegisterConfig], q: cute.Tensor, rows: Rows, thread: Int32):
+    """Bring q to L2, a line a thread."""
+    at = thread * LINE_BYTES
+    if at < rows.count * cfg.row_bytes:
+        start = q.iterator.toint() + row_offset(cfg, q, rows, at // cfg.row_bytes) + at % cfg.row_bytes
+        line = cute.make_ptr(Uint32, start, cute.AddressSpace.gmem, assumed_align=WORD)
+        cute.arch.prefetch(line.llvm_ptr, cache_level="L2")
+
+
+def row_offset(cfg: RegisterConfig, q: cute.Tensor, rows: Rows, row) -> Int64:
+    """Bytes of q before a row of this CTA."""
+    query, head = place(rows, row)
+    return Int64((rows.batch_idx * q.shape[1] + query) * q.shape[2] + head) * cfg.row_bytes
+
+
+@cute.jit
 def load(cfg: cutlass.Constexpr[RegisterConfig], q: cute.Tensor, rows: Rows, me: Lane) -> cute.Tensor:
     """q words as B operand, (2, column tile * col_blocks + block); rows beyond the last one are zero."""
     words = cute.make_rmem_tensor((2, cfg.k.col_tiles * cfg.col_blocks), Uint32)
     words.fill(0)
-    _, q_len, heads, _ = q.shape
     for block in cutlass.range_constexpr(cfg.col_blocks):
         row = operand_row(cfg, Int32(me.g), block)
         if row < rows.count:
-            query, head = place(rows, row)
-            own = Int64((rows.batch_idx * q_len + query) * heads + head) * cfg.row_bytes
-            found = cute.make_tensor(cute.make_ptr(Uint32, q.iterator.toint() + own, cute.AddressSpace.gmem,
-                                                   assumed_align=WORD), cute.make_layout(cfg.row_bytes // WORD))
+            start = q.iterator.toint() + row_offset(cfg, q, rows, row)
+            found = cute.make_tensor(cute.make_ptr(Uint32, start, cute.AddressSpace.gmem, assumed_align=WORD),
+                                     cute.make_layout(cfg.row_bytes // WORD))
             for col_tile in cutlass.range_constexpr(cfg.k.col_tiles):
                 for col8 in cutlass.range_constexpr(2):
                     words[col8, col_tile * cfg.col_blocks + block] = found[

@@ -11,6 +11,7 @@ from lowbit_attn.hopper.register import numbers
 from lowbit_attn.hopper.register.config import RegisterConfig
 from lowbit_attn.hopper.register.scores import Scores
 
+LAST_PLACE = 2.0**-23  # of fp32, relative
 NO_TOKEN = -3.4028234663852886e38  # -FLT_MAX: finite, so that max - max is 0
 
 
@@ -22,14 +23,17 @@ class State(NamedTuple):
     row_sum: cute.Tensor  # fp32 (columns), this lane's share
     zeros: cute.Tensor  # fp32 (columns, channel groups of V): sum of p * zero-point, this lane's share
     exponent: cute.Tensor  # int32 (1): E, the least e_v so far
+    # fp32 (4, group // 2 * col_blocks + block): sums of (ps)~ since O was centred, of even groups in elements 0 and 1
+    rounded: cute.Tensor
 
 
 def make_state(cfg: RegisterConfig) -> State:
     columns = cfg.lane_rows
     state = State(cute.make_rmem_tensor((4, cfg.v.row_tiles * cfg.col_blocks), Float32),
                   *(cute.make_rmem_tensor(columns, Float32) for _ in range(2)),
-                  cute.make_rmem_tensor((columns, cfg.v.groups), Float32), cute.make_rmem_tensor(1, Int32))
-    for tensor in (state.acc_o, state.row_sum, state.zeros):
+                  cute.make_rmem_tensor((columns, cfg.v.groups), Float32), cute.make_rmem_tensor(1, Int32),
+                  cute.make_rmem_tensor((4, (cfg.v.groups + 1) // 2 * cfg.col_blocks), Float32))
+    for tensor in (state.acc_o, state.row_sum, state.zeros, state.rounded):
         tensor.fill(0.0)
     state.row_max.fill(NO_TOKEN)
     state.exponent.fill(registers.MAX_VALUE_EXPONENT)
@@ -43,34 +47,36 @@ def places(acc: cute.Tensor, column: int, col_blocks: int) -> list[tuple[int, in
             for rt in range(cute.size(acc, mode=[1]) // col_blocks) for row8 in (0, 1)]
 
 
-def page_max(cfg: RegisterConfig, scores: Scores, state: State) -> list[Float32]:
-    """[column] the running maximum with this page. Slopes are positive, so the maximum is taken before them."""
-    found = []
-    for column in range(cfg.lane_rows):
-        values = [scores.acc[at] for at in places(scores.acc, column, cfg.col_blocks)]
-        logits = []
-        for k in sorted(set(scores.powers)):
-            top = numbers.tree([v for v, power in zip(values, scores.powers) if power == k], cute.arch.fmax)
-            logits.append(logit(scores, column, top, k))
-        top = numbers.over_lanes(numbers.tree(logits, cute.arch.fmax), numbers.OVER_G, cute.arch.fmax)
-        found.append(cute.arch.fmax(state.row_max[column], top))
-    return found
+def slope_of(scores: Scores, column: int, power: int) -> Float32:
+    """What turns an accumulator value into its logit, but for the offset."""
+    return Float32(1.0) if scores.slope is None else scores.slope[column] * Float32(2.0**-power)
 
 
 def logit(scores: Scores, column: int, value: Float32, power: int) -> Float32:
-    """The base-2 logit of an accumulator value; the same rounding everywhere, so that none exceeds its maximum."""
-    if scores.slope is None:
-        return value
-    value = value * (scores.slope[column] * Float32(2.0**-power))
+    """The base-2 logit of an accumulator value."""
+    value = value * slope_of(scores, column, power)
     return value if scores.offset is None else value + scores.offset[column]
 
 
 def exponentiate(cfg: RegisterConfig, scores: Scores, state: State) -> tuple[Float32, ...]:
     """S becomes P <= 1: operands made of it cannot overflow, however large the logits. Returns the new maxima."""
-    maxima = page_max(cfg, scores, state)
-    for column, top in enumerate(maxima):
-        for at, power in zip(places(scores.acc, column, cfg.col_blocks), scores.powers):
-            scores.acc[at] = cute.math.exp2(logit(scores, column, scores.acc[at], power) - top, fastmath=True)
+    maxima = []
+    for column in range(cfg.lane_rows):
+        places_of_column = places(scores.acc, column, cfg.col_blocks)
+        slopes = {k: slope_of(scores, column, k) for k in sorted(set(scores.powers))}
+        tops = []
+        for k, slope in slopes.items():  # which are positive: the maximum is taken before them
+            values = [scores.acc[at] for at, power in zip(places_of_column, scores.powers) if power == k]
+            tops.append(numbers.tree(values, cute.arch.fmax) * slope)
+        top = numbers.tree(tops, cute.arch.fmax)
+        offset = Float32(0.0) if scores.offset is None else scores.offset[column]
+        new_max = cute.arch.fmax(state.row_max[column],
+                                 numbers.over_lanes(top + offset, numbers.OVER_G, cute.arch.fmax))
+        # a unit in top's last place below zero at least: the largest logit is rounded once more than its maximum
+        start = cute.arch.fmin(offset - new_max, -(cute.math.absf(top) * Float32(LAST_PLACE) + top))
+        for at, power in zip(places_of_column, scores.powers):
+            scores.acc[at] = cute.math.exp2(scores.acc[at] * slopes[power] + start, fastmath=True)
+        maxima.append(new_max)
     return tuple(maxima)
 
 
@@ -82,12 +88,21 @@ def add_sums(cfg: RegisterConfig, state: State, p: cute.Tensor) -> None:
 
 
 @cute.jit
-def rescale(cfg: cutlass.Constexpr[RegisterConfig], state: State, new_max: tuple, exponent: Int32):
-    """Bring O, z and the sums to a new maximum and a new E, if either moved in any lane of the warp."""
-    moved = Int32(exponent < state.exponent[0])
+def rescale(cfg: cutlass.Constexpr[RegisterConfig], state: State, new_max: tuple, scale: Float32 | None):
+    """Bring O, z and the sums to a new maximum and to E with a page's V, if either moves in any lane of the warp.
+
+    scale: V's largest of this lane's share of the page; None: E stays.
+    """
+    moved = Int32(0)
+    if cutlass.const_expr(scale is not None):
+        moved = Int32(scale > numbers.pow2(-state.exponent[0]))
     for column in cutlass.range_constexpr(cfg.lane_rows):
         moved = moved | Int32(new_max[column] > state.row_max[column])
     if cute.arch.vote_any_sync(moved != 0):
+        exponent = state.exponent[0]
+        if cutlass.const_expr(scale is not None):
+            own = -numbers.ceil_log2(numbers.warp_max(scale), registers.MIN_SCALE_LOG2)
+            exponent = cutlass.min(exponent, own)
         down = numbers.pow2(cutlass.max(exponent - state.exponent[0], Int32(-126)))
         for column in cutlass.range_constexpr(cfg.lane_rows):
             apply_alpha(cfg, state, column, new_max[column], down)
@@ -106,3 +121,6 @@ def apply_alpha(cfg: RegisterConfig, state: State, column: int, new_max: Float32
             state.zeros[column, group] = state.zeros[column, group] * alpha
     for at in places(state.acc_o, column, cfg.col_blocks):
         state.acc_o[at] = state.acc_o[at] * factor
+    if down is not None and not cfg.is_integer and cfg.recentred_pages > 1:
+        for at in places(state.rounded, column, cfg.col_blocks):
+            state.rounded[at] = state.rounded[at] * factor

@@ -1,9 +1,9 @@
 """O^T += V^T P^T over a packed page, on raw codes: P takes the scales, the zero-points become one sum a query row.
 
 Centring: codes have one sign, while what they stand for cancels over tokens that weigh alike. With (ps)~ the rounded
-operand and N = 2^b - 1, every page takes N/2 sum (ps)~ from O again, and z is sum p (m + N/2 s): the rounding of p s
-meets c - N/2, and O stays as small as what it stands for, however many pages it sums up. (The tensor core truncates its
-sums. Left in, the codes would add up to a thousand times of O at 128K tokens.)
+operand and N = 2^b - 1, every few pages N/2 sum (ps)~ is taken from O again, and z is sum p (m + N/2 s): the rounding
+of p s meets c - N/2, and O stays nearly as small as what it stands for, however many pages it sums up. (The tensor core
+truncates its sums. Left in, the codes would add up to a thousand times of O at 128K tokens.)
 """
 
 import cutlass
@@ -18,24 +18,21 @@ from lowbit_attn.hopper.register.load import Lane, Piece
 from lowbit_attn.hopper.register.softmax import State
 
 
-def page_exponent(cfg: RegisterConfig, piece: Piece, me: Lane, state: State) -> Int32:
-    """E with this page."""
+def largest_scale(cfg: RegisterConfig, piece: Piece, me: Lane) -> Float32:
+    """Of this lane's share of the page's tokens."""
     if not cfg.options.exponents:
-        return cutlass.min(state.exponent[0], Int32(registers.FIXED_VALUE_EXPONENT))
+        return Float32(2.0**-registers.FIXED_VALUE_EXPONENT)
     largest = numbers.tree(load.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
-    scale = numbers.warp_max_half(largest, cfg.v.storage)
-    return cutlass.min(state.exponent[0], -numbers.ceil_log2(scale, registers.MIN_SCALE_LOG2))
+    return numbers.widen(largest & Uint32(numbers.LOW_HALF), cfg.v.storage)[0]
 
 
-def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, exponent: Int32) -> None:
-    """p: fp32 accumulators of S^T, (4, token tile * col_blocks + block)."""
+def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, page: Int32) -> None:
+    """p: fp32 accumulators of S^T, (4, token tile * col_blocks + block); page: its number among the warp's."""
     side, blocks = cfg.v, cfg.col_blocks
     atom = numbers.multiply_atom()
-    up = numbers.pow2(exponent + registers.PROBABILITY_SHIFT)
+    up = numbers.pow2(state.exponent[0] + registers.PROBABILITY_SHIFT)
     softmax.add_sums(cfg, state, p)
     group_tiles = side.group // layout.TILE
-    rounded_sums = cute.make_rmem_tensor((4, (side.groups + 1) // 2 * blocks), Float32)
-    rounded_sums.fill(0.0)
     for ct in range(side.col_tiles):
         if side.groups > 1:
             cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
@@ -47,28 +44,33 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
                 ones = numbers.operand_a([Uint32(numbers.ONES * (side.groups == 1 or row8 == j % 2))
                                           for row8 in (0, 1, 0, 1)])
                 for nt in range(blocks):
-                    numbers.multiply(atom, rounded_sums, j // 2 * blocks + nt, ones, operand[None, nt])
+                    numbers.multiply(atom, state.rounded, j // 2 * blocks + nt, ones, operand[None, nt])
             for rt in range(j * group_tiles, (j + 1) * group_tiles):
                 a = numbers.operand_a(load.operand(side, words, first + rt))
                 for nt in range(blocks):
                     numbers.multiply(atom, state.acc_o, rt * blocks + nt, a, operand[None, nt])
     if cfg.options.centring:
-        recentre(cfg, state, rounded_sums)
+        recentre_at_times(cfg, state, page)
 
 
-def recentre(cfg: RegisterConfig, state: State, rounded_sums: cute.Tensor) -> None:
-    """O -= N/2 sum (ps)~ of a page, in the accumulators' units.
+@cute.jit
+def recentre_at_times(cfg: cutlass.Constexpr[RegisterConfig], state: State, page: Int32):
+    """``recentre`` behind every ``recentred_pages`` pages."""
+    if (page + 1) % cfg.recentred_pages == 0:
+        recentre(cfg, state)
 
-    rounded_sums: (4, group // 2 * col_blocks + block), even groups in elements 0 and 1, odd ones in 2 and 3.
-    """
+
+def recentre(cfg: RegisterConfig, state: State) -> None:
+    """O -= N/2 sum (ps)~ of the pages since the last time, in the accumulators' units."""
     side, blocks = cfg.v, cfg.col_blocks
     for column in range(2 * blocks):
         for row, at in enumerate(softmax.places(state.acc_o, column, blocks)):
             rt, row8 = divmod(row, 2)
             half = Float32(-side.levels / 2 * 2.0 ** (side.power(rt, row8) - registers.SUBNORMAL_SHIFT))
             group = layout.TILE * rt // side.group
-            total = rounded_sums[2 * (group % 2) + column % 2, group // 2 * blocks + column // 2]
+            total = state.rounded[2 * (group % 2) + column % 2, group // 2 * blocks + column // 2]
             state.acc_o[at] = total * half + state.acc_o[at]
+    state.rounded.fill(0.0)
 
 
 def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32,
@@ -99,6 +101,8 @@ def true_scale(cfg: RegisterConfig, state: State) -> None:
     Two multiplies: 2^(9 - k - E) is not an fp32 number for every bf16 scale.
     """
     side, blocks = cfg.v, cfg.col_blocks
+    if cfg.options.centring:
+        recentre(cfg, state)
     down = numbers.pow2(-registers.PROBABILITY_SHIFT - state.exponent[0])
     for column in range(2 * blocks):
         z = [numbers.over_lanes(state.zeros[column, j], numbers.OVER_G, numbers.add) for j in range(side.groups)]

@@ -23,6 +23,7 @@ CENTRE_SHIFT = 15  # bf16 scales enter the centring row as fp16(s 2^(e_s + 15)),
 MIN_SCALE_LOG2 = -40  # maxima of scales and |zero-points| are clamped at 2^-40 before their exponent is taken
 MIN_QUERY_LOG2 = -100  # the same for max |q|; a row of zeros has e_q = 0
 MAX_VALUE_EXPONENT = -MIN_SCALE_LOG2  # E of a warp that has seen no page: the largest e_v, so min() needs no first case
+RECENTRED_PAGES = 8  # pages of a warp whose codes add up in O before N/2 of their weights is taken from it
 FP32_BIAS, FP32_MANTISSA_BITS = 127, 23
 
 # The integer path multiplies raw masked bytes, m16n8k32 with u8 codes: value = code * 2^k. The other operand is a
