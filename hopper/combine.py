@@ -188,16 +188,18 @@ def prefetch_slots(first: Slot, count: Int32, thread: Int32):
 
 
 @cute.jit
-def merge(out: Outputs, rows: Rows, threads: cutlass.Constexpr[int], thread: Int32):
+def merge(out: Outputs, rows: Rows, threads: cutlass.Constexpr[int], thread: Int32,
+          most_lanes_log2: cutlass.Constexpr[int] = MOST_LANES_LOG2):
     """This split's chunks, by ``threads`` threads of its CTA, whole warps; all of all splits call ``leave`` before.
 
     The last warps come first: they have least to do before. A warp's lanes are neighbouring chunks times splits.
+    most_lanes_log2: of a chunk; fewer where a split has more chunks than its CTA has threads.
     """
     total = rows.count * out.chunks
     size = share(out, total)
     first = size * out.split_idx
     count = cutlass.min(size, total - first)
-    width_log2 = cutlass.min(ceil_log2(size, WARP_LOG2), WARP_LOG2 - ceil_log2(out.num_splits, MOST_LANES_LOG2))
+    width_log2 = cutlass.min(ceil_log2(size, WARP_LOG2), WARP_LOG2 - ceil_log2(out.num_splits, most_lanes_log2))
     warp = (threads // WARP - 1) - thread // WARP
     for start in cutlass.range(warp << width_log2, count, (threads // WARP) << width_log2, unroll=1):
         merge_chunk(out, rows, size, start, count, width_log2, thread % WARP)

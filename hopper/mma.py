@@ -13,7 +13,17 @@ from cutlass.utils import hopper_helpers
 
 from lowbit_attn.hopper import combine, epilogue, softmax
 from lowbit_attn.hopper import ring as rings
-from lowbit_attn.hopper.config import CHUNK, GROUP_WARPS, MAX_N, TILE_M, TILE_N, WARP, DecodeConfig, tile_chunk
+from lowbit_attn.hopper.config import (
+    CHUNK,
+    FEW_ROWS,
+    GROUP_WARPS,
+    MAX_N,
+    TILE_M,
+    TILE_N,
+    WARP,
+    DecodeConfig,
+    tile_chunk,
+)
 from lowbit_attn.hopper.register.numbers import ELEMENT
 from lowbit_attn.hopper.ring import Ring
 from lowbit_attn.hopper.walk import Rows, Walk, place, plain_tile
@@ -112,7 +122,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, rows: Rows, sight: Sig
     for half in cutlass.range_constexpr(len(cfg.halves)):
         write_row(half, out, rows, me, acc_o, row_max[half], softmax.quad_sum(row_sum[half]))
     if out.num_splits > 1:
-        combine.merge(out, rows, GROUP_WARPS * WARP, thread)
+        combine.merge(out, rows, GROUP_WARPS * WARP, thread, 0 if cfg.rows > FEW_ROWS else combine.MOST_LANES_LOG2)
 
 
 @cute.jit

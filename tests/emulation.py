@@ -284,7 +284,8 @@ class Warp:
         if self.centring:
             self.rounded = self.rounded + multiply(np.ones((1, 16, 16)), b)[..., :2]
             self.pages += 1
-            if self.groups_v > 1 or self.pages % registers.RECENTRED_PAGES == 0:
+            is_short = self.groups_v > 1 or not isinstance(self.format.k, PerChannel)  # of registers
+            if is_short or self.pages % registers.RECENTRED_PAGES == 0:
                 self.recentre()
 
     def recentre(self) -> None:

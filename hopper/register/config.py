@@ -225,8 +225,9 @@ class RegisterConfig:
 
     @property
     def recentred_pages(self) -> int:
-        """So many pages' codes add up in O before it is centred; with several groups of V, sums take registers."""
-        return registers.RECENTRED_PAGES if self.v.groups == 1 else 1
+        """So many pages' codes add up in O before it is centred; 1 where registers are short: the weights' sum takes
+        some until then, with several groups of V one for each."""
+        return registers.RECENTRED_PAGES if self.v.groups == 1 and not self.k.is_per_token else 1
 
     @property
     def has_shared_query(self) -> bool:
