@@ -249,11 +249,12 @@ def test_only_calls_of_up_to_four_rows_take_the_path():
     for fmt in (*(FORMATS[name] for name in BOOSTED), dataclasses.replace(FORMATS["k4v4"], window_v=128)):
         assert kernels.pick("hopper", fmt, 128, torch.float16, 4)[0] == ("integer", 4)
         assert kernels.pick("hopper", fmt, 128, torch.float16, 5)[0] == ("register", 8)
-    for name, head_dim in (("k4tv4", 128), ("kitty-pro", 256)):
-        assert PATHS["integer"].missing(FORMATS[name], head_dim, torch.float16)
-        assert kernels.pick("hopper", FORMATS[name], head_dim, torch.float16, 4)[0] == ("register", 8)
+    assert PATHS["integer"].missing(FORMATS["k4tv4"], 128, torch.float16)
+    assert kernels.pick("hopper", FORMATS["k4tv4"], 128, torch.float16, 4)[0] == ("register", 8)
     forced, _ = kernels.pick("hopper", FORMATS["k4v4"], 128, torch.float16, 8, "integer")
     assert forced == ("integer", 4), "more rows go in blocks"
+    for name in ("k8v4", "k2v2", "k4v1", "kitty-pro"):  # head_dim 256 as others
+        assert kernels.pick("hopper", FORMATS[name], 256, torch.float16, 4)[0] == ("integer", 4)
 
 
 def test_unsupported_calls_say_why():

@@ -80,7 +80,8 @@ def counts(cfg: RegisterConfig, pages: Int32):
 
 
 def is_alone(cfg: RegisterConfig) -> bool:
-    """Whether CTAs know nothing of each other: with K per token a register would be missing."""
+    """Whether CTAs know nothing of each other: with K per token a register would be missing; with 16 rows arithmetic
+    decides, not memory."""
     return cfg.k.is_per_token or cfg.col_blocks > 1
 
 

@@ -50,11 +50,11 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
                 for nt in range(blocks):
                     numbers.multiply(atom, state.acc_o, rt * blocks + nt, a, operand[None, nt])
     if cfg.options.centring:
-        recentre_at_times(cfg, state, page)
+        recentre_if_due(cfg, state, page)
 
 
 @cute.jit
-def recentre_at_times(cfg: cutlass.Constexpr[RegisterConfig], state: State, page: Int32):
+def recentre_if_due(cfg: cutlass.Constexpr[RegisterConfig], state: State, page: Int32):
     """``recentre`` behind every ``recentred_pages`` pages."""
     if (page + 1) % cfg.recentred_pages == 0:
         recentre(cfg, state)
