@@ -55,7 +55,8 @@ PRESETS["lengths"] = [BenchCase(name, 1, 32, 8, 128, 1024 << i) for name in ("k4
 
 def main(
     preset: Annotated[str, typer.Option(help=f"one of {', '.join(PRESETS)}")] = "first",
-    arch: Annotated[list[str], typer.Option(help="hopper or ampere; may be given twice")] = ["hopper", "ampere"],
+    arch: Annotated[list[str], typer.Option(help="hopper, ampere, ampere-sm_80, ampere-sm_89; may be repeated")
+                    ] = ["hopper", "ampere"],
     ablate: Annotated[bool, typer.Option(help="also without centring, exponents, and both")] = False,
     path: Annotated[list[str], typer.Option(help="decode paths; default: the dispatcher's pick")] = [],
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/decode.jsonl",

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from lowbit_attn import gpu_matrix, kernels, layout
+from lowbit_attn import KVCache, dispatch, gpu_matrix, kernels, layout
 from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
@@ -261,3 +262,28 @@ def test_other_boosts_are_named(widths):
     made = replace(fmt, k=replace(fmt.k, bits=widths[0], boosted_bits=widths[1]))
     with pytest.raises(ValueError, match=f"K of {widths[0]} bits boosted to {widths[1]} .supported: 2 boosted to 4"):
         sizes.decode_config(made, 128, "float16", "sm_80", "register", 8)
+
+
+@pytest.mark.parametrize("forced, sizes_of", (("ampere", ""), ("ampere-sm_80", "sm_80"), ("ampere-sm_89", "sm_89")))
+def test_kernels_for_hopper_in_the_sizes_of_another_target(monkeypatch, forced, sizes_of):
+    """LOWBIT_ATTN_ARCH names whose shared memory a kernel built for sm_90 is made for."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setenv("LOWBIT_ATTN_ARCH", forced)
+    dispatch._target_of.cache_clear()
+    cache = KVCache("k4v4", 32, 8, 128, max_batch=1, max_seqlen=256)
+    monkeypatch.setattr(dispatch, "target_of", lambda device: dispatch._target_of(0, forced))
+    key, reasons = dispatch.kernel_of(torch.zeros(1, 1, 32, 128, dtype=torch.float16), cache, "register")
+    dispatch._target_of.cache_clear()
+    assert not reasons and (key.arch, key.target, key.sizes) == ("ampere", "sm_90", sizes_of)
+    wanted = sizes.decode_config(FORMATS["k4v4"], 128, "float16", sizes_of or "sm_90", "register", key.rows)
+    assert kernels.checks(key).smem_bytes == wanted.shared_bytes <= kernels.SMEM_LIMIT_BYTES[sizes_of or "sm_90"]
+    assert kernels.ctas_per_sm(key) == wanted.ctas_per_sm
+    assert (f"as_{sizes_of}" in key.name) == bool(sizes_of)
+
+
+def test_no_sizes_of_an_unknown_target(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    dispatch._target_of.cache_clear()
+    with pytest.raises(NotImplementedError, match="supported: hopper, ampere, ampere-sm_80, ampere-sm_89"):
+        dispatch._target_of(0, "ampere-sm_75")
+    dispatch._target_of.cache_clear()

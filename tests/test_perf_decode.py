@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parent.parent / "perf"))
 import measured  # noqa: E402
 import plots  # noqa: E402
 import roofline  # noqa: E402
+import stalls  # noqa: E402
 from bench import PRESETS  # noqa: E402
 from decode_results import newest, path_of  # noqa: E402
 from page_loop import PageLoop, find_loop  # noqa: E402
@@ -235,3 +236,14 @@ def test_plots_say_what_to_run(tmp_path, capsys):
     shown = capsys.readouterr()
     assert "decode-lengths.svg" in shown.out and not (tmp_path / "decode-targets.svg").exists()
     assert "python perf/bench.py --preset targets --arch hopper" in shown.err and "preset lengths" not in shown.err
+
+
+def test_stalls_are_read_from_a_source_page():
+    lines = ['"Kernel Name","decode",', '"#","Source","Warp Stall Sampling (All Samples)","Instructions Executed",'
+             '"stall_wait","stall_wait (Not Issued)","stall_math"',
+             '"0","@!P0  FADD.FTZ R1, R2, R3 ","1,007","16","5","4","2"', '"1","EXIT ","0","16","","",""']
+    rows = stalls.read_lines(lines)
+    assert [stalls.opcode(row[stalls.SOURCE]) for row in rows] == ["FADD", "EXIT"]
+    assert stalls.waits(rows[0]) == {"wait": 5, "math": 2} and stalls.number(rows[0][stalls.SAMPLES]) == 1007
+    with pytest.raises(RuntimeError, match="no kernel"):
+        stalls.read_lines(lines[:1])

@@ -21,7 +21,8 @@ from lowbit_attn.state import is_capturing
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30  # positions: more than any sequence has
 CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"), (8, 9): ("ampere", "sm_89")}
-FORCED_TARGETS = {("ampere", (9, 0)): "sm_90"}  # Ampere kernels also run on Hopper, built for it
+# Ampere kernels also run on Hopper, built for it, in its sizes or in those of the target named behind a hyphen
+FORCED_TARGETS = {(forced, (9, 0)): "sm_90" for forced in ("ampere", "ampere-sm_80", "ampere-sm_89")}
 # os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
 _ENVIRONMENT = os.environ._data
 _ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
@@ -37,7 +38,8 @@ _STEP = "append"  # names the plan of a cache's steps among those of its decode 
 
 
 def target_of(device: torch.device) -> tuple[str, str]:
-    """(arch, target) that serves a CUDA device; LOWBIT_ATTN_ARCH=ampere takes the Ampere kernels on Hopper too."""
+    """(arch, target) that serves a CUDA device; LOWBIT_ATTN_ARCH=ampere takes the Ampere kernels on Hopper too, and
+    ampere-sm_80 or ampere-sm_89 takes them in the sizes that they have there."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return _target_of(index, os.environ.get("LOWBIT_ATTN_ARCH") or None)
 
@@ -52,9 +54,10 @@ def _target_of(index: int, forced: str | None) -> tuple[str, str]:
     if forced in (None, arch):
         return arch, target
     if (forced, capability) not in FORCED_TARGETS:
+        supported = ", ".join((arch, *(name for name, at in FORCED_TARGETS if at == capability)))
         raise NotImplementedError(f"LOWBIT_ATTN_ARCH: got {forced!r} on compute capability {capability}, "
-                                  f"supported: {arch}" + (" or ampere" if capability == (9, 0) else ""))
-    return forced, FORCED_TARGETS[forced, capability]
+                                  f"supported: {supported}")
+    return forced.partition("-")[0], FORCED_TARGETS[forced, capability]
 
 
 def _has_kernels(device: torch.device) -> bool:
@@ -168,7 +171,8 @@ def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (
         return None, reasons
     ablated = os.environ.get("LOWBIT_ATTN_WITHOUT")
     key = KernelKey("decode", *compiled_for, cache.format.name, *picked,
-                    without=tuple(ablated.split(",")) if ablated else (), features=features)
+                    without=tuple(ablated.split(",")) if ablated else (), features=features,
+                    sizes=os.environ.get("LOWBIT_ATTN_ARCH", "").partition("-")[2])
     if path is None and num_splits is None:
         key = for_shape(key, row_blocks(q, cache, key), cache.table.shape[1], running_ctas(cache.device, 1),
                         cache.known_pages(q.shape[0]))

@@ -3,7 +3,7 @@
 An arch package (hopper, ampere) declares what its decode kernels support; ``device`` holds the kernels both share.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -47,11 +47,12 @@ class KernelKey:
     rows: int = 0  # decode: query rows of one KV head that it multiplies at once
     without: tuple[str, ...] = ()  # decode, register path: parts left out (registers.Options), to measure them
     features: tuple[str, ...] = ()  # decode: those of FEATURES it has, in that order
+    sizes: str = ""  # decode: the target whose shared memory it is made for, if not its own: to measure it elsewhere
 
     @property
     def name(self) -> str:
         parts = [self.op, self.variant, self.format, self.dtype, f"d{self.head_dim}"]
-        parts += [f"r{self.rows}"] if self.rows else []
+        parts += [f"r{self.rows}"] * bool(self.rows) + [f"as_{self.sizes}"] * bool(self.sizes)
         return "-".join(filter(None, [*parts, *self.features, *(f"without_{name}" for name in self.without)]))
 
     def __str__(self) -> str:
@@ -89,7 +90,7 @@ def trace(key: KernelKey):
     fmt = FORMATS[key.format]
     if key.op == "decode":
         decode = import_module(f"lowbit_attn.{key.arch}.decode")
-        return decode.decode_kernel(fmt, key.head_dim, key.dtype, key.target, key.variant, key.rows,
+        return decode.decode_kernel(fmt, key.head_dim, key.dtype, key.sizes or key.target, key.variant, key.rows,
                                     key.without, key.features)
     if key.op == "append":
         append = import_module("lowbit_attn.device.append")
@@ -111,8 +112,8 @@ def checks(key: KernelKey) -> Checks:
     """The static checks of a kernel, declared beside its source."""
     if key.op == "decode":
         config = import_module(f"lowbit_attn.{key.arch}.config")
-        return config.checks(FORMATS[key.format], key.head_dim, target=key.target, path=key.variant, rows=key.rows,
-                             dtype=key.dtype, without=key.without, features=key.features)
+        return config.checks(FORMATS[key.format], key.head_dim, target=key.sizes or key.target, path=key.variant,
+                             rows=key.rows, dtype=key.dtype, without=key.without, features=key.features)
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and isinstance(FORMATS[key.format].k, Boosted):
         return Checks(forbid=())  # beside K's 512 threads V's search, or weights, spill a few registers
     return Checks()
@@ -120,7 +121,8 @@ def checks(key: KernelKey) -> Checks:
 
 def ctas_per_sm(key: KernelKey) -> int:
     """Blocks of a decode kernel that an SM surely holds at once."""
-    return import_module(f"lowbit_attn.{key.arch}.config").ctas_per_sm(key)
+    sized = replace(key, target=key.sizes or key.target)
+    return import_module(f"lowbit_attn.{key.arch}.config").ctas_per_sm(sized)
 
 
 @dataclass(frozen=True)
