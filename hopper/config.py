@@ -31,7 +31,7 @@ IN_FLIGHT_BYTES = 68 * 1024  # packed bytes in flight an SM that keep its memory
 UNIT_TOKENS = 32  # tokens of a 16-bit tile in one packed stage; each lane of the load warp copies one row
 UNITS = TILE_N // UNIT_TOKENS
 MAX_RUN_TILES = 16  # 16x16 tiles that a dequant warp unpacks in one piece of straight code, else registers spill
-MAX_WIDE_RUN_TILES = 8  # the same where the arithmetic is fp32
+MAX_WIDE_RUN_TILES = 4  # the same where the arithmetic is fp32
 CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix, the unit of the swizzles
 SMEM_ALIGN = 1024  # an 8-row atom of the 128-byte swizzle; shared memory is a multiple of it
 BARRIER_BYTES = 8
@@ -174,8 +174,9 @@ class SidePlan:
         if self.transposed:
             return [layout.token_meta_offset(row // self.group + block, 0, first + 2 * t + e) for e in (0, 1)]
         if self.is_per_token:
-            return [layout.token_meta_offset(first // self.group, 0, self.meta_rows * block + g)]
-        return [layout.channel_meta_offset(block, is_zero, first + 2 * t, self.head_dim) for is_zero in (0, 1)]
+            return [layout.token_meta_offset(first // self.group, 0, row + self.meta_rows * block + g)]
+        return [layout.channel_meta_offset(row // self.group + block, is_zero, first + 2 * t, self.head_dim)
+                for is_zero in (0, 1)]
 
     @property
     def meta_words(self) -> list[int]:
@@ -219,15 +220,27 @@ class DecodeConfig:
     rows: int = FEW_ROWS  # query rows of a CTA
     features: tuple[str, ...] = ()
     packed_stages: int = 4
-    tile_stages: int = 2
-    load_regs: int = 40
-    dequant_regs: int = 120
-    mma_regs: int = 232
+    mma_groups: int = 2  # warpgroups that take the tiles in turn, each with a K and a V^T tile of its own
+    load_regs: int = 24
+    dequant_regs: int = 72
+    mma_regs: int = 208
 
-    # Warpgroups in order: load (warp 0: K, warp 1: V), dequant K, dequant V, MMA.
+    # Warpgroups in order: load (warp 0: K, warp 1: V), dequant (of both sides, or K and V), MMA.
     load_k_warp, load_v_warp = 0, 1
-    dequant_k_group, dequant_v_group, mma_group = 1, 2, 3
     groups = 4
+
+    @property
+    def dequant_groups(self) -> int:
+        """2: the first one's side is K, the second one's V."""
+        return self.groups - 1 - self.mma_groups
+
+    @property
+    def first_mma_group(self) -> int:
+        return self.groups - self.mma_groups
+
+    @property
+    def mma_threads(self) -> int:
+        return self.mma_groups * GROUP_WARPS * WARP
 
     @property
     def threads(self) -> int:
@@ -255,7 +268,7 @@ class DecodeConfig:
 
     @property
     def is_wide(self) -> bool:
-        """O takes so many registers that Q stays in shared memory, and S of a tile waits for O of the one before."""
+        """O takes so many registers that one warpgroup multiplies, with Q in shared memory."""
         return self.head_dim > 128
 
     @property
@@ -281,11 +294,11 @@ class DecodeConfig:
         """Bytes of each piece of shared memory, in order."""
         return {
             "query": self.query_bytes,
-            "k_tiles": self.tile_stages * self.k.tile_bytes,
-            "v_tiles": self.tile_stages * self.v.tile_bytes,
+            "k_tiles": self.mma_groups * self.k.tile_bytes,
+            "v_tiles": self.mma_groups * self.v.tile_bytes,
             "k_packed": self.packed_stages * self.stage_bytes(self.k),
             "v_packed": self.packed_stages * self.stage_bytes(self.v),
-            "barriers": 4 * BARRIER_BYTES * (self.packed_stages + self.tile_stages),
+            "barriers": 4 * BARRIER_BYTES * (self.packed_stages + self.mma_groups),
         }
 
     @property
@@ -302,8 +315,9 @@ class DecodeConfig:
             found.append(f"features: got {sorted(unknown)}, supported: {FEATURES}")
         if self.smem_bytes > SMEM_LIMIT:
             found.append(f"shared memory: {self.smem_bytes} B at {self.packed_stages} packed and "
-                         f"{self.tile_stages} tile stages, limit {SMEM_LIMIT} B")
-        budget = (self.load_regs + 2 * self.dequant_regs + self.mma_regs) * GROUP_WARPS * WARP
+                         f"{self.mma_groups} tile stages, limit {SMEM_LIMIT} B")
+        regs = self.load_regs + self.dequant_groups * self.dequant_regs + self.mma_groups * self.mma_regs
+        budget = regs * GROUP_WARPS * WARP
         if budget > SM_REGISTERS:
             found.append(f"registers: {budget} for all roles, limit {SM_REGISTERS}")
         for name in ("load_regs", "dequant_regs", "mma_regs"):
@@ -340,7 +354,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = FEW_ROWS,
     k, v = plan_sides(fmt, head_dim, dtype)
     one = DecodeConfig(k, v, head_dim, dtype, rows, features, packed_stages=1)
     if one.is_wide:
-        one = replace(one, tile_stages=1, load_regs=32, mma_regs=240)
+        one = replace(one, mma_groups=1, load_regs=32, dequant_regs=120, mma_regs=240)
     stage = one.stage_bytes(k) + one.stage_bytes(v) + 4 * BARRIER_BYTES
     fitting = 1 + (SMEM_LIMIT - sum(one.smem_plan.values())) // stage
     wanted = -(-IN_FLIGHT_BYTES // (k.part_bytes + v.part_bytes))

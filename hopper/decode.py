@@ -1,23 +1,24 @@
 """Decode attention over packed pages, tile path (BitDecoding section 4): the kernel shell.
 
 One CTA serves one (split, block of query rows, KV head, sequence) with four warpgroups; setmaxnreg moves registers to
-the MMA. At head_dim 256 the tiles have one stage, Q stays in shared memory and S waits for the last O (cfg.is_wide).
+the MMA. Two warpgroups multiply, each every second tile: the softmax of one hides behind the multiplies of the other.
+Their sums are joined at the end. At head_dim 256 one multiplies, with Q in shared memory, and K and V have a dequant
+warpgroup each (cfg.is_wide).
 
     role       warps  registers  loop over the walk (hopper/walk.py: pages, then 16-bit tiles)
-    load K, V  1 + 1         40  wait packed empty -> bulk copies -> packed full (bytes)
-    dequant K      4        120  wait packed full, tile empty -> LDS.128, unpack, STSM -> packed empty, tile full
-    dequant V      4        120  the same on V^T
-    mma            4        232  wait K full -> WGMMA S -> wait S and the last O -> K empty, last V empty
-                                 -> softmax -> wait V full -> WGMMA O
+    load K, V  1 + 1         24  wait packed empty -> bulk copies -> packed full (bytes)
+    dequant        4         72  K: wait packed full, tile empty -> LDS.128, unpack, STSM -> packed empty, tile full,
+                                 then the same on V^T
+    mma        4 + 4        208  wait K full -> WGMMA S -> K empty -> softmax -> wait V full -> WGMMA O -> V empty
 
     ring            producer -> consumer   full                      empty
     k/v packed      load -> dequant        1 arrival + bytes         1 a dequant lane
-    k/v tiles       dequant -> mma         1 a dequant warp, fenced  1 an MMA lane
+    k/v tiles       dequant -> mma         1 a dequant warp, fenced  1 a lane of the tile's MMA group
 
     time ->  load        p0 p1 p2 p3 | p4 ...         (packed_stages parts ahead)
-             dequant K      k0 k1 | k2 ...            (tile_stages tiles ahead)
-             dequant V      v0 v1 | v2 ...
-             mma               S0 softmax O0 S1 softmax O1 ...
+             dequant        k0 v0 k1 v1 | k2 v2 ...   (a tile of each side for either MMA group)
+             mma 0             S0 softmax O0    S2 softmax O2 ...
+             mma 1                   S1 softmax O1    S3 ...
 """
 
 import cutlass
@@ -62,7 +63,7 @@ class DecodeSm90:
     def storage(self):
         """Shared memory in the order of ``DecodeConfig.smem_plan``."""
         cfg, element = self.cfg, ELEMENT[self.cfg.dtype]
-        packed, tiles = cfg.packed_stages, cfg.tile_stages
+        packed, tiles = cfg.packed_stages, cfg.mma_groups
         k_words, v_words = (packed * cfg.stage_bytes(side) // 4 for side in (cfg.k, cfg.v))
 
         @cute.struct
@@ -124,15 +125,21 @@ class DecodeSm90:
             if warp_idx == cfg.load_v_warp:
                 load.run(cfg, cfg.v, load.Source(pool, table, sink_v, ring_v, *place), v_walk, v_packed,
                          smem.v_packed.data_ptr())
-        elif group == cfg.dequant_k_group:
+        elif group < cfg.first_mma_group:
             cute.arch.setmaxregister_decrease(cfg.dequant_regs)
-            dequant.run(cfg, cfg.k, k_walk, k_packed, smem.k_packed.data_ptr(), k_tiles, smem.k_tiles.data_ptr())
-        elif group == cfg.dequant_v_group:
-            cute.arch.setmaxregister_decrease(cfg.dequant_regs)
-            dequant.run(cfg, cfg.v, v_walk, v_packed, smem.v_packed.data_ptr(), v_tiles, smem.v_tiles.data_ptr())
+            pipes = (dequant.Pipe(k_walk, k_packed, smem.k_packed.data_ptr(), k_tiles, smem.k_tiles.data_ptr()),
+                     dequant.Pipe(v_walk, v_packed, smem.v_packed.data_ptr(), v_tiles, smem.v_tiles.data_ptr()))
+            if cutlass.const_expr(cfg.dequant_groups == 1):
+                dequant.run(cfg, (cfg.k, cfg.v), pipes)
+            else:
+                if group == 1:
+                    dequant.run(cfg, (cfg.k,), pipes[:1])
+                else:
+                    dequant.run(cfg, (cfg.v,), pipes[1:])
         else:
             cute.arch.setmaxregister_increase(cfg.mma_regs)
-            mma.run(cfg, k_walk, rows, mma.Sight(n_tok[batch_idx] - rows.q_len, window, sink_window),
+            mma.run(cfg, group - cfg.first_mma_group, k_walk, rows,
+                    mma.Sight(n_tok[batch_idx] - rows.q_len, window, sink_window),
                     mma.Scores(scale_log2, softcap_log2), q, self.tiles(smem), k_tiles, v_tiles,
                     combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), split_idx))
 
@@ -144,8 +151,9 @@ class DecodeSm90:
             layout = tile_layout(rows, cols, stages, element)
             return piece.get_tensor(layout.outer, swizzle=layout.inner)
 
-        return mma.Tiles(view(smem.k_tiles, cfg.k.rows, cfg.k.cols, cfg.tile_stages),
-                         view(smem.v_tiles, cfg.v.rows, cfg.v.cols, cfg.tile_stages),
+        return mma.Tiles(view(smem.k_tiles, cfg.k.rows, cfg.k.cols, cfg.mma_groups),
+                         view(smem.v_tiles, cfg.v.rows, cfg.v.cols, cfg.mma_groups),
+                         smem.k_tiles.data_ptr(), smem.v_tiles.data_ptr(),
                          smem.query.data_ptr() if cfg.is_wide else None,
                          view(smem.query, TILE_M, cfg.head_dim, 1) if cfg.is_wide else None)
 
@@ -158,7 +166,7 @@ class DecodeSm90:
             return Ring(bars.data_ptr(), bars.data_ptr() + stages, stages)
 
         packed = [ring(b, cfg.packed_stages) for b in (smem.k_packed_bars, smem.v_packed_bars)]
-        tiles = [ring(b, cfg.tile_stages) for b in (smem.k_tile_bars, smem.v_tile_bars)]
+        tiles = [ring(b, cfg.mma_groups) for b in (smem.k_tile_bars, smem.v_tile_bars)]
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for r in packed:

@@ -1,4 +1,4 @@
-"""Dequant role: one warpgroup for K, one for V turn packed parts and 16-bit rows into WGMMA's B tiles.
+"""Dequant role: a warpgroup turns packed parts and 16-bit rows, of both sides or of one, into WGMMA's B tiles.
 
 A tile is K-major with the 128-byte swizzle: K as [128 tokens, D channels], V as [D channels, 128 tokens].
 The 8x8 matrix that one masked word gives is exactly stmatrix's, so no lane ever exchanges data.
@@ -46,6 +46,16 @@ class Lane(NamedTuple):
     col8: Uint32
 
 
+class Pipe(NamedTuple):
+    """Of one side: its walk, the rings that its tiles come from and go to, and their shared memory."""
+
+    walk: Walk
+    packed: Ring
+    packed_smem: cute.Pointer
+    tiles: Ring
+    tile_smem: cute.Pointer
+
+
 class Part(NamedTuple):
     """A record's part in a packed stage."""
 
@@ -69,33 +79,41 @@ def unpack_f16(word: Uint32, shift: int, position: int, bits: int) -> Uint32:
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], walk: Walk, packed: Ring,
-        packed_smem: cute.Pointer, tiles: Ring, tile_smem: cute.Pointer):
-    """Consume the packed ring and fill the tile ring in the walk's order; tiles are bits of 16, fp16 or bf16."""
+def run(cfg: cutlass.Constexpr[DecodeConfig], sides: cutlass.Constexpr[tuple], pipes: tuple):
+    """Consume the sides' packed rings and fill their tile rings in the walk's order, a tile of each side in turn.
+
+    Tiles are bits of 16, fp16 or bf16. K and V have as many.
+    """
     lane = Uint32(cute.arch.lane_idx())
     me = Lane(Uint32(cute.arch.make_warp_uniform(cute.arch.warp_idx())) % GROUP_WARPS, lane, *lane_place(lane))
+    for i in cutlass.range(pipes[0].walk.num_pages + pipes[0].walk.plain_tiles, unroll=1):
+        for side, pipe in zip(sides, pipes):
+            fill_tile(cfg, side, me, pipe, i)
+
+
+@cute.jit
+def fill_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], me: Lane, pipe: Pipe, i: Int32):
+    """Tile ``i`` of a side."""
     tile_chunks = side.tile_bytes // (2 * CHUNK)
-    out = cute.make_tensor(cute.recast_ptr(tile_smem, dtype=Float16), cute.make_layout(
-        (CHUNK, tile_chunks, cfg.tile_stages), stride=(1, CHUNK, tile_chunks * CHUNK)))
-    fill = Uint32(0)
-    for i in cutlass.range(walk.num_pages, unroll=1):
-        rings.wait_full(packed, fill)
-        rings.wait_empty(tiles, fill)
-        dequant_page(cfg, side, me, packed_smem, rings.stage(packed, fill), out[None, None, rings.stage(tiles, fill)])
-        rings.release(packed, fill)
-        rings.publish(tiles, fill)
-        fill += Uint32(1)
-    for i in cutlass.range(walk.plain_tiles, unroll=1):
-        tile_fill = fill + Uint32(i)
-        tile = plain_tile(walk, i)
-        rings.wait_empty(tiles, tile_fill)
+    out = cute.make_tensor(cute.recast_ptr(pipe.tile_smem, dtype=Float16), cute.make_layout(
+        (CHUNK, tile_chunks, cfg.mma_groups), stride=(1, CHUNK, tile_chunks * CHUNK)))
+    fill, pages = Uint32(i), pipe.walk.num_pages
+    out = out[None, None, rings.stage(pipe.tiles, fill)]
+    if i < pages:
+        rings.wait_full(pipe.packed, fill)
+        rings.wait_empty(pipe.tiles, fill)
+        dequant_page(cfg, side, me, pipe.packed_smem, rings.stage(pipe.packed, fill), out)
+        rings.release(pipe.packed, fill)
+    else:
+        tile = plain_tile(pipe.walk, i - pages)
+        rings.wait_empty(pipe.tiles, fill)
         for u in cutlass.range(UNITS, unroll=1):
-            piece = fill + Uint32(i * UNITS + u)
-            rings.wait_full(packed, piece)
-            copy_unit(cfg, side, me, packed_smem, rings.stage(packed, piece),
-                      out[None, None, rings.stage(tiles, tile_fill)], Uint32(u), Uint32(tile.live))
-            rings.release(packed, piece)
-        rings.publish(tiles, tile_fill)
+            piece = Uint32(pages + (i - pages) * UNITS + u)
+            rings.wait_full(pipe.packed, piece)
+            copy_unit(cfg, side, me, pipe.packed_smem, rings.stage(pipe.packed, piece), out, Uint32(u),
+                      Uint32(tile.live))
+            rings.release(pipe.packed, piece)
+    rings.publish(pipe.tiles, fill)
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""MMA role: one warpgroup. S = Q K^T and O += P V, K and V^T tiles in shared memory.
+"""MMA role: two warpgroups, or one, that take the tiles in turn. S = Q K^T and O += P V, tiles in shared memory.
 
 P is in registers, and so is Q where O leaves room for it.
 """
@@ -22,13 +22,15 @@ from lowbit_attn.hopper.config import (
     TILE_N,
     WARP,
     DecodeConfig,
+    SidePlan,
     tile_chunk,
 )
 from lowbit_attn.hopper.register.numbers import ELEMENT
 from lowbit_attn.hopper.ring import Ring
 from lowbit_attn.hopper.walk import Rows, Walk, place, plain_tile
 
-QUERY_BARRIER = 1  # named barrier of the MMA warpgroup; 0 is the CTA's
+GROUP_BARRIER = 1  # named, of one MMA warpgroup; 0 is the CTA's
+JOIN_BARRIER = 2  # of both
 
 
 class Sight(NamedTuple):
@@ -47,10 +49,12 @@ class Scores(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Operands in shared memory: rings of tiles, and Q where it is not in registers."""
+    """Operands in shared memory: a tile of K and of V for each MMA group, and Q where it is not in registers."""
 
-    k: cute.Tensor  # (128, head_dim, stages)
-    v: cute.Tensor  # (head_dim, 128, stages)
+    k: cute.Tensor  # (128, head_dim, mma_groups)
+    v: cute.Tensor  # (head_dim, 128, mma_groups)
+    k_smem: cute.Pointer  # the same memory
+    v_smem: cute.Pointer
     q_smem: cute.Pointer | None
     q: cute.Tensor | None  # (64, head_dim, 1)
 
@@ -71,14 +75,12 @@ def make_mma(tile_n: int, element, is_a_shared: bool = False) -> cute.TiledMma:
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, rows: Rows, sight: Sight, scores: Scores, q: cute.Tensor,
-        tiles: Tiles, k_tiles: Ring, v_tiles: Ring, out: combine.Outputs):
-    """Attend to every tile of the walk, then leave and merge this split's result.
-
-    S of a tile is issued while O of the tile before still runs, so one wait serves both; not where cfg.is_wide.
-    """
+def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Rows, sight: Sight, scores: Scores,
+        q: cute.Tensor, tiles: Tiles, k_tiles: Ring, v_tiles: Ring, out: combine.Outputs):
+    """Attend to this group's tiles of the walk, join the groups' sums, then leave and merge this split's result."""
     element = ELEMENT[cfg.dtype]
-    thread = cute.arch.thread_idx()[0] - cfg.mma_group * GROUP_WARPS * WARP
+    mma_thread = cute.arch.thread_idx()[0] - cfg.first_mma_group * GROUP_WARPS * WARP
+    thread = mma_thread % (GROUP_WARPS * WARP)
     me = Lane(thread, thread // WARP * 16 + thread % WARP // 4, thread % 4)
     mma_qk, mma_pv = make_mma(TILE_N, element, cfg.is_wide), make_mma(min(cfg.head_dim, MAX_N), element)
     if cutlass.const_expr(cfg.is_wide):
@@ -88,8 +90,8 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, rows: Rows, sight: Sig
         rQ = load_q(cfg, mma_qk, q, rows, me)
     rP = cute.make_rmem_tensor(mma_pv.partition_shape_A((TILE_M, TILE_N)), element)
     rP.fill(0.0)
-    rK = mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(tiles.k))
-    rV = mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(tiles.v))
+    rK = mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(tiles.k))[None, None, None, group]
+    rV = mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(tiles.v))[None, None, None, group]
     acc_s = cute.make_rmem_tensor(mma_qk.partition_shape_C((TILE_M, TILE_N)), Float32)
     acc_o = cute.make_rmem_tensor(mma_pv.partition_shape_C((TILE_M, cfg.head_dim)), Float32)
     acc_o.fill(0.0)
@@ -97,16 +99,13 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, rows: Rows, sight: Sig
     row_max, row_sum = (cute.make_rmem_tensor(len(cfg.halves), Float32) for _ in range(2))
     row_max.fill(softmax.LOWEST)
     row_sum.fill(0.0)
-    for i in cutlass.range(walk.num_pages + walk.plain_tiles, unroll=1):
+    for i in cutlass.range(group, walk.num_pages + walk.plain_tiles, cfg.mma_groups, unroll=1):
         fill = Uint32(i)
         # S = Q K^T
         rings.wait_full(k_tiles, fill)
-        issue(mma_qk, acc_s, rQ, rK[None, None, None, rings.stage(k_tiles, fill)], True)
+        issue(mma_qk, acc_s, rQ, rK, True)
         warpgroup.wait_group(0)
         rings.release(k_tiles, fill)
-        if cutlass.const_expr(not cfg.is_wide):
-            if i > 0:
-                rings.release(v_tiles, fill - Uint32(1))
         # P = softmax(S), O scaled to the new maximum
         scale_log2 = to_logits(cfg, acc_s, walk, rows, sight, scores, me, i)
         for half in cutlass.range_constexpr(len(cfg.halves)):
@@ -114,15 +113,46 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], walk: Walk, rows: Rows, sight: Sig
             softmax.rescale(half, acc_o, correction)
         # O += P V
         rings.wait_full(v_tiles, fill)
-        issue(mma_pv, acc_o, rP, rV[None, None, None, rings.stage(v_tiles, fill)], False)
-        if cutlass.const_expr(cfg.is_wide):
-            warpgroup.wait_group(0)
-            rings.release(v_tiles, fill)
-    warpgroup.wait_group(0)
-    for half in cutlass.range_constexpr(len(cfg.halves)):
-        write_row(half, out, rows, me, acc_o, row_max[half], softmax.quad_sum(row_sum[half]))
+        issue(mma_pv, acc_o, rP, rV, False)
+        warpgroup.wait_group(0)
+        rings.release(v_tiles, fill)
+    if cutlass.const_expr(cfg.mma_groups == 2):
+        join_groups(cfg, tiles, group, thread, acc_o, row_max, row_sum)
+    if group == 0:
+        for half in cutlass.range_constexpr(len(cfg.halves)):
+            write_row(half, out, rows, me, acc_o, row_max[half], softmax.quad_sum(row_sum[half]))
     if out.num_splits > 1:
-        combine.merge(out, rows, GROUP_WARPS * WARP, thread, 0 if cfg.rows > FEW_ROWS else combine.MOST_LANES_LOG2)
+        combine.merge(out, rows, cfg.mma_threads, mma_thread, 0 if cfg.rows > FEW_ROWS else combine.MOST_LANES_LOG2)
+
+
+@cute.jit
+def join_groups(cfg: cutlass.Constexpr[DecodeConfig], tiles: Tiles, group: Int32, thread: Int32, acc_o: cute.Tensor,
+                row_max: cute.Tensor, row_sum: cute.Tensor):
+    """Group 1's sums to group 0, through the tiles that only group 1 has read: O through K's, the rest through V's."""
+    count, rows = cute.size(acc_o), len(cfg.halves)
+    sums = second_tile(tiles.k_smem, cfg.k, count)
+    pairs = second_tile(tiles.v_smem, cfg.v, 2 * rows)
+    if group == 1:
+        cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=GROUP_WARPS * WARP)  # no warp reads them now
+        for i in cutlass.range_constexpr(count):
+            sums[thread, i] = acc_o[i]
+        for half in cutlass.range_constexpr(rows):
+            pairs[thread, 2 * half], pairs[thread, 2 * half + 1] = row_max[half], row_sum[half]
+    cute.arch.barrier(barrier_id=JOIN_BARRIER, number_of_threads=cfg.mma_threads)
+    if group == 0:
+        for half in cutlass.range_constexpr(rows):
+            top = cute.arch.fmax(row_max[half], pairs[thread, 2 * half])
+            own, other = combine.weight(row_max[half], top), combine.weight(pairs[thread, 2 * half], top)
+            row_max[half] = top
+            row_sum[half] = row_sum[half] * own + pairs[thread, 2 * half + 1] * other
+            for i in softmax.row_values(count, half):
+                acc_o[i] = acc_o[i] * own + sums[thread, i] * other
+
+
+def second_tile(smem: cute.Pointer, side: SidePlan, count: int) -> cute.Tensor:
+    """Group 1's tile of a side as (threads, count) fp32."""
+    return cute.make_tensor(cute.recast_ptr(smem + side.tile_bytes // 2, dtype=Float32),
+                            cute.make_layout((GROUP_WARPS * WARP, count)))
 
 
 @cute.jit
@@ -213,7 +243,7 @@ def stage_q(cfg: cutlass.Constexpr[DecodeConfig], q: cute.Tensor, rows: Rows, th
                 words[e] = q_words[rows.batch_idx, query, head, 4 * chunk + e]
         cute.autovec_copy(words, tile[None, tile_chunk(row, chunk, TILE_M)])
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=QUERY_BARRIER, number_of_threads=GROUP_WARPS * WARP)
+    cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=GROUP_WARPS * WARP)
 
 
 @cute.jit

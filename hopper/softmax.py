@@ -11,9 +11,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from lowbit_attn.hopper.register import numbers
+
 NEG_INF = float("-inf")
 LOWEST = -3.4028234663852886e38  # -FLT_MAX, the maximum before any token: exp2(-inf - LOWEST) is 0, not NaN
 LOG2_E = 1.4426950408889634
+SUMS = 4  # of a row's weights, added up side by side
 
 
 def row_values(count: int, half: int) -> list[int]:
@@ -81,16 +84,13 @@ def online_step(half: int, acc_s: cute.Tensor, p: cute.Tensor, row_max: cute.Ten
     tile_max = tree([acc_s[i] for i in at], cute.arch.fmax)
     new_max = cute.arch.fmax(row_max[half], quad_max(tile_max) * scale_log2)
     correction = cute.math.exp2(row_max[half] - new_max, fastmath=True)
-    exps = cute.make_rmem_tensor(len(at), Float32)
-    for j, i in enumerate(at):
-        exps[j] = cute.math.exp2(acc_s[i] * scale_log2 - new_max, fastmath=True)
-    row_sum[half] = row_sum[half] * correction + tree([exps[j] for j in range(len(at))], operator.add)
+    p_words, sums = cute.recast_tensor(p, Uint32), [Float32(0.0)] * SUMS
+    for j in range(len(at) // 2):  # pair by pair: P takes the registers that S leaves
+        pair = [cute.math.exp2(acc_s[i] * scale_log2 - new_max, fastmath=True) for i in at[2 * j : 2 * j + 2]]
+        p_words[2 * j + half] = numbers.pack(*pair, element)  # with one half the words of the other stay zero
+        sums = [*sums[2:], *(x + e for x, e in zip(sums, pair))]
+    row_sum[half] = row_sum[half] * correction + tree(sums, operator.add)
     row_max[half] = new_max
-    halves = cute.make_rmem_tensor(len(at), element)
-    halves.store(exps.load().to(element))
-    pairs, p_words = cute.recast_tensor(halves, Uint32), cute.recast_tensor(p, Uint32)
-    for j in range(len(at) // 2):
-        p_words[2 * j + half] = pairs[j]  # with one half the words of the other stay zero
     return correction
 
 

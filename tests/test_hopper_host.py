@@ -227,36 +227,31 @@ def load_role(pages, plain, packed):
         packed.full[stage].arrive()
 
 
-def dequant_role(pages, plain, packed, tiles, seen):
-    fill = 0
-    for tile in range(pages + plain):
-        stage = yield from tiles.wait("empty", tile)
-        for _ in range(1 if tile < pages else UNITS):
-            piece = yield from packed.wait("full", fill)
-            assert packed.content[piece] == fill
+def dequant_role(shapes, packed, tiles, seen):
+    """shapes: (pages, 16-bit tiles) of each side that this warpgroup unpacks, a tile of each in turn."""
+    fills = dict.fromkeys(shapes, 0)
+    for tile in range(sum(next(iter(shapes.values())))):
+        for side, (pages, _) in shapes.items():
+            stage = yield from tiles[side].wait("empty", tile)
+            for _ in range(1 if tile < pages else UNITS):
+                piece = yield from packed[side].wait("full", fills[side])
+                assert packed[side].content[piece] == fills[side]
+                yield
+                packed[side].empty[piece].arrive()
+                fills[side] += 1
+            seen[side, tile] = seen.get((side, tile), 0) + 1
+            tiles[side].content[stage] = tile
+            tiles[side].full[stage].arrive()
+
+
+def mma_role(group, groups, tile_count, tiles):
+    for tile in range(group, tile_count, groups):
+        for side in "kv":
+            stage = yield from tiles[side].wait("full", tile)
+            assert stage == group
             yield
-            packed.empty[piece].arrive()
-            fill += 1
-        seen[tile] = seen.get(tile, 0) + 1
-        tiles.content[stage] = tile
-        tiles.full[stage].arrive()
-
-
-def mma_role(tile_count, is_wide, k_tiles, v_tiles):
-    last_v = None  # O of a tile is waited for together with S of the next, but not where is_wide
-    for tile in range(tile_count):
-        k_stage = yield from k_tiles.wait("full", tile)
-        yield
-        assert k_tiles.content[k_stage] == tile
-        k_tiles.empty[k_stage].arrive()
-        if tile > 0 and not is_wide:
-            assert v_tiles.content[last_v] == tile - 1
-            v_tiles.empty[last_v].arrive()
-        last_v = yield from v_tiles.wait("full", tile)
-        yield
-        if is_wide:
-            assert v_tiles.content[last_v] == tile
-            v_tiles.empty[last_v].arrive()
+            assert tiles[side].content[stage] == tile
+            tiles[side].empty[stage].arrive()
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -265,15 +260,15 @@ def mma_role(tile_count, is_wide, k_tiles, v_tiles):
 def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, third, plain):
     cfg = CONFIGS[head_dim]
     for seed in range(10):
-        roles, seen = [], {}
-        tiles = {}
-        for side in "kv":
-            packed = RingModel(cfg.packed_stages, cfg.loads_arrive, cfg.readers_arrive // WARP)
-            tiles[side] = RingModel(cfg.tile_stages, cfg.dequants_arrive, cfg.readers_arrive // WARP)
-            shape = (pages + third, plain) if side == "k" else (pages, third + plain)
-            roles.append(load_role(*shape, packed))
-            roles += [dequant_role(*shape, packed, tiles[side], seen) for _ in range(GROUP_WARPS)]
-        roles += [mma_role(pages + third + plain, cfg.is_wide, tiles["k"], tiles["v"]) for _ in range(GROUP_WARPS)]
+        seen, shapes = {}, {"k": (pages + third, plain), "v": (pages, third + plain)}
+        packed = {side: RingModel(cfg.packed_stages, cfg.loads_arrive, cfg.readers_arrive // WARP) for side in "kv"}
+        tiles = {side: RingModel(cfg.mma_groups, cfg.dequants_arrive, cfg.readers_arrive // WARP) for side in "kv"}
+        roles = [load_role(*shapes[side], packed[side]) for side in "kv"]
+        sides = ["kv"] if cfg.dequant_groups == 1 else ["k", "v"]
+        roles += [dequant_role({side: shapes[side] for side in own}, packed, tiles, seen)
+                  for own in sides for _ in range(GROUP_WARPS)]
+        roles += [mma_role(group, cfg.mma_groups, pages + third + plain, tiles)
+                  for group in range(cfg.mma_groups) for _ in range(GROUP_WARPS)]
         rng, idle = random.Random(seed), 0
         weight = [rng.random() ** 3 + 0.01 for _ in roles]
         total = list(itertools.accumulate(weight))
@@ -286,7 +281,7 @@ def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, third, plain):
                 roles.pop(i), weight.pop(i)
                 total, idle = list(itertools.accumulate(weight)), 0
         assert not roles, "deadlock"
-        assert seen == {tile: 2 * GROUP_WARPS for tile in range(pages + third + plain)}
+        assert seen == {(side, tile): GROUP_WARPS for side in "kv" for tile in range(pages + third + plain)}
 
 
 def number(x) -> int:
