@@ -253,8 +253,8 @@ class DecodeConfig:
 
     @property
     def dequants_arrive(self) -> int:
-        """Arrivals of a dequant warpgroup on a tile's full barrier: one a warp."""
-        return GROUP_WARPS
+        """Arrivals of a dequant warpgroup on a tile's full barrier: every lane of the four warps that write it."""
+        return GROUP_WARPS * WARP
 
     @property
     def readers_arrive(self) -> int:
@@ -298,7 +298,7 @@ class DecodeConfig:
             "v_tiles": self.mma_groups * self.v.tile_bytes,
             "k_packed": self.packed_stages * self.stage_bytes(self.k),
             "v_packed": self.packed_stages * self.stage_bytes(self.v),
-            "barriers": 4 * BARRIER_BYTES * (self.packed_stages + self.mma_groups),
+            "barriers": BARRIER_BYTES * (4 * (self.packed_stages + self.mma_groups) + 1),
         }
 
     @property

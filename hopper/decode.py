@@ -13,7 +13,8 @@ warpgroup each (cfg.is_wide).
 
     ring            producer -> consumer   full                      empty
     k/v packed      load -> dequant        1 arrival + bytes         1 a dequant lane
-    k/v tiles       dequant -> mma         1 a dequant warp, fenced  1 a lane of the tile's MMA group
+    k/v tiles       dequant -> mma         1 a dequant lane, fenced  1 a lane of the tile's MMA group
+    joined, once    mma 1 -> mma 0         1 a lane                  -
 
     time ->  load        p0 p1 p2 p3 | p4 ...         (packed_stages parts ahead)
              dequant        k0 v0 k1 v1 | k2 v2 ...   (a tile of each side for either MMA group)
@@ -78,6 +79,7 @@ class DecodeSm90:
             v_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
             k_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
             v_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
+            joined: cute.struct.MemRange[Int64, 1]
 
         return Smem
 
@@ -153,7 +155,7 @@ class DecodeSm90:
 
         return mma.Tiles(view(smem.k_tiles, cfg.k.rows, cfg.k.cols, cfg.mma_groups),
                          view(smem.v_tiles, cfg.v.rows, cfg.v.cols, cfg.mma_groups),
-                         smem.k_tiles.data_ptr(), smem.v_tiles.data_ptr(),
+                         smem.k_tiles.data_ptr(), smem.v_tiles.data_ptr(), smem.joined.data_ptr(),
                          smem.query.data_ptr() if cfg.is_wide else None,
                          view(smem.query, TILE_M, cfg.head_dim, 1) if cfg.is_wide else None)
 
@@ -173,6 +175,7 @@ class DecodeSm90:
                     init(r, cfg.loads_arrive, cfg.readers_arrive)
                 for r in tiles:
                     init(r, cfg.dequants_arrive, cfg.readers_arrive)
+                cute.arch.mbarrier_init(smem.joined.data_ptr(), cfg.readers_arrive)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         return packed[0], packed[1], tiles[0], tiles[1]

@@ -30,7 +30,6 @@ from lowbit_attn.hopper.ring import Ring
 from lowbit_attn.hopper.walk import Rows, Walk, place, plain_tile
 
 GROUP_BARRIER = 1  # named, of one MMA warpgroup; 0 is the CTA's
-JOIN_BARRIER = 2  # of both
 
 
 class Sight(NamedTuple):
@@ -55,6 +54,7 @@ class Tiles(NamedTuple):
     v: cute.Tensor  # (head_dim, 128, mma_groups)
     k_smem: cute.Pointer  # the same memory
     v_smem: cute.Pointer
+    joined: cute.Pointer  # mbarrier of group 1's lanes
     q_smem: cute.Pointer | None
     q: cute.Tensor | None  # (64, head_dim, 1)
 
@@ -138,8 +138,9 @@ def join_groups(cfg: cutlass.Constexpr[DecodeConfig], tiles: Tiles, group: Int32
             sums[thread, i] = acc_o[i]
         for half in cutlass.range_constexpr(rows):
             pairs[thread, 2 * half], pairs[thread, 2 * half + 1] = row_max[half], row_sum[half]
-    cute.arch.barrier(barrier_id=JOIN_BARRIER, number_of_threads=cfg.mma_threads)
-    if group == 0:
+        cute.arch.mbarrier_arrive(tiles.joined)
+    else:
+        cute.arch.mbarrier_wait(tiles.joined, 0)
         for half in cutlass.range_constexpr(rows):
             top = cute.arch.fmax(row_max[half], pairs[thread, 2 * half])
             own, other = combine.weight(row_max[half], top), combine.weight(pairs[thread, 2 * half], top)

@@ -53,8 +53,6 @@ def release(ring: Ring, fill: Uint32) -> None:
 
 
 def publish(ring: Ring, fill: Uint32) -> None:
-    """This warp has written its share of a tile for WGMMA: every lane fences, then one arrival a warp."""
+    """This lane has written its share of a tile for WGMMA. Each lane arrives, as for ``release``."""
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(ring.full + stage(ring, fill))
+    cute.arch.mbarrier_arrive(ring.full + stage(ring, fill))

@@ -261,8 +261,9 @@ def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, third, plain):
     cfg = CONFIGS[head_dim]
     for seed in range(10):
         seen, shapes = {}, {"k": (pages + third, plain), "v": (pages, third + plain)}
-        packed = {side: RingModel(cfg.packed_stages, cfg.loads_arrive, cfg.readers_arrive // WARP) for side in "kv"}
-        tiles = {side: RingModel(cfg.mma_groups, cfg.dequants_arrive, cfg.readers_arrive // WARP) for side in "kv"}
+        readers, writers = cfg.readers_arrive // WARP, cfg.dequants_arrive // WARP
+        packed = {side: RingModel(cfg.packed_stages, cfg.loads_arrive, readers) for side in "kv"}
+        tiles = {side: RingModel(cfg.mma_groups, writers, readers) for side in "kv"}
         roles = [load_role(*shapes[side], packed[side]) for side in "kv"]
         sides = ["kv"] if cfg.dequant_groups == 1 else ["k", "v"]
         roles += [dequant_role({side: shapes[side] for side in own}, packed, tiles, seen)
