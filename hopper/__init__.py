@@ -54,7 +54,7 @@ PATHS = {
                        windows=True, boosted=True),
     "register": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 16), wide_rows=(8,), channel_groups=(32, 64, 128),
-                        k_per_token=True, windows=True, boosted=True),
+                        k_per_token=True, windows=True, boosted=True, paired_bits=4),
     "tile": TileSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 64), wide_rows=(8, 64),
                         channel_groups=(32, 64, 128), k_per_token=True, windows=True),

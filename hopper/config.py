@@ -22,10 +22,10 @@ SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]
 SM_REGISTERS = 65_536
 WARP = 32
 GROUP_WARPS = 4  # warps of a warpgroup
-TILE_M = 64  # rows of one WGMMA; 1 to ``DecodeConfig.rows`` of them are query rows, the rest zero
+TILE_M = 64  # rows of one WGMMA: query rows, the last ones zero, or tokens and channels
 TILE_N = layout.PAGE_TOKENS  # tokens of a tile, packed or 16 bit
 MAX_N = 128  # ptxas refuses m64n256k16: its accumulators alone are the 128 registers of a kernel of 512 threads
-FEW_ROWS = 8  # up to here a thread's softmax has one row of the accumulator, and only warp 0's are real
+COLUMNS = 8  # query rows of a kernel where they are WGMMA's columns, so that they are not padded to TILE_M
 MAX_STAGES = 8
 IN_FLIGHT_BYTES = 68 * 1024  # packed bytes in flight an SM that keep its memory busy
 UNIT_TOKENS = 32  # tokens of a 16-bit tile in one packed stage; each lane of the load warp copies one row
@@ -69,6 +69,7 @@ class SidePlan:
     part_offset: int  # bytes from the start of the record
     part_bytes: int
     meta_offset: int  # bytes from the start of the part
+    tile_rows: int  # of the 16-bit tile: rows, or whole blocks of TILE_M, whose last rows are never written nor used
 
     @property
     def rows(self) -> int:
@@ -127,7 +128,7 @@ class SidePlan:
     @property
     def tile_bytes(self) -> int:
         """Bytes of the dequantized 16-bit tile."""
-        return self.rows * self.cols * 2
+        return self.tile_rows * self.cols * 2
 
     @property
     def meta_rows(self) -> int:
@@ -217,17 +218,17 @@ class DecodeConfig:
     v: SidePlan
     head_dim: int
     dtype: str = "float16"
-    rows: int = FEW_ROWS  # query rows of a CTA
+    rows: int = COLUMNS  # query rows of a CTA
     features: tuple[str, ...] = ()
     packed_stages: int = 4
     mma_groups: int = 2  # warpgroups that take the tiles in turn, each with a K and a V^T tile of its own
     load_regs: int = 24
     dequant_regs: int = 72
     mma_regs: int = 208
+    groups: int = 4
 
     # Warpgroups in order: load (warp 0: K, warp 1: V), dequant (of both sides, or K and V), MMA.
     load_k_warp, load_v_warp = 0, 1
-    groups = 4
 
     @property
     def dequant_groups(self) -> int:
@@ -262,18 +263,38 @@ class DecodeConfig:
         return GROUP_WARPS * WARP
 
     @property
-    def halves(self) -> tuple[int, ...]:
-        """Rows g + 8 * half of a warp's 16 accumulator rows that may be query rows."""
-        return (0,) if self.rows == FEW_ROWS else (0, 1)
+    def joins_arrive(self) -> int:
+        """Arrivals on the barrier where MMA groups meet: group 1's lanes, or all where query rows are columns."""
+        return self.mma_threads if self.in_columns else GROUP_WARPS * WARP
+
+    @property
+    def in_columns(self) -> bool:
+        """Query rows are WGMMA's columns, tokens and channels its rows (hopper/columns.py)."""
+        return self.rows == COLUMNS
 
     @property
     def is_wide(self) -> bool:
-        """O takes so many registers that one warpgroup multiplies, with Q in shared memory."""
+        """Tiles, and O's registers, are so large that one warpgroup multiplies, with Q in shared memory."""
         return self.head_dim > 128
 
     @property
+    def staged_rows(self) -> int:
+        """Of Q in shared memory."""
+        return self.rows if self.in_columns else TILE_M * self.is_wide
+
+    @property
     def query_bytes(self) -> int:
-        return TILE_M * self.head_dim * 2 if self.is_wide else 0
+        return self.staged_rows * self.head_dim * 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """P of an MMA group in shared memory."""
+        return self.rows * TILE_N * 2 * self.in_columns
+
+    @property
+    def tops_bytes(self) -> int:
+        """Maxima of an MMA group's warps."""
+        return self.rows * GROUP_WARPS * WORD * self.in_columns
 
     @property
     def row_bytes(self) -> int:
@@ -294,10 +315,12 @@ class DecodeConfig:
         """Bytes of each piece of shared memory, in order."""
         return {
             "query": self.query_bytes,
+            "weights": self.mma_groups * self.weight_bytes,
             "k_tiles": self.mma_groups * self.k.tile_bytes,
             "v_tiles": self.mma_groups * self.v.tile_bytes,
             "k_packed": self.packed_stages * self.stage_bytes(self.k),
             "v_packed": self.packed_stages * self.stage_bytes(self.v),
+            "tops": self.mma_groups * self.tops_bytes,
             "barriers": BARRIER_BYTES * (4 * (self.packed_stages + self.mma_groups) + 1),
         }
 
@@ -317,9 +340,9 @@ class DecodeConfig:
             found.append(f"shared memory: {self.smem_bytes} B at {self.packed_stages} packed and "
                          f"{self.mma_groups} tile stages, limit {SMEM_LIMIT} B")
         regs = self.load_regs + self.dequant_groups * self.dequant_regs + self.mma_groups * self.mma_regs
-        budget = regs * GROUP_WARPS * WARP
-        if budget > SM_REGISTERS:
-            found.append(f"registers: {budget} for all roles, limit {SM_REGISTERS}")
+        launched = SM_REGISTERS // self.threads // 8 * 8 * self.groups  # what setmaxnreg shares out, by warpgroup
+        if regs > launched:
+            found.append(f"registers: {regs} for a thread of each warpgroup, limit {launched}")
         for name in ("load_regs", "dequant_regs", "mma_regs"):
             if getattr(self, name) % 8 or not 24 <= getattr(self, name) <= 240:
                 found.append(f"{name}: got {getattr(self, name)}, supported: multiples of 8 from 24 to 240")
@@ -331,19 +354,21 @@ class DecodeConfig:
         return self
 
 
-def plan_sides(fmt: Format, head_dim: int, dtype: str) -> list[SidePlan]:
-    """K's and V's plans."""
+def plan_sides(fmt: Format, head_dim: int, dtype: str, in_columns: bool = False) -> list[SidePlan]:
+    """K's and V's plans; in_columns: query rows are WGMMA's columns."""
     record = fmt.record(head_dim)
     plans = []
     for side, planes, start, end, is_v in ((fmt.k, record.k_planes, 0, record.v_offset, False),
                                            (fmt.v, record.v_planes, record.v_offset, record.nbytes, True)):
         storage = str(side.storage).removeprefix("torch.")
+        rows = head_dim if is_v else TILE_N
         plans.append(SidePlan(side.bits, is_v, head_dim, isinstance(side, PerToken), side.group_size or head_dim,
-                              storage, storage == dtype == "float16", start, end - start, planes[1].offset - start))
+                              storage, storage == dtype == "float16", start, end - start, planes[1].offset - start,
+                              -(-rows // TILE_M) * TILE_M if in_columns else rows))
     return plans
 
 
-def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = FEW_ROWS,
+def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = COLUMNS,
                 features: tuple[str, ...] = ()) -> DecodeConfig:
     """The configuration of a format; ValueError with the reasons if there is none.
 
@@ -351,10 +376,12 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = FEW_ROWS,
     """
     if found := PATHS["tile"].missing(fmt, head_dim, getattr(torch, dtype)):
         raise ValueError("; ".join(found))
-    k, v = plan_sides(fmt, head_dim, dtype)
+    k, v = plan_sides(fmt, head_dim, dtype, rows == COLUMNS)
     one = DecodeConfig(k, v, head_dim, dtype, rows, features, packed_stages=1)
     if one.is_wide:
         one = replace(one, mma_groups=1, load_regs=32, dequant_regs=120, mma_regs=240)
+    elif one.in_columns:
+        one = replace(one, groups=5, load_regs=40, dequant_regs=104, mma_regs=112)
     stage = one.stage_bytes(k) + one.stage_bytes(v) + 4 * BARRIER_BYTES
     fitting = 1 + (SMEM_LIMIT - sum(one.smem_plan.values())) // stage
     wanted = -(-IN_FLIGHT_BYTES // (k.part_bytes + v.part_bytes))
@@ -372,9 +399,8 @@ def expected_counts(cfg: DecodeConfig) -> dict[str, int]:
     plain = 2 * cfg.head_dim // (layout.TILE * GROUP_WARPS)  # 16x16 tiles a warp, side and unit
     registers = 4 * sum(tiles)
     counts = {
-        # k16 blocks of S and of O, whose columns are multiplied MAX_N at a time
-        "HGMMA": cfg.head_dim // layout.TILE + TILE_N // layout.TILE * -(-cfg.head_dim // MAX_N),
-        "STSM": sum(tiles) + 2 * plain,
+        "HGMMA": expected_hgmma(cfg),
+        "STSM": sum(tiles) + 2 * plain + cfg.rows // 8 * cfg.in_columns,
         "LDSM": 2 * plain,
         # (word & mask) | magic, one a register; dead tokens of V, 4 a tile; 64 for parities, swizzles and lane fields
         "LOP3": registers + 4 * plain + 64,
@@ -384,12 +410,20 @@ def expected_counts(cfg: DecodeConfig) -> dict[str, int]:
     return counts
 
 
+def expected_hgmma(cfg: DecodeConfig) -> int:
+    """Of one tile: k16 blocks of S and of O, for each TILE_M rows or each MAX_N columns."""
+    s, o = cfg.head_dim // layout.TILE, TILE_N // layout.TILE
+    if cfg.in_columns:
+        return s * cfg.k.tile_rows // TILE_M + o * cfg.v.tile_rows // TILE_M
+    return s + o * -(-cfg.head_dim // MAX_N)
+
+
 def ctas_per_sm(key) -> int:
     """Blocks of a decode kernel that an SM surely holds at once."""
     return integer.KINDS[key.variant].ctas_per_sm if key.variant in integer.KINDS else 1
 
 
-def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = FEW_ROWS,
+def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = COLUMNS,
            dtype: str = "float16", without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the decode kernel of a path must show; without: not the tile path."""
     if path in integer.KINDS:

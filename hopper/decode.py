@@ -1,9 +1,9 @@
 """Decode attention over packed pages, tile path (BitDecoding section 4): the kernel shell.
 
-One CTA serves one (split, block of query rows, KV head, sequence) with four warpgroups; setmaxnreg moves registers to
-the MMA. Two warpgroups multiply, each every second tile: the softmax of one hides behind the multiplies of the other.
-Their sums are joined at the end. At head_dim 256 one multiplies, with Q in shared memory, and K and V have a dequant
-warpgroup each (cfg.is_wide).
+One CTA serves one (split, block of query rows, KV head, sequence) with four warpgroups or five; setmaxnreg moves
+registers to the MMA. Two warpgroups multiply, each every second tile: the softmax of one hides behind the multiplies
+of the other. Their sums are joined at the end. At head_dim 256 one multiplies, with Q in shared memory (cfg.is_wide).
+There, and where query rows are WGMMA's columns (cfg.in_columns), K and V have a dequant warpgroup each.
 
     role       warps  registers  loop over the walk (hopper/walk.py: pages, then 16-bit tiles)
     load K, V  1 + 1         24  wait packed empty -> bulk copies -> packed full (bytes)
@@ -14,7 +14,7 @@ warpgroup each (cfg.is_wide).
     ring            producer -> consumer   full                      empty
     k/v packed      load -> dequant        1 arrival + bytes         1 a dequant lane
     k/v tiles       dequant -> mma         1 a dequant lane, fenced  1 a lane of the tile's MMA group
-    joined, once    mma 1 -> mma 0         1 a lane                  -
+    joined          mma 1 -> mma 0         1 a lane                  -   (in columns: all MMA groups, twice)
 
     time ->  load        p0 p1 p2 p3 | p4 ...         (packed_stages parts ahead)
              dequant        k0 v0 k1 v1 | k2 v2 ...   (a tile of each side for either MMA group)
@@ -29,12 +29,12 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.hopper import PATHS, combine, dequant, load, mma, walk
+from lowbit_attn.hopper import PATHS, columns, combine, dequant, load, mma, walk
 from lowbit_attn.hopper.config import (
     GROUP_WARPS,
     SMEM_ALIGN,
     TARGET,
-    TILE_M,
+    TILE_N,
     DecodeConfig,
     make_config,
 )
@@ -44,6 +44,7 @@ from lowbit_attn.hopper.register.config import make_config as make_register_conf
 from lowbit_attn.hopper.register.decode import RegisterSm90
 from lowbit_attn.hopper.register.numbers import ELEMENT
 from lowbit_attn.hopper.ring import Ring, init
+from lowbit_attn.hopper.sight import Scores, Sight
 from lowbit_attn.kernels import CuteKernel
 
 
@@ -69,12 +70,16 @@ class DecodeSm90:
 
         @cute.struct
         class Smem:
-            if cfg.is_wide:
+            if cfg.staged_rows:
                 query: cute.struct.Align[cute.struct.MemRange[element, cfg.query_bytes // 2], SMEM_ALIGN]
+            if cfg.in_columns:
+                weights: cute.struct.Align[cute.struct.MemRange[element, tiles * cfg.weight_bytes // 2], SMEM_ALIGN]
             k_tiles: cute.struct.Align[cute.struct.MemRange[element, tiles * cfg.k.tile_bytes // 2], SMEM_ALIGN]
             v_tiles: cute.struct.Align[cute.struct.MemRange[element, tiles * cfg.v.tile_bytes // 2], SMEM_ALIGN]
             k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, k_words], 128]
             v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, v_words], 128]
+            if cfg.in_columns:
+                tops: cute.struct.Align[cute.struct.MemRange[Float32, tiles * cfg.tops_bytes // 4], 128]
             k_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
             v_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
             k_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
@@ -140,10 +145,11 @@ class DecodeSm90:
                     dequant.run(cfg, (cfg.v,), pipes[1:])
         else:
             cute.arch.setmaxregister_increase(cfg.mma_regs)
-            mma.run(cfg, group - cfg.first_mma_group, k_walk, rows,
-                    mma.Sight(n_tok[batch_idx] - rows.q_len, window, sink_window),
-                    mma.Scores(scale_log2, softcap_log2), q, self.tiles(smem), k_tiles, v_tiles,
-                    combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), split_idx))
+            attend = columns.run if cfg.in_columns else mma.run
+            attend(cfg, group - cfg.first_mma_group, k_walk, rows,
+                   Sight(n_tok[batch_idx] - rows.q_len, window, sink_window), Scores(scale_log2, softcap_log2), q,
+                   self.tiles(smem), k_tiles, v_tiles,
+                   combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), split_idx))
 
     def tiles(self, smem) -> mma.Tiles:
         """WGMMA's operands in shared memory."""
@@ -153,11 +159,14 @@ class DecodeSm90:
             layout = tile_layout(rows, cols, stages, element)
             return piece.get_tensor(layout.outer, swizzle=layout.inner)
 
-        return mma.Tiles(view(smem.k_tiles, cfg.k.rows, cfg.k.cols, cfg.mma_groups),
-                         view(smem.v_tiles, cfg.v.rows, cfg.v.cols, cfg.mma_groups),
+        return mma.Tiles(view(smem.k_tiles, cfg.k.tile_rows, cfg.k.cols, cfg.mma_groups),
+                         view(smem.v_tiles, cfg.v.tile_rows, cfg.v.cols, cfg.mma_groups),
                          smem.k_tiles.data_ptr(), smem.v_tiles.data_ptr(), smem.joined.data_ptr(),
-                         smem.query.data_ptr() if cfg.is_wide else None,
-                         view(smem.query, TILE_M, cfg.head_dim, 1) if cfg.is_wide else None)
+                         smem.query.data_ptr() if cfg.staged_rows else None,
+                         view(smem.query, cfg.staged_rows, cfg.head_dim, 1) if cfg.staged_rows else None,
+                         smem.weights.data_ptr() if cfg.in_columns else None,
+                         view(smem.weights, cfg.rows, TILE_N, cfg.mma_groups) if cfg.in_columns else None,
+                         smem.tops.data_ptr() if cfg.in_columns else None)
 
     @cute.jit
     def make_rings(self, smem, warp_idx: Int32):
@@ -175,7 +184,7 @@ class DecodeSm90:
                     init(r, cfg.loads_arrive, cfg.readers_arrive)
                 for r in tiles:
                     init(r, cfg.dequants_arrive, cfg.readers_arrive)
-                cute.arch.mbarrier_init(smem.joined.data_ptr(), cfg.readers_arrive)
+                cute.arch.mbarrier_init(smem.joined.data_ptr(), cfg.joins_arrive)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         return packed[0], packed[1], tiles[0], tiles[1]

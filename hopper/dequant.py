@@ -132,7 +132,7 @@ def dequant_run(cfg: DecodeConfig, side: SidePlan, me: Lane, part: Part, run: Ui
     """One run of column tiles: code * scale + zero, rounded once to the tile's type."""
     words = load_words(side, me, part, run)
     first_row, first_col = side.run_place(run)
-    chunks = [tile_chunk(me.row + first_row, (first_col + c) * 2 + me.col8, side.rows, side.atom_chunks)
+    chunks = [tile_chunk(me.row + first_row, (first_col + c) * 2 + me.col8, side.tile_rows, side.atom_chunks)
               for c in range(side.run_cols)]
     store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), Float16)
     for block in range(side.meta_blocks):
@@ -226,10 +226,11 @@ def copy_unit(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Side
             token = token_tile * layout.TILE + me.col8 * 8 + i8
             cute.copy(load, rows[None, 2 * channel_tile + row8, token, stage], frag)
             zero_dead(frag, token8 * 8 + 2 * (me.lane % 4), live)
-            chunk = tile_chunk(channel_tile * layout.TILE + me.row, token8 + me.col8, side.rows, side.atom_chunks)
+            chunk = tile_chunk(channel_tile * layout.TILE + me.row, token8 + me.col8, side.tile_rows,
+                               side.atom_chunks)
         else:
             cute.copy(load, rows[None, 2 * channel_tile + me.col8, token_tile * layout.TILE + me.row, stage], frag)
-            chunk = tile_chunk(token8 * 8 + me.row, 2 * channel_tile + me.col8, side.rows, side.atom_chunks)
+            chunk = tile_chunk(token8 * 8 + me.row, 2 * channel_tile + me.col8, side.tile_rows, side.atom_chunks)
         cute.copy(store, frag, out[None, chunk])
 
 

@@ -1,6 +1,5 @@
-"""MMA role: two warpgroups, or one, that take the tiles in turn. S = Q K^T and O += P V, tiles in shared memory.
-
-P is in registers, and so is Q where O leaves room for it.
+"""MMA role, many query rows: two warpgroups, or one, that take the tiles in turn. S = Q K^T, O += P V, K and V in
+shared memory. P is in registers, and so is Q where O leaves room for it.
 """
 
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from lowbit_attn.hopper import combine, epilogue, softmax
 from lowbit_attn.hopper import ring as rings
 from lowbit_attn.hopper.config import (
     CHUNK,
-    FEW_ROWS,
     GROUP_WARPS,
     MAX_N,
     TILE_M,
@@ -27,44 +25,33 @@ from lowbit_attn.hopper.config import (
 )
 from lowbit_attn.hopper.register.numbers import ELEMENT
 from lowbit_attn.hopper.ring import Ring
-from lowbit_attn.hopper.walk import Rows, Walk, place, plain_tile
+from lowbit_attn.hopper.sight import Lane, Scores, Sight, to_logits
+from lowbit_attn.hopper.walk import Rows, Walk, place
 
 GROUP_BARRIER = 1  # named, of one MMA warpgroup; 0 is the CTA's
-
-
-class Sight(NamedTuple):
-    """What the queries see: query j sees positions up to first_last + j, ``window`` of them (sinks: sink_window)."""
-
-    first_last: Int32
-    window: Int32
-    sink_window: Int32
-
-
-class Scores(NamedTuple):
-    """How raw scores become logits of base 2."""
-
-    scale_log2: Float32
-    softcap_log2: Float32
+HALVES = 2  # rows of the accumulators that a thread has values of
 
 
 class Tiles(NamedTuple):
-    """Operands in shared memory: a tile of K and of V for each MMA group, and Q where it is not in registers."""
+    """Operands in shared memory: tiles of K and V for each MMA group, Q and P where they are not in registers."""
 
     k: cute.Tensor  # (128, head_dim, mma_groups)
     v: cute.Tensor  # (head_dim, 128, mma_groups)
     k_smem: cute.Pointer  # the same memory
     v_smem: cute.Pointer
-    joined: cute.Pointer  # mbarrier of group 1's lanes
+    joined: cute.Pointer  # mbarrier
     q_smem: cute.Pointer | None
-    q: cute.Tensor | None  # (64, head_dim, 1)
+    q: cute.Tensor | None  # (64 or columns, head_dim, 1)
+    p_smem: cute.Pointer | None
+    p: cute.Tensor | None  # (columns, 128, mma_groups)
+    tops: cute.Pointer | None  # fp32 (4, columns, mma_groups): maxima of a group's warps
 
 
-class Lane(NamedTuple):
-    """Place of this thread: row g of its warp's 16 rows of the tile (row g + 8 for half 1), lane 4 * g + t."""
-
-    thread: Int32  # within the warpgroup
-    row: Int32
-    t: Int32
+def lane_of(mma_thread: Int32) -> Lane:
+    """Place of one of the MMA groups' threads."""
+    thread = mma_thread % (GROUP_WARPS * WARP)
+    lane = thread % WARP
+    return Lane(thread, thread // WARP, lane // 4, lane % 4)
 
 
 def make_mma(tile_n: int, element, is_a_shared: bool = False) -> cute.TiledMma:
@@ -80,23 +67,22 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Ro
     """Attend to this group's tiles of the walk, join the groups' sums, then leave and merge this split's result."""
     element = ELEMENT[cfg.dtype]
     mma_thread = cute.arch.thread_idx()[0] - cfg.first_mma_group * GROUP_WARPS * WARP
-    thread = mma_thread % (GROUP_WARPS * WARP)
-    me = Lane(thread, thread // WARP * 16 + thread % WARP // 4, thread % 4)
+    me = lane_of(mma_thread)
     mma_qk, mma_pv = make_mma(TILE_N, element, cfg.is_wide), make_mma(min(cfg.head_dim, MAX_N), element)
     if cutlass.const_expr(cfg.is_wide):
-        stage_q(cfg, q, rows, thread, tiles.q_smem)
+        stage_q(cfg, q, rows, me.thread, tiles.q_smem)
+        cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=GROUP_WARPS * WARP)
         rQ = mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(tiles.q))[None, None, None, 0]
     else:
         rQ = load_q(cfg, mma_qk, q, rows, me)
     rP = cute.make_rmem_tensor(mma_pv.partition_shape_A((TILE_M, TILE_N)), element)
-    rP.fill(0.0)
     rK = mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(tiles.k))[None, None, None, group]
     rV = mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(tiles.v))[None, None, None, group]
     acc_s = cute.make_rmem_tensor(mma_qk.partition_shape_C((TILE_M, TILE_N)), Float32)
     acc_o = cute.make_rmem_tensor(mma_pv.partition_shape_C((TILE_M, cfg.head_dim)), Float32)
     acc_o.fill(0.0)
     mma_pv.set(warpgroup.Field.ACCUMULATE, True)
-    row_max, row_sum = (cute.make_rmem_tensor(len(cfg.halves), Float32) for _ in range(2))
+    row_max, row_sum = (cute.make_rmem_tensor(HALVES, Float32) for _ in range(2))
     row_max.fill(softmax.LOWEST)
     row_sum.fill(0.0)
     for i in cutlass.range(group, walk.num_pages + walk.plain_tiles, cfg.mma_groups, unroll=1):
@@ -108,7 +94,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Ro
         rings.release(k_tiles, fill)
         # P = softmax(S), O scaled to the new maximum
         scale_log2 = to_logits(cfg, acc_s, walk, rows, sight, scores, me, i)
-        for half in cutlass.range_constexpr(len(cfg.halves)):
+        for half in cutlass.range_constexpr(HALVES):
             correction = softmax.online_step(half, acc_s, rP, row_max, row_sum, scale_log2, element)
             softmax.rescale(half, acc_o, correction)
         # O += P V
@@ -117,31 +103,31 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Ro
         warpgroup.wait_group(0)
         rings.release(v_tiles, fill)
     if cutlass.const_expr(cfg.mma_groups == 2):
-        join_groups(cfg, tiles, group, thread, acc_o, row_max, row_sum)
+        join_groups(cfg, tiles, group, me.thread, acc_o, row_max, row_sum)
     if group == 0:
-        for half in cutlass.range_constexpr(len(cfg.halves)):
+        for half in cutlass.range_constexpr(HALVES):
             write_row(half, out, rows, me, acc_o, row_max[half], softmax.quad_sum(row_sum[half]))
     if out.num_splits > 1:
-        combine.merge(out, rows, cfg.mma_threads, mma_thread, 0 if cfg.rows > FEW_ROWS else combine.MOST_LANES_LOG2)
+        combine.merge(out, rows, cfg.mma_threads, mma_thread, most_lanes_log2=0)
 
 
 @cute.jit
 def join_groups(cfg: cutlass.Constexpr[DecodeConfig], tiles: Tiles, group: Int32, thread: Int32, acc_o: cute.Tensor,
                 row_max: cute.Tensor, row_sum: cute.Tensor):
     """Group 1's sums to group 0, through the tiles that only group 1 has read: O through K's, the rest through V's."""
-    count, rows = cute.size(acc_o), len(cfg.halves)
+    count = cute.size(acc_o)
     sums = second_tile(tiles.k_smem, cfg.k, count)
-    pairs = second_tile(tiles.v_smem, cfg.v, 2 * rows)
+    pairs = second_tile(tiles.v_smem, cfg.v, 2 * HALVES)
     if group == 1:
         cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=GROUP_WARPS * WARP)  # no warp reads them now
         for i in cutlass.range_constexpr(count):
             sums[thread, i] = acc_o[i]
-        for half in cutlass.range_constexpr(rows):
+        for half in cutlass.range_constexpr(HALVES):
             pairs[thread, 2 * half], pairs[thread, 2 * half + 1] = row_max[half], row_sum[half]
         cute.arch.mbarrier_arrive(tiles.joined)
     else:
         cute.arch.mbarrier_wait(tiles.joined, 0)
-        for half in cutlass.range_constexpr(rows):
+        for half in cutlass.range_constexpr(HALVES):
             top = cute.arch.fmax(row_max[half], pairs[thread, 2 * half])
             own, other = combine.weight(row_max[half], top), combine.weight(pairs[thread, 2 * half], top)
             row_max[half] = top
@@ -168,49 +154,9 @@ def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Te
     warpgroup.commit_group()
 
 
-def end_of(rows: Rows, sight: Sight, me: Lane, half: int, start: Int32) -> Int32:
-    """First column, of a tile at position ``start``, that comes after the query of this thread's row of a half."""
-    query, _ = place(rows, me.row + 8 * half)
-    return sight.first_last + query + 1 - start
-
-
-@cute.jit
-def to_logits(cfg: cutlass.Constexpr[DecodeConfig], acc_s: cute.Tensor, walk: Walk, rows: Rows, sight: Sight,
-              scores: Scores, me: Lane, i: Int32) -> Float32:
-    """Tile i: caps the scores and masks what a row does not see; returns what still scales them to logits."""
-    scale_log2 = scores.scale_log2
-    if cutlass.const_expr("softcap" in cfg.features):
-        for half in cutlass.range_constexpr(len(cfg.halves)):
-            softmax.cap_scores(half, acc_s, scores.scale_log2, scores.softcap_log2)
-        scale_log2 = Float32(1.0)
-    if i >= walk.num_pages:
-        mask_plain_tile(cfg, acc_s, walk, rows, sight, me, i)
-    elif cutlass.const_expr("window" in cfg.features):
-        mask_page(cfg, acc_s, rows, sight, me, walk.packed_start + (walk.first_page + i) * TILE_N)
-    return scale_log2
-
-
-@cute.jit
-def mask_page(cfg: cutlass.Constexpr[DecodeConfig], acc_s: cute.Tensor, rows: Rows, sight: Sight, me: Lane,
-              start: Int32):
-    """The page at position ``start``: masks what lies left of a row's window, if the last query does not see it all."""
-    if start < sight.first_last + rows.q_len - sight.window:
-        for half in cutlass.range_constexpr(len(cfg.halves)):
-            softmax.mask_left(half, acc_s, end_of(rows, sight, me, half, start) - sight.window, me.t)
-
-
-@cute.jit
-def mask_plain_tile(cfg: cutlass.Constexpr[DecodeConfig], acc_s: cute.Tensor, walk: Walk, rows: Rows, sight: Sight,
-                    me: Lane, i: Int32):
-    """Masks tokens that do not exist, that come after a row's query, or lie left of its window."""
-    tile = plain_tile(walk, i - walk.num_pages)
-    start = tile.start + (1 - tile.is_sink) * (walk.packed_start + walk.n_packed)
-    window = tile.is_sink * sight.sink_window + (1 - tile.is_sink) * sight.window
-    for half in cutlass.range_constexpr(len(cfg.halves)):
-        end = end_of(rows, sight, me, half, start)
-        softmax.mask_right(half, acc_s, cutlass.min(tile.live, end), me.t)
-        if cutlass.const_expr("window" in cfg.features):
-            softmax.mask_left(half, acc_s, end - window, me.t)
+def row_of(me: Lane, half: int) -> Int32:
+    """Query row of the CTA that this thread has values of."""
+    return 16 * me.warp + me.g + 8 * half
 
 
 @cute.jit
@@ -220,9 +166,9 @@ def load_q(cfg: cutlass.Constexpr[DecodeConfig], mma_qk: cute.TiledMma, q: cute.
     rQ = cute.make_rmem_tensor(mma_qk.partition_shape_A((TILE_M, cfg.head_dim)), ELEMENT[cfg.dtype])
     rQ.fill(0.0)
     words, q_words = cute.recast_tensor(rQ, Uint32), cute.recast_tensor(q, Uint32)
-    for half in cutlass.range_constexpr(len(cfg.halves)):
-        if me.row + 8 * half < rows.count:
-            query, head = place(rows, me.row + 8 * half)
+    for half in cutlass.range_constexpr(HALVES):
+        if row_of(me, half) < rows.count:
+            query, head = place(rows, row_of(me, half))
             for k in cutlass.range_constexpr(cfg.head_dim // 8):  # words of row g + 8 lie between those of row g
                 words[2 * k + half] = q_words[rows.batch_idx, query, head, 4 * k + me.t]
     return rQ
@@ -230,21 +176,24 @@ def load_q(cfg: cutlass.Constexpr[DecodeConfig], mma_qk: cute.TiledMma, q: cute.
 
 @cute.jit
 def stage_q(cfg: cutlass.Constexpr[DecodeConfig], q: cute.Tensor, rows: Rows, thread: Int32, q_smem: cute.Pointer):
-    """Q as a K-major tile in shared memory, by the whole warpgroup: the same rows as ``load_q``."""
+    """Q as a K-major tile in shared memory, for WGMMA, by all MMA groups: rows from ``rows.count`` on are zero.
+
+    A barrier must follow.
+    """
     chunks, q_words = cfg.head_dim // CHUNK, cute.recast_tensor(q, Uint32)
-    q_smem = cute.recast_ptr(q_smem, dtype=Uint32)
-    tile = cute.make_tensor(q_smem, cute.make_layout((4, TILE_M * chunks), stride=(1, 4)))
-    for first in cutlass.range(0, TILE_M * chunks, GROUP_WARPS * WARP, unroll=1):
+    tile = cute.make_tensor(cute.recast_ptr(q_smem, dtype=Uint32),
+                            cute.make_layout((4, cfg.staged_rows * chunks), stride=(1, 4)))
+    for first in cutlass.range(0, cfg.staged_rows * chunks, cfg.mma_threads, unroll=1):
         row, chunk = (first + thread) // chunks, (first + thread) % chunks
-        words = cute.make_rmem_tensor(4, Uint32)
-        words.fill(0)
-        if row < rows.count:
-            query, head = place(rows, row)
-            for e in cutlass.range_constexpr(4):
-                words[e] = q_words[rows.batch_idx, query, head, 4 * chunk + e]
-        cute.autovec_copy(words, tile[None, tile_chunk(row, chunk, TILE_M)])
+        if row < cfg.staged_rows:
+            words = cute.make_rmem_tensor(4, Uint32)
+            words.fill(0)
+            if row < rows.count:
+                query, head = place(rows, row)
+                for e in cutlass.range_constexpr(4):
+                    words[e] = q_words[rows.batch_idx, query, head, 4 * chunk + e]
+            cute.autovec_copy(words, tile[None, tile_chunk(row, chunk, cfg.staged_rows, cfg.k.atom_chunks)])
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=GROUP_WARPS * WARP)
 
 
 @cute.jit
@@ -252,5 +201,5 @@ def write_row(half: cutlass.Constexpr[int], out: combine.Outputs, rows: Rows, me
               row_max: Float32, row_sum: Float32):
     """This thread's row of a half, if it is a query row."""
     found = epilogue.chunks(half, acc_o, me.t)
-    if me.row + 8 * half < rows.count:
-        epilogue.write(out, rows, combine.find_row(out, rows, me.row + 8 * half), found, row_max, row_sum)
+    if row_of(me, half) < rows.count:
+        epilogue.write(out, rows, combine.find_row(out, rows, row_of(me, half)), found, row_max, row_sum)

@@ -1,13 +1,12 @@
-"""Online softmax in base 2 on WGMMA accumulators: of the 64 rows, the first ones hold query rows.
+"""Online softmax in base 2 on WGMMA accumulators.
 
-Accumulator value i of a thread belongs to row ``g + 8 * (i // 2 % 2)`` of its warp's 16 rows and to column
-``8 * (i // 4) + 2 * t + i % 2``, with lane = 4 * g + t. A step touches one half, rows g or rows g + 8: with at most 8
-query rows only the values of row g of warp 0 are real, so half 0 is the only one.
+Value i of a thread in m64nN accumulators belongs to row ``16 * warp + g + 8 * (i // 2 % 2)`` and to column
+``8 * (i // 4) + 2 * t + i % 2``, with lane = 4 * g + t. Query rows are the rows, of which a thread has two halves, g
+and g + 8, or they are the columns, of which it has every fourth pair.
 """
 
 import operator
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
@@ -24,9 +23,15 @@ def row_values(count: int, half: int) -> list[int]:
     return [i for i in range(count) if i // 2 % 2 == half]
 
 
-def column(i: int, t: Int32) -> Int32:
-    """Column of accumulator value i in a thread of this t."""
-    return 8 * (i // 4) + 2 * t + i % 2
+def column_values(blocks: int, columns: int, c: int) -> list[tuple[int, int, int]]:
+    """(i, block, half) of the values of ``column(c)`` in so many m64 blocks of accumulators."""
+    return [(block * columns // 2 + 4 * (c // 2) + 2 * half + c % 2, block, half)
+            for block in range(blocks) for half in range(2)]
+
+
+def column(c: int, t: Int32) -> Int32:
+    """The ``c``-th column of a thread of this t."""
+    return 8 * (c // 2) + 2 * t + c % 2
 
 
 def tree(values: list, combine):
@@ -37,39 +42,22 @@ def tree(values: list, combine):
     return values[0]
 
 
-def quad_max(x: Float32) -> Float32:
-    """Maximum over the four lanes that share a row."""
-    for offset in (1, 2):
-        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+def across(x: Float32, combine, offsets: tuple[int, ...]) -> Float32:
+    """Fold over the lanes that differ in these bits: 1 and 2 (t) share rows, 4, 8 and 16 (g) columns."""
+    for offset in offsets:
+        x = combine(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
     return x
 
 
 def quad_sum(x: Float32) -> Float32:
-    for offset in (1, 2):
-        x = x + cute.arch.shuffle_sync_bfly(x, offset=offset)
-    return x
+    """Over the four lanes that share a row."""
+    return across(x, operator.add, (1, 2))
 
 
-@cute.jit
-def mask_right(half: cutlass.Constexpr[int], acc_s: cute.Tensor, live: Int32, t: Int32):
-    """Scores of columns from ``live`` on become -inf, whatever they were."""
-    for i in cutlass.range_constexpr(cute.size(acc_s)):
-        if cutlass.const_expr(i // 2 % 2 == half):
-            acc_s[i] = acc_s[i] if column(i, t) < live else Float32(NEG_INF)
-
-
-@cute.jit
-def mask_left(half: cutlass.Constexpr[int], acc_s: cute.Tensor, first: Int32, t: Int32):
-    """Scores of columns before ``first`` become -inf, whatever they were."""
-    for i in cutlass.range_constexpr(cute.size(acc_s)):
-        if cutlass.const_expr(i // 2 % 2 == half):
-            acc_s[i] = acc_s[i] if column(i, t) >= first else Float32(NEG_INF)
-
-
-def cap_scores(half: int, acc_s: cute.Tensor, scale_log2: Float32, cap_log2: Float32) -> None:
+def cap_scores(acc_s: cute.Tensor, scale_log2: Float32, cap_log2: Float32) -> None:
     """Scores become cap_log2 * tanh(score * scale_log2 / cap_log2), with tanh y = 1 - 2 / (e^2y + 1)."""
     slope = scale_log2 * (Float32(2.0 * LOG2_E) / cap_log2)
-    for i in row_values(cute.size(acc_s), half):
+    for i in range(cute.size(acc_s)):
         grown = cute.math.exp2(acc_s[i] * slope, fastmath=True)
         acc_s[i] = cap_log2 - (cap_log2 + cap_log2) * cute.arch.rcp_approx(grown + Float32(1.0))
 
@@ -82,12 +70,12 @@ def online_step(half: int, acc_s: cute.Tensor, p: cute.Tensor, row_max: cute.Ten
     """
     at = row_values(cute.size(acc_s), half)
     tile_max = tree([acc_s[i] for i in at], cute.arch.fmax)
-    new_max = cute.arch.fmax(row_max[half], quad_max(tile_max) * scale_log2)
+    new_max = cute.arch.fmax(row_max[half], across(tile_max, cute.arch.fmax, (1, 2)) * scale_log2)
     correction = cute.math.exp2(row_max[half] - new_max, fastmath=True)
     p_words, sums = cute.recast_tensor(p, Uint32), [Float32(0.0)] * SUMS
     for j in range(len(at) // 2):  # pair by pair: P takes the registers that S leaves
         pair = [cute.math.exp2(acc_s[i] * scale_log2 - new_max, fastmath=True) for i in at[2 * j : 2 * j + 2]]
-        p_words[2 * j + half] = numbers.pack(*pair, element)  # with one half the words of the other stay zero
+        p_words[2 * j + half] = numbers.pack(*pair, element)
         sums = [*sums[2:], *(x + e for x, e in zip(sums, pair))]
     row_sum[half] = row_sum[half] * correction + tree(sums, operator.add)
     row_max[half] = new_max

@@ -212,9 +212,9 @@ def test_many_launches_over_boosted_channels_are_bitwise_equal(arch, kernel):
 @pytest.mark.parametrize("ratio, q_len, sinks", ((4, 8, 0), (8, 8, 33), (1, 16, 5), (20, 1, 0), (32, 4, 7), (5, 5, 2)))
 @pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
 def test_many_query_rows(arch, kernel, ratio, q_len, sinks, num_splits, record_property):
-    """17 rows and more: the tile path on Hopper, warps that share pages on Ampere; above 64 in blocks."""
-    path, rows = replace(kernel, rows=ratio * q_len).shape(arch)
-    if rows < 64:
+    """The tile path on Hopper, warps that share pages on Ampere; above 64 rows in blocks."""
+    path, rows = kernel.shape(arch)
+    if kernels.arch_package(arch).PATHS[path].rows_for(ratio * q_len, kernel.head_dim) != rows:
         pytest.skip("fewer rows: another kernel")
     case = case_of(kernel, lengths=LENGTHS, sinks=sinks, q_len=q_len, ratio=ratio)
     check_decode(case, path, f"{arch} wide {path} {kernel.format}", record_property, num_splits, options_of(kernel))
@@ -232,6 +232,35 @@ def test_many_query_rows_of_hard_data(arch, kernel, data, record_property):
 @pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
 def test_many_launches_of_wide_kernels_are_bitwise_equal(arch, kernel):
     assert_repeatable(kernel, kernel.shape(arch)[0], ratio=8, q_len=4)
+
+
+def skip_without_few(arch: str, kernel) -> None:
+    if not kernel.shape(arch, "tile"):
+        pytest.skip(f"not on {arch}'s tile path")
+
+
+@pytest.mark.parametrize("num_splits", (None, 3))
+@pytest.mark.parametrize("ratio, q_len, sinks", ((1, 1, 33), (4, 2, 5), (7, 1, 0), (2, 3, 32), (1, 8, 7)))
+@pytest.mark.parametrize("kernel", gpu_matrix.FEW, ids=str)
+def test_few_query_rows_of_the_tile_path(arch, kernel, ratio, q_len, sinks, num_splits, record_property):
+    skip_without_few(arch, kernel)
+    case = case_of(kernel, lengths=LENGTHS, sinks=sinks, q_len=q_len, ratio=ratio)
+    check_decode(case, "tile", f"{arch} few tile {kernel.format}", record_property, num_splits, options_of(kernel))
+
+
+@pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])
+@pytest.mark.parametrize("kernel", gpu_matrix.FEW, ids=str)
+def test_few_query_rows_of_hard_data(arch, kernel, data, record_property):
+    skip_without_few(arch, kernel)
+    skip_overflow(kernel, data)
+    case = case_of(kernel, lengths=(700, 1300), sinks=16, data=data, ratio=3, q_len=2)
+    check_decode(case, "tile", f"{arch} few tile hard data {data}", record_property, options=options_of(kernel))
+
+
+@pytest.mark.parametrize("kernel", gpu_matrix.FEW, ids=str)
+def test_many_launches_of_few_rows_are_bitwise_equal(arch, kernel):
+    skip_without_few(arch, kernel)
+    assert_repeatable(kernel, "tile", ratio=4, q_len=2)
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d not in NEEDS_BF16])

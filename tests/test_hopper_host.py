@@ -19,12 +19,14 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import PATHS, combine, config, decode, dequant, mma, ring, scratch, walk  # noqa: E402
+from lowbit_attn.hopper import PATHS, combine, config, decode, dequant, ring, scratch, walk  # noqa: E402
+from lowbit_attn.hopper import sight as sights  # noqa: E402
 from lowbit_attn.hopper.config import GROUP_WARPS, TILE_N, UNIT_TOKENS, UNITS, WARP  # noqa: E402
 
 FORMAT = FORMATS["k4v4"]
 HEAD_DIMS = (64, 96, 128, 256)
-CONFIGS = {d: config.make_config(FORMAT, d, "float16") for d in HEAD_DIMS}
+ROWS = (8, 64)  # as WGMMA's columns, as its rows
+CONFIGS = {(d, rows): config.make_config(FORMAT, d, "float16", rows) for d in HEAD_DIMS for rows in ROWS}
 LANES = np.arange(32)
 CASES = [("k4v4", d, "float16") for d in HEAD_DIMS] + [
     ("k2v2", 64, "float16"), ("k2v2", 96, "bfloat16"), ("k8v8", 96, "float16"), ("k8v8", 256, "float16"),
@@ -36,7 +38,9 @@ CASES = [("k4v4", d, "float16") for d in HEAD_DIMS] + [
 
 
 def read_wgmma_tile(tile: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """K-major operand, 128-byte swizzle (address bits 4-6 XOR 7-9) or 64-byte swizzle (bits 4-5 XOR 7-8)."""
+    """K-major operand, 128-byte swizzle (address bits 4-6 XOR 7-9) or 64-byte swizzle (bits 4-5 XOR 7-8).
+
+    rows: of the whole tile."""
     row, col = np.meshgrid(np.arange(rows), np.arange(cols), indexing="ij")
     span = 64 if cols % 64 == 0 else 32
     return tile[swizzle((col // span) * rows * 2 * span + row * 2 * span + (col % span) * 2, span) // 2]
@@ -84,7 +88,7 @@ def lane_meta(side: config.SidePlan, meta: np.ndarray, run: int, block: int) -> 
 
 def dequant_part(side: config.SidePlan, part: np.ndarray) -> np.ndarray:
     """What four dequant warps write for one part of a record: the tile as float in memory order."""
-    tile = np.full(side.rows * side.cols, np.nan)
+    tile = np.full(side.tile_rows * side.cols, np.nan)
     codes, meta = part[: side.meta_offset].view(np.uint32), part[side.meta_offset :].view(np.uint16)
     row, col8 = config.lane_place(LANES)
     mask = (1 << side.bits) - 1
@@ -100,7 +104,7 @@ def dequant_part(side: config.SidePlan, part: np.ndarray) -> np.ndarray:
                     halves = np.stack(((words >> position) & mask, (words >> (16 + position)) & mask), -1)
                     at = side.meta_index(col_tile, row_tile, row8, c8)
                     registers.append(halves * scale[at] + zero[at])
-                chunks = config.tile_chunk(first_row + row, (first_col + col_tile) * 2 + col8, side.rows,
+                chunks = config.tile_chunk(first_row + row, (first_col + col_tile) * 2 + col8, side.tile_rows,
                                            side.atom_chunks)
                 stmatrix_x4(tile, chunks + row_tile * 16 * side.atom_chunks, registers)
     return tile
@@ -108,14 +112,15 @@ def dequant_part(side: config.SidePlan, part: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("format_name, head_dim, dtype", CASES)
 @pytest.mark.parametrize("name", ("k", "v"))
-def test_dequant_lanes_rebuild_the_matrix(format_name, head_dim, dtype, name):
+@pytest.mark.parametrize("rows", ROWS)
+def test_dequant_lanes_rebuild_the_matrix(format_name, head_dim, dtype, name, rows):
     torch.manual_seed(head_dim)
     fmt = FORMATS[format_name]
     k, v = torch.randn(2, 1, 128, head_dim)
     record = fmt.quantize(k, v)
-    side = getattr(config.make_config(fmt, head_dim, dtype), name)
+    side = getattr(config.make_config(fmt, head_dim, dtype, rows), name)
     part = record[0, side.part_offset : side.part_offset + side.part_bytes].numpy()
-    got = read_wgmma_tile(dequant_part(side, part), side.rows, side.cols)
+    got = read_wgmma_tile(dequant_part(side, part), side.tile_rows, side.cols)[: side.rows]
     want = (fmt.dequantize_k if name == "k" else fmt.dequantize_v)(record, head_dim)[0].numpy()
     want = want.T if side.transposed else want
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
@@ -123,12 +128,13 @@ def test_dequant_lanes_rebuild_the_matrix(format_name, head_dim, dtype, name):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", ("k", "v"))
-def test_plain_units_rebuild_the_matrix(head_dim, name):
-    cfg = CONFIGS[head_dim]
+@pytest.mark.parametrize("rows", ROWS)
+def test_plain_units_rebuild_the_matrix(head_dim, name, rows):
+    cfg = CONFIGS[head_dim, rows]
     side, live = getattr(cfg, name), 77
     source = np.random.default_rng(0).standard_normal((TILE_N, head_dim)).astype(np.float16)
     source[live:] = np.nan
-    tile = np.full(side.rows * side.cols, np.inf, np.float16)
+    tile = np.full(side.tile_rows * side.cols, np.inf, np.float16)
     row, col8 = config.lane_place(LANES)
     row8 = row // 8
     for u, w, j in itertools.product(range(UNITS), range(GROUP_WARPS), range(dequant.unit_tiles(side) // GROUP_WARPS)):
@@ -140,19 +146,20 @@ def test_plain_units_rebuild_the_matrix(head_dim, name):
             for m in range(4):
                 token = token8 * 8 + 8 * config.matrix_place(m)[1] + 2 * (LANES % 4)
                 registers[m] = np.where(np.stack((token, token + 1), -1) < live, registers[m], np.float16(0))
-            chunks = config.tile_chunk(channel_tile * 16 + row, token8 + col8, side.rows, side.atom_chunks)
+            chunks = config.tile_chunk(channel_tile * 16 + row, token8 + col8, side.tile_rows, side.atom_chunks)
         else:
             registers = ldmatrix_x4(staged[token_tile * 16 + row, 2 * channel_tile + col8], False)
-            chunks = config.tile_chunk(token8 * 8 + row, 2 * channel_tile + col8, side.rows, side.atom_chunks)
+            chunks = config.tile_chunk(token8 * 8 + row, 2 * channel_tile + col8, side.tile_rows, side.atom_chunks)
         stmatrix_x4(tile, chunks, registers)
-    got = read_wgmma_tile(tile, side.rows, side.cols)
+    got = read_wgmma_tile(tile, side.tile_rows, side.cols)[: side.rows]
     got = got.T if side.transposed else got
     assert np.array_equal(got[:live], source[:live])
     assert not side.transposed or (got[live:] == 0).all()
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_tile_chunk_is_the_dsl_layout(head_dim, monkeypatch):
+@pytest.mark.parametrize("rows", ROWS)
+def test_tile_chunk_is_the_dsl_layout(head_dim, rows, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     import cutlass.cute as cute
 
@@ -161,9 +168,9 @@ def test_tile_chunk_is_the_dsl_layout(head_dim, monkeypatch):
     def sample():
         rng = random.Random(0)
         for name, _ in itertools.product("kv", range(64)):
-            side = getattr(CONFIGS[head_dim], name)
-            at = rng.randrange(side.rows), 8 * rng.randrange(side.cols // 8), rng.randrange(2)
-            tile = decode.tile_layout(side.rows, side.cols, 2)
+            side = getattr(CONFIGS[head_dim, rows], name)
+            at = rng.randrange(side.tile_rows), 8 * rng.randrange(side.cols // 8), rng.randrange(2)
+            tile = decode.tile_layout(side.tile_rows, side.cols, 2)
             # of byte addresses: a property of the pointer, not of the layout
             assert str(tile.inner) == ("S<3,4,3>" if side.atom_chunks == 8 else "S<2,4,3>")
             found[name, at] = tile.outer(at)
@@ -174,8 +181,9 @@ def test_tile_chunk_is_the_dsl_layout(head_dim, monkeypatch):
 
     evaluate()
     for (name, (row, col, stage)), offset in found.items():
-        side = getattr(CONFIGS[head_dim], name)
-        want = stage * side.rows * side.cols + 8 * config.tile_chunk(row, col // 8, side.rows, side.atom_chunks)
+        side = getattr(CONFIGS[head_dim, rows], name)
+        want = stage * side.tile_rows * side.cols
+        want += 8 * config.tile_chunk(row, col // 8, side.tile_rows, side.atom_chunks)
         assert swizzle(2 * int(offset), 8 * side.atom_chunks) == 2 * want, (name, row, col, stage)
 
 
@@ -257,8 +265,9 @@ def mma_role(group, groups, tile_count, tiles):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("pages, third, plain", [(0, 0, 0), (1, 0, 0), (0, 0, 1), (3, 1, 2), (4, 0, 1), (0, 2, 1),
                                                  (9, 2, 2), (33, 0, 3)])
-def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, third, plain):
-    cfg = CONFIGS[head_dim]
+@pytest.mark.parametrize("rows", ROWS)
+def test_rings_neither_hang_nor_skip_a_phase(head_dim, pages, third, plain, rows):
+    cfg = CONFIGS[head_dim, rows]
     for seed in range(10):
         seen, shapes = {}, {"k": (pages + third, plain), "v": (pages, third + plain)}
         readers, writers = cfg.readers_arrive // WARP, cfg.dequants_arrive // WARP
@@ -327,18 +336,17 @@ def test_walk_visits_every_seen_token_once(n_sink, n_qk, lag, residual, num_spli
         assert seen == want
 
 
-def seen_positions(w: walk.Walk, i: int, rows: walk.Rows, sight: mma.Sight, row: int) -> set[int]:
-    """Positions of tile ``i`` of K's walk that ``mma.to_logits`` leaves to a row of the tile."""
-    me = mma.Lane(0, row, 0)
+def seen_positions(w: walk.Walk, i: int, rows: walk.Rows, sight: sights.Sight, row: int) -> set[int]:
+    """Positions of tile ``i`` of K's walk that ``sight.to_logits`` leaves to a row of the tile."""
     if i < w.num_pages:
         start = w.packed_start + TILE_N * (w.first_page + i)
         first = 0
         if start < sight.first_last + rows.q_len - sight.window:
-            first = mma.end_of(rows, sight, me, 0, start) - sight.window
+            first = sights.end_of(rows, sight, row, start) - sight.window
         return {start + c for c in range(TILE_N) if c >= first}
     start, live, is_sink = map(number, walk.plain_tile(w, i - w.num_pages))
     start += (1 - is_sink) * (w.packed_start + w.n_packed)
-    end = mma.end_of(rows, sight, me, 0, start)
+    end = sights.end_of(rows, sight, row, start)
     first = end - (is_sink * sight.sink_window + (1 - is_sink) * sight.window)
     return {start + c for c in range(TILE_N) if first <= c < min(live, end)}
 
@@ -351,7 +359,7 @@ def test_masks_leave_what_a_query_sees(n_sink, n_qk, lag, residual, q_len, windo
     n_tok, ratio, num_splits = n_sink + n_qk + residual, 3, 2
     sink_window = 1 << 30 if keeps_sinks else window
     rows = walk.Rows(0, 0, 0, ratio * q_len, ratio, q_len)
-    sight = mma.Sight(n_tok - q_len, window, sink_window)
+    sight = sights.Sight(n_tok - q_len, window, sink_window)
     hidden = number(walk.hidden_pages(n_sink, n_tok, q_len, window))
     seen = [set() for _ in range(rows.count)]
     for split in range(num_splits):
@@ -376,8 +384,9 @@ def test_row_blocks_serve_every_query_of_every_head_once(ratio, q_len, rows):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_shared_memory_plan(head_dim, monkeypatch):
-    cfg = CONFIGS[head_dim]
+@pytest.mark.parametrize("rows", ROWS)
+def test_shared_memory_plan(head_dim, rows):
+    cfg = CONFIGS[head_dim, rows]
     assert cfg.smem_bytes <= config.SMEM_LIMIT
     assert decode.DecodeSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes
     with pytest.raises(ValueError, match="shared memory"):
@@ -391,7 +400,8 @@ def test_shared_memory_plan(head_dim, monkeypatch):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("bits, groups", list(itertools.product((8, 4, 2, 1), ("", "-g32", "-vg32", "-g32-vg32"))))
-def test_every_supported_format_fits(head_dim, dtype, bits, groups):
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_supported_format_fits(head_dim, dtype, bits, groups, rows):
     for name in (f"k{bits}v{bits}{groups}", f"k{bits}tv{bits}{groups}-bf16"):
         fmt = FORMATS[name]
         if bits == 1 and head_dim == 96:
@@ -400,9 +410,9 @@ def test_every_supported_format_fits(head_dim, dtype, bits, groups):
         if missing:
             assert (bits, head_dim) == (8, 256) and "32" in groups
             with pytest.raises(ValueError, match="record of"):
-                config.make_config(fmt, head_dim, dtype, 64)
+                config.make_config(fmt, head_dim, dtype, rows)
         else:
-            assert config.make_config(fmt, head_dim, dtype, 64).smem_bytes <= config.SMEM_LIMIT
+            assert config.make_config(fmt, head_dim, dtype, rows).smem_bytes <= config.SMEM_LIMIT
 
 
 @pytest.mark.parametrize("name, head_dim, match", [("k4v4", 80, "head_dim"), ("k8v8-vg32", 256, "record of"),

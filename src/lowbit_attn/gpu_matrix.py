@@ -31,7 +31,8 @@ F16, BF16 = "float16", "bfloat16"
 ABLATED = (("centring",), ("exponents",), ("centring", "exponents"))  # registers.Options, left out
 BITS = (8, 4, 2, 1)
 HEAD_DIMS = (64, 96, 128, 256)
-ROW_CLASSES = ((1, 4), (5, 8), (9, 16), (17, 64), (65, 512))  # query rows of a KV head: another kernel each, or blocks
+# query rows of a KV head: another kernel each, or blocks
+ROW_CLASSES = ((1, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 512))
 TILE_HEAD_DIMS = (64, 128)  # of the paper's own case on the tile path
 LENGTHS = (0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300, 383, 700, 1100, 2051, 4097)
 CASES_OF_A_KERNEL = 7
@@ -117,6 +118,11 @@ WIDE = tuple(MatrixKernel(*kernel) for kernel in (
     ("k2v2-g32-bf16", BF16, 128, 64), ("k4v4+w128", F16, 128, 64), ("k4v2", BF16, 256, 64),
     ("k4v4", F16, 128, 64, ("softcap", "window")), ("k2v2-g64", F16, 64, 64, ("window",)),
 ))
+FEW = tuple(MatrixKernel(*kernel) for kernel in (  # the tile path beyond the paper's own case
+    ("k2v2", BF16, 128, 8), ("k4v4", F16, 96, 8), ("k4v4", F16, 256, 8), ("k8tv4-g32", F16, 64, 8),
+    ("k1v8-g32-vg32-bf16", BF16, 128, 8), ("k4v2+w128", BF16, 256, 8, ("window",)),
+    ("k4v4", F16, 128, 8, ("softcap", "window")),
+))
 
 KITTY = tuple(MatrixKernel(*kernel) for kernel in (
     ("kitty", F16, 128, 4), ("kitty-pro", F16, 128, 4), ("kitty-pro", BF16, 128, 4), ("kitty", F16, 64, 4),
@@ -168,6 +174,7 @@ def keys(arch: str) -> list[KernelKey]:
     wanted += [key for kernel in STREAM for key in kernel.keys(arch, "stream")]
     wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
     wanted += [key for kernel in WIDE + KITTY + MODELS for key in kernel.keys(arch)]
+    wanted += [key for kernel in FEW for key in kernel.keys(arch, "tile")]
     wanted += [key for head_dim in TILE_HEAD_DIMS for key in MatrixKernel("k4v4", F16, head_dim, 8).keys(arch, "tile")]
     wanted += [replace(key, without=parts) for key in wanted for parts in ABLATED
                if (key.dtype, key.head_dim, key.rows, key.features) == (F16, 128, 8, ())

@@ -83,3 +83,11 @@ def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signe
         f"mma.sync.aligned.m16n8k{16 * len(b)}.row.col.s32.u8.{kind}.s32 "
         f"{{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, {operands};",
         write_only_types=[Uint32] * 4, read_only_args=[*a, *b, *acc]))
+
+
+def any_of(barrier, threads: int, flag: Uint32) -> Uint32:
+    """1 if ``flag`` is not 0 in any of the ``threads`` that meet at a named barrier, else 0; by whole warps."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred own, any; setp.ne.u32 own, {$r1}, 0;"
+        f" barrier.cta.red.or.pred any, {{$r0}}, {threads}, own; selp.u32 {{$w0}}, 1, 0, any; }}",
+        write_only_types=[Uint32], read_only_args=[barrier, flag])
