@@ -157,6 +157,11 @@ class Support:
     windows: bool = False  # V may be packed later than K
     features: tuple[str, ...] = FEATURES
     boosted: bool = False  # K of 2 bits with channels of 4 bits (Kitty)
+    paired_bits: int = 0  # up to so many bits two blocks of query rows are faster than the next path's kernel
+
+    def reach(self, fmt: Format, rows: int, head_dim: int) -> int:
+        """Up to how many query rows its kernel for ``rows`` is the one to take, if the paths before it are not."""
+        return self.rows_for(rows, head_dim) * (2 if max(fmt.k.bits, fmt.v.bits) <= self.paired_bits else 1)
 
     def rows_for(self, rows: int, head_dim: int) -> int:
         """Query rows of the kernel that takes ``rows`` of them: the smallest that holds all, else the largest."""
@@ -257,17 +262,18 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
          features: tuple[str, ...] = ()) -> tuple[tuple[str, int] | None, list[str]]:
     """((path, rows of its kernel), reasons of the paths passed over) for ``rows`` query rows of a KV head.
 
-    The first path that takes all rows at once, else the one that takes most; path: only this one. None: no path.
+    The first path that takes all rows at once, or in two blocks where those are faster, else the one that takes most;
+    path: only this one. None: no path.
     """
-    best, reasons, others = None, [], other_ctas(arch)
+    best, reach, reasons, others = None, 0, [], other_ctas(arch)
     for name, support in arch_package(arch).PATHS.items():
         if path != name and (path is not None or name in others):
             continue
         missing = support.missing(fmt, head_dim, dtype, features)
         reasons += [f"{arch} {name} path: {reason}" for reason in missing]
         if not missing and (best is None or support.rows_for(rows, head_dim) > best[1]):
-            best = name, support.rows_for(rows, head_dim)
-        if best and best[1] >= rows:
+            best, reach = (name, support.rows_for(rows, head_dim)), support.reach(fmt, rows, head_dim)
+        if reach >= rows:
             break
     return best, reasons
 

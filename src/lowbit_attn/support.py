@@ -65,8 +65,8 @@ def _calls() -> Iterator[tuple[str, str, tuple]]:
         yield "head_dim", str(head_dim), ("k4v4", head_dim, FP16, 1)
     yield "head_dim 96", "`k4v1`", ("k4v1", 96, FP16, 1)
     yield "head_dim 96", "`k4v4-vg64`", ("k4v4-vg64", 96, FP16, 1)
-    for rows, text in ((4, "1 to 4"), (8, "5 to 8"), (16, "9 to 16"), (64, "17 to 64"),
-                       (512, "65 and more, in blocks")):
+    for rows, text in ((4, "1 to 4"), (8, "5 to 8"), (16, "9 to 16"), (32, "17 to 32"), (64, "33 to 64"),
+                       (512, "65 and more")):
         yield "query rows of a KV head (ratio x q_len)", text, ("k4v4", 128, FP16, rows)
         yield "the same at head_dim 256", text, ("k4v4", 256, FP16, rows)
     yield "option", "softcap", ("k4v4", 128, FP16, 1, ("softcap",))
@@ -87,7 +87,9 @@ def _served(arch: str, name: str, head_dim: int, dtype: torch.dtype, rows: int,
     except ValueError as error:
         return f"ValueError: {error}"
     picked, reasons = kernels.pick(arch, FORMATS[name], head_dim, dtype, rows, features=features)
-    return f"{picked[0]}, {picked[1]} rows" if picked else f"NotImplementedError: {'; '.join(reasons)}"
+    if not picked:
+        return f"NotImplementedError: {'; '.join(reasons)}"
+    return f"{picked[0]}, {picked[1]} rows" + ", in blocks" * (rows > picked[1])
 
 
 def _row(*cells: str) -> str:
