@@ -32,6 +32,11 @@ def skip_without(path: str, arch: str) -> None:
         pytest.skip(f"no {path} path on {arch}")
 
 
+def skip_without_few(arch: str, kernel) -> None:
+    if not kernel.shape(arch, "tile"):
+        pytest.skip(f"not on {arch}'s tile path")
+
+
 def case_of(kernel, **changes) -> testing.Case:
     ratio = changes.pop("ratio", kernel.rows)
     return testing.Case(kernel.format, kernel.torch_dtype, kernel.head_dim, 2 * ratio, 2, **changes)
@@ -85,6 +90,13 @@ def test_one_small_case(arch, kernel, record_property):
     ratio, q_len = (6, 4) if is_wide else (kernel.rows // 2, 2)
     case = case_of(kernel, ratio=ratio, q_len=q_len, lengths=(3, 700), sinks=5)
     check_decode(case, path, f"{arch} small {path}", record_property, 2, options_of(kernel))
+
+
+@pytest.mark.parametrize("kernel", gpu_matrix.FEW, ids=str)
+def test_one_small_case_of_the_tile_path(arch, kernel, record_property):
+    skip_without_few(arch, kernel)
+    case = case_of(kernel, ratio=4, q_len=2, lengths=(3, 700), sinks=5)
+    check_decode(case, "tile", f"{arch} small tile", record_property, 2, options_of(kernel))
 
 
 @OTHER_CTAS
@@ -232,11 +244,6 @@ def test_many_query_rows_of_hard_data(arch, kernel, data, record_property):
 @pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
 def test_many_launches_of_wide_kernels_are_bitwise_equal(arch, kernel):
     assert_repeatable(kernel, kernel.shape(arch)[0], ratio=8, q_len=4)
-
-
-def skip_without_few(arch: str, kernel) -> None:
-    if not kernel.shape(arch, "tile"):
-        pytest.skip(f"not on {arch}'s tile path")
 
 
 @pytest.mark.parametrize("num_splits", (None, 3))

@@ -118,7 +118,8 @@ WIDE = tuple(MatrixKernel(*kernel) for kernel in (
     ("k2v2-g32-bf16", BF16, 128, 64), ("k4v4+w128", F16, 128, 64), ("k4v2", BF16, 256, 64),
     ("k4v4", F16, 128, 64, ("softcap", "window")), ("k2v2-g64", F16, 64, 64, ("window",)),
 ))
-FEW = tuple(MatrixKernel(*kernel) for kernel in (  # the tile path beyond the paper's own case
+FEW = tuple(MatrixKernel(*kernel) for kernel in (  # the tile path with few query rows
+    *(("k4v4", F16, head_dim, 8) for head_dim in TILE_HEAD_DIMS),
     ("k2v2", BF16, 128, 8), ("k4v4", F16, 96, 8), ("k4v4", F16, 256, 8), ("k8tv4-g32", F16, 64, 8),
     ("k1v8-g32-vg32-bf16", BF16, 128, 8), ("k4v2+w128", BF16, 256, 8, ("window",)),
     ("k4v4", F16, 128, 8, ("softcap", "window")),
@@ -175,7 +176,6 @@ def keys(arch: str) -> list[KernelKey]:
     wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
     wanted += [key for kernel in WIDE + KITTY + MODELS for key in kernel.keys(arch)]
     wanted += [key for kernel in FEW for key in kernel.keys(arch, "tile")]
-    wanted += [key for head_dim in TILE_HEAD_DIMS for key in MatrixKernel("k4v4", F16, head_dim, 8).keys(arch, "tile")]
     wanted += [replace(key, without=parts) for key in wanted for parts in ABLATED
                if (key.dtype, key.head_dim, key.rows, key.features) == (F16, 128, 8, ())
                and key.format in ("k4v4", "k2v2")]
