@@ -284,7 +284,7 @@ class DecodeConfig:
 
     @property
     def query_bytes(self) -> int:
-        return self.staged_rows * self.head_dim * 2
+        return -(-self.staged_rows * self.head_dim * 2 // SMEM_ALIGN) * SMEM_ALIGN
 
     @property
     def weight_bytes(self) -> int:
@@ -340,9 +340,11 @@ class DecodeConfig:
             found.append(f"shared memory: {self.smem_bytes} B at {self.packed_stages} packed and "
                          f"{self.mma_groups} tile stages, limit {SMEM_LIMIT} B")
         regs = self.load_regs + self.dequant_groups * self.dequant_regs + self.mma_groups * self.mma_regs
-        launched = SM_REGISTERS // self.threads // 8 * 8 * self.groups  # what setmaxnreg shares out, by warpgroup
-        if regs > launched:
-            found.append(f"registers: {regs} for a thread of each warpgroup, limit {launched}")
+        launched = SM_REGISTERS // self.threads // 8 * 8  # of a thread: what setmaxnreg shares out
+        if regs > launched * self.groups:
+            found.append(f"registers: {regs} for a thread of each warpgroup, limit {launched * self.groups}")
+        if max(self.load_regs, self.dequant_regs) > launched or self.mma_regs < launched:
+            found.append(f"registers: a thread starts with {launched}, which load and dequant release and MMA takes")
         for name in ("load_regs", "dequant_regs", "mma_regs"):
             if getattr(self, name) % 8 or not 24 <= getattr(self, name) <= 240:
                 found.append(f"{name}: got {getattr(self, name)}, supported: multiples of 8 from 24 to 240")
@@ -381,7 +383,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = COLUMNS,
     if one.is_wide:
         one = replace(one, mma_groups=1, load_regs=32, dequant_regs=120, mma_regs=240)
     elif one.in_columns:
-        one = replace(one, groups=5, load_regs=40, dequant_regs=104, mma_regs=112)
+        one = replace(one, groups=5, load_regs=40, dequant_regs=96, mma_regs=120)
     stage = one.stage_bytes(k) + one.stage_bytes(v) + 4 * BARRIER_BYTES
     fitting = 1 + (SMEM_LIMIT - sum(one.smem_plan.values())) // stage
     wanted = -(-IN_FLIGHT_BYTES // (k.part_bytes + v.part_bytes))

@@ -393,6 +393,8 @@ def test_shared_memory_plan(head_dim, rows):
         dataclasses.replace(cfg, packed_stages=64).check()
     with pytest.raises(ValueError, match="registers"):
         dataclasses.replace(cfg, dequant_regs=128).check()
+    with pytest.raises(ValueError, match="a thread starts with"):
+        dataclasses.replace(cfg, mma_regs=88).check()
     with pytest.raises(ValueError, match="rows: got 16"):
         config.make_config(FORMAT, head_dim, "float16", 16)
 
