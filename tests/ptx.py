@@ -47,6 +47,7 @@ class Program:
     def __init__(self, text: str):
         body = re.sub(r"//[^\n]*|\n\s*\.loc[^\n]*", "", text[text.index("\n{", text.index(".entry")) + 2 :])
         body = re.sub(r"\{\s*\.reg[^{}]*\}", _with_own_names, body)
+        body = re.sub(r"\{\s*([a-z][^{};]*;)\s*\}", r"\1", body)  # one instruction of inline assembly
         self.instructions, self.labels = [], {}
         for statement in re.split(r"[;{}](?=\s)|(?<=:)\s", re.sub(r"\{([^{}\n]*)\}", r"<\1>", body)):
             statement = statement.strip()
@@ -239,7 +240,7 @@ class Warp:
         self.cta = cta
         self.copies, self.groups = [], []  # cp.async: those that no group has, and groups that are under way
         self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64), "__dynamic_shmem__0": _all(0),
-                          "buf_dyn_shmem": _all(0),
+                          "buf_dyn_shmem": _all(0), "tile": _all(0),
                           "%cluster_ctarank": _all(cta.rank), "%nsmid": _all(SMS),
                           "%tid.x": np.arange(LANES * warp, LANES * (warp + 1), dtype=np.uint64)}
         for name, values in (("ctaid", cta.index), ("nctaid", cta.grid)):

@@ -1,4 +1,4 @@
-"""What the PTX instructions of Hopper's decode kernels and of append do, on registers of 32 lanes.
+"""What the PTX instructions of Hopper's decode kernels, of append and of quantize do, on registers of 32 lanes.
 
 Any other one is an error.
 """
@@ -15,7 +15,7 @@ LANE = np.arange(LANES)
 G, T = LANE // 4, LANE % 4
 CTA_WINDOW = 1 << 24  # bytes between the shared memories of a cluster's CTAs
 COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
-           "ge": operator.ge, "neu": operator.ne}
+           "ge": operator.ge, "neu": operator.ne, "nan": lambda x, y: np.isnan(x) | np.isnan(y)}
 BITWISE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
 
@@ -70,7 +70,8 @@ def select(warp, suffixes, operands, active):
 
 FLOATS = {name: float_step(function) for name, function in {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "max": np.fmax, "min": np.fmin, "abs": np.abs,
-    "fma": fused, "neg": operator.neg, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal}.items()}
+    "fma": fused, "neg": operator.neg, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal,
+    "div": np.divide}.items()}
 
 
 # ---- 16-bit halves
@@ -93,7 +94,19 @@ def half_maximum(warp, suffixes, operands, active):
     return to_half(np.fmax(*(halves_of(warp.value(x), False)[0] for x in operands[1:])), False)
 
 
-PAIRS = {("max", "u16x2"): each_half(np.maximum), ("mul", "f16x2"): each_half(half_product)}
+def half_step(function, is_bf16: bool):
+    """A step on numbers of 16 bits; fp64 holds any sum of a product that it gives, so one rounding is left."""
+    def step(*halves):
+        exact = function(*(halves_of(half, is_bf16)[0].astype(np.float64) for half in halves))
+        rounded = exact.astype(np.float32)
+        assert (rounded == exact)[np.isfinite(exact)].all(), "two roundings"
+        return to_half(rounded, is_bf16)
+    return each_half(step)
+
+
+PAIRS = {("max", "u16x2"): each_half(np.maximum), ("mul", "f16x2"): each_half(half_product)} | {
+    (name, f"{kind}x2"): half_step(function, kind == "bf16") for kind in ("f16", "bf16")
+    for name, function in (("min", np.fmin), ("max", np.fmax), ("fma", lambda x, y, z: x * y + z))}
 HALVES = {("max", "f16"): half_maximum}
 
 
@@ -249,8 +262,11 @@ def copy(warp, suffixes, operands, active):
     elif "commit_group" in suffixes:
         warp.groups.append(warp.copies)
         warp.copies = []
-    elif "wait_group" in suffixes:
-        while len(warp.groups) > int(operands[0]):
+    elif suffixes[1] in ("wait_group", "wait_all"):
+        if suffixes[1] == "wait_all":  # those without a group too
+            warp.groups.append(warp.copies)
+            warp.copies = []
+        while len(warp.groups) > int((*operands, 0)[0]):
             for target, data in warp.groups.pop(0):
                 warp.cta.shared.write(target, data)
     else:
@@ -302,7 +318,10 @@ def shuffle(warp, suffixes, operands, active):
     assert active.all()
     value, by = warp.value(operands[1]), warp.value(operands[2]).astype(np.int64)
     sources = {"bfly": LANE ^ by, "up": np.where(LANE >= by, LANE - by, LANE), "idx": by % LANES}
-    return value[sources[suffixes[1]]]
+    name, *found = operands[0].split("|")
+    warp.set(name, value[sources[suffixes[1]]], active)
+    for predicate in found:  # whether the lane asked for is there
+        warp.set(predicate, LANE >= by if suffixes[1] == "up" else active, active)
 
 
 def reduce(warp, suffixes, operands, active):
@@ -343,6 +362,24 @@ def permute(warp, suffixes, operands, active):
         assert (nibble < 8).all()
         result |= (both >> nibble * U64(8) & U64(255)) << U64(8 * i)
     return result
+
+
+def bytes_of(word: np.ndarray) -> np.ndarray:
+    """int64 [lanes, 4], the lowest first."""
+    return (word[:, None] >> U64(8) * np.arange(4, dtype=U64) & U64(255)).astype(np.int64)
+
+
+def byte_distances(warp, suffixes, operands, active):
+    """vabsdiff4 of unsigned bytes; the fourth operand is only for selected bytes."""
+    assert suffixes == ("u32", "u32", "u32")
+    x, y = (bytes_of(warp.value(operand)) for operand in operands[1:3])
+    return (np.abs(x - y) << 8 * np.arange(4)).sum(1)
+
+
+def byte_products(warp, suffixes, operands, active):
+    assert suffixes == ("u32", "u32")
+    x, y = (bytes_of(warp.value(operand)) for operand in operands[1:3])
+    return unsigned(raw((x * y).sum(1)) + warp.value(operands[3]), 32)
 
 
 def rows_of(matrix: np.ndarray) -> np.ndarray:
@@ -404,5 +441,5 @@ WHOLE = {
     "mapa": map_address, "barrier": arrive_at_cluster, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote,
     "redux": reduce, "elect": elect, "prmt": permute, "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
     "fence": nothing, "bar": nothing, "atom": atomic, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
-    "popc": count_ones, "bfi": insert_bits,
+    "popc": count_ones, "bfi": insert_bits, "vabsdiff4": byte_distances, "dp4a": byte_products,
 }

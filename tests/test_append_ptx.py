@@ -5,43 +5,28 @@ threads run one after the other in any order, so the one that moves the counters
 """
 
 import struct
-from functools import cache
 
 import numpy as np
 import ptx
+import ptx_build
 import pytest
 import torch
 
-from lowbit_attn import kernels, toolchain
+from lowbit_attn import kernels
 from lowbit_attn.formats import FORMATS
-
-tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 HEAD_DIM, SLOTS, SINKS, ENTRIES, WINDOW, ROOM = 128, 256, 4, 8, 0, 1000
 FORMAT = "k4v4"
 COUNTERS = ("arrivals", "faults", "limit", "n_qk", "n_qv", "n_sink", "n_tok")
 
 
-@cache
 def program() -> tuple[ptx.Program, int, int]:
     """(PTX, threads of a block, most blocks) of the step's kernel."""
-    try:
-        toolchain.find_tool("nvcc")
-    except toolchain.ToolMissingError as error:
-        pytest.skip(str(error))
-    from tilelang.contrib import nvcc
-
+    code = ptx_build.program(kernels.append_key("sm_90", "float16", HEAD_DIM, FORMATS[FORMAT], None))
     from lowbit_attn.device.step import StepGeometry
 
-    traced = kernels.trace(kernels.append_key("sm_90", "float16", HEAD_DIM, FORMATS[FORMAT], None))
-    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
-    with tilelang.tvm.transform.PassContext(opt_level=3, config=traced.pass_configs), target:
-        lowered = tilelang.lower(traced.prim_func, target=target, enable_host_codegen=True, enable_device_compile=False)
-    text = nvcc.compile_cuda(lowered.kernel_source, "ptx", ["-arch=sm_90"], options=[
-        "-std=c++20", f"-I{tilelang.env.TILELANG_TEMPLATE_PATH}", f"-I{tilelang.env.CUTLASS_INCLUDE_DIR}",
-        *traced.compile_flags])
     step = StepGeometry(FORMATS[FORMAT], HEAD_DIM, "", "float16")
-    return ptx.Program(bytes(text).decode()), step.threads, step.max_blocks
+    return code, step.threads, step.max_blocks
 
 
 class Cache:

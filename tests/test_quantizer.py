@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from search_rule import factors, hinging_groups, quotients
 
 from lowbit_attn.formats.affine import (
     SEARCH_FACTORS,
@@ -133,6 +134,15 @@ def test_search_equals_the_scalar_rules(bits, size):
     q = quantize_groups(groups, bits, torch.float16, "search")
     for i, group in enumerate(groups.numpy()):
         assert same(q, i, *searched(group, bits, torch.float16))
+
+
+@pytest.mark.parametrize("dtype, count", [(torch.float16, 300), (torch.bfloat16, 16)], ids=str)
+@pytest.mark.parametrize("bits", (4, 2, 1))
+def test_search_rounds_its_quotient_once(bits, dtype, count):
+    """Torch multiplies by a rounded reciprocal where a number is divided by a tensor."""
+    groups = hinging_groups(count, 128, bits, dtype, seed=0)
+    x, want = torch.from_numpy(groups), torch.from_numpy(factors(groups, quotients(groups), bits))
+    assert torch.equal(search(x, x.amin(-1), x.amax(-1), bits), want)
 
 
 @pytest.mark.parametrize("name", hard_groups())

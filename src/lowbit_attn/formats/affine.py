@@ -54,12 +54,13 @@ def search(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) ->
     """Index into SEARCH_FACTORS of the least squared error of each group, the larger factor on ties.
 
     Errors are exact integers, so they may be added in any order: distances from the midpoint are rounded to a grid of
-    SEARCH_GRID steps, where every level lies. The levels are symmetric, so ``abs(distance - c)``, with c half of the
-    levels' reach, folds them onto half as many, and so on until the miss of the nearest one is left. A group whose
-    span is zero or not finite keeps factor 1, and so do 8 bits: cutting 5 % of the span off both ends misses by more
-    than 255 steps can, up to 1,300 values.
+    SEARCH_GRID steps, where every level lies. Midpoint, steps per unit (a quotient), difference and product are fp32,
+    rounded once each: values half way between two steps follow their last bits. The levels are symmetric, so
+    ``abs(distance - c)``, with c half of the levels' reach, folds them onto half as many, and so on until the miss of
+    the nearest one is left. A group whose span is zero or not finite keeps factor 1, and so do 8 bits: cutting 5 % of
+    the span off both ends misses by more than 255 steps can, up to 1,300 values.
     """
-    inverse = SEARCH_GRID / ((high - low) * 0.5)
+    inverse = quotient(SEARCH_GRID, (high - low) * 0.5)
     searched = (inverse > 0) & (inverse < torch.inf) & (bits < 8)
     distance = ((x - ((low + high) * 0.5)[..., None]) * inverse[..., None]).abs().round()
     distance = distance.nan_to_num(nan=0.0).clamp(max=SEARCH_GRID).int()
@@ -87,6 +88,16 @@ def dequantize_groups(q: Quantized) -> torch.Tensor:
 
 def squared_error(x: torch.Tensor, q: Quantized) -> torch.Tensor:
     return tree_sum((x - dequantize_groups(q)) ** 2)
+
+
+def quotient(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
+    """x / y in fp32, rounded once, where one of them is a number: torch multiplies by a rounded reciprocal then.
+
+    It does so for a number over a tensor, and on a GPU for a tensor over a number; the kernels divide.
+    """
+    if isinstance(x, torch.Tensor):
+        return x / torch.full_like(x, y)
+    return torch.full_like(y, x) / y
 
 
 def tree_sum(x: torch.Tensor) -> torch.Tensor:
@@ -128,8 +139,8 @@ def _store_scale(scale: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
 
 def _span(x, low, width, bits: int, storage: torch.dtype) -> Quantized:
     steps = (1 << bits) - 1
-    zero, scale = _store(low, storage), _store_scale(width / steps, storage)
-    inverse = torch.where(scale == 0, torch.zeros_like(low), 1.0 / scale.float())
+    zero, scale = _store(low, storage), _store_scale(quotient(width, steps), storage)
+    inverse = torch.where(scale == 0, torch.zeros_like(low), quotient(1.0, scale.float()))
     codes = ((x - zero.float()[..., None]) * inverse[..., None]).round().clamp(0, steps)
     return Quantized(codes.nan_to_num(nan=0.0).to(torch.uint8), scale, zero)
 
