@@ -164,6 +164,8 @@ def move(warp, suffixes, operands, active):
 def convert(warp, suffixes, operands, active):
     values = [warp.value(x) for x in operands[1:]]
     kinds = tuple(x for x in suffixes if x != "rn")
+    if suffixes == ("sat", "f32", "f32"):  # not a number gives 0
+        return bits(np.fmin(np.fmax(f32(values[0]), np.float32(0)), np.float32(1)))
     if suffixes == ("rzi", "s32", "f32"):
         return unsigned(raw(f32(values[0]).astype(np.int64)), 32)
     if kinds[0] == "f32" and kinds[1] in ("s32", "u32"):
