@@ -81,6 +81,18 @@ def traced_decode(q: torch.Tensor, cache: KVCache, out: torch.Tensor | None, lse
     return out, lse
 
 
+def decode_with_counters(q: torch.Tensor, cache: KVCache, n_tok: torch.Tensor, *, softmax_scale: float | None = None,
+                         softcap: float | None = None, sink_logits: torch.Tensor | None = None,
+                         path: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``decode`` over the first n_tok int32 [batch] tokens of each row, packed ones among them."""
+    batch = len(n_tok)
+    state = {name: getattr(cache, name) for name in STATE}
+    state |= {"n_tok": n_tok, "n_sink": torch.minimum(cache.n_sink[:batch], n_tok)}
+    rotated = cache.rotate(q) if cache.rotate_keys else q
+    return torch.ops.lowbit_attn.decode(rotated, *state.values(), sink_logits, cache.format.name, list(cache.strides),
+                                        softmax_scale, softcap, None, False, None, path)
+
+
 def mark_static(cache: KVCache) -> None:
     """Tell torch.compile that the cache's memory stays where it is, before anything that uses it is compiled.
 

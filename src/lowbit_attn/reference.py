@@ -67,6 +67,26 @@ def attention(q, k, v, options: Attention = PLAIN, n_sink: int = 0, causal: bool
     return o.reshape(num_heads, q_len, head_dim).transpose(0, 1), lse.reshape(num_heads, q_len)
 
 
+def masked_attention(q, k, v, seen, options: Attention = PLAIN):
+    """Attention of a batch over a few tokens each, of which every query sees its own.
+
+    q: [batch, q_len, num_heads, head_dim]; k, v: [batch, n, num_heads_kv, head_dim]; seen: bool [batch, q_len, n].
+    Only the scale and the cap of the options count. Returns o fp32 of q's shape and lse fp32 [batch, num_heads, q_len];
+    a query that sees nothing gives o = 0 and lse = -inf, whatever is in k and v.
+    """
+    batch, q_len, num_heads, head_dim = q.shape
+    scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    k, v = (x.float().repeat_interleave(num_heads // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bnhd->bhqn", q.float(), k) * scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = torch.where(seen[:, None], scores, float("-inf"))
+    lse = scores.logsumexp(-1)
+    p = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    v = torch.where(seen.any(1)[..., None, None], v, 0.0)
+    return torch.einsum("bhqn,bnhd->bqhd", p, v), lse
+
+
 def merge_states(o, lse):
     """Merge partial attention results over disjoint sets of tokens.
 
