@@ -18,6 +18,7 @@ import measured  # noqa: E402
 import plots  # noqa: E402
 import roofline  # noqa: E402
 import stalls  # noqa: E402
+import targets_table  # noqa: E402
 from bench import PRESETS  # noqa: E402
 from decode_results import newest, path_of, read_lines  # noqa: E402
 from page_loop import PageLoop, find_loop  # noqa: E402
@@ -244,6 +245,17 @@ def test_read_is_the_faster_one_or_says_that_it_is_plain():
     lengths = [line | {"hinted_read_us": 7.0} for line in lines_of("lengths")]
     labels = [curve.get_label() for curve in plots.lengths_figure(lengths).axes[0].get_lines()]
     assert "read of k4v4's bytes" in labels and not any("plain" in label for label in labels)
+
+
+def test_table_of_targets_is_of_the_fastest_read():
+    lines = [line | {"hinted_read_us": 8.0 + i} for i, line in enumerate(lines_of("targets"))]
+    rows = targets_table.table_of(lines).splitlines()
+    assert len(rows) == 2 + 8 and rows[0].count("x read") == 2 and rows[0].endswith("reads |")
+    assert rows[2] == "| GQA 32/8, batch 1, 8K | 20.0 us | 2.50 | 3.0 | 28.0 us | 1.75 | 2.1 | 8.0, 16.0 us |"
+    assert rows[9].startswith("| GQA 32/8, batch 64, ragged 1K to 16K | 27.0 us | 1.80 |")
+    assert all(row.count("|") == 9 for row in rows)
+    early = targets_table.table_of([line | {"void": True} for line in lines_of("targets")])
+    assert "x plain read" in early and "20.0 us (void) | 1.25" in early
 
 
 H100 = "NVIDIA H100 80GB HBM3"

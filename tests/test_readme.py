@@ -1,21 +1,62 @@
 """The README says what the code says, and its examples run."""
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from lowbit_attn import support
+from lowbit_attn import budget, support
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "perf/results"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+COMMIT = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{7,40}\b")
+TARGETS = re.compile(r"<!-- targets: begin \(python perf/targets_table.py --gpu (\w+) --commit (\w+)\) -->\n"
+                     r"(.*?)\n<!-- targets: end -->", re.S)
+
+sys.path.append(str(ROOT / "perf"))
+import targets_table  # noqa: E402
 
 
 def test_support_table_is_the_code_s():
     text = README.read_text()
     shown = text[text.index(support.BEGIN) + len(support.BEGIN) : text.index(support.END)].strip()
     assert shown == support.tables(), "run python -m lowbit_attn.support and put its output into README.md"
+
+
+def measured_commits() -> set[str]:
+    """Whole ids of commits that perf/results has lines, or a raw file, of."""
+    found = {json.loads(line)["commit"] for file in RESULTS.glob("*.jsonl") for line in file.read_text().splitlines()}
+    return found | {name for file in (RESULTS / "raw").iterdir() for name in COMMIT.findall(file.stem)}
+
+
+def quoted_commits(text: str) -> set[str]:
+    return set(COMMIT.findall(text))
+
+
+def test_commits_that_are_quoted_were_measured():
+    """Short ids are the start of a line's; a tree with changes of its own ("+dirty") is no commit."""
+    found, quoted = measured_commits(), quoted_commits(README.read_text())
+    assert len(quoted) > 10
+    untraced = sorted(short for short in quoted if not any(
+        commit.startswith(short) and "+" not in commit for commit in found))
+    assert not untraced, f"{untraced} are in README.md, but no line of perf/results is of them"
+    assert quoted_commits("at 1e713b8112c, 2048 tokens, 20261122, feedback, bc6f14c") == {"1e713b8112c", "bc6f14c"}
+    assert not any(commit.startswith("1e713b8112c") for commit in found)
+
+
+def test_tables_of_targets_are_the_results():
+    found = TARGETS.findall(README.read_text())
+    assert "h200" in [gpu for gpu, _, _ in found]
+    for gpu, commit, shown in found:
+        lines = targets_table.complete(targets_table.read_lines(gpu=budget.GPUS[gpu]), targets_table.PRESETS["targets"],
+                                       commit)
+        assert lines, f"no complete run of targets at {commit} on {gpu}"
+        assert shown == targets_table.table_of(lines), f"run python perf/targets_table.py --gpu {gpu} --commit {commit}"
 
 
 @pytest.fixture
