@@ -2,7 +2,7 @@
 
     python perf/quality.py run --preset table     16 bit, k2v2 and its remedies, Kitty, wider formats
     python perf/quality.py run --preset boost     boost rates of Kitty by selection of channels
-    python perf/quality.py plot                   plots of the newest line of each case, beside the numbers
+    python perf/quality.py plot                   plots of the newest commit's line of each case, beside the numbers
 
 SmolLM2-135M-Instruct reads the first 2,048 tokens of Python's help texts in chunks of 128 tokens, in fp32, over each
 cache; every token but the first is predicted (lowbit_attn.quality).
@@ -118,9 +118,11 @@ def _line(about: dict, label: str, options: dict | None, score, formats) -> dict
 
 
 def newest(preset: str, path: str = RESULTS) -> dict[str, dict]:
-    """label -> its last line of a preset, for the most tokens that were read."""
+    """label -> its last line of a preset, for the most tokens that were read; all of one commit, the last that was
+    checked out as it is."""
     lines = [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
-    lines = [line for line in lines if line["preset"] == preset]
+    lines = [line for line in lines if line["preset"] == preset and not line["commit"].endswith("+dirty")]
+    lines = [line for line in lines if line["commit"] == lines[-1]["commit"]]
     most = max((line["tokens"] for line in lines), default=0)
     return {line["label"]: line for line in lines if line["tokens"] == most}
 

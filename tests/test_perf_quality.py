@@ -44,8 +44,10 @@ def test_boost_rates_are_shares_of_the_channels(quality):
 
 def test_plots_show_the_newest_complete_numbers(quality, tmp_path):
     pytest.importorskip("matplotlib")
-    common = dict(model="M", tokens=2048, bits_per_element=2.5)
-    lines = [common | dict(preset="boost", label="16 bit", perplexity=11.0)]
+    common = dict(model="M", tokens=2048, bits_per_element=2.5, commit="new")
+    lines = [common | dict(preset="boost", label=quality.boosted(12.5, "magnitude"), perplexity=3.0, commit="old"),
+             common | dict(preset="boost", label="kitty-b8-variance", perplexity=3.0, commit="old")]
+    lines += [common | dict(preset="boost", label="16 bit", perplexity=11.0)]
     for i, label in enumerate(quality.boost_labels("magnitude", False)):
         lines.append(common | dict(preset="boost", label=label, perplexity=20.0))
         lines.append(common | dict(preset="boost", label=label, perplexity=15.0 - i))  # newer
@@ -53,6 +55,7 @@ def test_plots_show_the_newest_complete_numbers(quality, tmp_path):
     lines.append(common | dict(preset="boost", label="kitty-b8", tokens=300, perplexity=99.0))  # of fewer tokens
     for label, options in (("16 bit", None), ("a", {}), ("b", {"format": "b"})):
         lines.append(common | dict(preset="table", label=label, options=options, perplexity=12.0))
+    lines += [line | dict(perplexity=1.0, commit="newer+dirty") for line in lines]
     results = tmp_path / "quality.jsonl"
     results.write_text("\n".join(map(json.dumps, lines)) + "\n")
     axes, = quality.boost_figure(quality.newest("boost", str(results))).axes

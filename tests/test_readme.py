@@ -59,6 +59,29 @@ def test_tables_of_targets_are_the_results():
         assert shown == targets_table.table_of(lines), f"run python perf/targets_table.py --gpu {gpu} --commit {commit}"
 
 
+QUALITY = {  # a row of README's table -> its lines of preset table
+    "16 bit": ["16 bit"], "k4v4": ["k4v4"], "k4v2, 32 sinks": ["k4v2, sinks"], "k2v2 without search": ["k2v2"],
+    "the same, 32 sinks": ["k2v2, sinks"], "the same, 32 sinks, key search": ["k2v2, sinks, search"],
+    "KIVI, groups of 32 (simulator), 32 sinks": ["KIVI, sinks (simulator)"],
+    "kitty, without / with key search": ["kitty", "kitty, search"],
+    "kitty-pro, without / with key search": ["kitty-pro", "kitty-pro, search"],
+}
+
+
+def test_table_of_quality_is_the_results():
+    """All rows of the one commit that stands above them."""
+    part = README.read_text().split("## Quality of one small model")[1].split("\n## ")[0]
+    commit, = quoted_commits(part.split("|")[0])
+    found = {line["label"]: line for line in map(json.loads, (RESULTS / "quality.jsonl").read_text().splitlines())
+             if line["commit"] == commit and line["preset"] == "table"}
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in part.splitlines() if row.startswith("|")][2:]
+    assert [row[0] for row in rows] == list(QUALITY)
+    for label, _, perplexity, top1 in rows:
+        lines = [found[name] for name in QUALITY[label]]
+        assert perplexity == " / ".join(f"{line['perplexity']:.2f}" for line in lines), label
+        assert top1 == " / ".join(f"{100 * line['top1']:.1f}" for line in lines) + " %", label
+
+
 @pytest.fixture
 def names(tmp_path):
     """What the examples take as given: a model's path and tokenized inputs."""
