@@ -52,3 +52,17 @@ def test_the_table_shows_the_faster_read_and_what_is_void(monkeypatch):
     first, second = (next(row for row in text.get().splitlines() if row.startswith(name)) for name in ("k4v4", "k2v2"))
     assert "2.00" in first and "credible" in first and "1.25" in second and "void" in second
     assert "fastest read" in text.get() and "below 95 % of a rate" in text.get()
+
+
+@pytest.mark.parametrize("device, is_void", ((H200, True), (H100, False), (A100_80, False), ("NVIDIA B300", False)))
+def test_a_run_is_judged_by_the_gpu_it_runs_on(device, is_void, monkeypatch):
+    """2 GiB at 2.9 TB/s: slow for an H200, not for an H100."""
+    nbytes = 2048 * MIB
+    monkeypatch.setattr(bench.torch.cuda, "get_device_name", lambda: device)
+    for name, fake in (("query_of", lambda case, cache: None), ("call_bytes", lambda case, cache: nbytes),
+                       ("graph_us", lambda step: 900.0), ("fp16_us", lambda *case: (2000.0, "sdpa")),
+                       ("read_us", lambda size, policy=bench.PLAIN: (size / 2.9e6, "shape"))):
+        monkeypatch.setattr(bench, name, fake)
+    line = bench.measure(bench.BenchCase("k4v4", 8, 32, 8, 128, 32768), None, "hopper", None)
+    assert line["void"] is is_void and line["read_us"] == line["hinted_read_us"] == round(nbytes / 2.9e6, 2)
+    assert (device in line["floor"]) == (device == "NVIDIA B300")
