@@ -68,18 +68,36 @@ QUALITY = {  # a row of README's table -> its lines of preset table
 }
 
 
-def test_table_of_quality_is_the_results():
-    """All rows of the one commit that stands above them."""
-    part = README.read_text().split("## Quality of one small model")[1].split("\n## ")[0]
+DEMO = {"16 bit": "16 bit", "k4v4": "k4v4", "k4v2": "k4v2", "k2v2": "k2v2", "k2v2, 32 sinks": "k2v2, sinks",
+        "k2v2, 32 sinks, key search": "k2v2, sinks, search"}
+
+
+def quality_table(heading: str) -> tuple[list[list[str]], dict[str, dict]]:
+    """The rows of the first table under a heading, and by label the lines of the one commit that stands above it."""
+    part = README.read_text().split(heading)[1].split("\n## ")[0]
     commit, = quoted_commits(part.split("|")[0])
     found = {line["label"]: line for line in map(json.loads, (RESULTS / "quality.jsonl").read_text().splitlines())
              if line["commit"] == commit and line["preset"] == "table"}
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in part.splitlines() if row.startswith("|")][2:]
+    rows = [row for row in part.splitlines() if row.startswith("|")][2:]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows], found
+
+
+def test_table_of_quality_is_the_results():
+    rows, found = quality_table("## Quality of one small model")
     assert [row[0] for row in rows] == list(QUALITY)
     for label, _, perplexity, top1 in rows:
         lines = [found[name] for name in QUALITY[label]]
         assert perplexity == " / ".join(f"{line['perplexity']:.2f}" for line in lines), label
         assert top1 == " / ".join(f"{100 * line['top1']:.1f}" for line in lines) + " %", label
+
+
+def test_table_of_the_demo_is_the_results():
+    rows, found = quality_table("## Try it")
+    assert [row[0] for row in rows] == list(DEMO)
+    for label, *cells in rows:
+        line = found[DEMO[label]]
+        assert cells == [f"{line['bits_per_element']:.2f}", f"{line['cache_bytes']:,}", f"{line['perplexity']:.2f}",
+                         f"{100 * line['top1']:.1f} %"], label
 
 
 @pytest.fixture
