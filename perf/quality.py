@@ -140,7 +140,10 @@ def plot(
     target = ROOT / folder
     target.mkdir(parents=True, exist_ok=True)
     for name, preset, draw in (("boost-rate", "boost", boost_figure), ("quality", "table", table_figure)):
-        if lines := newest(preset, results):
+        lines = newest(preset, results)
+        if preset == "boost" and not boost_curves(lines):
+            print(f"{name}: no curve is complete at one commit; run python perf/quality.py run --preset boost")
+        elif lines:
             figure = draw(lines)
             figure.savefig(target / f"{name}.png", dpi=110, metadata={"Software": None})
             figure.savefig(target / f"{name}.svg", metadata={"Date": None})
@@ -153,15 +156,21 @@ def boost_labels(selection: str, is_search: bool) -> list[str]:
     return [name + ", search" * is_search for name in names]
 
 
+def boost_curves(lines: dict[str, dict]) -> dict[tuple[bool, str], list[float]]:
+    """(range search, selection) -> perplexity by rate, of the curves that are complete beside a 16-bit line."""
+    curves = {}
+    for is_search, selection in product((False, True), SELECTIONS):
+        labels = boost_labels(selection, is_search)
+        if lines.keys() >= {"16 bit", *labels}:
+            curves[is_search, selection] = [lines[label]["perplexity"] for label in labels]
+    return curves
+
+
 def boost_figure(lines: dict[str, dict]):
     """Perplexity against boost rate, a curve for each selection that is complete; the 16-bit baseline dashed."""
     from matplotlib.figure import Figure
 
-    curves = {}
-    for is_search, selection in product((False, True), SELECTIONS):
-        labels = boost_labels(selection, is_search)
-        if lines.keys() >= set(labels):
-            curves[is_search, selection] = [lines[label]["perplexity"] for label in labels]
+    curves = boost_curves(lines)
     searches = sorted({is_search for is_search, _ in curves})
     figure = Figure(figsize=(1 + 4.7 * len(searches), 4.2), layout="constrained")
     panels = figure.subplots(1, len(searches), sharey=True, squeeze=False)[0]

@@ -42,6 +42,15 @@ def test_boost_rates_are_shares_of_the_channels(quality):
             assert {cases[label].get("range_search") for label in labels} == {None if is_search else False}
 
 
+def test_no_boost_plot_without_a_whole_curve(quality, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    line = dict(preset="boost", model="M", tokens=2048, perplexity=11.0, commit="new")
+    results = tmp_path / "quality.jsonl"
+    results.write_text("".join(json.dumps(line | dict(label=label)) + "\n" for label in ("16 bit", "kitty-b8-random")))
+    quality.plot(str(results), str(tmp_path / "plots"))
+    assert not list((tmp_path / "plots").iterdir()) and "run --preset boost" in capsys.readouterr().out
+
+
 def test_plots_show_the_newest_complete_numbers(quality, tmp_path):
     pytest.importorskip("matplotlib")
     common = dict(model="M", tokens=2048, bits_per_element=2.5, commit="new")
