@@ -1,4 +1,4 @@
-"""The lines that perf/bench.py wrote, by case."""
+"""The lines that perf/bench.py wrote, by case, always of one kind of GPU."""
 
 import json
 from functools import cache
@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from provenance import ROOT
 
-from lowbit_attn import dispatch, kernels
+from lowbit_attn import budget, dispatch, kernels
 from lowbit_attn.bench import BenchCase, cache_tokens
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
@@ -16,11 +16,11 @@ RESULTS = "perf/results/decode.jsonl"
 H200_SMS = 132
 
 
-def read_lines(path: str = RESULTS, arch: str = "hopper") -> list[dict]:
-    """The lines of one architecture's whole kernels (nothing left out of them), oldest first."""
+def read_lines(path: str = RESULTS, arch: str = "hopper", gpu: budget.Gpu = budget.GPUS["h200"]) -> list[dict]:
+    """The lines of one architecture's whole kernels (nothing left out of them) on one kind of GPU, oldest first."""
     file = ROOT / path
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [line for line in lines if line["arch"] == arch and not line.get("without")]
+    return [line for line in lines if line["arch"] == arch and line["gpu"] == gpu.device and not line.get("without")]
 
 
 def newest(lines: list[dict], case: BenchCase) -> dict | None:

@@ -1,4 +1,5 @@
-"""Runs the GPU tests and appends one line to perf/results/gpu_tests.jsonl: what passed, where, and the worst errors."""
+"""Runs the GPU tests and appends one line to perf/results/gpu_tests.jsonl: what passed, where, the worst errors,
+and how many calls of the sample were drawn again because their bounds said nothing."""
 
 import time
 from collections import defaultdict
@@ -7,17 +8,20 @@ import pytest
 import typer
 from provenance import append_result, provenance
 
+from lowbit_attn import gpu_matrix
+
 
 class Summary:
-    """pytest plugin: counts outcomes and keeps the worst recorded error of each group."""
+    """pytest plugin: counts outcomes and calls drawn again, and keeps the worst recorded error of each group."""
 
     def __init__(self):
-        self.counts, self.errors = defaultdict(int), defaultdict(float)
+        self.counts, self.errors, self.drawn_again = defaultdict(int), defaultdict(float), 0
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
             self.counts["error" if report.when != "call" and report.failed else report.outcome] += 1
         recorded = dict(report.user_properties)
+        self.drawn_again += report.when == "call" and "drawn_again" in recorded
         if report.when == "call" and "group" in recorded:
             self.errors[recorded["group"]] = max(self.errors[recorded["group"]], recorded["error"])
 
@@ -42,8 +46,12 @@ def main(seed: int = 0, cases: int = 0, selection: str = "", workers: int = 8,
         "arch": "hopper+ampere", "selection": selection, "seed": seed, "cases": cases,
         "seconds": round(time.time() - started),
         **{name: summary.counts[name] for name in ("passed", "failed", "skipped", "error")},
+        **({"drawn_again": summary.drawn_again} if cases else {}),
         "worst_error": {group: round(error, 7) for group, error in sorted(summary.errors.items())},
     })
+    if summary.drawn_again > (most := gpu_matrix.most_drawn_again(sum(summary.counts.values()))):
+        typer.echo(f"drawn again, as their bounds say nothing: {summary.drawn_again} calls, at most {most}", err=True)
+        raise typer.Exit(1)
     raise typer.Exit(int(status))
 
 

@@ -2,8 +2,9 @@
 
     python perf/measured.py        src/lowbit_attn/measured.json
 
-One call a format and size: of the presets targets and kitty those with few sequences of equal length, as many query
-heads a KV head as most models have or fewer, on the decode path that the library takes today.
+One call a GPU, format and size: of the presets targets and kitty those with few sequences of equal length, on the
+decode path that the library takes today. rows: query rows of a KV head, which a shown time must have in common with
+what is asked.
 """
 
 import json
@@ -11,21 +12,24 @@ import json
 from bench import PRESETS
 from decode_results import newest, read_lines
 
-from lowbit_attn.budget import GPUS, MEASURED
+from lowbit_attn.budget import GPUS, MEASURED, Gpu
 
-MOST_SEQUENCES, MOST_HEADS = 8, 4  # query heads a KV head
-NAMES = {"NVIDIA H200": GPUS["h200"].name}
+MOST_SEQUENCES = 8
 
 
 def calls() -> list[dict]:
-    """The calls in the order of their bytes."""
+    """The calls of every GPU, in the order of their bytes."""
+    return [call for gpu in GPUS.values() for call in calls_of(gpu, read_lines(gpu=gpu))]
+
+
+def calls_of(gpu: Gpu, lines: list[dict]) -> list[dict]:
+    """The calls of one GPU among its lines."""
     cases = [case for preset in ("targets", "kitty") for case in PRESETS[preset] if case.ragged is None
-             and case.batch <= MOST_SEQUENCES and case.num_heads <= MOST_HEADS * case.num_heads_kv]
-    lines = read_lines()
-    found = [newest(lines, case) for case in dict.fromkeys(cases)]
-    kept = [{"gpu": NAMES[line["gpu"]]} | {name: line[name] for name in (
+             and case.batch <= MOST_SEQUENCES]
+    found = [(case, newest(lines, case)) for case in dict.fromkeys(cases)]
+    kept = [{"gpu": gpu.name, "rows": case.rows} | {name: line[name] for name in (
         "arch", "format", "batch", "heads", "kv_heads", "head_dim", "seqlen", "us", "commit", "date", "bytes")}
-        for line in found if line and line["gpu"] in NAMES]
+        for case, line in found if line]
     return sorted(kept, key=lambda call: (call["format"], call.pop("bytes")))
 
 

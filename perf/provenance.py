@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def provenance() -> dict:
-    """commit (with "+dirty" if the tree differs from it), date, gpu, driver, torch version."""
+    """commit (with "+dirty" if the tree differs from it in more than results), date, gpu, driver, torch version."""
     return {"commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "driver": driver(),
             "torch": torch.__version__}
@@ -24,7 +24,8 @@ def commit() -> str:
         return named
     try:
         head = _run("git", "rev-parse", "--short=12", "HEAD")
-        return head + ("+dirty" if _run("git", "status", "--porcelain", "--untracked-files=no") else "")
+        changed = _run("git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)perf/results")
+        return head + ("+dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -2,7 +2,7 @@
 
     python perf/quality.py run --preset table     16 bit, k2v2 and its remedies, Kitty, wider formats
     python perf/quality.py run --preset boost     boost rates of Kitty by selection of channels
-    python perf/quality.py plot                   plots of the newest line of each case, beside the numbers
+    python perf/quality.py plot                   plots of the newest commit's line of each case, beside the numbers
 
 SmolLM2-135M-Instruct reads the first 2,048 tokens of Python's help texts in chunks of 128 tokens, in fp32, over each
 cache; every token but the first is predicted (lowbit_attn.quality).
@@ -118,9 +118,11 @@ def _line(about: dict, label: str, options: dict | None, score, formats) -> dict
 
 
 def newest(preset: str, path: str = RESULTS) -> dict[str, dict]:
-    """label -> its last line of a preset, for the most tokens that were read."""
+    """label -> its last line of a preset, for the most tokens that were read; all of one commit, the last that was
+    checked out as it is."""
     lines = [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
-    lines = [line for line in lines if line["preset"] == preset]
+    lines = [line for line in lines if line["preset"] == preset and not line["commit"].endswith("+dirty")]
+    lines = [line for line in lines if line["commit"] == lines[-1]["commit"]]
     most = max((line["tokens"] for line in lines), default=0)
     return {line["label"]: line for line in lines if line["tokens"] == most}
 
@@ -138,7 +140,10 @@ def plot(
     target = ROOT / folder
     target.mkdir(parents=True, exist_ok=True)
     for name, preset, draw in (("boost-rate", "boost", boost_figure), ("quality", "table", table_figure)):
-        if lines := newest(preset, results):
+        lines = newest(preset, results)
+        if preset == "boost" and not boost_curves(lines):
+            print(f"{name}: no curve is complete at one commit; run python perf/quality.py run --preset boost")
+        elif lines:
             figure = draw(lines)
             figure.savefig(target / f"{name}.png", dpi=110, metadata={"Software": None})
             figure.savefig(target / f"{name}.svg", metadata={"Date": None})
@@ -151,15 +156,21 @@ def boost_labels(selection: str, is_search: bool) -> list[str]:
     return [name + ", search" * is_search for name in names]
 
 
+def boost_curves(lines: dict[str, dict]) -> dict[tuple[bool, str], list[float]]:
+    """(range search, selection) -> perplexity by rate, of the curves that are complete beside a 16-bit line."""
+    curves = {}
+    for is_search, selection in product((False, True), SELECTIONS):
+        labels = boost_labels(selection, is_search)
+        if lines.keys() >= {"16 bit", *labels}:
+            curves[is_search, selection] = [lines[label]["perplexity"] for label in labels]
+    return curves
+
+
 def boost_figure(lines: dict[str, dict]):
     """Perplexity against boost rate, a curve for each selection that is complete; the 16-bit baseline dashed."""
     from matplotlib.figure import Figure
 
-    curves = {}
-    for is_search, selection in product((False, True), SELECTIONS):
-        labels = boost_labels(selection, is_search)
-        if lines.keys() >= set(labels):
-            curves[is_search, selection] = [lines[label]["perplexity"] for label in labels]
+    curves = boost_curves(lines)
     searches = sorted({is_search for is_search, _ in curves})
     figure = Figure(figsize=(1 + 4.7 * len(searches), 4.2), layout="constrained")
     panels = figure.subplots(1, len(searches), sharey=True, squeeze=False)[0]

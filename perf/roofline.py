@@ -3,7 +3,7 @@
     python perf/roofline.py --preset targets          a table, beside the newest measured times; needs no GPU
 
 bytes       counted from the format's planes; partial results of splits stay on the chip and are shown apart
-read        time of a plain read of the bytes on the GPU (budget.py), or at --read-tbps
+plain read  time of a plain read of the bytes on the GPU (budget.py), or at --read-tbps
 issue       pages of the busiest scheduler x instructions of the built kernel's page loop, one an issue slot
 busiest     pages of the busiest SM over those of the mean one: what the read may have to wait for, too
 predicted   the larger of the two, and --fixed-us: what a call takes over the read of its bytes at any size (start,
@@ -174,7 +174,7 @@ def table_row(case: BenchCase, found: Prediction, line: dict | None) -> list[str
 def main(
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "targets",
     arch: Annotated[str, typer.Option(help="Whose kernels: hopper or ampere.")] = "hopper",
-    gpu: Annotated[str, typer.Option(help=f"Whose plain reads: {', '.join(budget.GPUS)}.")] = "h200",
+    gpu: Annotated[str, typer.Option(help=f"Whose plain reads and measured times: {', '.join(budget.GPUS)}.")] = "h200",
     read_tbps: Annotated[float | None, typer.Option(help="A read rate for all sizes instead, in TB/s.")] = None,
     sms: Annotated[int, typer.Option(min=1, help="Of the GPU; default: an H200's.")] = H200_SMS,
     clock_ghz: Annotated[float, typer.Option(help="Of the SMs; default: an H200's at this work.")] = 1.75,
@@ -188,15 +188,15 @@ def main(
     if arch not in kernels.ARCH_TARGETS:
         raise typer.BadParameter(f"{arch!r}, supported: {', '.join(kernels.ARCH_TARGETS)}", param_hint="--arch")
     try:
-        known = budget.gpu_named(gpu)
+        known = measured_on = budget.gpu_named(gpu)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu") from None
     if read_tbps:
         known = budget.Gpu(known.name, known.memory_gb, ((1e9, 1e3 / read_tbps),), "given")
-    lines = read_lines(results, arch)
+    lines = read_lines(results, arch, measured_on)
     table = Table(*(Column(name, no_wrap=True) for name in (
-        "case", "kernel", "splits", "MB", "partial KB", "read us", "instr.", "MMA", "busiest", "issue us", "predicted",
-        "measured", "ratio", "commit")))
+        "case", "kernel", "splits", "MB", "partial KB", "plain read us", "instr.", "MMA", "busiest", "issue us",
+        "predicted", "measured", "ratio", "commit")))
     for case in PRESETS[preset]:
         grid = launch(case, arch, sms)
         if grid is None:
@@ -206,8 +206,8 @@ def main(
         table.add_row(*table_row(case, found, newest(lines, case)))
     console = Console(width=190)
     console.print(table)
-    console.print(f"{known.name}: reads {known.source}, {sms} SMs, {clock_ghz} GHz; predicted: max(read, issue) + "
-                  f"{fixed_us} us. Without instructions (not built, see --build, or the "
+    console.print(f"{known.name}: reads {known.source}, {sms} SMs, {clock_ghz} GHz; predicted: max(plain read, issue) "
+                  f"+ {fixed_us} us. Without instructions (not built, see --build, or the "
                   "tile path): from the read alone", soft_wrap=True)
 
 

@@ -232,7 +232,7 @@ def test_suggest_json():
 
 
 @pytest.mark.parametrize("args, words", [
-    (("--ctx", "128K", "--gpu", "b300"), "supported: h200, h100, a100, l40s, rtx4090"),
+    (("--ctx", "128K", "--gpu", "b300"), "supported: h200, h100, a100, a10040gb, l40s, rtx4090"),
     (("--ctx", "128K", "--format", "k4v5"), "did you mean k4v4"),
     (("--ctx", "many"), "ctx: got 'many'"),
     (("--ctx", "1K", "--heads", "9"), "heads: got 9"),
@@ -247,21 +247,34 @@ def test_suggest_refuses(args, words):
 def test_measured_calls_come_back(call):
     """A model of one layer in the shape of a measured call takes the measured time."""
     model = Model(1, call["heads"], call["kv_heads"], call["head_dim"])
-    row = budget.suggest(model, call["seqlen"], call["batch"], GPUS["h200"], [call["format"]])[1]
+    gpu = next(gpu for gpu in GPUS.values() if gpu.name == call["gpu"])
+    row = budget.suggest(model, call["seqlen"], call["batch"], gpu, [call["format"]])[1]
     assert row.measured_ms == pytest.approx(call["us"] * 1e-3) and row.measured_ms > row.floor_ms
-    assert call["gpu"] == GPUS["h200"].name and len(call["commit"]) == 12
+    assert call["rows"] == call["heads"] // call["kv_heads"] and len(call["commit"]) == 12
 
 
 def test_what_was_not_measured_has_no_time():
-    for model, gpu, name in ((MODEL, "h100", "k4v4"), (MODEL, "h200", "k1v1"), (Model(1, 8, 8, 64), "h200", "k4v4"),
+    for model, gpu, name in ((MODEL, "a100", "k4v4"), (MODEL, "h200", "k1v1"), (Model(1, 8, 8, 64), "h200", "k4v4"),
                              (Model(1, 128, 8, 128), "h200", "k4v4")):
         assert budget.suggest(model, 32768, 1, GPUS[gpu], [name])[1].measured_ms is None
-    # little is read no faster than the shortest measured call, much in proportion to the largest
+    # less than the smallest call has none, much takes time in proportion to the largest
     small, large, larger = (budget.suggest(MODEL, ctx, batch, GPUS["h200"], ["k4v4"])[1].measured_ms
                             for ctx, batch in ((4096, 1), (131072, 16), (131072, 32)))
-    shortest = min(call["us"] for call in json.loads(budget.MEASURED.read_text())["calls"]
-                   if call["format"] == "k4v4")
-    assert small >= 32e-3 * shortest and larger == pytest.approx(2 * large, rel=0.01)
+    assert small is None and larger == pytest.approx(2 * large, rel=0.01)
+
+
+@pytest.mark.parametrize("ratio", range(1, 17))
+def test_a_time_is_of_as_many_query_rows_as_asked(ratio, monkeypatch):
+    """Each ratio's calls have a time of their own; no other is ever shown, and where there is none it says so."""
+    like = json.loads(budget.MEASURED.read_text())["calls"][0] | {"format": "k4v4", "seqlen": 8192, "batch": 1}
+    calls = [like | {"rows": rows, "heads": 8 * rows, "us": 1000.0 + rows} for rows in (1, 4, 7)]
+    monkeypatch.setattr(budget, "_calls", lambda: {"date": "2000-01-01", "calls": calls})
+    model = Model(1, 8 * ratio, 8, 128)
+    found = budget.suggest(model, 8192, 1, GPUS["h200"], ["k4v4"])[1].measured_ms
+    assert found == (pytest.approx(1 + ratio * 1e-3) if ratio in (1, 4, 7) else None)
+    shown = run("suggest", *SHAPE[2:], "--layers", 1, "--heads", 8 * ratio, "--ctx", "8K", "--format", "k4v4")
+    assert (f"no call of {ratio} query rows" in shown.output) == (found is None)
+    assert (f"{1 + ratio * 1e-3:.3f}" in shown.output) == (found is not None)
 
 
 def test_info_shows_the_dispatchers_pick():

@@ -1,13 +1,10 @@
 """A sample of everything that decode takes, drawn from a seed (--seed, --cases), on both architectures' kernels."""
 
-from functools import cache
-
 import pytest
-import torch
 from gpu_checks import check_problem
+from gpu_sample import expected, problem_and_options, settled
 
 from lowbit_attn import gpu_matrix, testing
-from lowbit_attn.reference import Attention
 
 pytestmark = pytest.mark.gpu
 
@@ -17,29 +14,10 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("call", calls, ids=str)
 
 
-def case_of(call: gpu_matrix.Call) -> testing.Case:
-    kernel, heads = call.kernel, call.ratio * call.num_heads_kv
-    return testing.Case(kernel.format, kernel.torch_dtype, kernel.head_dim, heads, call.num_heads_kv, call.lengths,
-                        call.q_len, call.sinks, call.data, call.range_search, shared_pages=call.shared_pages,
-                        rotate_keys=call.rotate_keys, seed=call.seed)
-
-
-@cache
-def problem_and_options(call: gpu_matrix.Call) -> tuple[testing.Problem, Attention]:
-    problem = testing.build(case_of(call), "cuda")
-    logits = None
-    if call.has_sink_logits:
-        logits = 2 * torch.randn(call.ratio * call.num_heads_kv, generator=torch.Generator().manual_seed(call.seed))
-        logits = logits.cuda()
-    return problem, Attention(call.softmax_scale, call.softcap, call.window, call.keep_sinks, logits)
-
-
-@cache
-def expected(call: gpu_matrix.Call, path: str) -> testing.Expected:
-    return testing.expected(*problem_and_options(call), path)
-
-
 def test_decode(arch, call, record_property):
+    drawn, call = call, settled(call)
+    if call is not drawn:
+        record_property("drawn_again", str(call))
     problem, options = problem_and_options(call)
     path, rows = call.kernel.shape(arch)
     want = expected(call, "tile" if path == "tile" else "register")

@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 import torch
+from gpu_sample import bound_of, settled
 
-from lowbit_attn import gpu_matrix, kernels
+from lowbit_attn import gpu_matrix, kernels, testing
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.uniform import PerChannel
 
@@ -52,6 +53,45 @@ def test_every_call_has_a_kernel_that_the_build_is_told_of(arch, calls):
         path, rows = call.kernel.shape(arch)
         assert replace(call.kernel, rows=call.ratio * call.q_len).shape(arch) == (path, rows)
         assert set(call.kernel.keys(arch)) <= told
+
+
+def test_hard_inputs_are_all_data_but_two():
+    assert set(gpu_matrix.HARD) == set(testing.DATA) - {"normal", "flat-attention"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_few_calls_are_drawn_again_and_no_hard_input(seed):
+    """Bounds of o as the GPU tests take them."""
+    calls = gpu_matrix.sample(seed, COUNT)
+    made = [settled(call) for call in calls]
+    again = [(call, other) for call, other in zip(calls, made) if other is not call]
+    assert len(again) <= gpu_matrix.most_drawn_again(COUNT) == 2
+    for call, other in again:
+        assert not call.is_hard_input and other.kernel == call.kernel
+        assert other.data == call.data or call.data not in gpu_matrix.HARD
+        assert bound_of(call) > gpu_matrix.BOUND_CEILING and (
+            other.is_hard_input or bound_of(other) <= gpu_matrix.BOUND_CEILING)
+
+
+def test_what_is_drawn_again_is_the_same_every_time():
+    """Until a bound is low enough; hard data stay, and hard inputs as they stand are not asked for their bounds."""
+    calls = gpu_matrix.sample(9, 120)
+    asked = []
+
+    def bound(call):
+        asked.append(call)
+        return 0.06 if call in calls or len(call.lengths) > 2 else 0.04
+
+    first = [gpu_matrix.settle(call, bound) for call in calls]
+    assert first == [gpu_matrix.settle(call, bound) for call in calls]
+    for call, other in zip(calls, first):
+        assert (call is other) == call.is_hard_input and other.kernel == call.kernel
+        assert call.is_hard_input or other.is_hard_input or len(other.lengths) <= 2
+        assert call.data not in gpu_matrix.HARD or other.data == call.data
+    assert not any(call.is_hard_input for call in asked)
+    assert len({call.data for call in calls if call.is_hard_input}) >= 8
+    for seed in (1, 2):
+        assert gpu_matrix.settle(calls[seed], lambda call: 0.05) is calls[seed]
 
 
 def test_shipped_decode_kernels_are_few():

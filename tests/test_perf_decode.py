@@ -18,8 +18,9 @@ import measured  # noqa: E402
 import plots  # noqa: E402
 import roofline  # noqa: E402
 import stalls  # noqa: E402
+import targets_table  # noqa: E402
 from bench import PRESETS  # noqa: E402
-from decode_results import newest, path_of  # noqa: E402
+from decode_results import newest, path_of, read_lines  # noqa: E402
 from page_loop import PageLoop, find_loop  # noqa: E402
 
 CASES = [case for cases in PRESETS.values() for case in cases]
@@ -92,6 +93,7 @@ def timing_on_cpu(monkeypatch):
     monkeypatch.setattr(timing, "KVCache", lambda *shape, **rest: KVCache(*shape[:5], "cpu", **rest))
     monkeypatch.setattr(timing, "graph_us", lambda step: step() and 2.0)
     monkeypatch.setattr(timing, "read_us", lambda nbytes, policy=timing.PLAIN: (1.0, "none"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(timing, "fp16_us", lambda *case: (3.0, "none"))
 
 
@@ -192,9 +194,9 @@ def test_roofline_shows_the_newest_measured_time(tmp_path, monkeypatch, capsys):
         roofline.main("none")
 
 
-def lines_of(preset: str, us: float = 20.0, commit: str = "first") -> list[dict]:
+def lines_of(preset: str, us: float = 20.0, commit: str = "first", gpu: str = "NVIDIA H200") -> list[dict]:
     """Invented lines of all cases, each a little slower than the one before."""
-    about = dict(commit=commit, date="2026-11-22T00:00", gpu="none", arch="hopper", void=False, without=[])
+    about = dict(commit=commit, date="2026-11-22T00:00", gpu=gpu, arch="hopper", void=False, without=[])
     return [about | case.line | dict(path=path_of(case, "hopper"), us=us + i, read_us=0.8 * us, fp16_us=3 * us)
             for i, case in enumerate(PRESETS[preset])]
 
@@ -227,6 +229,60 @@ def test_plots_are_of_the_newest_complete_commit(tmp_path):
     for name in ("lengths", "targets"):
         assert (tmp_path / "plots" / f"decode-{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / "plots" / f"decode-{name}.svg").read_text()
+
+
+def test_read_is_the_faster_one_or_says_that_it_is_plain():
+    pytest.importorskip("matplotlib")
+    early = lines_of("targets")
+    both = [line | {"hinted_read_us": line["read_us"] * (1.1 if i % 2 else 0.9)} for i, line in enumerate(early)]
+    reads, name = timing.fastest_reads(both)
+    assert reads == [16.0 * (1 if i % 2 else 0.9) for i in range(16)] and name == "read"
+    assert timing.fastest_reads([*both[:15], early[15]]) == ([16.0] * 16, "plain read")
+    for lines, words in ((both, "of the fastest read"), (early, "of a plain read")):
+        axes, = plots.targets_figure(lines).axes
+        want = [read / line["us"] for read, line in zip(timing.fastest_reads(lines)[0], lines)]
+        assert words in axes.get_xlabel() and [bar.get_width() for bar in axes.containers[0]] == pytest.approx(want)
+    lengths = [line | {"hinted_read_us": 7.0} for line in lines_of("lengths")]
+    labels = [curve.get_label() for curve in plots.lengths_figure(lengths).axes[0].get_lines()]
+    assert "read of k4v4's bytes" in labels and not any("plain" in label for label in labels)
+
+
+def test_table_of_targets_is_of_the_fastest_read():
+    lines = [line | {"hinted_read_us": 8.0 + i} for i, line in enumerate(lines_of("targets"))]
+    rows = targets_table.table_of(lines).splitlines()
+    assert len(rows) == 2 + 8 and rows[0].count("x read") == 2 and rows[0].endswith("reads |")
+    assert rows[2] == "| GQA 32/8, batch 1, 8K | 20.0 us | 2.50 | 3.0 | 28.0 us | 1.75 | 2.1 | 8.0, 16.0 us |"
+    assert rows[9].startswith("| GQA 32/8, batch 64, ragged 1K to 16K | 27.0 us | 1.80 |")
+    assert all(row.count("|") == 9 for row in rows)
+    early = targets_table.table_of([line | {"void": True} for line in lines_of("targets")])
+    assert "x plain read" in early and "20.0 us (void) | 1.25" in early
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def test_gpus_are_not_mixed(tmp_path):
+    """Newer lines of another GPU, of one commit, change nothing; asked for by name they are drawn apart."""
+    pytest.importorskip("matplotlib")
+    own, other = lines_of("targets"), lines_of("targets", us=50.0, gpu=H100)
+    file = write(tmp_path, own + other[:5] + lines_of("lengths") + lines_of("lengths", gpu=H100) + other[5:])
+    assert read_lines(file) == own + lines_of("lengths")
+    assert {line["gpu"] for line in read_lines(file, gpu=GPUS["h100"])} == {H100}
+    with pytest.raises(ValueError, match="got those of NVIDIA H100 80GB HBM3, NVIDIA H200, supported: one kind"):
+        plots.complete(own[:8] + other[8:], PRESETS["targets"], None)
+    plots.main(results=file, folder=str(tmp_path / "plots"), gpu="h100")
+    assert {path.name for path in (tmp_path / "plots").glob("*.svg")} == {
+        "decode-lengths-h100.svg", "decode-targets-h100.svg"}
+    assert H100 in plots.title_of(other)
+    with pytest.raises(typer.BadParameter, match="gpu: got 'b300', supported: h200, h100"):
+        plots.main(results=file, folder=str(tmp_path), gpu="b300")
+
+
+def test_suggest_s_calls_are_of_one_gpu_each():
+    lines = [line | {"bytes": i} for i, line in enumerate(lines_of("targets", gpu=H100))]
+    calls = measured.calls_of(GPUS["h100"], lines)
+    assert len(calls) == 12 and {call["gpu"] for call in calls} == {"H100 SXM"}
+    assert {(call["rows"], call["heads"] // call["kv_heads"]) for call in calls} == {(1, 1), (4, 4), (8, 8)}
 
 
 def test_plots_say_what_to_run(tmp_path, capsys):

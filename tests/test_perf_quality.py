@@ -42,10 +42,21 @@ def test_boost_rates_are_shares_of_the_channels(quality):
             assert {cases[label].get("range_search") for label in labels} == {None if is_search else False}
 
 
+def test_no_boost_plot_without_a_whole_curve(quality, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    line = dict(preset="boost", model="M", tokens=2048, perplexity=11.0, commit="new")
+    results = tmp_path / "quality.jsonl"
+    results.write_text("".join(json.dumps(line | dict(label=label)) + "\n" for label in ("16 bit", "kitty-b8-random")))
+    quality.plot(str(results), str(tmp_path / "plots"))
+    assert not list((tmp_path / "plots").iterdir()) and "run --preset boost" in capsys.readouterr().out
+
+
 def test_plots_show_the_newest_complete_numbers(quality, tmp_path):
     pytest.importorskip("matplotlib")
-    common = dict(model="M", tokens=2048, bits_per_element=2.5)
-    lines = [common | dict(preset="boost", label="16 bit", perplexity=11.0)]
+    common = dict(model="M", tokens=2048, bits_per_element=2.5, commit="new")
+    lines = [common | dict(preset="boost", label=quality.boosted(12.5, "magnitude"), perplexity=3.0, commit="old"),
+             common | dict(preset="boost", label="kitty-b8-variance", perplexity=3.0, commit="old")]
+    lines += [common | dict(preset="boost", label="16 bit", perplexity=11.0)]
     for i, label in enumerate(quality.boost_labels("magnitude", False)):
         lines.append(common | dict(preset="boost", label=label, perplexity=20.0))
         lines.append(common | dict(preset="boost", label=label, perplexity=15.0 - i))  # newer
@@ -53,6 +64,7 @@ def test_plots_show_the_newest_complete_numbers(quality, tmp_path):
     lines.append(common | dict(preset="boost", label="kitty-b8", tokens=300, perplexity=99.0))  # of fewer tokens
     for label, options in (("16 bit", None), ("a", {}), ("b", {"format": "b"})):
         lines.append(common | dict(preset="table", label=label, options=options, perplexity=12.0))
+    lines += [line | dict(perplexity=1.0, commit="newer+dirty") for line in lines]
     results = tmp_path / "quality.jsonl"
     results.write_text("\n".join(map(json.dumps, lines)) + "\n")
     axes, = quality.boost_figure(quality.newest("boost", str(results))).axes

@@ -1,18 +1,21 @@
-"""Times decode beside a plain read of the same bytes and torch's best 16-bit attention, in one run on one GPU.
+"""Times decode beside the fastest read of the same bytes and torch's best 16-bit attention, in one run on one GPU.
 
-Random data, distinct pages in permuted order, 64 residual tokens a sequence, L2 flushed, medians. ``us`` is the
-call replayed from a CUDA graph. Needs a CUDA device and triton's timer.
+A read is plain or has the cache hint that decode gives its pages, and "the fastest read" is the faster of the two;
+"plain read" says that only that one was measured. Random data, distinct pages in permuted order, 64 residual tokens a
+sequence, L2 flushed, medians. ``us`` is the call replayed from a CUDA graph. Needs a CUDA device and triton's timer.
 """
 
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import log2
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowbit_attn import KVCache, decode, kernels, layout, loader
+from lowbit_attn import KVCache, budget, decode, kernels, layout, loader
 from lowbit_attn.testing import permute_pages
 
 RESIDUAL_TOKENS = 64
@@ -21,9 +24,10 @@ RAGGED_NOTE = "fp16_us: equal lengths of the same total"  # so that torch's kern
 READ_CTAS_PER_SM = (2, 3, 4, 6)
 # high words of L2's policy (as in device/ptx.py, which imports the DSL): as a load without one, and lines that go first
 PLAIN, HINTED = 0x10F00000, 0x12F00000
-# TB/s of a plain read on one H200 by MiB read (design measurement); a run below 95 % of it is void
-READ_RATE_TBPS = {16: 1.7, 32: 2.24, 64: 2.71, 128: 3.25, 256: 3.77, 512: 4.16, 2048: 4.49}
-VOID_BELOW = 0.95
+# a plain read is void below this share of the rate that is expected of it: a curve measured on this kind of GPU, or the
+# H200's curve in proportion to another's memory, of which datasheets promise 2 to 8 % more than reads get
+VOID_BELOW, VOID_BELOW_SCALED = 0.95, 0.85
+OWN_READ_BYTES = 512 << 20  # what is read to learn the rate of a GPU that budget.GPUS has not
 SDPA_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
@@ -181,16 +185,52 @@ def fp16_us(batch: int, num_heads: int, num_heads_kv: int, head_dim: int, seqlen
     return times[best], best
 
 
-def read_rate_floor(nbytes: int) -> float:
-    """Least credible read rate in TB/s for this size: between the measured sizes, linear in log2."""
-    size = torch.tensor(nbytes / 2**20).log2().item()
-    points = [(torch.tensor(float(m)).log2().item(), rate) for m, rate in READ_RATE_TBPS.items()]
+@dataclass(frozen=True)
+class ReadFloor:
+    """Least credible rate of a plain read in TB/s, 0 where any is; of: what it rests on."""
+
+    tb_per_s: float
+    of: str
+
+
+def read_floor(nbytes: int, device: str, own_read_us: Callable[[int], float]) -> ReadFloor:
+    """The floor for a read of so many bytes on a GPU by its name in torch.
+
+    own_read_us: time of a plain read there; called only if the GPU is not in budget.GPUS, whose own rate for much is
+    then taken for right, so that only small reads can be found slow.
+    """
+    known, curve = budget.gpu_of_device(device), budget.GPUS["h200"]
+    expected = _h200_rate(nbytes)
+    if known is curve:
+        return ReadFloor(VOID_BELOW * expected, f"{VOID_BELOW:.0%} of what an H200 was measured to read")
+    if known:
+        scaled = expected * known.spec_tb_per_s / curve.spec_tb_per_s
+        return ReadFloor(VOID_BELOW_SCALED * scaled, f"{VOID_BELOW_SCALED:.0%} of the H200's reads in proportion to "
+                         f"{known.name}'s {known.spec_tb_per_s:g} TB/s ({known.source})")
+    own = OWN_READ_BYTES / own_read_us(OWN_READ_BYTES) * 1e-6
+    return ReadFloor(VOID_BELOW_SCALED * expected * own / _h200_rate(OWN_READ_BYTES),
+                     f"{VOID_BELOW_SCALED:.0%} of the H200's reads in proportion to {own:.2f} TB/s, this GPU's own "
+                     f"read of {OWN_READ_BYTES >> 20} MiB: {device} is not in the table")
+
+
+def _h200_rate(nbytes: int) -> float:
+    """TB/s between the measured sizes, linear in log2; 0 up to the smallest, where any rate is credible."""
+    points = [(log2(size), size / us * 1e-6) for size, us in budget.GPUS["h200"].reads if size]
+    size = log2(nbytes)
     if size <= points[0][0]:
         return 0.0
     for (x0, y0), (x1, y1) in zip(points, points[1:]):
         if size <= x1:
-            return VOID_BELOW * (y0 + (y1 - y0) * (size - x0) / (x1 - x0))
-    return VOID_BELOW * points[-1][1]
+            return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+    return points[-1][1]
+
+
+def fastest_reads(lines: list[dict]) -> tuple[list[float], str]:
+    """us of the fastest read of each line's bytes, and what they are called: "read", the faster of plain and hinted, or
+    "plain read", for all lines alike, where one of them (an early one) has no other."""
+    if all("hinted_read_us" in line for line in lines):
+        return [min(line["read_us"], line["hinted_read_us"]) for line in lines], "read"
+    return [line["read_us"] for line in lines], "plain read"
 
 
 def measure(case: BenchCase, cache: KVCache, arch: str, path: str | None) -> dict:
@@ -201,12 +241,13 @@ def measure(case: BenchCase, cache: KVCache, arch: str, path: str | None) -> dic
     us = graph_us(lambda: decode(q, cache, path=path))
     read, read_shape = read_us(nbytes)
     hinted, _ = read_us(nbytes, HINTED)
+    floor = read_floor(nbytes, torch.cuda.get_device_name(), lambda size: read_us(size)[0])
     fp16, fp16_by = fp16_us(case.batch, case.num_heads, case.num_heads_kv, case.head_dim, case.seqlen, case.q_len,
                             case.dtype)
     return {
         "arch": arch, "path": path, **case.line,
         "us": round(us, 2), "bytes": nbytes, "read_us": round(read, 2), "read_shape": read_shape,
         "hinted_read_us": round(hinted, 2),
-        "fp16_us": round(fp16, 2), "fp16_by": fp16_by, "void": nbytes / read / 1e6 < read_rate_floor(nbytes),
+        "fp16_us": round(fp16, 2), "fp16_by": fp16_by, "void": nbytes / read / 1e6 < floor.tb_per_s, "floor": floor.of,
         **({"note": RAGGED_NOTE} if case.ragged else {}),
     }

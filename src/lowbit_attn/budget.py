@@ -21,7 +21,6 @@ MIN_GAIN = 1.05  # a whole step faster than 16 bit by less than this counts as n
 MAX_QUERY_ROWS = 64  # query rows (GQA ratio x q_len) one pass over a page serves; more rows read it again
 SIXTEEN_BIT = "16 bit"
 MEASURED = Path(__file__).parent / "measured.json"  # decode calls timed by perf/bench.py, one a line of ``calls``
-MEASURED_ROWS = 8  # query rows a KV head of the kernels that were timed
 
 Points = tuple[tuple[float, float], ...]
 
@@ -43,12 +42,15 @@ class Gpu:
     """Memory in GB (10^9 bytes) and plain-read times: (bytes, microseconds) points, rising; beyond the last, its rate.
 
     ``source``: where the read rate is from. A datasheet rate is one point and is not reached by small reads.
+    ``spec_tb_per_s``: the memory's rate by NVIDIA's datasheet of the card; ``device``: its name in torch.
     """
 
     name: str
     memory_gb: float
     reads: Points
     source: str
+    spec_tb_per_s: float = 0.0
+    device: str = ""
 
     @property
     def peak_tb_per_s(self) -> float:
@@ -65,17 +67,18 @@ def _measured(empty_us: float, *rates: tuple[int, float]) -> Points:
     return ((0.0, empty_us), *((mib * MIB, mib * MIB / rate * 1e-6) for mib, rate in rates))
 
 
-def _datasheet(name: str, memory_gb: float, tb_per_s: float) -> Gpu:
-    return Gpu(name, memory_gb, ((1e9, 1e3 / tb_per_s),), "datasheet")
+def _datasheet(name: str, memory_gb: float, tb_per_s: float, device: str) -> Gpu:
+    return Gpu(name, memory_gb, ((1e9, 1e3 / tb_per_s),), "datasheet", tb_per_s, device)
 
 
 GPUS = {
     "h200": Gpu("H200 SXM", 141, _measured(4.0, (16, 1.7), (32, 2.24), (64, 2.71), (128, 3.25), (256, 3.77),
-                                           (512, 4.16), (2048, 4.49)), "measured"),
-    "h100": _datasheet("H100 SXM", 80, 3.35),
-    "a100": _datasheet("A100 SXM 80 GB", 80, 2.039),
-    "l40s": _datasheet("L40S", 48, 0.864),
-    "rtx4090": _datasheet("GeForce RTX 4090", 24, 1.008),
+                                           (512, 4.16), (2048, 4.49)), "measured", 4.8, "NVIDIA H200"),
+    "h100": _datasheet("H100 SXM", 80, 3.35, "NVIDIA H100 80GB HBM3"),
+    "a100": _datasheet("A100 SXM 80 GB", 80, 2.039, "NVIDIA A100-SXM4-80GB"),
+    "a10040gb": _datasheet("A100 SXM 40 GB", 40, 1.555, "NVIDIA A100-SXM4-40GB"),
+    "l40s": _datasheet("L40S", 48, 0.864, "NVIDIA L40S"),
+    "rtx4090": _datasheet("GeForce RTX 4090", 24, 1.008, "NVIDIA GeForce RTX 4090"),
 }
 
 
@@ -105,7 +108,8 @@ class Row:
 
     bits: stored bits per element of the whole cache, 16-bit tails included; cache_gb in 10^9 bytes; max_batch: largest
     batch of this context that fits beside the weights; floor_ms: least time a token step needs to read the cache;
-    measured_ms: the same by this package's kernels, between decode calls measured on this GPU (None: none was);
+    measured_ms: the same by this package's kernels, between decode calls measured on this GPU with as many query rows a
+    KV head (None: none was);
     ratio: the 16-bit floor over this one; step_ratio: the same with the time of the weights added to both (None: not
     known).
     """
@@ -130,6 +134,11 @@ def gpu_named(name: str) -> Gpu:
     close = difflib.get_close_matches(key, GPUS, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     raise ValueError(f"gpu: got {name!r}, supported: {', '.join(GPUS)}{hint}")
+
+
+def gpu_of_device(device: str) -> Gpu | None:
+    """The GPU that torch calls so; None for one that is not in the table (another board, a slice of a GPU)."""
+    return next((gpu for gpu in GPUS.values() if gpu.device == device), None)
 
 
 def parse_tokens(text: str) -> int:
@@ -164,24 +173,38 @@ def _calls() -> dict:
     return json.loads(MEASURED.read_text())
 
 
-def measured_note(gpu: Gpu) -> str:
-    """GPU, date and commits of the measured calls."""
-    calls = [call for call in _calls()["calls"] if call["gpu"] == gpu.name]
-    return f"{gpu.name}, {_calls()['date']}, commit {', '.join(dict.fromkeys(call['commit'] for call in calls))}"
+def _calls_like(gpu: Gpu, model: Model) -> list[dict]:
+    """The measured calls on this GPU of the model's head_dim and query rows a KV head."""
+    rows = model.num_heads // model.num_heads_kv
+    return [call for call in _calls()["calls"]
+            if (call["gpu"], call["head_dim"], call["rows"]) == (gpu.name, model.head_dim, rows)]
+
+
+def measured_note(gpu: Gpu, model: Model) -> str:
+    """GPU, query rows, date and commits of the measured calls that a model's times come from, or that there is none."""
+    rows = f"{model.num_heads // model.num_heads_kv} query rows a KV head at head_dim {model.head_dim}"
+    calls = _calls_like(gpu, model)
+    if not calls:
+        return f"no call of {rows} was measured on {gpu.name}: the floor alone is shown"
+    commits = ", ".join(dict.fromkeys(call["commit"] for call in calls))
+    return (f"between calls of {rows} measured on {gpu.name}, {_calls()['date']}, commit {commits}; -: none of this "
+            "format, or none so small")
 
 
 def measured_ms(gpu: Gpu, model: Model, fmt: Format | None, layer_bytes: float) -> float | None:
-    """Time of a token step's decode calls, from those measured on this GPU with this format; None if none was.
+    """Time of a token step's decode calls, from those measured on this GPU with this format and as many query rows a
+    KV head; None if there are none, or none so small.
 
-    layer_bytes: of one layer's cache of the batch. A call takes at least as long as the shortest measured one.
+    layer_bytes: of one layer's cache of the batch. Beyond the largest call times grow with the bytes.
     """
-    if fmt is None or model.num_heads // model.num_heads_kv > MEASURED_ROWS:
+    if fmt is None:
         return None
     points = tuple(sorted(
         (call["batch"] * sequence_bytes(fmt, call["kv_heads"], call["head_dim"], call["seqlen"]), call["us"])
-        for call in _calls()["calls"]
-        if (call["gpu"], call["format"], call["head_dim"]) == (gpu.name, fmt.name, model.head_dim)))
-    return model.layers * interpolate(points, layer_bytes) * 1e-3 if points else None
+        for call in _calls_like(gpu, model) if call["format"] == fmt.name))
+    if not points or layer_bytes < points[0][0]:
+        return None
+    return model.layers * interpolate(points, layer_bytes) * 1e-3
 
 
 def suggest(model: Model, ctx: int, batch: int, gpu: Gpu, formats: Iterable[str] | None = None,

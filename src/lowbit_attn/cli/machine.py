@@ -68,16 +68,15 @@ def suggest(
         fail(error)
     if as_json:
         answer = {"gpu": device.name, "memory_gb": device.memory_gb, "read_tb_per_s": round(device.peak_tb_per_s, 3),
-                  "read_source": device.source, "ctx": tokens, "batch": batch, "rows": [asdict(row) for row in rows]}
+                  "read_source": device.source, "measured": budget.measured_note(device, model), "ctx": tokens,
+                  "batch": batch, "rows": [asdict(row) for row in rows]}
         typer.echo(json.dumps(answer, indent=1))
         return
     out = console()
     out.print(_suggest_table(rows))
     out.print(f"{device.name}: {device.memory_gb:g} GB, reads at most {device.peak_tb_per_s:.2f} TB/s "
               f"({device.source}). The floor is a plain read of the cache.", soft_wrap=True)
-    if any(row.measured_ms is not None for row in rows):
-        out.print(f"kernels ms: between decode calls measured on {budget.measured_note(device)}, of the same head_dim "
-                  f"and up to {budget.MEASURED_ROWS} query rows a KV head.", soft_wrap=True)
+    out.print(f"kernels ms: {budget.measured_note(device, model)}.", soft_wrap=True)
     if weights_gb is None:
         out.print("With --weights-gb, the gain of a whole step and the room beside the weights are shown.")
 
