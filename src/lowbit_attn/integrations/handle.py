@@ -5,9 +5,10 @@ import torch
 NAME = "lowbit"
 SUPPORTED = ("models that take their attention from transformers' AttentionInterface (Llama, SmolLM, Qwen2/3, Mistral, "
              "Gemma 2/3, gpt-oss and others) in all their layers")
-READ_ELSEWHERE = (f"K and V in a LowBitCache are read only by the attention function {NAME!r}; call "
-                  f"model.set_attn_implementation({NAME!r}). If it was called, this model computes attention in code "
-                  f"of its own, on which the call has no effect (Falcon, MPT, BLOOM, Doge), supported: {SUPPORTED}")
+READ_ELSEWHERE = ("this model's attention reads K and V itself, and a LowBitCache gives them to the attention function "
+                  f"{NAME!r} only: model.set_attn_implementation({NAME!r}) was not called, or the model has attention "
+                  "in code of its own, on which the call has no effect (Falcon, MPT, BLOOM, Doge); supported: "
+                  f"{SUPPORTED}")
 
 
 class Handle:
