@@ -23,34 +23,35 @@ STEP_TOKENS = 256  # read one by one, so that every layer's decode kernel is in 
 
 def greedy_against_reference(model, prompt, cache_options: dict, tokens: int) -> dict:
     """Where the kernels' greedy tokens differ from the reference's on one prefix, with margins and logit errors."""
-    from lowbit_attn.integrations.hf import LowBitCache
+    from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache
 
     caches = [LowBitCache(**cache_options), LowBitCache(**cache_options, path="reference")]
     with torch.inference_mode():
-        logits = [model(prompt, past_key_values=cache).logits[0, -1].float() for cache in caches]
+        logits = [model(prompt, **{CACHE_ARGUMENT: cache}).logits[0, -1].float() for cache in caches]
         margins, errors = [], []
         for _ in range(tokens):
             mine, theirs = (x.argmax() for x in logits)
             errors.append((logits[0] - logits[1]).abs().max().item())
             if mine != theirs:
                 margins.append((logits[1][theirs] - logits[1][mine]).item())
-            logits = [model(mine.view(1, 1), past_key_values=cache).logits[0, -1].float() for cache in caches]
+            logits = [model(mine.view(1, 1), **{CACHE_ARGUMENT: cache}).logits[0, -1].float() for cache in caches]
     return {"greedy_tokens": tokens, "differing": len(margins), "margins": margins, "max_logit_error": max(errors)}
 
 
 def stepwise_perplexity(model, ids, cache_options: dict) -> float:
     """Perplexity of the last STEP_TOKENS tokens, each read by itself after the rest was read in chunks."""
     from lowbit_attn import quality
-    from lowbit_attn.integrations.hf import LowBitCache
+    from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache
 
     cache, start = LowBitCache(**cache_options), ids.shape[1] - STEP_TOKENS
     nll = 0.0
     with torch.inference_mode():
         for at in range(0, start, quality.CHUNK):
-            logits = model(ids[:, at : min(at + quality.CHUNK, start)], past_key_values=cache).logits[0, -1:].float()
+            chunk = ids[:, at : min(at + quality.CHUNK, start)]
+            logits = model(chunk, **{CACHE_ARGUMENT: cache}).logits[0, -1:].float()
         for at in range(start, ids.shape[1]):
             nll += quality.negative_log_likelihood(logits, ids[0, at : at + 1])
-            logits = model(ids[:, at : at + 1], past_key_values=cache).logits[0].float()
+            logits = model(ids[:, at : at + 1], **{CACHE_ARGUMENT: cache}).logits[0].float()
     return quality.perplexity(nll, STEP_TOKENS)
 
 

@@ -305,6 +305,8 @@ def test_info_reads_the_manifest(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("args, words", [
     (("k4v5",), "did you mean k4v4"), (("k4v1", "--head-dim", "96"), "multiple of 64 rows"),
+    *((("k4v4", f"--{name}", value), f"{name}: got {value}, supported: 1 or more") for name in ("batch", "seqlen")
+      for value in ("0", "-1")),
     (("k4v4", "--heads", "9"), "heads: got 9"), (("k4v4", "--q-len", "17"), "q-len: got 17, supported: 1 to 16"),
     (("k4v4", "--arch", "volta"), "arch: got volta, supported: hopper, ampere"),
     (("k4v4", "--feature", "alibi"), "feature: got alibi, supported: softcap, window"),

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import build  # noqa: E402
 
 from lowbit_attn import quality  # noqa: E402
-from lowbit_attn.cli import app  # noqa: E402
+from lowbit_attn.cli import app, model  # noqa: E402
 
 TEXT = "the quick brown fox jumps over the lazy dog and then it sleeps " * 5
 
@@ -55,13 +55,24 @@ def test_quality_prints_and_writes_what_compare_gives(folder, tmp_path):
     assert [line["cache"] for line in read] == ["16 bit", "k4v4, 4 sinks, no search", "k2v2, 4 sinks, no search"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = tokenizer(TEXT, return_tensors="pt").input_ids[:, :200]
-    want = quality.evaluate(model, ids, dict(format="k2v2", sinks=4, range_search=False))
+    want = quality.evaluate(network, ids, dict(format="k2v2", sinks=4, range_search=False))
     assert read[2]["perplexity"] == pytest.approx(want.perplexity) and read[2]["kl"] == pytest.approx(want.kl)
     assert read[2]["options"] == dict(format="k2v2", sinks=4, range_search=False)
     shown = next(line for line in result.output.splitlines() if line.startswith("k2v2"))
     assert f"{want.perplexity:.3f}" in shown and f"{want.top1:.1%}" in shown and f"{want.cache_bytes:,}" in shown
+
+
+def no_model(name):
+    raise AssertionError("the model was loaded before the arguments were checked")
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    result = run("generate", "a", "--model", tmp_path)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert f"model: transformers cannot load '{tmp_path}'" in result.output and "a tokenizer" in result.output
 
 
 @pytest.mark.parametrize("args, words", [
@@ -69,7 +80,12 @@ def test_quality_prints_and_writes_what_compare_gives(folder, tmp_path):
     (("generate", "a", "--format", "k4v5"), "did you mean k4v4"),
     (("generate", "a", "--sinks", "-1"), "sinks: got -1"),
     (("quality", "--text", "/nowhere.txt"), "text: got '/nowhere.txt', supported: a text file"),
+    (("quality", "--jsonl", "/nowhere/lines.jsonl"), "jsonl: got '/nowhere/lines.jsonl', supported: a file in"),
+    (("quality", "--plot", "/nowhere/plot.png"), "plot: got '/nowhere/plot.png', supported: a file in a folder"),
+    (("quality", "--jsonl", "/"), "jsonl: got '/', which cannot be written"),
 ])
-def test_refusals(args, words):
+def test_refusals(args, words, monkeypatch):
+    if args[0] == "quality":
+        monkeypatch.setattr(model, "load", no_model)
     result = run(*args)
     assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output

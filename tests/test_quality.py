@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from lowbit_attn import quality  # noqa: E402
+from lowbit_attn.integrations.hf import CACHE_ARGUMENT  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_scores_are_those_of_whole_passes(tiny):
     quality.use_cache_kind(tiny, options)
     with torch.no_grad():
         for chunk, _ in quality.chunks(ids):
-            logits.append(tiny(chunk, past_key_values=cache).logits[0])
+            logits.append(tiny(chunk, **{CACHE_ARGUMENT: cache}).logits[0])
     quality.use_cache_kind(tiny, None)
     logits = torch.cat(logits)
     kl = quality.kl_divergence(whole.logits[0], logits) / 300

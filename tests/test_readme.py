@@ -122,6 +122,10 @@ def test_example_runs(block, names):
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
         block = "import torch\n" + BLOCKS[0] + block  # goes on from the five lines
+    if "LowBitCache" in block:
+        from lowbit_attn.integrations.hf import CACHE_ARGUMENT
+
+        block = re.sub(r"\bcache=", f"{CACHE_ARGUMENT}=", block)  # as the README says below the example
     exec(compile(block, str(README), "exec"), names)
     if "tokens" in names:
         assert names["tokens"].shape == (1, 190)

@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from lowbit_attn import FORMATS, quality  # noqa: E402
-from lowbit_attn.integrations.hf import LowBitCache  # noqa: E402
+from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache  # noqa: E402
 from lowbit_attn.integrations.simulator import SimulatedCache, fake_quantized  # noqa: E402
 
 HEADS, DIM = 2, 64
@@ -96,7 +96,7 @@ def test_a_model_reads_it_and_quality_scores_it():
     assert scores["one"].kl > 1.01 * scores["wide"].kl  # fewer tokens of V in 16 bit
     assert scores["one"].cache_bytes < scores["wide"].cache_bytes == scores["paged"].cache_bytes
     model.set_attn_implementation("sdpa")
-    out = model.generate(ids[None, :200], past_key_values=SimulatedCache("k8v8"), attention_mask=torch.ones(1, 200),
+    out = model.generate(ids[None, :200], **{CACHE_ARGUMENT: SimulatedCache("k8v8")}, attention_mask=torch.ones(1, 200),
                          do_sample=False, max_new_tokens=5, min_new_tokens=5, pad_token_id=0)
     plain = model.generate(ids[None, :200], attention_mask=torch.ones(1, 200), do_sample=False, max_new_tokens=5,
                            min_new_tokens=5, pad_token_id=0)

@@ -62,7 +62,7 @@ def stepwise(model, cache, ids, sizes, mask=None):
     for size in sizes:
         stop = start + size
         place = {name: x[:, start:stop] for name, x in positions(mask).items()}
-        out.append(model(ids[:, start:stop], past_key_values=cache, **place,
+        out.append(model(ids[:, start:stop], **{hf.CACHE_ARGUMENT: cache}, **place,
                          attention_mask=None if mask is None else mask[:, :stop]).logits)
         start = stop
     return torch.cat(out, 1)

@@ -3,11 +3,14 @@
 Shapes: batch, q_len, num_heads (query heads), num_heads_kv, head_dim, seqlen (tokens in the cache).
 """
 
+from numbers import Real
+
 import torch
 
 from lowbit_attn import dispatch, layout, ops, reference
 from lowbit_attn.cache import KVCache
-from lowbit_attn.checks import check_rank, check_tensor
+from lowbit_attn.checks import check_rank, check_tensor, integer
+from lowbit_attn.state import CacheState
 
 SMALLEST_FACTOR = 2.0**-64  # of softmax_scale and softcap: kernels multiply them with powers of two of the data
 
@@ -59,6 +62,23 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
     return out, lse
 
 
+def ready(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = None, softcap: float | None = None,
+          window: int | None = None, keep_sinks: bool = False, sink_logits: torch.Tensor | None = None,
+          path: str | None = None, load: bool = True) -> None:
+    """Raise what ``decode`` would raise of such a call, without running it: for steps that must not be done by half.
+
+    Arguments are decode's. The kernel is picked, and with load=True loaded too (built at its first use) and kept for
+    the call, so that decode after one ``append`` needs no other. Not for calls that are captured or compiled.
+    """
+    asked = (softmax_scale, softcap, window, keep_sinks, None, path)
+    if isinstance(q, torch.Tensor) and dispatch.planned(q, cache, asked) is not None:
+        _check_tensors(q, cache, None, None, sink_logits)
+        return
+    options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
+    _check(q, cache, None, None, None, options)
+    dispatch.ready(q, cache, options, path, load)
+
+
 def _lse_shape(q: torch.Tensor) -> tuple[int, int, int]:
     return q.shape[0], q.shape[2], q.shape[1]
 
@@ -74,6 +94,8 @@ def _repeat(plan, q, cache: KVCache, out, lse, sink_logits) -> tuple[torch.Tenso
 
 def _check(q, cache: KVCache, out, lse, num_splits: int | None, options: reference.Attention) -> None:
     """Raise for what is not supported; None stands for what decode allocates or picks itself."""
+    if not isinstance(cache, CacheState):
+        raise TypeError(f"cache: got {type(cache).__name__}, supported: a KVCache")
     if cache.layout_id != layout.LAYOUT_ID:
         raise LayoutMismatchError(f"cache: layout id {cache.layout_id}, supported: {layout.LAYOUT_ID}; "
                                   "pack the cache again with this version")
@@ -86,13 +108,17 @@ def _check(q, cache: KVCache, out, lse, num_splits: int | None, options: referen
         raise ValueError(f"q: {num_heads} heads, supported: multiples of num_heads_kv = {cache.num_heads_kv}")
     _check_tensors(q, cache, out, lse, options.sink_logits)
     for name, value in (("softmax_scale", options.softmax_scale), ("softcap", options.softcap)):
-        if value is not None and not SMALLEST_FACTOR <= value <= 1 / SMALLEST_FACTOR:
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}: got {value!r}, supported: a number, 2^-64 to 2^64")
+        if not SMALLEST_FACTOR <= value <= 1 / SMALLEST_FACTOR:
             raise ValueError(f"{name}: got {value}, supported: positive, 2^-64 to 2^64")
-    if options.window is not None and options.window < 1:
+    if options.window is not None and integer("window", options.window) < 1:
         raise ValueError(f"window: got {options.window}, supported: 1 or more positions")
     if options.keep_sinks and options.window is None:
         raise ValueError("keep_sinks: got True without a window, supported: beside window=")
-    if num_splits is not None and num_splits < 1:
+    if num_splits is not None and integer("num_splits", num_splits) < 1:
         raise ValueError(f"num_splits: got {num_splits}, supported: 1 or more")
 
 

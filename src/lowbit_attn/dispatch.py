@@ -146,18 +146,35 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) ->
     """Run the chosen path into out and lse; raise NotImplementedError with the reasons if there is none."""
     if cache.rotate_keys:
         q = cache.rotate(q)
-    if path == "reference" or (path is None and cache.device.type == "cpu"):
+    key = _serving(q, cache, options, num_splits, path)
+    if key is None:
         o, logsumexp = reference.decode(q, cache, options)
         out.copy_(o)
         lse.copy_(logsumexp)
         return
+    _planned_anew(q, cache, options, num_splits, key, path).run(q, out, lse, options.sink_logits)
+
+
+def ready(q, cache: KVCache, options: Attention, path, load: bool) -> None:
+    """Raise what ``decode`` would raise of this call; load: make its plan too, which loads its kernel."""
+    if cache.rotate_keys:
+        q = cache.rotate(q)
+    key = _serving(q, cache, options, None, path)
+    if load and key is not None:
+        _planned_anew(q, cache, options, None, key, path)
+
+
+def _serving(q, cache: KVCache, options: Attention, num_splits, path) -> KernelKey | None:
+    """The kernel that serves a call, None: the reference; NotImplementedError with the reasons if there is none."""
+    if path == "reference" or (path is None and cache.device.type == "cpu"):
+        return None
     if not _has_kernels(cache.device):
         raise NotImplementedError("; ".join(why_not(cache, q.shape[2], q.shape[1], path)))
     features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
     key, reasons = kernel_of(q, cache, path, features, num_splits)
     if key is None:
         raise NotImplementedError("; ".join(reasons))
-    _run_decode(q, cache, out, lse, options, num_splits, key, path)
+    return key
 
 
 def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (),
@@ -179,15 +196,15 @@ def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (
     return key, []
 
 
-def _run_decode(q, cache: KVCache, out, lse, options: Attention, num_splits, key: KernelKey, path) -> None:
-    """Plan the call, keep the plan for calls like it, and launch."""
+def _planned_anew(q, cache: KVCache, options: Attention, num_splits, key: KernelKey, path) -> DecodePlan:
+    """Plan a call, and keep the plan for calls like it."""
     plan = _make_plan(q, cache, options, num_splits, key)
     if path is None and num_splits is None and q.shape[0] > 1:
         plan.edits = cache.edits
     if not is_capturing(q.device):  # memory of a captured step belongs to its graph
         asked = options.softmax_scale, options.softcap, options.window, options.keep_sinks, num_splits, path
         plans_of(cache).keep(_call(q, asked), plan, cache)
-    plan.run(q, out, lse, options.sink_logits)
+    return plan
 
 
 def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey) -> DecodePlan:

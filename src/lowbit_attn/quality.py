@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.integrations.hf import NAME, LowBitCache
+from lowbit_attn.integrations.hf import CACHE_ARGUMENT, NAME, LowBitCache
 from lowbit_attn.integrations.simulator import SimulatedCache
 
 CHUNK = 128
@@ -182,7 +182,7 @@ class _Reader:
         start = time.perf_counter()
         try:
             with torch.inference_mode():
-                logits = self.model(chunk, past_key_values=self.cache).logits[0].float()
+                logits = self.model(chunk, **{CACHE_ARGUMENT: self.cache}).logits[0].float()
         finally:
             for hook in hooks:
                 hook.remove()

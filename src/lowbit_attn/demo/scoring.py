@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from lowbit_attn import KVCache, dispatch, kernels, quality, why_not
-from lowbit_attn.integrations.hf import LowBitCache
+from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache
 
 TOPICS = 40  # enough of Python's help texts for 2,048 tokens
 QUESTION = "Using the text above, explain the assert statement in Python in a few sentences."
@@ -71,7 +71,7 @@ def score(model, ids: torch.Tensor, case: Case, on_tokens: Callable[[int], None]
     start = time.perf_counter()
     for chunk, targets in quality.chunks(ids):
         with torch.inference_mode():
-            logits = model(chunk, past_key_values=cache).logits[0].float()
+            logits = model(chunk, **{CACHE_ARGUMENT: cache}).logits[0].float()
         nll += quality.negative_log_likelihood(logits[: len(targets)], targets)
         top1.append(logits.argmax(-1))
         on_tokens(chunk.shape[1])
@@ -110,8 +110,8 @@ def answer(model, prompt: torch.Tensor, case: Case, tokens: int,
     quality.use_cache_kind(model, case.options)
     with torch.inference_mode():
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt),
-                             past_key_values=quality.new_cache(case.options), do_sample=False, max_new_tokens=tokens,
-                             min_new_tokens=tokens, pad_token_id=0, streamer=_Counter(on_tokens))
+                             **{CACHE_ARGUMENT: quality.new_cache(case.options)}, do_sample=False,
+                             max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0, streamer=_Counter(on_tokens))
     return out[0, prompt.shape[1] :].tolist()
 
 

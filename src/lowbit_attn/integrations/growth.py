@@ -9,14 +9,16 @@ COUNTERS = ("n_sink", "n_qk", "n_qv", "n_tok")
 TOKENS = ("sink_k", "sink_v", "ring_k", "ring_v")
 
 
-def new_cache(format, tokens: int, batch: int, num_heads_kv: int, head_dim: int, dtype, device,
+def new_cache(format, tokens: int, batch: int, num_heads_kv: int, head_dim: int, dtype, device, *, exact: bool = False,
               **options) -> KVCache:
-    """A cache whose pool holds ``batch`` sequences of ``tokens`` tokens each, rounded up to whole pages."""
+    """A cache whose pool holds ``batch`` sequences of ``tokens`` tokens each, rounded up to whole pages; exact: but no
+    sequence gets longer than ``tokens``."""
     with torch.inference_mode(False):  # else steps outside inference mode could not write to the cache
         one_page = KVCache(format, 1, num_heads_kv, head_dim, dtype, device, max_batch=batch, **options)
         pages = 1 + max(0, -(-(tokens - one_page.max_seqlen) // layout.PAGE_TOKENS))
+        longest = tokens if exact else one_page.max_seqlen + (pages - 1) * layout.PAGE_TOKENS
         return KVCache(format, batch * pages, num_heads_kv, head_dim, dtype, device, max_batch=batch,
-                       max_seqlen=one_page.max_seqlen + (pages - 1) * layout.PAGE_TOKENS, **options)
+                       max_seqlen=longest, **options)
 
 
 def grown(old: KVCache, tokens: int) -> KVCache:

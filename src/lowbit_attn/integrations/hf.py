@@ -4,31 +4,40 @@
 
     model = AutoModelForCausalLM.from_pretrained(...)
     model.set_attn_implementation("lowbit")
-    model.generate(**inputs, past_key_values=LowBitCache("k4v4"))
+    model.generate(**inputs, cache=LowBitCache("k4v4"))  # past_key_values= before transformers 5.24
 
 ``LowBitCache.update`` does not return K and V but a handle, which transformers passes on untouched; the
 registered attention function reads the cache through it. What the function cannot honour raises
 NotImplementedError before anything is written.
+
+A step of one token is done by a layer, or leaves it as it was. A forward call of many layers that a layer in the midst
+breaks off (no memory, an interrupt) leaves those before it ahead: what can be known at its start (lengths, room, masks)
+is refused by the first layer, before any stores a token, and the next call after a broken one raises RuntimeError.
 """
 
+import inspect
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from lowbit_attn import reference
-from lowbit_attn.cache import CacheFaultError
-from lowbit_attn.checks import one_of
+from lowbit_attn import kernels, reference
+from lowbit_attn.cache import CacheFaultError, KVCache
+from lowbit_attn.checks import integer, one_of
 from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.integrations.handle import NAME, Handle
-from lowbit_attn.integrations.layer import LowBitLayer
+from lowbit_attn.integrations.handle import NAME, SUPPORTED, Handle
+from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
 from lowbit_attn.integrations.static import StaticLowBitLayer
 from lowbit_attn.reference import Attention
 
+# The name under which this transformers passes a cache to ``generate`` and to models
+CACHE_ARGUMENT = next(name for name in ("cache", "past_key_values")
+                      if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters)
 SLIDING = ("16bit", "lowbit")
+TRIED_HEAD_DIM = 128  # of the cache that tries options: every format serves it
 SAMPLED_ROWS = 64  # queries whose mask is compared with that of a sliding window
 
 # Arguments of the models' forward calls that reach the attention function and do not change its result.
@@ -71,19 +80,40 @@ class LowBitCache(Cache):
                  dtype: torch.dtype | None = None, saturate: bool = False, path: str | None = None,
                  sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False, static: bool = False):
         one_of("sliding", sliding, SLIDING)
-        if window is not None and window < 1:
+        if window is not None and integer("window", window) < 1:
             raise ValueError(f"window: got {window}, supported: 1 or more tokens")
         if keep_sinks and window is None:
             raise ValueError("keep_sinks: got True without a window, supported: beside window=")
         if static and max_seqlen is None:
             raise ValueError("static: got True without max_seqlen, supported: beside max_seqlen=")
+        if path is not None:
+            one_of("path", path, _paths())
+        options = dict(range_search=range_search, saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
         self.static = static
-        self.format = FORMATS[format] if isinstance(format, str) else format
-        sinks = self.format.sinks if sinks is None else sinks
+        self.format = _tried(format, dtype, max_seqlen, sinks, options)
         layer = partial(StaticLowBitLayer if static else LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype,
-                        path=path, sliding=sliding, window=window, keep_sinks=keep_sinks, sinks=sinks,
-                        range_search=range_search, saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
+                        path=path, sliding=sliding, window=window, keep_sinks=keep_sinks,
+                        sinks=self.format.sinks if sinks is None else sinks, **options)
         super().__init__(layer_class_to_replicate=layer)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Bring a step's K and V of one layer; the first one makes room in all, and finds what an earlier call left."""
+        if layer_idx == 0 and not torch.compiler.is_compiling():
+            lengths = [layer.known_length() for layer in self.layers if layer.is_initialized]
+            if len(set(lengths)) > 1:
+                raise RuntimeError(f"LowBitCache: the layers hold {lengths} tokens, since an earlier forward call "
+                                   f"ended in the midst of the model; {START_ANEW}")
+            for layer in self.layers:
+                layer.grow_for(key_states.shape[2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _refuse_states(self, *args, **kwargs):
+        raise NotImplementedError("LowBitCache: this model has layers with states of their own (Mamba, linear "
+                                  "attention, as in Jamba and Qwen3-Next), which it does not hold; supported: "
+                                  f"{SUPPORTED}")
+
+    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _refuse_states
+    has_previous_state = update_indexer = _refuse_states
 
     @property
     def is_compileable(self) -> bool:
@@ -106,6 +136,24 @@ class LowBitCache(Cache):
     def nbytes(self) -> int:
         """Bytes that hold the present tokens of all layers: packed pages, sinks, open blocks and 16-bit windows."""
         return sum(layer.nbytes for layer in self.layers)
+
+
+def _paths() -> list[str]:
+    """Decode paths of all architectures, and the reference."""
+    return list(dict.fromkeys([*(path for arch in kernels.ARCH_TARGETS for path in kernels.arch_package(arch).PATHS),
+                               "reference"]))
+
+
+def _tried(format: str | Format, dtype: torch.dtype | None, max_seqlen: int | None, sinks: int | None,
+           options: dict) -> Format:
+    """The format; raises what a KVCache of these options would raise, before a model has run."""
+    format = FORMATS[format] if isinstance(format, str) else format
+    weighs = isinstance(format, Format) and format.k.weighs_queries
+    weights = torch.zeros(1, TRIED_HEAD_DIM, dtype=torch.float32, device="cpu") if weighs else None
+    sinks = {} if sinks is None else dict(sinks=sinks)
+    KVCache(format, 1, 1, TRIED_HEAD_DIM, torch.float16 if dtype is None else dtype, max_seqlen=max_seqlen,
+            query_weights=weights, **sinks, **options)
+    return format
 
 
 @dataclass(frozen=True)
@@ -133,8 +181,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: Handle, value: 
     Returns ([batch, q_len, num_heads, head_dim], None). Raises NotImplementedError for what it cannot honour.
     """
     if not isinstance(key, Handle) or value is not key:
-        raise NotImplementedError(f"past_key_values: attention {NAME!r} reads a LowBitCache; pass "
-                                  "past_key_values=LowBitCache(...), or call model.set_attn_implementation('sdpa')")
+        raise NotImplementedError(f"{CACHE_ARGUMENT}: attention {NAME!r} reads a LowBitCache; pass {CACHE_ARGUMENT}="
+                                  "LowBitCache(...), or call model.set_attn_implementation('sdpa')")
     _check_call(module, dropout, is_causal, kwargs)
     pads = None
     if isinstance(attention_mask, torch.Tensor):
@@ -144,6 +192,10 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: Handle, value: 
         _check_causal(attention_mask, query.shape[2], key.layer.length + query.shape[2], sliding_window)
     elif not key.layer.is_step(query.shape[2]):
         masked_window = None if attention_mask is None else attention_mask.window
+        if sliding_window is None and masked_window is not None:
+            raise NotImplementedError(f"attention_mask: got one of a layer without a sliding window that hides tokens "
+                                      f"{masked_window} or more back, or in other chunks of {masked_window} (Llama 4's "
+                                      "chunked attention); supported: causal attention, whole or with a sliding window")
         if masked_window != sliding_window:
             raise NotImplementedError(f"sliding_window: got {sliding_window} beside a mask with a window of "
                                       f"{masked_window}; supported: the same")

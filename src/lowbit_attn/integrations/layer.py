@@ -6,13 +6,14 @@ the tokens enter the cache and full blocks are packed. No step dequantizes the c
 tokens over low-bit pages under a sliding window.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from lowbit_attn.api import decode, merge_states
+from lowbit_attn.api import decode, merge_states, ready
 from lowbit_attn.cache import DTYPES
 from lowbit_attn.formats import Format
 from lowbit_attn.integrations import dense
@@ -24,6 +25,7 @@ from lowbit_attn.state import is_capturing
 
 NOT_TRACED = ("LowBitCache: supported in one graph, compiled or captured: steps of one token a row over "
               "LowBitCache(..., max_seqlen=, static=True), after the prompt")
+START_ANEW = "reset() the cache and give the whole text again"
 FIRST_TOKENS = 1024  # room of a cache of unknown final length; doubled whenever it is full
 
 
@@ -38,6 +40,7 @@ class LowBitLayer(CacheLayerMixin):
     is_sliding = False  # the window is applied by ``attend``, so masks always count from the first token
     is_compileable = False
     supports_early_init = False
+    loads_ahead = False  # whether the prompt loads the kernel of steps, which then nothing on the host can refuse
 
     def __init__(self, format: Format, *, max_seqlen: int | None = None, dtype: torch.dtype | None = None,
                  path: str | None = None, sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False,
@@ -79,6 +82,9 @@ class LowBitLayer(CacheLayerMixin):
                pads: Sequence[int] | None = None) -> torch.Tensor:
         """Attention of query [batch, num_heads, q_len, head_dim] over the cache and the handle's tokens.
 
+        A step of one token a row is done, or the layer is as it was before, whatever raises. So is a longer one that is
+        refused or does not fit; where storing several tokens itself breaks off, ``check_whole`` finds it.
+
         pads: of each row, how many of all tokens so far (these included) are padding, all of it at the start; None:
         none. Returns [batch, q_len, num_heads, head_dim] in the query's dtype, without meaning where the query is
         padding; afterwards the tokens are stored.
@@ -87,6 +93,8 @@ class LowBitLayer(CacheLayerMixin):
             raise NotImplementedError(NOT_TRACED)
         q_len = self._check_handle(handle, query)
         pads = self._check_pads(pads, q_len)
+        self._check_room(max(self.length + q_len - pad for pad in pads))
+        self.check_whole()
         k, v = self._entered(handle.k), self._entered(handle.v)
         if self.tail is not None or (self.kv is None and options.window is not None and self.sliding == "16bit"):
             out = self._attend_tail(query, k, v, options, pads)
@@ -109,6 +117,26 @@ class LowBitLayer(CacheLayerMixin):
             raise NotImplementedError(f"query: {query.shape[2]} tokens beside {handle.k.shape[2]} new keys; "
                                       "supported: equal counts")
         return query.shape[2]
+
+    def _check_room(self, tokens: int) -> None:
+        """Every layer, 16-bit windows too, refuses what one would refuse: a forward call ends in the first."""
+        if self.max_seqlen is not None and tokens > self.max_seqlen:
+            raise ValueError(f"max_seqlen: the sequences would reach {tokens} tokens, supported: {self.max_seqlen} "
+                             "as given to LowBitCache; None lets the cache grow")
+
+    def known_length(self) -> int | None:
+        """Tokens of every row so far, padding included; None where only the device knows."""
+        return self.length
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError if the pages do not hold the layer's tokens: storing them was broken off before."""
+        length = self.known_length()
+        if self.kv is None or length is None:
+            return
+        held, wanted = self.kv.counts.n_tok.tolist(), [length - pad for pad in self.pads]
+        if held != wanted:
+            raise RuntimeError(f"{type(self).__name__}: the pages hold {held} tokens of {wanted}, since an earlier "
+                               f"call ended while it stored them; {START_ANEW}")
 
     def _windowed(self, options: Attention) -> Attention:
         """The model's options, with the cache's own window where the model has none."""
@@ -138,13 +166,21 @@ class LowBitLayer(CacheLayerMixin):
         held = [self.length - pad for pad in self.pads]  # tokens of each row before the step
         skips = [new - old for new, old in zip(pads, self.pads)]  # padding among the step's tokens
         self._make_room(k, max(self.length + q_len - pad for pad in pads))
-        if self.kv.query_weights is not None:
-            self._weigh(query, sum(held), skips)
-        if q_len == 1 and all(held) and not any(skips):
-            self.kv.append(k.transpose(1, 2), v.transpose(1, 2))
-            out, _ = self._decode(query.transpose(1, 2), options)
-            self.kv.flush()
-            return out.to(query.dtype)
+        is_step = q_len == 1 and all(held) and not any(skips)
+        self._ready(query, options, load=is_step or self.loads_ahead)
+        with self._undone_on_error():
+            if self.kv.query_weights is not None:
+                self._weigh(query, sum(held), skips)
+            if is_step:
+                self.kv.append(k.transpose(1, 2), v.transpose(1, 2))
+                out, _ = self._decode(query.transpose(1, 2), options)
+                self.kv.flush()
+                return out.to(query.dtype)
+            return self._attend_several(query, k, v, options, held, skips)
+
+    def _attend_several(self, query, k, v, options: Attention, held, skips) -> torch.Tensor:
+        """Several new tokens a row, or padding among them, or first tokens."""
+        q_len = query.shape[2]
         if not any(held):
             out = dense.attend(query, k.to(query.dtype), v.to(query.dtype), options, skips, self.sinks)
         elif options.window is None:
@@ -156,9 +192,35 @@ class LowBitLayer(CacheLayerMixin):
                 self.kv.prefill(row, k[row, :, skip:].transpose(0, 1), v[row, :, skip:].transpose(0, 1))
         return out
 
+    def _ready(self, query: torch.Tensor, options: Attention, load: bool) -> None:
+        """Raise what decode of a step of one token would raise, before anything is stored; load: its kernel too."""
+        query = self._decodable(query[:, :, -1:].transpose(1, 2))
+        ready(query, self.kv, **self._asked(options), load=load)
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Whatever raises within: first tokens are forgotten, and newest ones taken back that no page holds yet."""
+        kv, weights = self.kv, self.kv.query_weights
+        before, n_tok = None if weights is None else weights.clone(), kv.counts.n_tok.copy()
+        try:
+            yield
+        except BaseException:
+            if before is not None:
+                weights.copy_(before)
+            added, open_tokens = kv.counts.n_tok - n_tok, kv.counts.n_tok - kv.counts.n_sink - kv.counts.n_qk
+            if not n_tok.any():
+                self._forget()
+            elif added.any() and ((added <= open_tokens) | (kv.counts.n_qk == 0)).all():
+                kv.rewind(range(self.batch_size), added)
+            raise
+
+    def _forget(self) -> None:
+        self.kv.clear(range(self.batch_size))
+
     def _weigh(self, query: torch.Tensor, seen: int | torch.Tensor, skips: Sequence[int]) -> None:
         """Fold a step's queries into the mean |q| that weighs channels of K; seen: tokens that are in it already."""
         weights = self.kv.query_weights
+        query = query.detach()
         rows = torch.cat([query[row, :, skip:] for row, skip in enumerate(skips)], 1).float()  # [heads, tokens, D]
         if rows.shape[1]:
             mean = rows.abs().unflatten(0, (weights.shape[0], -1)).mean((1, 2))
@@ -186,10 +248,14 @@ class LowBitLayer(CacheLayerMixin):
 
     def _decode(self, query: torch.Tensor, options: Attention) -> tuple[torch.Tensor, torch.Tensor]:
         """(o, lse) of query [batch, 1, heads, head_dim] over the cache."""
-        query = query if query.dtype in (self.dtype, torch.float32) else query.to(self.dtype)
-        return decode(query, self.kv, softmax_scale=options.softmax_scale, softcap=options.softcap,
-                      window=options.window, keep_sinks=options.keep_sinks, sink_logits=options.sink_logits,
-                      path=self.path)
+        return decode(self._decodable(query), self.kv, **self._asked(options))
+
+    def _decodable(self, query: torch.Tensor) -> torch.Tensor:
+        return query if query.dtype in (self.dtype, torch.float32) else query.to(self.dtype)
+
+    def _asked(self, options: Attention) -> dict:
+        return dict(softmax_scale=options.softmax_scale, softcap=options.softcap, window=options.window,
+                    keep_sinks=options.keep_sinks, sink_logits=options.sink_logits, path=self.path)
 
     def _gathered(self, query, k, v, options: Attention, skips) -> torch.Tensor:
         """A step over low-bit pages under a window: each query sees other cached tokens, so they are dequantized."""
@@ -208,15 +274,22 @@ class LowBitLayer(CacheLayerMixin):
     def _make_room(self, k: torch.Tensor, tokens: int) -> None:
         if self.kv is None:
             room = max(FIRST_TOKENS, tokens) if self.max_seqlen is None else self.max_seqlen
-            weights = torch.zeros(k.shape[1], k.shape[3], device=self.device) if self.format.k.weighs_queries else None
-            self.kv = new_cache(self.format, room, self.batch_size, k.shape[1], k.shape[3], self.dtype, self.device,
-                                **self.options, query_weights=weights)
-        if tokens <= self.kv.max_seqlen:
-            return
-        if self.max_seqlen is not None:
-            raise ValueError(f"max_seqlen: the sequences would reach {tokens} tokens, supported: {self.max_seqlen} "
-                             "as given to LowBitCache; None lets the cache grow")
-        self.kv = grown(self.kv, max(tokens, 2 * self.kv.max_seqlen))
+            shape, weights = (k.shape[1], k.shape[3]), None
+            if self.format.k.weighs_queries:
+                with torch.inference_mode(False):  # as in new_cache
+                    weights = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            self.kv = new_cache(self.format, room, self.batch_size, *shape, self.dtype, self.device,
+                                exact=self.max_seqlen is not None, **self.options, query_weights=weights)
+        self._grow(tokens)
+
+    def grow_for(self, new: int) -> None:
+        """Make room for so many more tokens, as a step that brings them would."""
+        if self.kv is not None and self.max_seqlen is None:
+            self._grow(max(self.length + new - pad for pad in self.pads))
+
+    def _grow(self, tokens: int) -> None:
+        if tokens > self.kv.max_seqlen:
+            self.kv = grown(self.kv, max(tokens, 2 * self.kv.max_seqlen))
 
     # ---- the 16-bit tail of a sliding window
 
@@ -228,7 +301,8 @@ class LowBitLayer(CacheLayerMixin):
                            [max(0, pad - shift) for pad in pads])
         # beside the window - 1 tokens that the next query sees, those that a crop would bring back into its window
         kept = slice(max(0, k.shape[2] - options.window + 1 - self.max_drafts), None)
-        self.tail = k[:, :, kept].clone(), v[:, :, kept].clone()
+        with torch.inference_mode(False):  # else steps outside inference mode that record gradients could not read it
+            self.tail = k[:, :, kept].clone(), v[:, :, kept].clone()
         return out
 
     # ---- what transformers asks of a layer
@@ -252,7 +326,7 @@ class LowBitLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens; the memory of pages stays allocated."""
         if self.kv is not None:
-            self.kv.clear(range(self.batch_size))
+            self._forget()
         self.tail, self.length, self.handle, self.pads = None, 0, None, (0,) * len(self.pads)
 
     @property

@@ -24,6 +24,7 @@ class StaticLowBitLayer(LowBitLayer):
     """
 
     is_compileable = True
+    loads_ahead = True
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -47,13 +48,30 @@ class StaticLowBitLayer(LowBitLayer):
         if options.window != self.model_window:
             raise NotImplementedError(f"sliding_window: got {options.window} after a prompt with {self.model_window}; "
                                       "supported: the same")
+        options = self._windowed(options)
+        if torch.compiler.is_compiling() or self.kv.is_capturing():
+            out = self._step(handle, query, options)
+        else:
+            self.kv.settle("append")
+            self._ready(query, options, load=True)
+            with self._undone_on_error():
+                out = self._step(handle, query, options)
+        self.handle = None
+        return out
+
+    def _step(self, handle: Handle, query: torch.Tensor, options: Attention) -> torch.Tensor:
         k, v = self._entered(handle.k), self._entered(handle.v)
         self.kv.append(k.transpose(1, 2), v.transpose(1, 2))
         if self.kv.query_weights is not None:  # after append, which packs what was full before this step
             self._weigh(query, self.kv.n_tok.sum() - self.batch_size, (0,) * self.batch_size)
-        out, _ = self._decode(query.transpose(1, 2), self._windowed(options))
-        self.handle = None
+        out, _ = self._decode(query.transpose(1, 2), options)
         return out.to(query.dtype)
+
+    def known_length(self) -> int | None:
+        if not self.is_started:
+            return self.length
+        unseen = self.kv.is_capturing() or self.kv.is_captured
+        return None if unseen else int(self.kv.counts.n_tok[0]) + self.pads[0]
 
     @torch.compiler.disable(reason=NOT_TRACED)
     def _attend_on_host(self, handle: Handle, query, options: Attention, pads) -> torch.Tensor:
@@ -107,8 +125,10 @@ class StaticLowBitLayer(LowBitLayer):
             self.kv.faults.zero_()
         super().reset()
         self.is_started = False
-        if self.kv is not None:
-            self._reserve()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._reserve()
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
