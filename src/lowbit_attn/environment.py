@@ -1,7 +1,6 @@
 """What this machine has for building and running the kernels: facts only, nothing is printed."""
 
 import platform
-import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -12,8 +11,7 @@ import torch
 from lowbit_attn import compile, dispatch, toolchain
 
 DSLS = {"tilelang": "tilelang", "cutedsl": "nvidia-cutlass-dsl"}  # name -> distribution
-DSL_REMEDY = "pip install 'lowbit-attn[kernels]'"
-PROBE_SECONDS = 10  # longest wait for nvcc or nvidia-smi to answer
+DSL_REMEDY = toolchain.PACKAGE_REMEDY
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,11 @@ class Tool:
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything ``doctor`` shows. kernels_built: current kernels by target; kernels_stale: built of other sources."""
+    """Everything ``doctor`` shows.
+
+    kernels_built: by target, those that would be loaded; kernels_stale: of other sources or tools; kernels_damaged: cut,
+    changed, or open to others; cache_problem: why no kernel can be kept or trusted there, "" if all is well.
+    """
 
     lowbit_attn: str
     python: str
@@ -52,6 +54,8 @@ class Environment:
     cache_dir: str
     kernels_built: dict[str, int]
     kernels_stale: int
+    kernels_damaged: int
+    cache_problem: str
     will_use: str
 
 
@@ -59,7 +63,7 @@ def gather() -> Environment:
     """Look at this process's Python, the installed packages, the tools and the devices. Imports no DSL."""
     gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
     tools = {"nvcc": _nvcc()} | {name: _package(package) for name, package in DSLS.items()}
-    built, stale = _kernels()
+    kept = compile.survey()
     return Environment(
         lowbit_attn=metadata.version("lowbit-attn"),
         python=platform.python_version(),
@@ -69,10 +73,12 @@ def gather() -> Environment:
         driver=_driver(),
         gpus=gpus,
         tools=tools,
-        cache_dir=str(compile.cache_dir()),
-        kernels_built=built,
-        kernels_stale=stale,
-        will_use=will_use(gpus, tools, built),
+        cache_dir=kept.folder,
+        kernels_built=kept.built,
+        kernels_stale=kept.stale,
+        kernels_damaged=kept.damaged,
+        cache_problem=kept.problem,
+        will_use=will_use(gpus, tools, kept.built),
     )
 
 
@@ -103,19 +109,21 @@ def _gpu(index: int) -> Gpu:
 
 
 def _package(name: str) -> Tool:
-    version = toolchain.dsl_version(name)
+    version, tested = toolchain.dsl_version(name), toolchain.tested_version(name)
+    if version and tested not in (None, version):
+        return Tool(version, remedy=f"tested with {tested}; {DSL_REMEDY}")
     return Tool(version, remedy="" if version else DSL_REMEDY)
 
 
 def _nvcc() -> Tool:
     try:
         path = toolchain.find_tool("nvcc")
-    except toolchain.ToolMissingError:
-        return Tool(None, remedy=toolchain.NVCC_REMEDY)
-    release = re.search(r"release [\d.]+, V([\d.]+)", _output([path, "--version"]) or "")
-    if not release:
+    except toolchain.ToolMissingError as error:
+        return Tool(None, remedy=str(error))
+    version = toolchain.nvcc_version(path)
+    if not version:
         return Tool(None, path, f"{path} does not run; {toolchain.NVCC_REMEDY}")
-    return Tool(release[1], path)
+    return Tool(version, path)
 
 
 def _driver() -> str | None:
@@ -128,19 +136,6 @@ def _driver() -> str | None:
 def _output(command: list[str]) -> str | None:
     """Standard output of a command, or None if it fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=toolchain.PROBE_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _kernels() -> tuple[dict[str, int], int]:
-    """Built kernels by target, of the present sources; and how many are of other sources."""
-    built, stale = {}, 0
-    for entry in compile.manifest().values():
-        key = entry["key"]
-        is_current = entry["fingerprint"] == compile.fingerprint(key["arch"], key["op"])
-        if is_current and (compile.cache_dir() / entry["file"]).exists():
-            built[key["target"]] = built.get(key["target"], 0) + 1
-        else:
-            stale += 1
-    return built, stale
