@@ -26,12 +26,13 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import socket
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,10 +102,11 @@ def fingerprint(arch: str, op: str) -> str:
 def so_path(key: KernelKey) -> Path:
     """Where a kernel that is built here goes."""
     tools = "-".join(f"{name.split('-')[-1]}{version or ''}" for name, version in versions(key).items())
-    return cache_dir() / _place(key) / tools / f"{key.name}.so"
+    return cache_dir() / place(key) / tools / f"{key.name}.so"
 
 
-def _place(key: KernelKey) -> Path:
+def place(key: KernelKey) -> Path:
+    """Folder of a kernel in a cache, where its builds by different tools have folders."""
     return Path(fingerprint(key.arch, key.op)) / f"{key.target}-ffi{toolchain.tvm_ffi_abi()}"
 
 
@@ -132,18 +134,19 @@ def look(key: KernelKey) -> tuple[Built | None, list[str]]:
     except KernelNotBuiltError as error:
         folders, notes = [], [str(error)]
     for root, is_own in [*folders, *((folder, False) for folder in prebuilt_dirs())]:
-        for file in sorted((root / _place(key)).glob(f"*/{key.name}.json"), reverse=True):
+        for file in sorted((root / place(key)).glob(f"*/{key.name}.json"), reverse=True):
             try:
-                if built := _take(key, file, root if is_own else None, notes):
+                if built := take(key, file, root if is_own else None, notes):
                     return built, notes
             except (entries.DamagedEntryError, OSError) as error:
                 notes.append(str(error))
     return None, notes
 
 
-def _take(key: KernelKey, file: Path, root: Path | None, notes: list[str]) -> Built | None:
+def take(key: KernelKey, file: Path, root: Path | None, notes: list[str]) -> Built | None:
+    """The kernel of an entry, None with a note if other tools built it; root: its cache, if trust is to be checked."""
     if root:
-        for path in (file, file.with_suffix(".so")):
+        for path in filter(Path.exists, (file, file.with_suffix(".so"))):
             entries.check_trust(path, root)
     facts = entries.read(file)
     others = other_tools(key, facts)
@@ -173,50 +176,6 @@ def prebuilt_dirs() -> list[Path]:
     """Folders of kernels in the installed packages of PREBUILT, which are not imported for it."""
     specs = filter(None, map(find_spec, PREBUILT))
     return [Path(place) / "kernels" for spec in specs for place in spec.submodule_search_locations or ()]
-
-
-@dataclass
-class Survey:
-    """What a cache holds: kernels that would be loaded by target, and how many others."""
-
-    folder: str = "none"
-    problem: str = ""
-    built: dict[str, int] = field(default_factory=dict)
-    stale: int = 0
-    damaged: int = 0
-
-
-def survey() -> Survey:
-    """Count the kernels in the cache and in prebuilt packages."""
-    found, folders = Survey(), [(folder, False) for folder in prebuilt_dirs()]
-    try:
-        root = cache_dir()
-        found.folder = str(root)
-        folders.insert(0, (root, True))
-        if root.exists():
-            entries.check_trust(root, root)
-    except (KernelNotBuiltError, OSError) as error:
-        found.problem = str(error)
-    for root, is_own in folders:
-        for file in root.glob("*/*/*/*.json"):
-            try:
-                _count(found, file, root if is_own else None)
-            except (entries.DamagedEntryError, OSError):
-                found.damaged += 1
-    return found
-
-
-def _count(found: Survey, file: Path, root: Path | None) -> None:
-    facts = entries.read(file)
-    try:
-        key = KernelKey(**{name: tuple(x) if isinstance(x, list) else x for name, x in facts["key"].items()})
-        is_current = file.parent.parent == (file.parents[3] / _place(key)) and bool(_take(key, file, root, []))
-    except (TypeError, AttributeError, KeyError):  # a key of another version of the package
-        is_current = False
-    if is_current:
-        found.built[key.target] = found.built.get(key.target, 0) + 1
-    else:
-        found.stale += 1
 
 
 def build(key: KernelKey, force: bool = False) -> Built:
@@ -272,11 +231,11 @@ def check(key: KernelKey, path: Path, smem_bytes: int) -> dict:
 def _lock(key: KernelKey, path: Path) -> Iterator[None]:
     """Hold the kernel's lock; says for whom it waits, and gives up after LOWBIT_ATTN_LOCK_SECONDS."""
     lock, holder = FileLock(path.with_suffix(".lock")), path.with_suffix(".builder")
-    limit = float(os.environ.get("LOWBIT_ATTN_LOCK_SECONDS") or LOCK_SECONDS)
+    limit = _lock_seconds()
     try:
         lock.acquire(timeout=min(LOCK_QUIET_SECONDS, limit))
     except Timeout:
-        who = holder.read_text() if holder.exists() else "another process"
+        who = _who(holder)
         log.warning("%s is being built by %s; waiting up to %g s for %s", key, who, limit, lock.lock_file)
         try:
             lock.acquire(timeout=limit)
@@ -289,6 +248,20 @@ def _lock(key: KernelKey, path: Path) -> Iterator[None]:
     finally:
         holder.unlink(missing_ok=True)
         lock.release()
+
+
+def _lock_seconds() -> float:
+    text = os.environ.get("LOWBIT_ATTN_LOCK_SECONDS")
+    if text and not re.fullmatch(r"\d+(\.\d*)?", text):
+        raise KernelNotBuiltError(f"LOWBIT_ATTN_LOCK_SECONDS: got {text!r}, supported: a number of seconds")
+    return float(text or LOCK_SECONDS)
+
+
+def _who(holder: Path) -> str:
+    try:
+        return holder.read_text() or "another process"
+    except (OSError, ValueError):
+        return "another process"
 
 
 def elsewhere(key: KernelKey) -> str:

@@ -74,7 +74,7 @@ def make_folders(folder: Path) -> None:
     """Create a folder and those above it that are missing for the user alone, whatever the umask."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     for one in reversed(missing):
-        one.mkdir(exist_ok=True)
+        one.mkdir(0o700, exist_ok=True)
         one.chmod(0o700)
 
 

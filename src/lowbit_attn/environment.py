@@ -3,12 +3,14 @@
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
-from lowbit_attn import compile, dispatch, toolchain
+from lowbit_attn import compile, dispatch, entries, toolchain
+from lowbit_attn.kernels import KernelKey
 
 DSLS = {"tilelang": "tilelang", "cutedsl": "nvidia-cutlass-dsl"}  # name -> distribution
 DSL_REMEDY = toolchain.PACKAGE_REMEDY
@@ -39,8 +41,8 @@ class Tool:
 class Environment:
     """Everything ``doctor`` shows.
 
-    kernels_built: by target, those that would be loaded; kernels_stale: of other sources or tools; kernels_damaged: cut,
-    changed, or open to others; cache_problem: why no kernel can be kept or trusted there, "" if all is well.
+    kernels_built: by target, those that would be loaded; kernels_stale: of other sources or tools; kernels_damaged:
+    cut, changed, or open to others; cache_problem: why no kernel can be kept or trusted there, "" if all is well.
     """
 
     lowbit_attn: str
@@ -63,7 +65,7 @@ def gather() -> Environment:
     """Look at this process's Python, the installed packages, the tools and the devices. Imports no DSL."""
     gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
     tools = {"nvcc": _nvcc()} | {name: _package(package) for name, package in DSLS.items()}
-    kept = compile.survey()
+    kept = _survey()
     return Environment(
         lowbit_attn=metadata.version("lowbit-attn"),
         python=platform.python_version(),
@@ -136,6 +138,52 @@ def _driver() -> str | None:
 def _output(command: list[str]) -> str | None:
     """Standard output of a command, or None if it fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=toolchain.PROBE_SECONDS, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=toolchain.PROBE_SECONDS,
+                              check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+@dataclass
+class Kept:
+    """What a cache holds: kernels that would be loaded by target, and how many others."""
+
+    folder: str = "none"
+    problem: str = ""
+    built: dict[str, int] = field(default_factory=dict)
+    stale: int = 0
+    damaged: int = 0
+
+
+def _survey() -> Kept:
+    """Count the kernels in the cache and in prebuilt packages."""
+    found, folders = Kept(), [(folder, False) for folder in compile.prebuilt_dirs()]
+    try:
+        root = compile.cache_dir()
+        found.folder = str(root)
+        folders.insert(0, (root, True))
+        if root.exists():
+            entries.check_trust(root, root)
+    except (compile.KernelNotBuiltError, OSError) as error:
+        found.problem = str(error)
+    for root, is_own in folders:
+        for file in root.glob("*/*/*/*.json"):
+            try:
+                _count(found, file, root if is_own else None)
+            except (entries.DamagedEntryError, OSError):
+                found.damaged += 1
+    return found
+
+
+def _count(found: Kept, file: Path, root: Path | None) -> None:
+    facts = entries.read(file)
+    try:
+        key = KernelKey(**{name: tuple(x) if isinstance(x, list) else x for name, x in facts["key"].items()})
+        is_here = file.parents[1] == file.parents[3] / compile.place(key)
+        is_current = is_here and bool(compile.take(key, file, root, []))
+    except (TypeError, AttributeError, KeyError):  # a key of another version of the package
+        is_current = False
+    if is_current:
+        found.built[key.target] = found.built.get(key.target, 0) + 1
+    else:
+        found.stale += 1

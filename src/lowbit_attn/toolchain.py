@@ -20,6 +20,7 @@ REMEDIES = {
 }
 PACKAGE_REMEDY = "pip install 'lowbit-attn[kernels]'"
 TVM_FFI = "apache-tvm-ffi"
+TVM_FFI_NEEDED = f"{TVM_FFI}>=0.1.12,<0.2"
 TVM_FFI_ABI = "0.1"  # that kernels are built for where it is not installed; pyproject.toml allows no other
 PROBE_SECONDS = 10  # longest wait for a program to tell its version
 
@@ -89,7 +90,7 @@ def package_dir(name: str, remedy: str = PACKAGE_REMEDY) -> Path:
 
 def tvm_ffi_dir() -> Path:
     """Folder of the package that every kernel is loaded with."""
-    return package_dir("tvm_ffi", f"pip install '{TVM_FFI}>=0.1.12,<0.2'")
+    return package_dir("tvm_ffi", f"pip install '{TVM_FFI_NEEDED}'")
 
 
 def tvm_ffi_abi() -> str:
@@ -98,6 +99,7 @@ def tvm_ffi_abi() -> str:
     return ".".join(installed.split(".")[:2]) if installed else TVM_FFI_ABI
 
 
+@cache
 def dsl_version(package: str) -> str | None:
     """Installed version of a distribution ("tilelang", "nvidia-cutlass-dsl"), or None."""
     try:
