@@ -158,7 +158,7 @@ def test_what_will_be_used(gpus, tools, built, words):
 
 def test_missing_tools_come_with_a_remedy(monkeypatch):
     def missing(name):
-        raise toolchain.ToolMissingError(name)
+        raise toolchain.ToolMissingError(f"{name} not found; {toolchain.REMEDIES[name]}")
 
     monkeypatch.setattr(toolchain, "find_tool", missing)
     monkeypatch.setattr(toolchain, "dsl_version", lambda package: None)

@@ -20,7 +20,7 @@ def reached() -> dict[str, set[tuple[str, str]]]:
     texts = closure.texts
     with patch.context() as inside:
         for kind, what in ROOTS.items():
-            inside.setattr(compile.closure, "texts", lambda roots, outside: found.setdefault(kind, texts(roots, outside)))
+            inside.setattr(closure, "texts", lambda *given: found.setdefault(kind, texts(*given)))
             compile.fingerprint.__wrapped__(*what)
     return {kind: {(module.removeprefix("lowbit_attn."), name) for module, name in names}
             for kind, names in found.items()}
@@ -39,7 +39,7 @@ def test_kernels_are_not_made_of_each_others_files(reached):
         assert {m for m in modules(reached[kind]) if m.startswith("device.")} <= {
             "device.ptx", "device.tokens", "device.tilelang_kernel"}
     for names in reached.values():  # what finds, keeps, launches and loads kernels is not in them
-        assert not {"compile", "entries", "closure", "loader", "toolchain", "dispatch", "cache", "build"} & modules(names)
+        assert not {"compile", "entries", "closure", "loader", "toolchain", "dispatch", "build"} & modules(names)
 
 
 def test_constants_of_kernels_py_count_and_its_lists_do_not(reached):
@@ -68,6 +68,15 @@ def test_every_module_that_a_program_imports_is_reached(reached, kind, program):
     files = {name for name in imported if Path(importlib.util.find_spec(f"lowbit_attn.{name}").origin).name
              != "__init__.py"}
     assert len(files) > 5 and files <= modules(reached[kind])
+
+
+def test_finding_the_text_imports_no_kernel():
+    code = ("import sys; from lowbit_attn.compile import fingerprint; fingerprint('hopper', 'decode'); "
+            "fingerprint('ampere', 'decode'); fingerprint('device', 'append'); print(*sys.modules)")
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(answer.stdout.split())
+    assert "lowbit_attn.closure" in loaded
+    assert not loaded & {"tilelang", "cutlass", "tvm_ffi", "lowbit_attn.ampere.decode", "lowbit_attn.device.append"}
 
 
 PROGRAM = '''"""Text."""
@@ -111,12 +120,12 @@ def sample(monkeypatch, tmp_path):
             (folder / f"{name}.py").write_text(content.replace(old, new) if name == file and old else content)
         importlib.invalidate_caches()
         closure._parse.cache_clear()
-        closure._is_module.cache_clear()
+        closure._spec.cache_clear()
         return str(closure.texts([("sample.program", "kernel")]))
 
     yield text
     closure._parse.cache_clear()
-    closure._is_module.cache_clear()
+    closure._spec.cache_clear()
     sys.modules.pop("sample", None)
 
 
@@ -132,7 +141,8 @@ def test_what_a_definition_reaches_counts(sample, file, old, new):
 
 @pytest.mark.parametrize("file, old, new", [
     ("program", "Says what it does.", "Tells\n    what it does."), ("program", "  # the sum", ""),
-    ("program", "parts.unused()", "3"), ("program", "\ndef other", "\n\n\ndef other"), ("parts", "UNUSED = 5", "UNUSED = 6"),
+    ("program", "parts.unused()", "3"), ("program", "\ndef other", "\n\n\ndef other"),
+    ("parts", "UNUSED = 5", "UNUSED = 6"),
     ("numbers", "SECOND = 2", "SECOND = 3"), ("parts", "return UNUSED", "return 1"),
 ])
 def test_prose_and_other_definitions_do_not_count(sample, file, old, new):

@@ -12,6 +12,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def texts(roots: Iterable[Name], outside: frozenset[str] = frozenset()) -> dict[
         found[module, name] = ""
         waiting.append((module, ""))  # the statements that bind no name
         if name == ALL:
-            waiting += [(module, one) for one in parsed.by_name]
+            waiting += [(module, one) for one in (*parsed.by_name, *parsed.imported)]  # a re-export, too
         elif name.startswith(ALIAS):
             found[module, name] = parsed.imported[name.removeprefix(ALIAS)]
         elif name in parsed.imported:
@@ -100,19 +101,23 @@ def _bindings(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
             yield name, alias.name if alias.asname else name
 
 
-@cache
 def _is_module(dotted: str) -> bool:
-    if dotted.partition(".")[0] != PACKAGE:
-        return False
-    try:
-        return find_spec(dotted) is not None
-    except ModuleNotFoundError:  # its parent is no package
-        return False
+    return dotted.partition(".")[0] == PACKAGE and _spec(dotted) is not None
+
+
+@cache
+def _spec(dotted: str) -> ModuleSpec | None:
+    """Where a module is. find_spec imports its parent: asked for packages' modules only, it imports no kernel."""
+    parent = dotted.rpartition(".")[0]
+    above = _spec(parent) if parent else None
+    if parent and (above is None or above.submodule_search_locations is None):
+        return None
+    return find_spec(dotted)
 
 
 @cache
 def _parse(module: str) -> Module:
-    source = Path(find_spec(module).origin).read_text(encoding="utf-8")
+    source = Path(_spec(module).origin).read_text(encoding="utf-8")
     tree = ast.parse(source)
     parsed = Module(tree.body, _code_lines(source, tree))
     for i, statement in enumerate(tree.body):

@@ -121,7 +121,7 @@ def _nvcc() -> Tool:
     try:
         path = toolchain.find_tool("nvcc")
     except toolchain.ToolMissingError as error:
-        return Tool(None, remedy=str(error))
+        return Tool(None, remedy=str(error).removeprefix("nvcc not found; "))
     version = toolchain.nvcc_version(path)
     if not version:
         return Tool(None, path, f"{path} does not run; {toolchain.NVCC_REMEDY}")
