@@ -122,13 +122,13 @@ def built_loop(key: KernelKey, build: bool = False) -> PageLoop | None:
     """The page loop of a kernel's SASS; None if it is not built or has none that one warp walks."""
     if warps_of(key) is None:
         return None
-    path = compile.so_path(key)
-    if not path.exists():
+    built = compile.find(key)
+    if not built:
         if not build:
             return None
-        compile.build(key)
+        built = compile.build(key)
     expected = dict(kernels.checks(key).expected)
-    return page_loop(path, next(expected[name] for name in MULTIPLIES if name in expected))
+    return page_loop(built.path, next(expected[name] for name in MULTIPLIES if name in expected))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
-"""What can be said of built kernels without a GPU: names, manifest, static checks, loading and argument errors."""
+"""What can be said of built kernels without a GPU: names, entries, static checks, loading and argument errors."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -14,10 +13,6 @@ from lowbit_attn.kernels import KernelKey
 from lowbit_attn.sass import KernelSass
 
 SHIPPED = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped(arch)))
-
-
-def built(key: KernelKey) -> bool:
-    return compile.so_path(key).exists() and str(key) in compile.manifest()
 
 
 def test_names_are_unique_and_every_target_decodes():
@@ -60,18 +55,6 @@ def test_loader_refuses_to_compile_when_told_so(monkeypatch, tmp_path):
         loader.load.__wrapped__(KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "register", 8))
 
 
-def test_a_stale_kernel_is_not_loaded(monkeypatch, tmp_path):
-    monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("LOWBIT_ATTN_NO_JIT", "1")
-    key = KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "register", 8)
-    path = compile.so_path(key)
-    path.parent.mkdir(parents=True)
-    path.touch()
-    (tmp_path / "kernels" / "manifest.json").write_text(json.dumps({str(key): {"fingerprint": "old", "function": "f"}}))
-    with pytest.raises(loader.KernelNotBuiltError):
-        loader.load.__wrapped__(key)
-
-
 def test_missing_tool_names_the_remedy(monkeypatch):
     monkeypatch.setattr(toolchain, "_tool_folders", lambda: iter(()))
     monkeypatch.setenv("PATH", "")
@@ -93,21 +76,22 @@ def test_without_nvcc_the_build_says_so_and_skips(monkeypatch, tmp_path):
     assert answer.exit_code == 0, answer.output
     shown = " ".join(answer.output.split())
     assert f"{len(kernels.shipped('ampere'))} TileLang kernels skipped" in shown and "pip install" in shown
-    assert not compile.manifest()
+    assert not list(tmp_path.rglob("*.so"))
 
 
 @pytest.mark.parametrize("key", SHIPPED, ids=str)
 def test_built_kernel_has_no_spills_and_fits(key):
-    if not built(key):
+    built = compile.find(key)
+    if not built:
         pytest.skip("not built here: make hopper, make ampere")
-    entry = compile.manifest()[str(key)]
+    entry = built.facts
     assert entry["spills"] == 0 and 0 < entry["registers"] <= 255
     assert entry["smem_total_bytes"] <= kernels.SMEM_LIMIT_BYTES[key.target]
 
 
 @pytest.mark.parametrize("key", [k for k in SHIPPED if k.op == "quantize"], ids=str)
 def test_built_kernel_checks_its_arguments_before_any_launch(key):
-    if not built(key):
+    if not compile.find(key):
         pytest.skip("not built here: make hopper, make ampere")
     pytest.importorskip("tvm_ffi", reason="loading a kernel needs apache-tvm-ffi")
     kernel = loader.load(key)

@@ -3,14 +3,14 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from lowbit_attn import FORMATS, KVCache, budget, environment, kernels, toolchain
+from lowbit_attn import FORMATS, KVCache, budget, compile, entries, environment, kernels, toolchain
 from lowbit_attn.budget import GPUS, Model
 from lowbit_attn.cli import app
 from lowbit_attn.environment import Gpu, Tool
@@ -158,7 +158,7 @@ def test_what_will_be_used(gpus, tools, built, words):
 
 def test_missing_tools_come_with_a_remedy(monkeypatch):
     def missing(name):
-        raise toolchain.ToolMissingError(name)
+        raise toolchain.ToolMissingError(f"{name} not found; {toolchain.REMEDIES[name]}")
 
     monkeypatch.setattr(toolchain, "find_tool", missing)
     monkeypatch.setattr(toolchain, "dsl_version", lambda package: None)
@@ -183,21 +183,41 @@ def test_nvcc_is_asked_for_its_version(monkeypatch, tmp_path, script, version):
     assert bool(tool.remedy) == (version is None)
 
 
-def test_built_kernels_are_counted_by_target(monkeypatch, tmp_path):
-    from lowbit_attn import compile
+def enter(key: kernels.KernelKey, facts: dict | None = None) -> Path:
+    """Put an entry into the kernel cache as if the kernel had been built."""
+    path = compile.so_path(key)
+    entries.make_folders(path.parent)
+    built = path.with_suffix(".tmp")
+    built.write_bytes(b"binary")
+    entries.write(built, path, {
+        "name": str(key), "key": asdict(key), "fingerprint": "", "tvm_ffi_abi": "0.1", "function": "f", "sass": {},
+        "built_with": compile.versions(key), "smem_bytes": 0, "smem_total_bytes": 777, "registers": 181, "spills": 0,
+        "seconds": 1.0} | (facts or {}))
+    return path
 
+
+DECODE = kernels.KernelKey("decode", "ampere", "sm_80", "float16", 128, "k4v4", "register", 8)
+
+
+def test_built_kernels_are_counted_by_target(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
     assert environment.gather().kernels_built == {}
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels/a.so").write_bytes(b"")
-    entry = {"file": "a.so", "fingerprint": compile.fingerprint("ampere", "decode"),
-             "key": {"op": "decode", "arch": "ampere", "target": "sm_80"}}
-    manifest = {"a": entry, "b": {**entry, "fingerprint": "old"}, "c": {**entry, "file": "gone.so"}}
-    (tmp_path / "kernels/manifest.json").write_text(json.dumps(manifest))
+    gone = enter(DECODE).parents[2]
+    gone.rename(gone.with_name("old"))  # of other sources
+    enter(DECODE)
+    enter(replace(DECODE, rows=16), {"key": {"op": "decode", "target": "sm_80", "gone": 1}})  # of another version
+    enter(replace(DECODE, dtype="bfloat16"), {"built_with": {"tilelang": "0"}})
+    enter(replace(DECODE, rows=64)).unlink()
+    enter(replace(DECODE, head_dim=64)).with_suffix(".json").write_text("{")
+    monkeypatch.setattr(compile, "versions", lambda key: {"tilelang": "1", "nvcc": "1", "python": "1"})
+    enter(replace(DECODE, head_dim=256))
     found = environment.gather()
-    assert (found.kernels_built, found.kernels_stale) == ({"sm_80": 1}, 2)
-    assert found.cache_dir == str(tmp_path / "kernels")
-    assert "1 for sm_80; 2 of other sources" in run("doctor").output
+    assert (found.kernels_built, found.kernels_damaged) == ({"sm_80": 1}, 2)  # by the tools here
+    monkeypatch.setattr(compile, "versions", lambda key: {"tilelang": None, "nvcc": None, "python": "3"})
+    found = environment.gather()
+    assert (found.kernels_built, found.kernels_stale, found.kernels_damaged) == ({"sm_80": 3}, 2, 2)
+    assert (found.cache_dir, found.cache_problem) == (str(tmp_path / "kernels"), "")
+    assert "3 for sm_80; 2 of other sources or tools; 2 damaged or not trusted" in run("doctor").output
 
 
 # ---- the commands
@@ -289,14 +309,9 @@ def test_info_shows_the_dispatchers_pick():
     assert many["passes"] == 64 // many["kernel_rows"] > 1
 
 
-def test_info_reads_the_manifest(monkeypatch, tmp_path):
-    from lowbit_attn import compile
-
+def test_info_reads_the_entry(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
-    key = kernels.KernelKey("decode", "ampere", "sm_80", "float16", 128, "k4v4", "register", 8)
-    compile.so_path(key).parent.mkdir(parents=True)
-    compile.so_path(key).write_bytes(b"")
-    (tmp_path / "kernels/manifest.json").write_text(json.dumps({str(key): {"registers": 181, "smem_total_bytes": 777}}))
+    enter(DECODE)
     built, other = json.loads(run("info", "k4v4", "--arch", "ampere", "--json").output)["served"]
     assert (built["is_built"], built["registers"], built["smem_bytes"]) == (True, 181, 777)
     assert (other["target"], other["is_built"], other["registers"]) == ("sm_89", False, None)

@@ -13,10 +13,11 @@ from lowbit_attn import compile, gpu_matrix, kernels, toolchain
 from lowbit_attn.kernels import KernelKey
 
 
-def build_all(keys: list[KernelKey], jobs: int | None = None) -> Iterator[tuple[KernelKey, Exception | None]]:
+def build_all(keys: list[KernelKey], jobs: int | None = None,
+              force: bool = False) -> Iterator[tuple[KernelKey, Exception | None]]:
     """Build kernels in parallel processes; yields (key, what went wrong) as each ends."""
     with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
-        futures = {pool.submit(compile.build, key): key for key in keys}
+        futures = {pool.submit(compile.build, key, force): key for key in keys}
         for future in as_completed(futures):
             yield futures[future], future.exception()
 
@@ -42,10 +43,9 @@ def main(
         skipped = [key for key in keys if kernels.needs_nvcc(key)]
         keys = [key for key in keys if key not in skipped]
         console.print(f"{len(skipped)} TileLang kernels skipped: {missing}", style="yellow", markup=False)
-    built = compile.manifest()
-    wanted = [k for k in keys if force or not compile.so_path(k).exists() or str(k) not in built]
+    wanted = [k for k in keys if force or not compile.find(k)]
     failed = {}
-    for key, error in build_all(wanted, jobs):
+    for key, error in build_all(wanted, jobs, force):
         if error:
             failed[key] = error
             console.print(f"[red]{key}: {type(error).__name__}: {error}[/red]")
@@ -72,9 +72,8 @@ def _missing(tool: str) -> str:
 
 def _table(keys: list[KernelKey]) -> Table:
     table = Table("kernel", "target", "registers", "spills", "smem B", "seconds", "SASS (static count)")
-    built = compile.manifest()
     for key in keys:
-        entry = built[str(key)]
+        entry = compile.find(key).facts
         numbers = (str(entry[field]) for field in ("registers", "spills", "smem_total_bytes", "seconds"))
         table.add_row(key.name, key.target, *numbers, " ".join(f"{op} {n}" for op, n in entry["sass"].items()))
     return table

@@ -1,79 +1,209 @@
-"""Builds kernels: DSL program -> cubin -> one shared object each, without a GPU.
+"""The kernel cache: finds built kernels, and builds what is missing, without a GPU.
 
-``build`` compiles, checks the SASS and enters the kernel into the manifest that the loader reads. ``make`` calls it for
-the shipped set (build.py), the loader for anything else at its first use.
+Where. ``kernels`` in LOWBIT_ATTN_CACHE_DIR, which may be relative or begin with ~, or else in the user's cache folder.
+A kernel NAME of TARGET is two files, binary and facts (entries.py), in a folder for all that must agree:
+
+    FINGERPRINT/TARGET-ffiABI/TOOLS/NAME.so, NAME.json; while it is built NAME.lock, NAME.builder; if it fails NAME.log
+
+FINGERPRINT  hash of the source text that the kernel is made from, found by following names (closure.py) from its
+             program, its checks and the code that emits it. Code that finds, keeps and loads kernels is not in it.
+ABI          of tvm_ffi, through which kernels are called: its minor version, not its patch release.
+TOOLS        versions of the DSL, nvcc and Python that built it. Where the DSL is installed, a kernel of other versions
+             is passed over and built again; where it is not, any is taken: kernels are carried to such machines. With
+             LOWBIT_ATTN_NO_JIT a TileLang kernel of other versions is taken, too. CuTe-DSL's need their own runtime.
+
+Then in ``kernels`` of the installed packages ``PREBUILT``, with the same layout, which is only read.
+
+Trust. Folders are made for the user alone. A kernel is loaded if its file and folders, up to ``kernels``, belong to the
+user or root and nobody else may write them, and if its sha256 is in its entry. Folders above are not looked at: who
+could swap ``kernels`` would own what came in its place. Prebuilt packages are trusted as far as Python imports them.
+
+Building. Processes that want the same kernel wait for the first, LOWBIT_ATTN_LOCK_SECONDS at most. Whatever goes wrong
+is one KernelNotBuiltError of one line with a remedy.
 """
 
 import hashlib
-import json
+import logging
 import os
+import platform
 import re
-import subprocess
-import sys
-import tempfile
+import socket
 import time
-from dataclasses import asdict
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
 
-from lowbit_attn import kernels, sass, toolchain
-from lowbit_attn.kernels import CuteKernel, KernelKey
+from lowbit_attn import closure, emit, entries, kernels, sass, toolchain
+from lowbit_attn.kernels import KernelKey
 
-PACKAGE = Path(__file__).parent
-COMMON_DEVICE_FILES = ("launch.c", "ptx.py", "tilelang_kernel.py", "tokens.py")  # that decode kernels share
-CUTE_RUNTIME = "nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so"
-_DIM_SLOTS = {"blockIdx.x": 0, "blockIdx.y": 1, "blockIdx.z": 2, "threadIdx.x": 3, "threadIdx.y": 4, "threadIdx.z": 5,
-              "tirx.use_dyn_shared_memory": 6}
+PREBUILT = ("lowbit_attn_kernels_hopper", "lowbit_attn_kernels_ampere")
+LOCK_SECONDS = 600.0
+LOCK_QUIET_SECONDS = 2.0  # of waiting before it is told
+TOOLS = {True: ("tilelang", "nvcc", "python"), False: ("nvidia-cutlass-dsl", "python")}  # by kernels.needs_nvcc
+NOT_IN_KERNELS = frozenset({"lowbit_attn.toolchain"})  # finds tools, whose versions are in the entry
+log = logging.getLogger("lowbit_attn")
 
 
-class KernelCheckError(RuntimeError):
+class KernelNotBuiltError(RuntimeError):
+    """A kernel is not in the cache and may not, or cannot, be built or loaded here; the message names the remedy."""
+
+
+class KernelCheckError(KernelNotBuiltError):
     """A built kernel breaks a static check: spills, a missing instruction, counts or shared memory."""
 
 
+@dataclass(frozen=True)
+class Built:
+    """A kernel that is ready to load, and the facts of its entry."""
+
+    path: Path
+    facts: dict
+
+
 def cache_dir() -> Path:
-    """Where built kernels live: LOWBIT_ATTN_CACHE_DIR, else the user's cache directory."""
-    return Path(os.environ.get("LOWBIT_ATTN_CACHE_DIR") or user_cache_dir("lowbit_attn")) / "kernels"
+    """Where built kernels live; the first call in a process fixes what a relative path means."""
+    name = os.environ.get("LOWBIT_ATTN_CACHE_DIR")
+    try:
+        folder = Path(name).expanduser() if name else Path(user_cache_dir("lowbit_attn"))
+        if not name and not folder.is_absolute():
+            raise RuntimeError
+        return _fixed(folder) / "kernels"
+    except (RuntimeError, KeyError, OSError):
+        raise KernelNotBuiltError(f"no folder for kernels: {name or 'the home folder'} cannot be found; set "
+                                  "LOWBIT_ATTN_CACHE_DIR to a folder that can be written") from None
+
+
+@cache
+def _fixed(folder: Path) -> Path:
+    return folder.absolute()
 
 
 @cache
 def fingerprint(arch: str, op: str) -> str:
-    """Hash of every source file that such a kernel is made from: of the architecture's package for decode, of device
-    for all others."""
-    files = [*(PACKAGE / name for name in ("layout.py", "registers.py", "compile.py")),
-             *sorted((PACKAGE / "formats").glob("*.py"))]
-    if op == "decode":
-        folder = Path(sys.modules.get(f"lowbit_attn.{arch}", kernels.arch_package(arch)).__file__).parent
-        files += sorted(folder.rglob("*.py")) + [PACKAGE / "device" / name for name in COMMON_DEVICE_FILES]
-    else:
-        files += sorted((PACKAGE / "device").glob("*.[pc]*"))
-    digest = hashlib.sha256()
-    for file in (f for f in files if f.suffix in (".py", ".c")):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
+    """Hash of all source text that such a kernel is made from."""
+    device = "quantize" if op == "dequantize" else op
+    program = f"lowbit_attn.{arch}.decode" if op == "decode" else f"lowbit_attn.device.{device}"
+    is_cute = op == "read" or (op, arch) == ("decode", "hopper")
+    roots = [(program, closure.ALL), ("lowbit_attn.kernels", "trace"), ("lowbit_attn.kernels", "checks"),
+             ("lowbit_attn.emit", "emit_cute" if is_cute else "emit_tilelang")]
+    roots += [(f"lowbit_attn.{arch}.config", "checks")] * (op == "decode")
+    texts = [f"{module} {name}\n{text}\n" for (module, name), text in closure.texts(roots, NOT_IN_KERNELS).items()]
+    texts += [emit.LAUNCH.read_text()] * (not is_cute)
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def so_path(key: KernelKey) -> Path:
-    return cache_dir() / fingerprint(key.arch, key.op) / key.target / f"{key.name}.so"
+    """Where a kernel that is built here goes."""
+    tools = "-".join(f"{name.split('-')[-1]}{version or ''}" for name, version in versions(key).items())
+    return cache_dir() / place(key) / tools / f"{key.name}.so"
 
 
-def build(key: KernelKey) -> dict:
-    """Compile one kernel into so_path(key), check it, and enter it into the manifest; returns its entry."""
-    started = time.time()
+def place(key: KernelKey) -> Path:
+    """Folder of a kernel in a cache, where its builds by different tools have folders."""
+    return Path(fingerprint(key.arch, key.op)) / f"{key.target}-ffi{toolchain.tvm_ffi_abi()}"
+
+
+def versions(key: KernelKey) -> dict[str, str | None]:
+    """Versions of what builds such a kernel here; None: not installed."""
+    return {name: _version(name) for name in TOOLS[kernels.needs_nvcc(key)]}
+
+
+def _version(tool: str) -> str | None:
+    if tool == "python":
+        return ".".join(platform.python_version_tuple()[:2])
+    if tool != "nvcc":
+        return toolchain.dsl_version(tool)
+    try:
+        return toolchain.nvcc_version(toolchain.find_tool("nvcc"))
+    except toolchain.ToolMissingError:
+        return None
+
+
+def look(key: KernelKey) -> tuple[Built | None, list[str]]:
+    """(the kernel if there is one to load, why others of its name were passed over)."""
+    notes = []
+    try:
+        folders = [(cache_dir(), True)]
+    except KernelNotBuiltError as error:
+        folders, notes = [], [str(error)]
+    for root, is_own in [*folders, *((folder, False) for folder in prebuilt_dirs())]:
+        for file in sorted((root / place(key)).glob(f"*/{key.name}.json"), reverse=True):
+            try:
+                if built := take(key, file, root if is_own else None, notes):
+                    return built, notes
+            except (entries.DamagedEntryError, OSError) as error:
+                notes.append(str(error))
+    return None, notes
+
+
+def take(key: KernelKey, file: Path, root: Path | None, notes: list[str]) -> Built | None:
+    """The kernel of an entry, None with a note if other tools built it; root: its cache, if trust is to be checked."""
+    if root:
+        for path in filter(Path.exists, (file, file.with_suffix(".so"))):
+            entries.check_trust(path, root)
+    facts = entries.read(file)
+    others = other_tools(key, facts)
+    may_take = not others or (bool(os.environ.get("LOWBIT_ATTN_NO_JIT")) and kernels.needs_nvcc(key))
+    path = entries.check_binary(file, facts)
+    if not may_take:
+        notes.append(f"{path} is built with {others}")
+    return Built(path, facts) if may_take else None
+
+
+def other_tools(key: KernelKey, facts: dict) -> str:
+    """How the tools here differ from those that built a kernel; empty also where they are not installed."""
+    here = versions(key)
+    if None in list(here.values())[:1]:  # the DSL
+        return ""
+    other = [f"{name} {facts['built_with'].get(name)}, here is {version}" for name, version in here.items()
+             if version not in (None, facts["built_with"].get(name))]
+    return "; ".join(other)
+
+
+def find(key: KernelKey) -> Built | None:
+    """A kernel that is ready to load, or None."""
+    return look(key)[0]
+
+
+def prebuilt_dirs() -> list[Path]:
+    """Folders of kernels in the installed packages of PREBUILT, which are not imported for it."""
+    specs = filter(None, map(find_spec, PREBUILT))
+    return [Path(place) / "kernels" for spec in specs for place in spec.submodule_search_locations or ()]
+
+
+def build(key: KernelKey, force: bool = False) -> Built:
+    """Compile one kernel, check it and enter it into the cache, unless it is there; force: also if it is."""
     path = so_path(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
-        program = kernels.trace(key)
-        make = _build_cute if isinstance(program, CuteKernel) else _build_tilelang
-        function, smem_bytes = make(key, program, path)
-        entry = {"function": function, "file": str(path.relative_to(cache_dir())),
-                 "fingerprint": fingerprint(key.arch, key.op), "key": asdict(key), "smem_bytes": smem_bytes,
-                 "seconds": round(time.time() - started, 1)}
-        entry |= check(key, path, smem_bytes)
-        _write_manifest(str(key), entry)
-    return entry
+    try:
+        emit.require(key)
+        entries.make_folders(path.parent)
+        entries.check_trust(path.parent, cache_dir())
+        with _lock(key, path):
+            return (not force and find(key)) or _build(key, path)
+    except KernelNotBuiltError:
+        raise
+    except Exception as error:
+        raise KernelNotBuiltError(_reason(key, path, error)) from error
+
+
+def _build(key: KernelKey, path: Path) -> Built:
+    started = time.time()
+    unfinished = path.with_suffix(".tmp")
+    function, smem_bytes = emit.emit(key, unfinished)
+    facts = {"name": str(key), "key": asdict(key), "fingerprint": fingerprint(key.arch, key.op), "function": function,
+             "tvm_ffi_abi": toolchain.tvm_ffi_abi(), "smem_bytes": smem_bytes,
+             "built_with": versions(key) | {toolchain.TVM_FFI: toolchain.dsl_version(toolchain.TVM_FFI)}}
+    facts |= check(key, unfinished, smem_bytes)
+    entries.write(unfinished, path, facts | {"seconds": round(time.time() - started, 1)})
+    path.with_suffix(".log").unlink(missing_ok=True)
+    return Built(path, entries.read(path.with_suffix(".json")))
 
 
 def check(key: KernelKey, path: Path, smem_bytes: int) -> dict:
@@ -97,98 +227,73 @@ def check(key: KernelKey, path: Path, smem_bytes: int) -> dict:
             "sass": {name: found.ops[name] for name in shown if found.ops[name]}}
 
 
-def manifest() -> dict[str, dict]:
-    """Built kernels by str(key)."""
-    path = cache_dir() / "manifest.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+@contextmanager
+def _lock(key: KernelKey, path: Path) -> Iterator[None]:
+    """Hold the kernel's lock; says for whom it waits, and gives up after LOWBIT_ATTN_LOCK_SECONDS."""
+    lock, holder = FileLock(path.with_suffix(".lock")), path.with_suffix(".builder")
+    limit = _lock_seconds()
+    try:
+        lock.acquire(timeout=min(LOCK_QUIET_SECONDS, limit))
+    except Timeout:
+        who = _who(holder)
+        log.warning("%s is being built by %s; waiting up to %g s for %s", key, who, limit, lock.lock_file)
+        try:
+            lock.acquire(timeout=limit)
+        except Timeout:
+            raise KernelNotBuiltError(f"{key} has been built by {who} for more than {limit:g} s; stop it if it hangs, "
+                                      "or set LOWBIT_ATTN_LOCK_SECONDS to wait longer") from None
+    try:
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
 
 
-def _write_manifest(name: str, entry: dict) -> None:
-    path = cache_dir() / "manifest.json"
-    with FileLock(f"{path}.lock"):
-        whole = manifest() | {name: entry}
-        swap = path.with_suffix(".tmp")
-        swap.write_text(json.dumps(whole, indent=1, sort_keys=True))
-        swap.replace(path)
+def _lock_seconds() -> float:
+    text = os.environ.get("LOWBIT_ATTN_LOCK_SECONDS")
+    if text and not re.fullmatch(r"\d+(\.\d*)?", text):
+        raise KernelNotBuiltError(f"LOWBIT_ATTN_LOCK_SECONDS: got {text!r}, supported: a number of seconds")
+    return float(text or LOCK_SECONDS)
 
 
-def _build_cute(key: KernelKey, program: CuteKernel, path: Path) -> tuple[str, int]:
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream
-
-    function = re.sub(r"\W", "_", str(key))
-    options = f"--enable-tvm-ffi --gpu-arch {key.target} --keep-cubin"
-    with tempfile.TemporaryDirectory() as scratch:
-        compiled = cute.compile(program.entry, *program.arguments, make_fake_stream(use_tvm_ffi_env_stream=True),
-                                options=f"{options} --dump-dir {scratch}")
-        object_file = Path(scratch) / "kernel.o"
-        compiled.export_to_c(str(object_file), function_name=function)
-        runtime = toolchain.site_file(CUTE_RUNTIME)
-        _link(path, [str(object_file), str(runtime)], scratch)
-    return function, program.entry.smem_bytes
+def _who(holder: Path) -> str:
+    try:
+        return holder.read_text() or "another process"
+    except (OSError, ValueError):
+        return "another process"
 
 
-def _build_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
-    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
-    toolchain.find_tool("nvcc")
-    import tilelang
-    from tilelang.contrib import nvcc
-
-    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": key.target})
-    with tilelang.tvm.transform.PassContext(opt_level=3, config=program.pass_configs), target:
-        lowered = tilelang.lower(program.prim_func, target=target, enable_host_codegen=True,
-                                 enable_device_compile=False)
-        source = lowered.kernel_source
-        cubin = nvcc.compile_cuda(source, "cubin", [f"-arch={key.target}"], options=[
-            "-std=c++20", f"-I{tilelang.env.TILELANG_TEMPLATE_PATH}", f"-I{tilelang.env.CUTLASS_INCLUDE_DIR}",
-            *program.compile_flags])
-    host = lowered.rt_mod.inspect_source("c") if lowered.rt_mod is not None else lowered.host_mod.inspect_source()
-    (symbol, device_function), = lowered.device_mod.functions.items()
-    kernel_name = symbol.name_hint
-    dims = [_DIM_SLOTS[str(tag)] for tag in device_function.attrs["tirx.kernel_launch_params"]]
-    kinds = _param_kinds(source, kernel_name)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        (folder / "kernel_meta.h").write_text(
-            f'#define KERNEL_NAME "{kernel_name}"\n#define NUM_PARAMS {len(kinds)}\n#define NUM_DIMS {len(dims)}\n'
-            f'static const char param_kind[] = "{kinds}";\n'
-            f'static const int dim_slot[] = {{{", ".join(map(str, dims))}}};\n')
-        (folder / "host.c").write_text(_standalone(host))
-        (folder / "kernel.cubin").write_bytes(bytes(cubin))
-        (folder / "cubin.S").write_text(
-            '.section .rodata\n.global kernel_cubin\n.hidden kernel_cubin\n.balign 64\nkernel_cubin:\n'
-            '.incbin "kernel.cubin"\n.section .note.GNU-stack,"",@progbits\n')
-        include = toolchain.package_dir("tvm_ffi") / "include"
-        _link(path, ["-O2", "-s", "-w", "host.c", str(PACKAGE / "device" / "launch.c"), "cubin.S", "-I.",
-                     f"-I{include}", "-ldl"], scratch)
-    return program.prim_func.attrs["global_symbol"], _dynamic_smem(host, kernel_name, len(kinds), dims)
+def elsewhere(key: KernelKey) -> str:
+    """How to get a kernel onto a machine that cannot build it."""
+    make = f"make {key.arch}" if key.op == "decode" else "make hopper or make ampere"
+    return f"run {make} where the tools are and copy its kernels to {cache_dir()}"
 
 
-def _param_kinds(source: str, kernel_name: str) -> str:
-    signature = re.search(rf" {kernel_name}\(([^)]*)\);", source).group(1)  # the kernel's forward declaration
-    kinds = (("*", "p"), ("int64", "l"), ("int", "i"), ("", "f"))
-    return "".join(next(kind for text, kind in kinds if text in p) for p in signature.split(","))
+def _reason(key: KernelKey, path: Path, error: Exception) -> str:
+    """One line: what failed and what to do."""
+    text = str(error)
+    if isinstance(error, toolchain.ToolMissingError):
+        return f"{key} is not built and cannot be built here: {text}; or {elsewhere(key)}"
+    if isinstance(error, entries.UntrustedError):
+        return f"{key} is not built: {text}"
+    where = _write_log(path, error)
+    text = (text.strip().splitlines() or [""])[0][:300]
+    if isinstance(error, OSError) or "No space left" in text:
+        return (f"{key} cannot be built: {text}; free space or allow writing there, or set LOWBIT_ATTN_CACHE_DIR to "
+                "another folder")
+    if isinstance(error, toolchain.ToolFailedError):
+        return f"{key} cannot be built: {text}; all of its output is in {where}"
+    dsl = TOOLS[kernels.needs_nvcc(key)][0]
+    return (f"{key} cannot be built with {dsl} {_version(dsl)}, tested with {toolchain.tested_version(dsl)}: "
+            f"{type(error).__name__}: {text}; {toolchain.PACKAGE_REMEDY}; details are in {where}")
 
 
-def _standalone(host: str) -> str:
-    """TileLang's host C without TVM's headers: the one function it needs of them is in launch.c."""
-    declaration = ('__attribute__((visibility("hidden"))) '
-                   "int TVMBackendGetFuncFromEnv(void*, const char*, void**);")
-    host = re.sub(r'#include "tvm/runtime/[^"]*"', "", host)
-    return host.replace('#include "tvm/ffi/c_api.h"', f'#include "tvm/ffi/c_api.h"\n{declaration}', 1)
-
-
-def _dynamic_smem(host: str, kernel_name: str, num_params: int, dims: list[int]) -> int:
-    """Bytes of dynamic shared memory that the generated host code passes at launch: its last launch argument."""
-    if _DIM_SLOTS["tirx.use_dyn_shared_memory"] not in dims:
-        return 0
-    slot = num_params + dims.index(_DIM_SLOTS["tirx.use_dyn_shared_memory"])
-    return int(re.findall(rf"stack_ffi_any\)\[{slot}\]\.v_int64\) = \(\(int64_t\)(\d+)\)", host)[-1])
-
-
-def _link(path: Path, inputs: list[str], cwd: str) -> None:
-    library = toolchain.package_dir("tvm_ffi") / "lib"
-    swap = path.with_suffix(".tmp")
-    command = [toolchain.find_tool("gcc"), "-shared", "-fPIC", "-o", str(swap), *inputs, f"-L{library}", "-ltvm_ffi"]
-    subprocess.run([*command, "-Wl,--no-undefined"], cwd=cwd, check=True, stdin=subprocess.DEVNULL)
-    swap.replace(path)
+def _write_log(path: Path, error: Exception) -> str:
+    """Write all that is known of a failed build beside the kernel; the file's name."""
+    file = path.with_suffix(".log")
+    try:
+        file.write_text("".join(traceback.format_exception(error)) + getattr(error, "output", ""))
+    except OSError:
+        return "no file, which could not be written"
+    return str(file)

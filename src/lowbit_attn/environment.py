@@ -1,19 +1,19 @@
 """What this machine has for building and running the kernels: facts only, nothing is printed."""
 
 import platform
-import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
-from lowbit_attn import compile, dispatch, toolchain
+from lowbit_attn import compile, dispatch, entries, toolchain
+from lowbit_attn.kernels import KernelKey
 
 DSLS = {"tilelang": "tilelang", "cutedsl": "nvidia-cutlass-dsl"}  # name -> distribution
-DSL_REMEDY = "pip install 'lowbit-attn[kernels]'"
-PROBE_SECONDS = 10  # longest wait for nvcc or nvidia-smi to answer
+DSL_REMEDY = toolchain.PACKAGE_REMEDY
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,11 @@ class Tool:
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything ``doctor`` shows. kernels_built: current kernels by target; kernels_stale: built of other sources."""
+    """Everything ``doctor`` shows.
+
+    kernels_built: by target, those that would be loaded; kernels_stale: of other sources or tools; kernels_damaged:
+    cut, changed, or open to others; cache_problem: why no kernel can be kept or trusted there, "" if all is well.
+    """
 
     lowbit_attn: str
     python: str
@@ -52,6 +56,8 @@ class Environment:
     cache_dir: str
     kernels_built: dict[str, int]
     kernels_stale: int
+    kernels_damaged: int
+    cache_problem: str
     will_use: str
 
 
@@ -59,7 +65,7 @@ def gather() -> Environment:
     """Look at this process's Python, the installed packages, the tools and the devices. Imports no DSL."""
     gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
     tools = {"nvcc": _nvcc()} | {name: _package(package) for name, package in DSLS.items()}
-    built, stale = _kernels()
+    kept = _survey()
     return Environment(
         lowbit_attn=metadata.version("lowbit-attn"),
         python=platform.python_version(),
@@ -69,10 +75,12 @@ def gather() -> Environment:
         driver=_driver(),
         gpus=gpus,
         tools=tools,
-        cache_dir=str(compile.cache_dir()),
-        kernels_built=built,
-        kernels_stale=stale,
-        will_use=will_use(gpus, tools, built),
+        cache_dir=kept.folder,
+        kernels_built=kept.built,
+        kernels_stale=kept.stale,
+        kernels_damaged=kept.damaged,
+        cache_problem=kept.problem,
+        will_use=will_use(gpus, tools, kept.built),
     )
 
 
@@ -103,19 +111,21 @@ def _gpu(index: int) -> Gpu:
 
 
 def _package(name: str) -> Tool:
-    version = toolchain.dsl_version(name)
+    version, tested = toolchain.dsl_version(name), toolchain.tested_version(name)
+    if version and tested not in (None, version):
+        return Tool(version, remedy=f"tested with {tested}; {DSL_REMEDY}")
     return Tool(version, remedy="" if version else DSL_REMEDY)
 
 
 def _nvcc() -> Tool:
     try:
         path = toolchain.find_tool("nvcc")
-    except toolchain.ToolMissingError:
-        return Tool(None, remedy=toolchain.NVCC_REMEDY)
-    release = re.search(r"release [\d.]+, V([\d.]+)", _output([path, "--version"]) or "")
-    if not release:
+    except toolchain.ToolMissingError as error:
+        return Tool(None, remedy=str(error).removeprefix("nvcc not found; "))
+    version = toolchain.nvcc_version(path)
+    if not version:
         return Tool(None, path, f"{path} does not run; {toolchain.NVCC_REMEDY}")
-    return Tool(release[1], path)
+    return Tool(version, path)
 
 
 def _driver() -> str | None:
@@ -128,19 +138,52 @@ def _driver() -> str | None:
 def _output(command: list[str]) -> str | None:
     """Standard output of a command, or None if it fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=toolchain.PROBE_SECONDS,
+                              check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _kernels() -> tuple[dict[str, int], int]:
-    """Built kernels by target, of the present sources; and how many are of other sources."""
-    built, stale = {}, 0
-    for entry in compile.manifest().values():
-        key = entry["key"]
-        is_current = entry["fingerprint"] == compile.fingerprint(key["arch"], key["op"])
-        if is_current and (compile.cache_dir() / entry["file"]).exists():
-            built[key["target"]] = built.get(key["target"], 0) + 1
-        else:
-            stale += 1
-    return built, stale
+@dataclass
+class Kept:
+    """What a cache holds: kernels that would be loaded by target, and how many others."""
+
+    folder: str = "none"
+    problem: str = ""
+    built: dict[str, int] = field(default_factory=dict)
+    stale: int = 0
+    damaged: int = 0
+
+
+def _survey() -> Kept:
+    """Count the kernels in the cache and in prebuilt packages."""
+    found, folders = Kept(), [(folder, False) for folder in compile.prebuilt_dirs()]
+    try:
+        root = compile.cache_dir()
+        found.folder = str(root)
+        folders.insert(0, (root, True))
+        if root.exists():
+            entries.check_trust(root, root)
+    except (compile.KernelNotBuiltError, OSError) as error:
+        found.problem = str(error)
+    for root, is_own in folders:
+        for file in root.glob("*/*/*/*.json"):
+            try:
+                _count(found, file, root if is_own else None)
+            except (entries.DamagedEntryError, OSError):
+                found.damaged += 1
+    return found
+
+
+def _count(found: Kept, file: Path, root: Path | None) -> None:
+    facts = entries.read(file)
+    try:
+        key = KernelKey(**{name: tuple(x) if isinstance(x, list) else x for name, x in facts["key"].items()})
+        is_here = file.parents[1] == file.parents[3] / compile.place(key)
+        is_current = is_here and bool(compile.take(key, file, root, []))
+    except (TypeError, AttributeError, KeyError):  # a key of another version of the package
+        is_current = False
+    if is_current:
+        found.built[key.target] = found.built.get(key.target, 0) + 1
+    else:
+        found.stale += 1

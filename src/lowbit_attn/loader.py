@@ -7,32 +7,43 @@ from functools import cache
 
 import torch
 
-from lowbit_attn import compile, toolchain
+from lowbit_attn import compile, emit, toolchain
+from lowbit_attn.compile import KernelNotBuiltError
 from lowbit_attn.kernels import KernelKey
-
-
-class KernelNotBuiltError(RuntimeError):
-    """A kernel is not in the cache and may not, or cannot, be built here; the message names the remedy."""
 
 
 @cache
 def load(key: KernelKey) -> Callable:
     """The kernel as a function of torch tensors (outputs passed in, current stream)."""
-    path = compile.so_path(key)
-    entry = compile.manifest().get(str(key))
-    if not path.exists() or entry is None or entry["fingerprint"] != compile.fingerprint(key.arch, key.op):
-        if os.environ.get("LOWBIT_ATTN_NO_JIT"):
-            raise KernelNotBuiltError(f"{key} is not built and LOWBIT_ATTN_NO_JIT is set; run {_remedy(key)}")
+    try:
+        toolchain.tvm_ffi_dir()
+    except toolchain.ToolMissingError as error:
+        raise KernelNotBuiltError(f"{key} cannot be loaded: {error}") from error
+    built, notes = compile.look(key)
+    passed_over = "".join(f"; {note}" for note in notes)
+    if built is None and os.environ.get("LOWBIT_ATTN_NO_JIT"):
+        raise KernelNotBuiltError(f"{key} is not built and LOWBIT_ATTN_NO_JIT is set{passed_over}; "
+                                  f"{compile.elsewhere(key)}")
+    if built is None:
         try:
-            entry = compile.build(key)
-        except (ImportError, toolchain.ToolMissingError) as error:
-            raise KernelNotBuiltError(f"{key} is not built and cannot be built here: {error}; "
-                                      f"pip install 'lowbit-attn[kernels]' or run {_remedy(key)} elsewhere and copy "
-                                      f"its kernels to {compile.cache_dir()}") from error
-    _load_cute_runtime()
-    import tvm_ffi
+            built = compile.build(key)
+        except KernelNotBuiltError as error:
+            raise type(error)(f"{error}{passed_over}") from error
+    return _open(key, built)
 
-    return tvm_ffi.load_module(str(path))[entry["function"]]
+
+def _open(key: KernelKey, built: compile.Built) -> Callable:
+    try:
+        _load_cute_runtime()
+        import tvm_ffi
+
+        return tvm_ffi.load_module(str(built.path))[built.facts["function"]]
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        remedy = "remove it to have it built again"
+        if "libcute_dsl_runtime" in str(error):
+            remedy = f"its runtime library is not installed; {toolchain.PACKAGE_REMEDY}"
+        raise KernelNotBuiltError(f"{key} cannot be loaded from {built.path}: {text}; {remedy}") from error
 
 
 def argument(tensor: torch.Tensor) -> object:
@@ -42,12 +53,8 @@ def argument(tensor: torch.Tensor) -> object:
     return tvm_ffi.from_dlpack(tensor)
 
 
-def _remedy(key: KernelKey) -> str:
-    return f"make {key.arch}" if key.op == "decode" else "make hopper or make ampere"
-
-
 @cache
 def _load_cute_runtime() -> None:
     """Kernels of CuTe-DSL need its runtime library; loaded here, it is found under its name by all of them."""
-    if runtime := toolchain.site_file(compile.CUTE_RUNTIME):
+    if runtime := toolchain.site_file(emit.CUTE_RUNTIME):
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)

@@ -3,8 +3,11 @@
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 NVCC_REMEDY = ("pip install 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*' "
@@ -15,14 +18,35 @@ REMEDIES = {
     "cuobjdump": "pip install nvidia-cuda-cuobjdump",
     "gcc": "install gcc",
 }
+PACKAGE_REMEDY = "pip install 'lowbit-attn[kernels]'"
+TVM_FFI = "apache-tvm-ffi"
+TVM_FFI_NEEDED = f"{TVM_FFI}>=0.1.12,<0.2"
+TVM_FFI_ABI = "0.1"  # that kernels are built for where it is not installed; pyproject.toml allows no other
+PROBE_SECONDS = 10  # longest wait for a program to tell its version
 
 
 class ToolMissingError(RuntimeError):
     """A program or library that the call needs is not installed; the message says how to get it."""
 
 
+class ToolFailedError(RuntimeError):
+    """A program failed. The message is one line; ``output`` has all that it printed."""
+
+    def __init__(self, name: str, output: str):
+        super().__init__(name, output)
+        self.name, self.output = name, output
+
+    def __str__(self) -> str:
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        told = [line for line in lines if re.search(r"error|No space left|cannot", line)] or lines
+        return f"{self.name} failed: {told[0][:200] if told else 'it printed nothing'}"
+
+
 def find_tool(name: str) -> str:
     """Path of a program; ToolMissingError with the remedy if there is none."""
+    home = os.environ.get("CUDA_HOME")
+    if name == "nvcc" and home and not (Path(home) / "bin" / name).is_file():
+        raise ToolMissingError(f"CUDA_HOME is {home}, which has no bin/nvcc; set it to a CUDA toolkit or unset it")
     for folder in _tool_folders():
         if (folder / name).is_file():
             return str(folder / name)
@@ -31,25 +55,68 @@ def find_tool(name: str) -> str:
     raise ToolMissingError(f"{name} not found; {REMEDIES.get(name, f'install {name}')}")
 
 
+def run(command: list[str], cwd: str) -> None:
+    """Run a program to its end; ToolFailedError with what it printed if it fails."""
+    ended = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True, errors="replace")
+    if ended.returncode:
+        printed = f"{' '.join(command)}\nexit status {ended.returncode}\n"
+        raise ToolFailedError(Path(command[0]).name, ended.stdout + printed if ended.stdout.strip() else printed)
+
+
+@cache
+def nvcc_version(path: str) -> str | None:
+    """The release of an nvcc, such as 13.0.88; None if it does not tell."""
+    try:
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    release = re.search(r"release [\d.]+, V([\d.]+)", shown.stdout)
+    return release and release[1]
+
+
 def site_file(relative: str) -> Path | None:
     """A file of an installed package by its path below the import folders, without importing the package."""
     return next((path for entry in sys.path if (path := Path(entry or ".") / relative).is_file()), None)
 
 
-def package_dir(name: str) -> Path:
+def package_dir(name: str, remedy: str = PACKAGE_REMEDY) -> Path:
     """Folder of an installed package; ToolMissingError if it is not installed."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise ToolMissingError(f"{name} is not installed; pip install 'lowbit-attn[kernels]'")
+        raise ToolMissingError(f"{name} is not installed; {remedy}")
     return Path(spec.origin).parent
 
 
+def tvm_ffi_dir() -> Path:
+    """Folder of the package that every kernel is loaded with."""
+    return package_dir("tvm_ffi", f"pip install '{TVM_FFI_NEEDED}'")
+
+
+def tvm_ffi_abi() -> str:
+    """Version of the binary interface between kernels and tvm_ffi: its releases of one minor version share it."""
+    installed = dsl_version(TVM_FFI)
+    return ".".join(installed.split(".")[:2]) if installed else TVM_FFI_ABI
+
+
+@cache
 def dsl_version(package: str) -> str | None:
-    """Installed version of a DSL distribution ("tilelang", "nvidia-cutlass-dsl"), or None."""
+    """Installed version of a distribution ("tilelang", "nvidia-cutlass-dsl"), or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@cache
+def tested_version(package: str) -> str | None:
+    """The version of a DSL distribution that this package names as its own; None where it is not installed itself."""
+    try:
+        needed = importlib.metadata.requires("lowbit-attn") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = (re.match(rf"{re.escape(package)}(?:\[\w+\])?==([\w.]+)", text) for text in needed)
+    return next((match[1] for match in found if match), None)
 
 
 def _tool_folders():

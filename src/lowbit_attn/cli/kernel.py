@@ -111,11 +111,10 @@ def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head
     key = KernelKey("decode", arch, target, dtype, head_dim, fmt.name, *picked, features=features)
     passes = -(-rows // key.rows)
     key, splits = _launch(key, kv_heads, batch, passes, seqlen, q_len, path)
-    entry = compile.manifest().get(str(key), {})
-    is_built = bool(entry) and compile.so_path(key).exists()
-    return Served(target, key.name, key.variant, key.rows, passes, splits, is_built,
-                  entry.get("registers") if is_built else None, entry.get("smem_total_bytes") if is_built else None,
-                  tuple(reasons))
+    built = compile.find(key)
+    facts = built.facts if built else {}
+    return Served(target, key.name, key.variant, key.rows, passes, splits, bool(built), facts.get("registers"),
+                  facts.get("smem_total_bytes"), tuple(reasons))
 
 
 def _launch(key: KernelKey, kv_heads: int, batch: int, passes: int, seqlen: int, q_len: int,

@@ -26,7 +26,10 @@ def doctor(as_json: JsonOption = False) -> None:
     out.print(f"[bold]will use[/]: {escape(found.will_use)}", soft_wrap=True)
     for name, tool in found.tools.items():
         if tool.remedy:
-            out.print(f"[bold]{name}[/] is missing: {escape(tool.remedy)}", soft_wrap=True)
+            state = "is missing" if tool.version is None else f"is {tool.version}"
+            out.print(f"[bold]{name}[/] {state}: {escape(tool.remedy)}", soft_wrap=True)
+    if found.cache_problem:
+        out.print(f"[bold]cache[/]: {escape(found.cache_problem)}", soft_wrap=True)
 
 
 def _doctor_lines(found: environment.Environment):
@@ -41,8 +44,9 @@ def _doctor_lines(found: environment.Environment):
     for name, tool in found.tools.items():
         yield name, f"{tool.version or 'not found'}{f' ({tool.path})' if tool.path else ''}"
     counts = ", ".join(f"{count} for {target}" for target, count in sorted(found.kernels_built.items()))
-    stale = f"; {found.kernels_stale} of other sources" if found.kernels_stale else ""
-    yield "kernels", f"{counts or 'not built'}{stale}"
+    stale = f"; {found.kernels_stale} of other sources or tools" if found.kernels_stale else ""
+    damaged = f"; {found.kernels_damaged} damaged or not trusted" if found.kernels_damaged else ""
+    yield "kernels", f"{counts or 'not built'}{stale}{damaged}"
     yield "cache", found.cache_dir
 
 

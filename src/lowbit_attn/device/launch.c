@@ -4,7 +4,7 @@
  * the one that makes a device current, the one that encodes a tensor map (unused by our kernels) and the kernel
  * itself. This file is that environment: it loads the cubin linked beside it through the CUDA driver, found at
  * the first launch, so the result loads (and checks arguments) on a machine without a GPU.
- * kernel_meta.h, written by compile.py, gives KERNEL_NAME, NUM_PARAMS, param_kind[], NUM_DIMS and dim_slot[]. */
+ * kernel_meta.h, written by emit.py, gives KERNEL_NAME, NUM_PARAMS, param_kind[], NUM_DIMS and dim_slot[]. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>

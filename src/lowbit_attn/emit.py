@@ -1,0 +1,108 @@
+"""Emits one kernel as a shared object: DSL program -> cubin -> .so, without a GPU."""
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from lowbit_attn import kernels, toolchain
+from lowbit_attn.kernels import CuteKernel, KernelKey
+
+LAUNCH = Path(__file__).parent / "device" / "launch.c"
+CUTE_RUNTIME = "nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so"
+_DIM_SLOTS = {"blockIdx.x": 0, "blockIdx.y": 1, "blockIdx.z": 2, "threadIdx.x": 3, "threadIdx.y": 4, "threadIdx.z": 5,
+              "tirx.use_dyn_shared_memory": 6}
+
+
+def require(key: KernelKey) -> None:
+    """Raise ToolMissingError unless all that emitting and checking a kernel needs is installed."""
+    for package in ("tilelang" if kernels.needs_nvcc(key) else "cutlass", "tvm_ffi"):
+        toolchain.package_dir(package)
+    for tool in ("gcc", "nvdisasm", "cuobjdump", *["nvcc"] * kernels.needs_nvcc(key)):
+        toolchain.find_tool(tool)
+
+
+def emit(key: KernelKey, path: Path) -> tuple[str, int]:
+    """Write a kernel's shared object; (name of its function, bytes of dynamic shared memory)."""
+    program = kernels.trace(key)
+    return (emit_cute if isinstance(program, CuteKernel) else emit_tilelang)(key, program, path)
+
+
+def emit_cute(key: KernelKey, program: CuteKernel, path: Path) -> tuple[str, int]:
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    function = re.sub(r"\W", "_", str(key))
+    options = f"--enable-tvm-ffi --gpu-arch {key.target} --keep-cubin"
+    with tempfile.TemporaryDirectory() as scratch:
+        compiled = cute.compile(program.entry, *program.arguments, make_fake_stream(use_tvm_ffi_env_stream=True),
+                                options=f"{options} --dump-dir {scratch}")
+        object_file = Path(scratch) / "kernel.o"
+        compiled.export_to_c(str(object_file), function_name=function)
+        runtime = toolchain.site_file(CUTE_RUNTIME)
+        _link(path, [str(object_file), str(runtime)], scratch)
+    return function, program.entry.smem_bytes
+
+
+def emit_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+    import tilelang
+
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": key.target})
+    with tilelang.tvm.transform.PassContext(opt_level=3, config=program.pass_configs), target:
+        lowered = tilelang.lower(program.prim_func, target=target, enable_host_codegen=True,
+                                 enable_device_compile=False)
+    source = lowered.kernel_source
+    includes = (tilelang.env.TILELANG_TEMPLATE_PATH, tilelang.env.CUTLASS_INCLUDE_DIR)
+    host = lowered.rt_mod.inspect_source("c") if lowered.rt_mod is not None else lowered.host_mod.inspect_source()
+    (symbol, device_function), = lowered.device_mod.functions.items()
+    kernel_name = symbol.name_hint
+    dims = [_DIM_SLOTS[str(tag)] for tag in device_function.attrs["tirx.kernel_launch_params"]]
+    kinds = _param_kinds(source, kernel_name)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "kernel_meta.h").write_text(
+            f'#define KERNEL_NAME "{kernel_name}"\n#define NUM_PARAMS {len(kinds)}\n#define NUM_DIMS {len(dims)}\n'
+            f'static const char param_kind[] = "{kinds}";\n'
+            f'static const int dim_slot[] = {{{", ".join(map(str, dims))}}};\n')
+        (folder / "host.c").write_text(_standalone(host))
+        (folder / "kernel.cu").write_text(source)
+        # not by tilelang.contrib.nvcc, which looks for nvcc elsewhere and puts the whole source into its errors
+        toolchain.run([toolchain.find_tool("nvcc"), f"-ccbin={toolchain.find_tool('gcc')}", "--cubin", "-O3",
+                       "-lineinfo", f"-arch={key.target}", "-std=c++20", *(f"-I{include}" for include in includes),
+                       *program.compile_flags, "-o", "kernel.cubin", "kernel.cu"], scratch)
+        (folder / "cubin.S").write_text(
+            '.section .rodata\n.global kernel_cubin\n.hidden kernel_cubin\n.balign 64\nkernel_cubin:\n'
+            '.incbin "kernel.cubin"\n.section .note.GNU-stack,"",@progbits\n')
+        include = toolchain.tvm_ffi_dir() / "include"
+        _link(path, ["-O2", "-s", "-w", "host.c", str(LAUNCH), "cubin.S", "-I.",
+                     f"-I{include}", "-ldl"], scratch)
+    return program.prim_func.attrs["global_symbol"], _dynamic_smem(host, kernel_name, len(kinds), dims)
+
+
+def _param_kinds(source: str, kernel_name: str) -> str:
+    signature = re.search(rf" {kernel_name}\(([^)]*)\);", source).group(1)  # the kernel's forward declaration
+    kinds = (("*", "p"), ("int64", "l"), ("int", "i"), ("", "f"))
+    return "".join(next(kind for text, kind in kinds if text in p) for p in signature.split(","))
+
+
+def _standalone(host: str) -> str:
+    """TileLang's host C without TVM's headers: the one function it needs of them is in launch.c."""
+    declaration = ('__attribute__((visibility("hidden"))) '
+                   "int TVMBackendGetFuncFromEnv(void*, const char*, void**);")
+    host = re.sub(r'#include "tvm/runtime/[^"]*"', "", host)
+    return host.replace('#include "tvm/ffi/c_api.h"', f'#include "tvm/ffi/c_api.h"\n{declaration}', 1)
+
+
+def _dynamic_smem(host: str, kernel_name: str, num_params: int, dims: list[int]) -> int:
+    """Bytes of dynamic shared memory that the generated host code passes at launch: its last launch argument."""
+    if _DIM_SLOTS["tirx.use_dyn_shared_memory"] not in dims:
+        return 0
+    slot = num_params + dims.index(_DIM_SLOTS["tirx.use_dyn_shared_memory"])
+    return int(re.findall(rf"stack_ffi_any\)\[{slot}\]\.v_int64\) = \(\(int64_t\)(\d+)\)", host)[-1])
+
+
+def _link(path: Path, inputs: list[str], cwd: str) -> None:
+    library = toolchain.tvm_ffi_dir() / "lib"
+    toolchain.run([toolchain.find_tool("gcc"), "-shared", "-fPIC", "-o", str(path), *inputs, f"-L{library}",
+                   "-ltvm_ffi", "-Wl,--no-undefined"], cwd)
