@@ -59,6 +59,21 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
     return out, lse
 
 
+def ready(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = None, softcap: float | None = None,
+          window: int | None = None, keep_sinks: bool = False, sink_logits: torch.Tensor | None = None,
+          num_splits: int | None = None, path: str | None = None) -> None:
+    """Check a decode call and load or build its kernel, without running it: all that the call itself could refuse.
+
+    For a step that must not store its tokens if it cannot attend to them: ``ready``, then ``append``, then ``decode``
+    of the same arguments. q: queries of the call's shape, dtype and device; their values are not read.
+    """
+    if dispatch.planned(q, cache, (softmax_scale, softcap, window, keep_sinks, num_splits, path)) is not None:
+        return
+    options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
+    _check(q, cache, None, None, num_splits, options)
+    dispatch.ready(q, cache, options, num_splits, path)
+
+
 def _lse_shape(q: torch.Tensor) -> tuple[int, int, int]:
     return q.shape[0], q.shape[2], q.shape[1]
 
