@@ -89,7 +89,8 @@ class DecodePlan:
         """Whether ``launch`` takes a call's tensors as they are, which says that they are valid too."""
         return (self.is_exact and q.is_contiguous() and q.device == self.device and not q.data_ptr() % ACCESS_BYTES
                 and not q.requires_grad and (out is None or self.o.is_like(out))
-                and (lse is None or self.lse.is_like(lse)) and (sink_logits is None or self.sink_logits.is_like(sink_logits)))
+                and (lse is None or self.lse.is_like(lse))
+                and (sink_logits is None or self.sink_logits.is_like(sink_logits)))
 
     def run(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None,
             sink_logits: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

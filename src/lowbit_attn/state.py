@@ -29,8 +29,7 @@ STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v",
 STEP_STATE = (*STATE, "limit", "faults", "arrivals")
 MAX_ENTRIES = (1 << 31) - 1  # of the table, and record units of the pool: kernels count them in int32
 MAX_TOKENS = 1 << 30  # of a sequence: windows of more see all
-# What a copy of a cache makes anew
-_OWN = ("plans", "_counts", "_row_tensors")
+_OWN = ("_counts", "_row_tensors")  # what a copy of a cache makes anew
 RING_ALIGN = 64  # ring slots come in whole tiles of this many tokens, so that no tile wraps around
 
 
