@@ -1,4 +1,4 @@
-"""Whatever raises inside a call of KVCache, at whichever point: the cache is as it was, and the call can be repeated."""
+"""Whatever raises inside a call of KVCache, wherever: the cache is as it was, and the call can be repeated."""
 
 import copy
 from dataclasses import replace
@@ -87,8 +87,8 @@ def points(monkeypatch) -> Points:
 
 
 def make(is_device: bool) -> KVCache:
-    """Rows: 0 with pages of which one has V in 16 bit, 1 with a block that is full and not packed, 2 two tokens short of one that
-    takes a page, 3 freed, 4 unused."""
+    """Rows: 0 with pages of which one has V in 16 bit, 1 with a block that is full and not packed, 2 that two more
+    tokens give a page, 3 freed, 4 unused."""
     fmt = replace(FORMATS["k8v8"], window_v=128)
     cache = KVCache(fmt, 12, HEADS, DIM, sinks=SINKS, max_batch=5, max_q_len=2)
     k, v = torch.randn(2, 400, HEADS, DIM).half()

@@ -5,7 +5,6 @@ side, multiples of 128, n_qk >= n_qv) and ``n_tok``. Kernels follow them alone; 
 do without reading the device.
 """
 
-import copy
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import torch
 from lowbit_attn import layout
 from lowbit_attn.backend import BACKENDS
 from lowbit_attn.checks import check_tensor, integer, integers, is_sequence, is_truth, one_of
+from lowbit_attn.copies import Copies
 from lowbit_attn.formats import FORMATS, Format, unnamed
 from lowbit_attn.formats.rotation import hadamard
 from lowbit_attn.formats.uniform import PerToken
@@ -29,7 +29,6 @@ STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v",
 STEP_STATE = (*STATE, "limit", "faults", "arrivals")
 MAX_ENTRIES = (1 << 31) - 1  # of the table, and record units of the pool: kernels count them in int32
 MAX_TOKENS = 1 << 30  # of a sequence: windows of more see all
-_OWN = ("_counts", "_row_tensors")  # what a copy of a cache makes anew
 RING_ALIGN = 64  # ring slots come in whole tiles of this many tokens, so that no tile wraps around
 
 
@@ -61,7 +60,7 @@ class Counts(NamedTuple):
     n_tok: np.ndarray
 
 
-class CacheState:
+class CacheState(Copies):
     """What a KVCache holds, documented there; ``counts``, ``book``, ``is_captured`` and ``edits`` are the host's."""
 
     edits = 0  # how often the host gave rows other sequences: what it knew of their lengths before does not hold
@@ -166,46 +165,6 @@ class CacheState:
         if self.max_batch * max_pages > MAX_ENTRIES:
             raise ValueError(f"max_batch: got {self.max_batch} sequences of at most {max_pages} pages, supported: "
                              f"{MAX_ENTRIES} table entries in all; a smaller max_seqlen takes fewer for each sequence")
-
-    # ---- copies
-
-    def __copy__(self) -> "CacheState":
-        """A view of the same memory, tensors, pages and all."""
-        view = object.__new__(type(self))
-        vars(view).update(vars(self))
-        return view
-
-    def __deepcopy__(self, memo: dict) -> "CacheState":
-        """A cache of its own with the same contents; no captured or compiled step knows it."""
-        self._refuse_capture("copy.deepcopy")
-        twin = memo[id(self)] = object.__new__(type(self))
-        with torch.inference_mode(False):
-            vars(twin).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name not in _OWN})
-        twin._start_copy()
-        return twin
-
-    def __getstate__(self) -> dict:
-        """What pickle and torch.save keep; a process that gets the cache (torch.multiprocessing) gets a copy."""
-        self._refuse_capture("pickle")
-        # copies: else torch.multiprocessing would move these tensors, and two accounts of one pool's pages would part
-        with torch.inference_mode(False):
-            return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in vars(self).items()
-                    if name not in _OWN}
-
-    def __setstate__(self, state: dict) -> None:
-        with torch.inference_mode(False):
-            vars(self).update({name: x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x
-                               for name, x in state.items()})
-        if self.pool.device.type != self.device.type:  # torch.load(..., map_location=)
-            self.device = self.pool.device
-        one_of("device", self.device.type, list(BACKENDS))
-        BACKENDS[self.device.type].prepare(self)
-        self._start_copy()
-
-    def _start_copy(self) -> None:
-        self._row_tensors, self.is_captured = {}, False
-        self.bind()
-        self._mark_started()
 
     # ---- sizes
 
