@@ -225,12 +225,14 @@ class KVCache(CacheState):
         or anywhere in what src holds of K in 16 bit.
         """
         self.settle("share")
-        src = int(self.check_rows([integer("src", src)])[0])
-        dst = int(self.check_rows([integer("dst", dst)], alive=False)[0])
+        src, dst = integer("src", src), integer("dst", dst)
+        tokens = None if tokens is None else integer("tokens", tokens)
+        self.check_rows([src])
+        self.check_rows([dst], alive=False)
         if src == dst or self.counts.n_tok[dst] or self.book.held[dst]:
             raise ValueError(f"dst: row {dst} is src or holds tokens or pages, supported: an empty row")
         n_sink, n_qk, n_qv, n_tok = (int(count[src]) for count in self.counts)
-        tokens = n_tok if tokens is None else integer("tokens", tokens)
+        tokens = n_tok if tokens is None else tokens
         rest = max(0, tokens - n_sink)
         if not 0 <= tokens <= n_tok or (rest % layout.PAGE_TOKENS and rest < n_qk):
             raise ValueError(f"tokens: got {tokens}, supported for sequence {src}: 0 to {n_sink}, then multiples of "

@@ -160,8 +160,9 @@ class CacheState(Copies):
         """Raise ValueError for what kernels could not address."""
         most = MAX_ENTRIES // (self.num_heads_kv * units)
         if self.num_pages > most:
+            pool_gib = (MAX_ENTRIES + 1) * layout.RECORD_ALIGN >> 30
             raise ValueError(f"num_pages: got {self.num_pages} of {self.num_heads_kv} x {self.record.nbytes} bytes, "
-                             f"supported: pools of at most {MAX_ENTRIES * layout.RECORD_ALIGN >> 30} GiB, {most} pages")
+                             f"supported: pools of at most {pool_gib} GiB, {most} pages")
         if self.max_batch * max_pages > MAX_ENTRIES:
             raise ValueError(f"max_batch: got {self.max_batch} sequences of at most {max_pages} pages, supported: "
                              f"{MAX_ENTRIES} table entries in all; a smaller max_seqlen takes fewer for each sequence")
