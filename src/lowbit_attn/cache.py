@@ -340,12 +340,17 @@ class KVCache(CacheState):
         self._note_counters(rows, counts)
 
     def _after_step(self, rows: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
-        """Counters of rows after a step of ``append`` on the device, which moves its own."""
+        """The counters that a step of ``append`` on the device moves, of these rows: what they are afterwards."""
         n_sink, n_qk, n_qv, n_tok = (count[rows] for count in self.counts)
-        filled, length = n_tok - n_sink, n_tok + tokens
-        n_qk, n_qv = (n_packed + layout.PAGE_TOKENS * (filled - n_packed >= window + layout.PAGE_TOKENS)
-                      for n_packed, window in ((n_qk, self.window_k), (n_qv, self.window_v)))
-        return dict(n_sink=np.minimum(length, self.sinks), n_qk=n_qk, n_qv=n_qv, n_tok=length)
+        after = dict(n_tok=n_tok + tokens)
+        if self.sinks:
+            after["n_sink"] = np.minimum(after["n_tok"], self.sinks)
+        filled = n_tok - n_sink
+        for name, n_packed, window in (("n_qk", n_qk, self.window_k), ("n_qv", n_qv, self.window_v)):
+            full = filled - n_packed >= window + layout.PAGE_TOKENS
+            if full.any():
+                after[name] = n_packed + layout.PAGE_TOKENS * full
+        return after
 
     def _write_counters(self, journal: Journal, rows: np.ndarray, counts: dict[str, np.ndarray]) -> None:
         """Set counters of rows on the device, without waiting for it."""

@@ -256,12 +256,18 @@ class CacheState(Copies):
 
         seqs: None stands for the first ``count`` rows (default: all).
         """
-        named = list(range(self.max_batch if count is None else count)) if seqs is None else integers("seqs", seqs)
+        if seqs is None and (count is None or count <= self.max_batch):
+            rows = np.arange(self.max_batch if count is None else count)
+            return self._check_alive(rows) if alive else rows
+        named = list(range(count)) if seqs is None else integers("seqs", seqs)
         if named and (min(named) < 0 or max(named) >= self.max_batch or len(set(named)) != len(named)):
             raise ValueError(f"seqs: got {named}, supported: distinct rows 0 to max_batch - 1 = "
                              f"{self.max_batch - 1}")
         rows = np.array(named, dtype=np.int64)
-        if alive and FREED in self.book.state[rows].tolist():
+        return self._check_alive(rows) if alive else rows
+
+    def _check_alive(self, rows: np.ndarray) -> np.ndarray:
+        if FREED in self.book.state[rows].tolist():
             freed = rows[self.book.state[rows] == FREED].tolist()
             raise ValueError(f"seqs: {freed} were freed, supported: rows in use; add or prefill starts one anew")
         return rows
