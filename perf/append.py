@@ -28,7 +28,7 @@ def make_cache(case: BenchCase) -> lowbit_attn.KVCache:
     """Every sequence with seqlen - 64 tokens, and pages reserved for the replays of the measurement."""
     length, most = case.seqlen - BLOCK // 2, case.seqlen + BLOCK
     cache = lowbit_attn.KVCache(case.format, case.batch * (most // BLOCK), case.num_heads_kv, case.head_dim,
-                                device="cuda", max_batch=case.batch, max_q_len=case.q_len, max_seqlen=most)
+                                device="cuda", sinks=0, max_batch=case.batch, max_q_len=case.q_len, max_seqlen=most)
     k, v = (torch.randn(length, case.num_heads_kv, case.head_dim, device="cuda", dtype=torch.float16)
             for _ in range(2))
     for row in range(case.batch):

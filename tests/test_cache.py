@@ -303,7 +303,7 @@ def test_freed_pages_are_used_again_without_a_trace():
 
 @pytest.mark.parametrize("sinks, max_q_len", ((0, 1), (5, 1), (300, 16)))
 def test_reach_is_the_longest_length_of_so_many_pages(sinks, max_q_len):
-    """``take_pages`` asks it first, and works out the pages only of what is longer."""
+    """``missing_pages`` asks it first, and works out the pages only of what is longer."""
     cache = KVCache("k4v4", 8, 1, 64, sinks=sinks, max_q_len=max_q_len)
     for pages in range(4):
         reach = cache._reach(pages)

@@ -15,7 +15,7 @@ def long_problem(name: str) -> testing.Problem:
     case = testing.Case(name, num_heads=2, num_heads_kv=2, lengths=(TOKENS,), poison=False)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(n, 2, case.head_dim, generator=generator, device="cuda").half() for n in (1, TOKENS, TOKENS))
-    cache = KVCache(name, TOKENS // layout.PAGE_TOKENS, 2, case.head_dim, device="cuda")
+    cache = KVCache(name, TOKENS // layout.PAGE_TOKENS, 2, case.head_dim, device="cuda", sinks=0)
     cache.prefill(0, k, v)
     return testing.Problem(case, q[None], cache, (k,), (v,))
 

@@ -78,7 +78,7 @@ def test_equal_weights_choose_as_the_magnitude():
 def test_a_cache_weighs_each_kv_head_by_its_own():
     """Pages are self-contained: weights that change later matter to later pages only."""
     tokens, weights = torch.randn(256, 2, 64).half(), torch.rand(2, 64)
-    cache = KVCache("kitty-weighted", 4, 2, 64, query_weights=weights)
+    cache = KVCache("kitty-weighted", 4, 2, 64, sinks=0, query_weights=weights)
     cache.prefill(0, tokens[:128], tokens[:128])
     first = weights.clone()
     weights[:] = torch.rand(2, 64)

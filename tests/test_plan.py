@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lowbit_attn import KVCache, decode, dispatch, hopper, kernels, loader, plan
+from lowbit_attn.api import ready
 from lowbit_attn.cache import Strides
 from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
 from lowbit_attn.hopper import EMPTY
@@ -188,6 +189,50 @@ def test_queries_that_are_not_contiguous(stage, cache):
         call(wide.transpose(2, 3).contiguous().transpose(2, 3)[:, :, :4], cache)
 
 
+@pytest.mark.parametrize("planned", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+def test_queries_that_kernels_could_not_load(stage, cache, dtype, planned):
+    """At an address of no 16-byte load, or with gradients: copied, as new tokens are. So are sink logits."""
+    if planned:
+        call(queries(dtype), cache)
+    whole = queries(dtype)
+    for off in (1, 2, 4):
+        q = torch.zeros(whole.numel() + off, dtype=dtype)[off:].view(whole.shape).copy_(whole)
+        logits = torch.zeros(5)[1:]
+        call(q, cache, sink_logits=logits)
+        given = stage.calls[-1]
+        assert torch.equal(given[0], whole.half()) and given[SINK_LOGITS].tolist() == [0] * 4
+        assert given[0].data_ptr() % 16 == given[SINK_LOGITS].data_ptr() % 16 == 0
+    call(whole.requires_grad_(), cache, sink_logits=torch.zeros(4, requires_grad=True))
+    assert not stage.calls[-1][0].requires_grad and not stage.calls[-1][SINK_LOGITS].requires_grad
+    assert len(cache.plans) == 1
+
+
+def test_a_call_made_ready_is_checked_and_planned(stage, cache):
+    """Its kernel is loaded, nothing is launched; the call then finds the plan."""
+    ready(queries(), cache, path="register", window=5)
+    assert len(stage.loaded) == 1 and not stage.calls
+    for _ in range(2):
+        ready(queries(), cache, path="register", window=5)
+        call(queries(), cache, window=5)
+    assert len(stage.loaded) == 1 and len(stage.calls) == 2
+    for wrong, error, words in ((dict(path="nonsense"), NotImplementedError, "path: 'nonsense' is not known"),
+                                (dict(window=0), ValueError, "window: got 0"),
+                                (dict(sink_logits=torch.zeros(3)), ValueError, "sink_logits: got shape")):
+        with pytest.raises(error, match=words):
+            ready(queries(), cache, **wrong)
+
+
+def test_a_kernel_that_cannot_be_built_is_told_before_the_step(stage, cache, monkeypatch):
+    def load(key):
+        raise loader.KernelNotBuiltError(str(key))
+
+    monkeypatch.setattr(loader, "load", load)
+    with pytest.raises(loader.KernelNotBuiltError, match="decode-register-k4v4"):
+        ready(queries(), cache, path="register")
+    assert not getattr(cache, "plans", None)
+
+
 @pytest.mark.parametrize("wrong, words", (
     (dict(out=torch.zeros(2, 2, 4, 32)), "out: got shape"), (dict(lse=torch.zeros(2, 2, 4)), "lse: got shape"),
     (dict(sink_logits=torch.zeros(3)), "sink_logits: got shape"), (dict(out=[]), "out: got list"),
@@ -255,7 +300,7 @@ def test_a_new_sequence_makes_calls_pick_their_kernel_anew(stage):
         """As decode finds or makes it on a GPU."""
         if dispatch.planned(q, cache, (None, None, None, False, None, path)) is None:
             key, _ = dispatch.kernel_of(q, cache, path)
-            plan = dispatch._planned_anew(q, cache, Attention(), None, key, path)
+            plan = dispatch._plan_decode(q, cache, Attention(), None, key, path)
             plan.run(q, q.clone(), torch.zeros(8, 32, 1), None)
         return [key.variant for key in stage.loaded]
 

@@ -64,19 +64,20 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
 
 def ready(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = None, softcap: float | None = None,
           window: int | None = None, keep_sinks: bool = False, sink_logits: torch.Tensor | None = None,
-          path: str | None = None, load: bool = True) -> None:
+          num_splits: int | None = None, path: str | None = None, load: bool = True) -> None:
     """Raise what ``decode`` would raise of such a call, without running it: for steps that must not be done by half.
 
-    Arguments are decode's. The kernel is picked, and with load=True loaded too (built at its first use) and kept for
-    the call, so that decode after one ``append`` needs no other. Not for calls that are captured or compiled.
+    Arguments are decode's; the values of q are not read. The kernel is picked, and with load=True loaded too (built at
+    its first use) and kept for the call, so that decode after one ``append`` needs no other. Not for calls that are
+    captured or compiled.
     """
-    asked = (softmax_scale, softcap, window, keep_sinks, None, path)
+    asked = (softmax_scale, softcap, window, keep_sinks, num_splits, path)
     if isinstance(q, torch.Tensor) and dispatch.planned(q, cache, asked) is not None:
         _check_tensors(q, cache, None, None, sink_logits)
         return
     options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
-    _check(q, cache, None, None, None, options)
-    dispatch.ready(q, cache, options, path, load)
+    _check(q, cache, None, None, num_splits, options)
+    dispatch.ready(q, cache, options, num_splits, path, load)
 
 
 def _lse_shape(q: torch.Tensor) -> tuple[int, int, int]:

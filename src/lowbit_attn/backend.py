@@ -1,6 +1,6 @@
 """What fills and reads the pages of a cache on one type of device; here in torch, for the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,11 @@ class Backend(NamedTuple):
     # (cache, rows int32 [batch] on the device, k, v [batch, tokens, num_heads_kv, head_dim]): a whole step on the
     # device, from its counters alone; None: steps go through the host
     append: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    # (cache, calls): loads or builds all that these calls need, "k" or "v" (write_blocks of a side) or "append": a call
+    # has it before it writes anything
+    ready: Callable[[Any, Collection[str]], None] = lambda cache, calls: None
+    # whether write_blocks, once it is ready, launches a kernel or does nothing: then what a page held need not be kept
+    launches: bool = False
 
 
 def write_blocks(cache, pages: torch.Tensor, blocks: torch.Tensor, side: str) -> None:

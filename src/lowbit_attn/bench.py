@@ -112,7 +112,7 @@ def make_cache(case: BenchCase) -> KVCache:
     """Random K and V through the cache's own quantize kernels; the last 64 tokens stay in the residual."""
     lengths, dtype = [cache_tokens(n) for n in case.lengths], getattr(torch, case.dtype)
     pages = sum(n // layout.PAGE_TOKENS for n in lengths)
-    cache = KVCache(case.format, pages, case.num_heads_kv, case.head_dim, dtype, "cuda",
+    cache = KVCache(case.format, pages, case.num_heads_kv, case.head_dim, dtype, "cuda", sinks=0,
                     max_batch=case.batch, max_seqlen=max(lengths), max_q_len=case.q_len)
     for row, length in enumerate(lengths):
         k, v = (torch.randn(length, case.num_heads_kv, case.head_dim, device="cuda", dtype=dtype) for _ in range(2))

@@ -17,9 +17,12 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.backend import BACKENDS, Backend
-from lowbit_attn.checks import check_rank, check_tensor
+from lowbit_attn.checks import check_rank, check_tensor, integer, integers
+from lowbit_attn.extend import Extension
+from lowbit_attn.journal import Journal
 from lowbit_attn.pages import FREED, PageExhaustedError
-from lowbit_attn.state import DTYPES, MAX_Q_LEN, STEP_STATE, CacheFaultError, CacheState, Strides
+from lowbit_attn.precision import full_precision
+from lowbit_attn.state import DTYPES, MAX_Q_LEN, STEP_STATE, CacheFaultError, CacheState, Counts, Strides
 
 __all__ = ["BACKENDS", "DTYPES", "MAX_Q_LEN", "Backend", "CacheFaultError", "KVCache", "PageExhaustedError", "Strides"]
 
@@ -33,13 +36,15 @@ class KVCache(CacheState):
         num_heads_kv, head_dim: shape of one token.
         dtype: torch.float16 or torch.bfloat16, of sinks and residual; fp32 inputs are rounded to it once.
         device: where the pool and the state live.
-        sinks: the first ``sinks`` tokens of each sequence stay in 16 bit (StreamingLLM, Kitty section 4).
+        sinks: the first ``sinks`` tokens of each sequence stay in 16 bit (StreamingLLM, Kitty section 4), and pages
+            start behind them; None: the format's own, 32 for "kitty" and its kin, 0 for others.
         range_search: None takes the format's default (on for K of at most 2 bits); True or False sets
             it for both sides. It changes codes, never the layout.
         max_batch: sequences held at once (rows 0 .. max_batch - 1).
         max_q_len: most tokens one ``append`` may bring, 1 to 16.
         max_seqlen: longest sequence; None: what the whole pool could hold for one sequence.
-        saturate: clamp infinities of the inputs to the largest finite value of ``dtype``.
+        saturate: clamp the inputs to magnitudes (``largest``, of K and V) that ``dtype`` and the format's metadata
+            hold, so that infinities give finite results: 65504 (32752 with 1 bit) with fp16 metadata, 2^118 with bf16.
         rotate_keys: store K H with a random-sign Hadamard matrix H (QuaRot; formats of K per token, head_dim a power
             of two), which spreads outlier channels over a token's group; ``decode`` rotates queries likewise, so
             logits stay the same. ``gather`` and ``dequantize_pages`` give the rotated keys.
@@ -48,6 +53,12 @@ class KVCache(CacheState):
             ...), which need it; read whenever a page is packed, so it may be updated in place.
 
         pool: memory for the pages, uint8 [num_pages, num_heads_kv, record_bytes], which the caller owns; None: new.
+
+    A call does all of its work or raises and leaves every tensor, counter and page as it was, whatever raised: a
+    kernel that cannot be built, memory that runs out. (Bytes of a GPU's pool that hold no token mean nothing.) What
+    calls compute follows the dtypes given here, not the caller's default device, default dtype, autocast or inference
+    mode, and keeps no gradients. ``copy.copy`` gives a view of the same memory; ``copy.deepcopy``, ``pickle``,
+    ``torch.save`` and a trip to another process give a cache of its own, which no captured step knows.
 
     A sequence is a row. Every row may be used at once; ``add`` gives a vacant one, ``free`` vacates one, and a freed
     one takes no step before ``add`` or ``prefill`` starts it anew. Calls know from the host's copy of the counters
@@ -69,22 +80,21 @@ class KVCache(CacheState):
         """Add any number of tokens to one sequence and pack every full block; a freed sequence starts anew.
 
         k, v: [tokens, num_heads_kv, head_dim], the cache's dtype or fp32. The state equals that of
-        appending the tokens one by one and flushing. Raises before anything is written.
+        appending the tokens one by one and flushing.
         """
         self.settle("prefill")
-        rows = self.check_rows([seq], alive=False)
+        rows = self.check_rows([integer("seq", seq)], alive=False)
         tokens, = check_rank("k", k, ("tokens", self.num_heads_kv, self.head_dim))[:1]
         k, v = self._enter("k", k, (tokens,)), self._enter("v", v, (tokens,))
-        self.take_pages(rows, self.counts.n_tok[rows] + tokens)
-        self.start_rows(rows)
+        granted = self.missing_pages(rows, self.counts.n_tok[rows].astype(np.int64) + tokens)
+        self._extend(rows, [Extension(self, int(rows[0]), k, v, pack=True)], granted)
         self.edits += 1
-        self._extend(int(rows[0]), k, v, pack=True)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, seqs: Sequence[int] | torch.Tensor | None = None) -> None:
         """Add the same number of new tokens to each of several sequences, after packing what earlier steps filled.
 
         k, v: [batch, tokens, num_heads_kv, head_dim] with 1 <= tokens <= max_q_len, the cache's dtype or
-        fp32. seqs: the batch's rows of the cache, default 0 .. batch - 1. Raises before anything is written.
+        fp32. seqs: the batch's rows of the cache, default 0 .. batch - 1.
 
         While a CUDA graph is captured nothing is reserved and no length is checked but on the device; seqs may then
         also be an int32 tensor [batch] of distinct rows on the device, which each replay reads. The same holds for
@@ -110,18 +120,15 @@ class KVCache(CacheState):
         k, v = self._enter("k", k, lead), self._enter("v", v, lead)
         step = BACKENDS[self.device.type].append
         if capturing:
+            step(self, picked, k, v)
             self.is_captured = True
-            step(self, picked, k, v)
             return
-        self.take_pages(rows, self.counts.n_tok[rows] + tokens)
-        self.start_rows(rows)
+        granted = self.missing_pages(rows, self.counts.n_tok[rows] + tokens)
         if step:
-            step(self, picked, k, v)
-            self._follow_step(rows, tokens)
+            self._step(rows, picked, k, v, granted)
         else:
-            self._flush(rows)
-            for i, row in enumerate(rows.tolist()):
-                self._extend(row, k[i], v[i], pack=False)
+            self._extend(rows, [Extension(self, row, k[i], v[i], pack=False) for i, row in enumerate(rows.tolist())],
+                         granted)
 
     def _append_traced(self, k: torch.Tensor, v: torch.Tensor, seqs: torch.Tensor | None) -> None:
         """``append`` as the operator lowbit_attn::append, which ops.py defines."""
@@ -141,18 +148,29 @@ class KVCache(CacheState):
     def flush(self, seqs: Sequence[int] | None = None) -> None:
         """Pack every full block beyond the windows of these sequences (default: all). Idempotent."""
         self.settle("flush")
-        self._flush(self.check_rows(seqs))
+        rows = self.check_rows(seqs)
+        n_sink, n_qk, n_qv, n_tok = (count[rows] for count in self.counts)
+        filled = n_tok - n_sink - layout.PAGE_TOKENS
+        rows = rows[(filled - n_qk >= self.window_k) | (filled - n_qv >= self.window_v)]
+        if len(rows):
+            nothing = self.ring_k[0, :, :0].transpose(0, 1)
+            self._extend(rows, [Extension(self, row, nothing, nothing, pack=True) for row in rows.tolist()], {})
 
     def reserve(self, seqs: Sequence[int], lengths: int | Sequence[int]) -> None:
         """Take the pages that these sequences need to reach these lengths, one for each or one for all.
 
         Steps up to there then need nothing of the host, so they may be captured in a CUDA graph. Raises
-        PageExhaustedError, or ValueError beyond max_seqlen, before anything is written.
+        PageExhaustedError, or ValueError beyond max_seqlen.
         """
         self.settle("reserve")
         rows = self.check_rows(seqs)
-        self.take_pages(rows, np.broadcast_to(np.asarray(lengths, dtype=np.int64), rows.shape))
-        self.start_rows(rows)
+        lengths = self.per_row("lengths", lengths, rows)
+        if (lengths < 0).any():
+            raise ValueError(f"lengths: got {lengths.tolist()}, supported: 0 to max_seqlen = {self.max_seqlen} tokens")
+        granted = self.missing_pages(rows, lengths)
+        with Journal() as journal:
+            self._enter_pages(journal, rows, granted)
+        self._hold(rows, granted)
 
     def rewind(self, seqs: Sequence[int], tokens: int | Sequence[int]) -> None:
         """Drop the last tokens of these sequences (rejected drafts), a number for each or one for all.
@@ -164,11 +182,12 @@ class KVCache(CacheState):
         rows = self.check_rows(seqs)
         n_sink, n_qk, _, n_tok = (count[rows] for count in self.counts)
         most = np.where(n_qk > 0, n_tok - n_sink - n_qk, n_tok)
-        tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), rows.shape)
+        tokens = self.per_row("tokens", tokens, rows)
         if (tokens < 0).any() or (tokens > most).any():
             raise ValueError(f"tokens: got {tokens.tolist()} for sequences {rows.tolist()}, supported: 0 to "
                              f"{most.tolist()}, the last tokens that are held in 16 bit")
-        self._set_lengths(rows, n_tok - tokens)
+        length = n_tok - tokens
+        self._set_counters(rows, dict(n_tok=length, n_sink=np.minimum(length, self.sinks)))
 
     def add(self) -> int:
         """The lowest vacant row, in use from now on; RuntimeError if every row holds a sequence."""
@@ -177,7 +196,10 @@ class KVCache(CacheState):
         if row is None:
             raise RuntimeError(f"add: all max_batch = {self.max_batch} rows hold sequences; free one or allocate with "
                                "a larger max_batch")
-        self.start_rows(np.array([row]))
+        rows = np.array([row])
+        with Journal() as journal:
+            self._enter_pages(journal, rows, {})
+        self._hold(rows, {})
         return row
 
     def free(self, seqs: Sequence[int]) -> None:
@@ -187,26 +209,26 @@ class KVCache(CacheState):
         if (self.book.state[rows] == FREED).any():
             raise ValueError(f"seqs: {rows[self.book.state[rows] == FREED].tolist()} were freed before, supported: "
                              "rows in use")
-        for row in rows.tolist():
-            self._empty_row(row)
-            self.book.state[row] = FREED
-            self.limit[row].fill_(0)
+        self._empty(rows, 0)
+        self.book.state[rows] = FREED
 
     def clear(self, seqs: Sequence[int]) -> None:
         """Forget the tokens of these sequences and return their pages; the rows stay in use."""
         self.settle("clear")
-        for row in self.check_rows(seqs).tolist():
-            self._empty_row(row)
+        self._empty(self.check_rows(seqs), self._limit(0))
 
     def share(self, src: int, dst: int, tokens: int | None = None) -> None:
         """Make the empty row dst a copy of the first ``tokens`` tokens of src (default: all), with common pages.
 
         Pages whose both sides are packed are held by both sequences; a page whose V is still in 16 bit, the sinks and
         the open block are copied. A prefix must end where its pages do: up to n_sink, n_sink plus whole packed pages,
-        or anywhere in what src holds of K in 16 bit. Raises before anything is written.
+        or anywhere in what src holds of K in 16 bit.
         """
         self.settle("share")
-        src, dst = int(self.check_rows([src])[0]), int(self.check_rows([dst], alive=False)[0])
+        src, dst = integer("src", src), integer("dst", dst)
+        tokens = None if tokens is None else integer("tokens", tokens)
+        self.check_rows([src])
+        self.check_rows([dst], alive=False)
         if src == dst or self.counts.n_tok[dst] or self.book.held[dst]:
             raise ValueError(f"dst: row {dst} is src or holds tokens or pages, supported: an empty row")
         n_sink, n_qk, n_qv, n_tok = (int(count[src]) for count in self.counts)
@@ -218,21 +240,20 @@ class KVCache(CacheState):
         n_qk, n_qv = (min(n, rest // layout.PAGE_TOKENS * layout.PAGE_TOKENS) for n in (n_qk, n_qv))
         pages = self.book.held[src][: n_qk // layout.PAGE_TOKENS]
         common, own = pages[: n_qv // layout.PAGE_TOKENS], pages[n_qv // layout.PAGE_TOKENS :]
-        self.book.require(len(own))
-        self.start_rows(np.array([dst]))
-        self.edits += 1
+        rows, fresh = np.array([dst]), self.book.next_free(len(own))
+        counts = dict(n_sink=min(tokens, self.sinks), n_qk=n_qk, n_qv=n_qv, n_tok=tokens)
+        counts = {name: np.array([value]) for name, value in counts.items()}
+        with Journal() as journal:
+            self._enter_pages(journal, rows, {dst: [*common, *fresh]} if pages else {})
+            for page, copied in zip(fresh, own):
+                journal.write(self.pool[page], self.pool[copied])
+            for store in (self.sink_k, self.sink_v, self.ring_k, self.ring_v):
+                journal.write(store[dst], store[src])
+            self._write_counters(journal, rows, counts)
         self.book.hold(dst, common)
-        fresh = self.book.take(dst, len(own))
-        if own:
-            self.pool[self.upload(fresh).long()] = self.pool[self.upload(own).long()]
-        if pages:
-            self.table[dst, : len(pages)] = self.upload(self.book.held[dst])
-        for store in (self.sink_k, self.sink_v, self.ring_k, self.ring_v):
-            store[dst] = store[src]
-        self.refresh_limit(dst)
-        self._set_counter("n_qk", dst, n_qk)
-        self._set_counter("n_qv", dst, n_qv)
-        self._set_lengths(np.array([dst]), np.array([tokens]))
+        self._hold(rows, {dst: fresh})
+        self._note_counters(rows, counts)
+        self.edits += 1
 
     # ---- reading
 
@@ -249,16 +270,19 @@ class KVCache(CacheState):
         tails = 2 * n_tok - n_qk - n_qv  # sinks included
         return packed // layout.PAGE_TOKENS * self.num_heads_kv + tails * token
 
-    def dequantize_pages(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page ids int [n] -> K, V fp32 [n, num_heads_kv, 128, head_dim]."""
-        return BACKENDS[self.device.type].read_pages(self, pages)
+    def dequantize_pages(self, pages: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page ids [n] -> K, V fp32 [n, num_heads_kv, 128, head_dim]. Waits for ids that are on the device."""
+        ids = integers("pages", pages)
+        if ids and not 0 <= min(ids) <= max(ids) < self.num_pages:
+            raise ValueError(f"pages: got {ids}, supported: 0 to num_pages - 1 = {self.num_pages - 1}")
+        return BACKENDS[self.device.type].read_pages(self, self.upload(ids))
 
     def gather(self, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All of one sequence as the cache holds it: K, V fp32 [num_heads_kv, seqlen, head_dim]."""
         self.settle("gather")
-        seq = int(self.check_rows([seq], alive=False)[0])
+        seq = int(self.check_rows([integer("seq", seq)], alive=False)[0])
         n_sink, n_qk, n_qv, n_tok = (int(count[seq]) for count in self.counts)
-        k, v = self.dequantize_pages(self.table[seq, : n_qk // layout.PAGE_TOKENS])
+        k, v = BACKENDS[self.device.type].read_pages(self, self.table[seq, : n_qk // layout.PAGE_TOKENS])
         packed = (x.transpose(0, 1).flatten(1, 2) for x in (k, v))
         return tuple(
             torch.cat((sink[seq, :, :n_sink].float(), pages[:, :n_q],
@@ -269,90 +293,97 @@ class KVCache(CacheState):
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or queries [..., head_dim] in the cache's dtype, rotated (in fp32, rounded once) if it rotates keys."""
-        return (x if self.rotation is None else x.float() @ self.rotation).to(self.dtype)
+        if self.rotation is not None:
+            with full_precision(x.device.type):
+                x = x.float() @ self.rotation
+        return x.to(self.dtype)
 
     # ---- parts of the steps
 
     def _enter(self, name: str, x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
         check_tensor(name, x, (*lead, self.num_heads_kv, self.head_dim), (self.dtype, torch.float32), self.device)
-        x = self.rotate(x) if name == "k" else x.to(self.dtype)
-        if not self.saturate:
-            return x
-        largest = torch.finfo(self.dtype).max
-        return x.clamp(-largest, largest)
+        x = x.detach() if x.requires_grad else x
+        largest = self.largest[name == "v"] if self.saturate else None
+        if name == "k" and self.rotation is not None:
+            x = self.rotate(x if largest is None else x.clamp(-largest, largest))
+        x = x.to(self.dtype)
+        return x if largest is None else x.clamp(-largest, largest)
 
     def _slots(self, start: int, stop: int, ring: torch.Tensor) -> torch.Tensor:
         return torch.arange(start, stop, device=self.device) % ring.shape[2]
 
-    def _set_counter(self, name: str, rows, values) -> None:
-        """Set a counter of some rows to host values, here and on the device, without waiting for it."""
-        getattr(self.counts, name)[rows] = values
-        if self.device.type != "cpu":
-            if isinstance(rows, np.ndarray):
-                getattr(self, name)[self.row_tensor(rows).long()] = self.upload(values)
-            else:
-                getattr(self, name)[rows].fill_(int(values))
+    def _extend(self, rows: np.ndarray, extensions: list[Extension], granted: dict[int, list[int]]) -> None:
+        """Write what these rows get, in the order of the extensions, and their pages."""
+        sides = set().union(*(extension.sides for extension in extensions))
+        BACKENDS[self.device.type].ready(self, sides)
+        counts = {name: np.concatenate([extension.counts[name] for extension in extensions] or [rows])
+                  for name in Counts._fields}
+        with Journal() as journal:
+            self._enter_pages(journal, rows, granted)
+            for extension in extensions:
+                extension.write(journal)
+            self._write_counters(journal, rows, counts)
+        self._hold(rows, granted)
+        self._note_counters(rows, counts)
 
-    def _set_lengths(self, rows: np.ndarray, n_tok: np.ndarray) -> None:
-        self._set_counter("n_tok", rows, n_tok)
-        self._set_counter("n_sink", rows, np.minimum(n_tok, self.sinks))
+    def _step(self, rows: np.ndarray, picked: torch.Tensor, k, v, granted: dict[int, list[int]]) -> None:
+        """A step on the device, its kernel's launch the last thing that can fail; picked: the rows there."""
+        backend, counts = BACKENDS[self.device.type], self._after_step(rows, k.shape[1])
+        if granted:
+            backend.ready(self, ("append",))
+            with Journal() as journal:
+                self._enter_pages(journal, rows, granted)
+                backend.append(self, picked, k, v)
+        else:
+            backend.append(self, picked, k, v)
+        self._hold(rows, granted)
+        self._note_counters(rows, counts)
 
-    def _empty_row(self, row: int) -> None:
-        """Give back a row's pages and set its counters to 0."""
-        self.edits += 1
-        self.book.release(row)
-        self.table[row].fill_(-1)
-        self.refresh_limit(row)
-        for name in self.counts._fields:
-            self._set_counter(name, row, 0)
-
-    def _follow_step(self, rows: np.ndarray, tokens: int) -> None:
-        """What a step of ``append`` on the device does to the counters, done to the host's copy."""
-        n_sink, n_qk, n_qv, n_tok = self.counts
-        length = n_tok[rows]
-        filled = length - n_sink[rows]
-        for n_packed, window in ((n_qk, self.window_k), (n_qv, self.window_v)):
-            full = filled - n_packed[rows] >= window + layout.PAGE_TOKENS
-            if full.any():
-                n_packed[rows[full]] += layout.PAGE_TOKENS
-        n_tok[rows] = length = length + tokens
-        n_sink[rows] = np.minimum(length, self.sinks)
-
-    def _flush(self, rows: np.ndarray) -> None:
+    def _after_step(self, rows: np.ndarray, tokens: int) -> dict[str, np.ndarray]:
+        """The counters that a step of ``append`` on the device moves, of these rows: what they are afterwards."""
         n_sink, n_qk, n_qv, n_tok = (count[rows] for count in self.counts)
+        after = dict(n_tok=n_tok + tokens)
+        if self.sinks:
+            after["n_sink"] = np.minimum(after["n_tok"], self.sinks)
         filled = n_tok - n_sink
-        for side, n_packed, window in (("k", n_qk, self.window_k), ("v", n_qv, self.window_v)):
-            for row in rows[filled - n_packed >= window + layout.PAGE_TOKENS].tolist():
-                ring = self.ring_k if side == "k" else self.ring_v
-                first = int(self.counts.n_tok[row] - self.counts.n_sink[row])
-                self._extend_side(row, ring[row, :, :0].transpose(0, 1), first, side, pack=True)
+        for name, n_packed, window in (("n_qk", n_qk, self.window_k), ("n_qv", n_qv, self.window_v)):
+            full = filled - n_packed >= window + layout.PAGE_TOKENS
+            if full.any():
+                after[name] = n_packed + layout.PAGE_TOKENS * full
+        return after
 
-    def _extend(self, row: int, k: torch.Tensor, v: torch.Tensor, pack: bool) -> None:
-        """Add tokens k, v [tokens, num_heads_kv, head_dim] to a row; pack: with every block that they fill."""
-        old, at = int(self.counts.n_tok[row]), int(self.counts.n_sink[row])
-        fresh = min(k.shape[0], self.sinks - at)
-        if fresh:
-            self.sink_k[row, :, at : at + fresh] = k[:fresh].transpose(0, 1)
-            self.sink_v[row, :, at : at + fresh] = v[:fresh].transpose(0, 1)
-        first = max(0, old - self.sinks)  # relative position of the first token that is no sink
-        self._extend_side(row, k[fresh:], first, "k", pack)
-        self._extend_side(row, v[fresh:], first, "v", pack)
-        self._set_counter("n_sink", row, at + fresh)
-        self._set_counter("n_tok", row, old + k.shape[0])
+    def _write_counters(self, journal: Journal, rows: np.ndarray, counts: dict[str, np.ndarray]) -> None:
+        """Set counters of rows on the device, without waiting for it."""
+        if len(rows) == 1:
+            row, known = int(rows[0]), self.counts
+            for name, values in counts.items():
+                journal.fill(getattr(self, name)[row], int(values[0]), old=int(getattr(known, name)[row]))
+        elif len(rows):
+            index, uploaded = self.row_tensor(rows).long(), self.upload(np.stack(list(counts.values())))
+            for name, values in zip(counts, uploaded):
+                journal.keep(getattr(self, name))
+                getattr(self, name)[index] = values
 
-    def _extend_side(self, row: int, new: torch.Tensor, first: int, side: str, pack: bool) -> None:
-        """Add tokens new [tokens, H, D], whose relative positions start at ``first``, to one side."""
-        ring, name, window = ((self.ring_k, "n_qk", self.window_k) if side == "k"
-                              else (self.ring_v, "n_qv", self.window_v))
-        start, stop = int(getattr(self.counts, name)[row]), first + new.shape[0]
-        full = max(0, stop - start - window) // layout.PAGE_TOKENS if pack else 0
-        end = start + full * layout.PAGE_TOKENS
-        if full:
-            tokens = torch.cat((ring[row][:, self._slots(start, first, ring)].transpose(0, 1), new))
-            blocks = tokens[: end - start].unflatten(0, (-1, layout.PAGE_TOKENS)).transpose(1, 2)
-            pages = self.table[row, start // layout.PAGE_TOKENS : end // layout.PAGE_TOKENS]
-            BACKENDS[self.device.type].write_blocks(self, pages, blocks, side)
-            self._set_counter(name, row, end)
-        kept = max(first, end)
-        if stop > kept:
-            ring[row][:, self._slots(kept, stop, ring)] = new[kept - first :].transpose(0, 1)
+    def _note_counters(self, rows: np.ndarray, counts: dict[str, np.ndarray]) -> None:
+        """Set counters of rows in the host's copy, where it is one. Nothing here can fail."""
+        if self._counts is not None:
+            for name, values in counts.items():
+                getattr(self._counts, name)[rows] = values
+
+    def _set_counters(self, rows: np.ndarray, counts: dict[str, np.ndarray]) -> None:
+        with Journal() as journal:
+            self._write_counters(journal, rows, counts)
+        self._note_counters(rows, counts)
+
+    def _empty(self, rows: np.ndarray, limit: int) -> None:
+        """Give back the pages of rows, set their counters to 0 and their limits to this."""
+        counts = dict.fromkeys(Counts._fields, np.zeros_like(rows))
+        with Journal() as journal:
+            for row in rows.tolist():
+                journal.fill(self.table[row], -1)
+                journal.fill(self.limit[row], limit)
+            self._write_counters(journal, rows, counts)
+        for row in rows.tolist():
+            self.book.release(row)
+        self._note_counters(rows, counts)
+        self.edits += len(rows)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 
@@ -35,6 +36,7 @@ UNEVEN_PAGES = 32  # ... pages beyond it, from which an even share wins
 PAGES_A_CLUSTERED_SPLIT = 16  # up to that a cluster of fewer splits is faster than more splits that meet in L2
 PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (perf/NOTES.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
+GRID_PAGES = 65_535  # that one launch takes: CUDA's limit of a grid's second axis
 
 
 def target_of(device: torch.device) -> tuple[str, str]:
@@ -146,28 +148,34 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) ->
     """Run the chosen path into out and lse; raise NotImplementedError with the reasons if there is none."""
     if cache.rotate_keys:
         q = cache.rotate(q)
-    key = _serving(q, cache, options, num_splits, path)
-    if key is None:
-        o, logsumexp = reference.decode(q, cache, options)
-        out.copy_(o)
-        lse.copy_(logsumexp)
+    if _is_reference(cache, path):
+        with torch.no_grad():
+            o, logsumexp = reference.decode(q, cache, options)
+            out.copy_(o)
+            lse.copy_(logsumexp)
         return
-    _planned_anew(q, cache, options, num_splits, key, path).run(q, out, lse, options.sink_logits)
+    key = _served(q, cache, options, num_splits, path)
+    _plan_decode(q, cache, options, num_splits, key, path).run(q, out, lse, options.sink_logits)
 
 
-def ready(q, cache: KVCache, options: Attention, path, load: bool) -> None:
-    """Raise what ``decode`` would raise of this call; load: make its plan too, which loads its kernel."""
+def ready(q, cache: KVCache, options: Attention, num_splits, path, load: bool) -> None:
+    """Pick the kernel of a decode call, or raise NotImplementedError with the reasons; load: make its plan too, which
+    loads or builds the kernel."""
+    if _is_reference(cache, path):
+        return
     if cache.rotate_keys:
         q = cache.rotate(q)
-    key = _serving(q, cache, options, None, path)
-    if load and key is not None:
-        _planned_anew(q, cache, options, None, key, path)
+    key = _served(q, cache, options, num_splits, path)
+    if load:
+        _plan_decode(q, cache, options, num_splits, key, path)
 
 
-def _serving(q, cache: KVCache, options: Attention, num_splits, path) -> KernelKey | None:
-    """The kernel that serves a call, None: the reference; NotImplementedError with the reasons if there is none."""
-    if path == "reference" or (path is None and cache.device.type == "cpu"):
-        return None
+def _is_reference(cache: KVCache, path: str | None) -> bool:
+    return path == "reference" or (path is None and cache.device.type == "cpu")
+
+
+def _served(q, cache: KVCache, options: Attention, num_splits, path) -> KernelKey:
+    """The kernel that serves a call; NotImplementedError with the reasons if there is none."""
     if not _has_kernels(cache.device):
         raise NotImplementedError("; ".join(why_not(cache, q.shape[2], q.shape[1], path)))
     features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
@@ -196,8 +204,7 @@ def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (
     return key, []
 
 
-def _planned_anew(q, cache: KVCache, options: Attention, num_splits, key: KernelKey, path) -> DecodePlan:
-    """Plan a call, and keep the plan for calls like it."""
+def _plan_decode(q, cache: KVCache, options: Attention, num_splits, key: KernelKey, path) -> DecodePlan:
     plan = _make_plan(q, cache, options, num_splits, key)
     if path is None and num_splits is None and q.shape[0] > 1:
         plan.edits = cache.edits
@@ -286,22 +293,38 @@ def _part(cache: KVCache, side: str) -> torch.Tensor:
 
 def _write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, side: str) -> None:
     """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool."""
-    key = kernels.quantize_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
-    part = _part(cache, side)
+    key, part = _quantize_key(cache, side), _part(cache, side)
     weights = (cache.query_weights,) if side == "k" and cache.query_weights is not None else ()
-    loader.load(key)(blocks.contiguous(), pages.int(), part.view(torch.uint32), part.view(torch.uint16), *weights,
-                     cache.strides.page, cache.strides.head)
+    blocks, pages, quantize = blocks.contiguous(), pages.int(), loader.load(key)
+    for at in range(0, len(pages), GRID_PAGES):
+        some = slice(at, at + GRID_PAGES)
+        quantize(blocks[some], pages[some], part.view(torch.uint32), part.view(torch.uint16), *weights,
+                 cache.strides.page, cache.strides.head)
+
+
+def _quantize_key(cache: KVCache, side: str) -> KernelKey:
+    return kernels.quantize_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
 
 
 def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """A step of ``KVCache.append`` on the device: k, v [batch, tokens, heads, head_dim] to rows int32 [batch]."""
+    _step_plan(cache).run(rows, k, v)
+
+
+def _step_plan(cache: KVCache) -> StepPlan:
     plans, name = plans_of(cache), (_STEP, _ENVIRONMENT.get(_ARCH))
     plan = plans.get(name)
     if plan is None or not plan.serves(cache):
         key = kernels.append_key(*_specialisation(cache)[1:], cache.format, cache.range_search)
         plan = StepPlan(cache, loader.load(key), _part(cache, "k"))
         plans.keep(name, plan, cache)
-    plan.run(rows, k, v)
+    return plan
+
+
+def _ready(cache: KVCache, calls: Collection[str]) -> None:
+    """Load or build the kernels of these calls: "k" and "v", that pack a side, and "append"."""
+    for call in calls:
+        _step_plan(cache) if call == "append" else loader.load(_quantize_key(cache, call))
 
 
 def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,11 +333,12 @@ def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torc
     sides = []
     for name, side in (("k", cache.format.k), ("v", cache.format.v)):
         out = torch.empty(shape, dtype=torch.float32, device=cache.device)
-        if pages.numel():
+        for at in range(0, len(pages), GRID_PAGES):
+            some = slice(at, at + GRID_PAGES)
             key = kernels.dequantize_key(target_of(cache.device)[1], cache.head_dim, cache.format, name)
             part = _part(cache, name)
-            loader.load(key)(pages.int(), part.view(torch.uint32), part.view(side.storage), out, cache.strides.page,
-                             cache.strides.head)
+            loader.load(key)(pages[some].int(), part.view(torch.uint32), part.view(side.storage), out[some],
+                             cache.strides.page, cache.strides.head)
         sides.append(out)
     return sides[0], sides[1]
 
@@ -327,4 +351,4 @@ def _prepare_cuda(cache: KVCache) -> None:
     prepare(torch.empty(0, device=cache.device).device, kernels.arch_package(arch).EMPTY)  # the device with its index
 
 
-BACKENDS["cuda"] = Backend(_prepare_cuda, _write_blocks, _read_pages, _append)
+BACKENDS["cuda"] = Backend(_prepare_cuda, _write_blocks, _read_pages, _append, _ready, launches=True)

@@ -16,7 +16,9 @@ import torch
 
 from lowbit_attn import dispatch
 from lowbit_attn.cache import BACKENDS, KVCache, Strides
+from lowbit_attn.extend import Extension
 from lowbit_attn.formats import FORMATS
+from lowbit_attn.journal import Journal
 from lowbit_attn.reference import Attention
 from lowbit_attn.state import STATE, STEP_STATE, Counts
 
@@ -138,8 +140,10 @@ def _append_in_torch(cache: HeldCache, rows: torch.Tensor, k: torch.Tensor, v: t
         elif cache.n_tok[row] + k.shape[1] > cache.limit[row]:
             cache.faults[row] = 1
         else:
-            cache._flush(np.array([row]))
-            cache._extend(row, k[i], v[i], pack=False)
+            extension = Extension(cache, row, k[i], v[i], pack=False)
+            with Journal() as journal:
+                extension.write(journal)
+                cache._write_counters(journal, np.array([row]), extension.counts)
 
 
 for _device in ("CPU", "CUDA"):

@@ -39,6 +39,11 @@ class PageBook:
             raise PageExhaustedError(f"the call needs {count} pages, {len(self.free)} of {len(self.refs)} are free; "
                                      "free sequences or allocate with a larger num_pages")
 
+    def next_free(self, count: int) -> list[int]:
+        """Ids of the pages that ``take`` hands out next; raises PageExhaustedError if there are fewer."""
+        self.require(count)
+        return self.free[: -count - 1 : -1]
+
     def take(self, row: int, count: int) -> list[int]:
         """Give a row so many free pages behind those it holds; returns their ids."""
         self.require(count)

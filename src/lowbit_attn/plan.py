@@ -42,7 +42,7 @@ class Buffer:
 
     def is_like(self, x) -> bool:
         return (isinstance(x, torch.Tensor) and x.dtype is self.dtype and x.shape == self.shape and x.is_contiguous()
-                and x.device == self.device and not x.data_ptr() % ACCESS_BYTES)
+                and x.device == self.device and not x.data_ptr() % ACCESS_BYTES and not x.requires_grad)
 
 
 class DecodePlan:
@@ -87,7 +87,10 @@ class DecodePlan:
 
     def takes(self, q: torch.Tensor, out, lse, sink_logits) -> bool:
         """Whether ``launch`` takes a call's tensors as they are, which says that they are valid too."""
-        return (self.is_exact and q.is_contiguous() and q.device == self.device and (out is None or self.o.is_like(out))
+        # asked of a GPU's tensor, its number takes half the time of its device
+        is_here = q.get_device() == self.index if self.is_cuda else q.device == self.device
+        return (is_here and self.is_exact and q.is_contiguous() and not q.data_ptr() % ACCESS_BYTES
+                and not q.requires_grad and (out is None or self.o.is_like(out))
                 and (lse is None or self.lse.is_like(lse))
                 and (sink_logits is None or self.sink_logits.is_like(sink_logits)))
 
@@ -98,9 +101,9 @@ class DecodePlan:
         q: the plan's shape, rotated as the cache's keys are. out [batch, q_len, num_heads, head_dim] of q's dtype and
         lse fp32 [batch, num_heads, q_len]: where results go, in any layout; None: new ones.
         """
-        o, logsumexp = self.launch(q.to(self.dtype).contiguous(), out if self.o.is_like(out) else None,
+        o, logsumexp = self.launch(_aligned(q.detach().to(self.dtype)), out if self.o.is_like(out) else None,
                                    lse if self.lse.is_like(lse) else None,
-                                   None if sink_logits is None else sink_logits.contiguous())
+                                   None if sink_logits is None else _aligned(sink_logits.detach()))
         return _result(o, out, self.q_dtype), _result(logsumexp, lse, torch.float32)
 
     def launch(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None,
@@ -163,7 +166,7 @@ class StepPlan:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """New tokens as the kernel reads them: contiguous, from an address of its widest loads."""
+    """A tensor as kernels read it: contiguous, from an address of their widest loads."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % ACCESS_BYTES else x
 
@@ -173,7 +176,8 @@ def _result(written: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtyp
     if given is None:
         return written if written.dtype == dtype else written.to(dtype)
     if given is not written:
-        given.copy_(written)
+        with torch.no_grad():
+            given.copy_(written)
     return given
 
 

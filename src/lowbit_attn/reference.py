@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lowbit_attn.precision import full_precision
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -27,7 +29,7 @@ class Attention:
 PLAIN = Attention()
 
 
-def visible(q_len: int, seqlen: int, options: Attention = PLAIN, n_sink: int = 0, device=None) -> torch.Tensor:
+def visible(q_len: int, seqlen: int, options: Attention = PLAIN, n_sink: int = 0, device="cpu") -> torch.Tensor:
     """Which positions the last q_len queries of a sequence see: bool [q_len, seqlen].
 
     Query j sees positions <= seqlen - q_len + j; with a window only the last ``window`` of them, and the first
@@ -49,6 +51,11 @@ def attention(q, k, v, options: Attention = PLAIN, n_sink: int = 0, causal: bool
     [q_len, num_heads, head_dim] and lse fp32 [num_heads, q_len] (natural log). A row that sees nothing gives o = 0
     and lse = -inf.
     """
+    with full_precision(q.device.type):
+        return _attention(q, k, v, options, n_sink, causal)
+
+
+def _attention(q, k, v, options: Attention, n_sink: int, causal: bool):
     q_len, num_heads, head_dim = q.shape
     num_heads_kv, seqlen, _ = k.shape
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
@@ -94,10 +101,11 @@ def merge_states(o, lse):
     [num_states, batch, num_heads, q_len], natural log, -inf for an empty state (its o is ignored).
     Returns (o, lse) without the first axis; o in fp32.
     """
-    merged = lse.logsumexp(0)
-    weight = torch.exp(lse - torch.where(merged == float("-inf"), 0.0, merged))
-    weight = weight.transpose(2, 3)[..., None]
-    return (torch.where(weight == 0, 0.0, o.float()) * weight).sum(0), merged
+    with full_precision(lse.device.type):
+        merged = lse.logsumexp(0)
+        weight = torch.exp(lse - torch.where(merged == float("-inf"), 0.0, merged))
+        weight = weight.transpose(2, 3)[..., None]
+        return (torch.where(weight == 0, 0.0, o.float()) * weight).sum(0), merged
 
 
 def decode(q, cache, options: Attention = PLAIN):

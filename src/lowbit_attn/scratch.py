@@ -27,9 +27,9 @@ def no_sink_logit(device: torch.device) -> torch.Tensor:
     """A sink logit of -inf for every head: fp32 [1]. Kept for good, since captured graphs outlive plans."""
     if device not in _NO_SINK_LOGIT:
         if is_capturing(device):
-            return torch.full((1,), -torch.inf, device=device)
+            return torch.full((1,), -torch.inf, dtype=torch.float32, device=device)
         # a copy from the host is complete when it returns, so that any stream may read it
-        _NO_SINK_LOGIT[device] = torch.tensor([-torch.inf], device=device)
+        _NO_SINK_LOGIT[device] = torch.tensor([-torch.inf], dtype=torch.float32, device=device)
     return _NO_SINK_LOGIT[device]
 
 
@@ -40,7 +40,7 @@ def prepare(device: torch.device, word: int | None) -> None:
         with _STOCK:
             for own, count in ((0, GRAPH_COUNTERS), (word, GRAPH_SCRATCH)):
                 if own is not None and (device, own) not in _FREE:
-                    _FREE[device, own] = torch.full((count,), own, dtype=torch.int32).to(device)
+                    _FREE[device, own] = torch.full((count,), own, dtype=torch.int32, device="cpu").to(device)
 
 
 def partials(shape: tuple[int, ...], word: int | None, device: torch.device, header: int = 0) -> torch.Tensor:

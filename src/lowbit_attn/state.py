@@ -6,6 +6,7 @@ do without reading the device.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.backend import BACKENDS
-from lowbit_attn.checks import check_tensor, one_of
+from lowbit_attn.checks import check_tensor, integer, integers, is_sequence, is_truth, one_of
+from lowbit_attn.copies import Copies
 from lowbit_attn.formats import FORMATS, Format, unnamed
 from lowbit_attn.formats.rotation import hadamard
 from lowbit_attn.formats.uniform import PerToken
+from lowbit_attn.journal import Journal
 from lowbit_attn.pages import FREED, LIVE, UNUSED, PageBook
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -24,6 +27,8 @@ MAX_Q_LEN = 16
 # The public state that kernels take, by name: of decode, and of a step
 STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v")
 STEP_STATE = (*STATE, "limit", "faults", "arrivals")
+MAX_ENTRIES = (1 << 31) - 1  # of the table, and record units of the pool: kernels count them in int32
+MAX_TOKENS = 1 << 30  # of a sequence: windows of more see all
 RING_ALIGN = 64  # ring slots come in whole tiles of this many tokens, so that no tile wraps around
 
 
@@ -55,13 +60,15 @@ class Counts(NamedTuple):
     n_tok: np.ndarray
 
 
-class CacheState:
+class CacheState(Copies):
     """What a KVCache holds, documented there; ``counts``, ``book``, ``is_captured`` and ``edits`` are the host's."""
 
     edits = 0  # how often the host gave rows other sequences: what it knew of their lengths before does not hold
+    _counts: Counts | None = None  # of the device; None: the counters are the host's to read
 
+    @torch.inference_mode(False)  # else calls outside inference mode could not write to what is made here
     def __init__(self, format: str | Format, num_pages: int, num_heads_kv: int, head_dim: int,
-                 dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu", sinks: int = 0,
+                 dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu", sinks: int | None = None,
                  range_search: bool | None = None, *, max_batch: int = 1, max_q_len: int = 1,
                  max_seqlen: int | None = None, saturate: bool = False, rotate_keys: bool = False,
                  query_weights: torch.Tensor | None = None, pool: torch.Tensor | None = None):
@@ -69,14 +76,17 @@ class CacheState:
         if not isinstance(format, str | Format):
             raise TypeError(f"format: got {format!r}, supported: a Format or a name: {', '.join(FORMATS)}, or any of "
                             f"{', '.join(FORMATS.grammars)}")
-        for name, value, low, high in (
-            ("num_pages", num_pages, 1, None), ("num_heads_kv", num_heads_kv, 1, None), ("sinks", sinks, 0, None),
-            ("max_batch", max_batch, 1, None), ("max_q_len", max_q_len, 1, MAX_Q_LEN),
-            ("max_seqlen", 1 if max_seqlen is None else max_seqlen, 1, None),
-        ):
-            if value < low or (high is not None and value > high):
-                raise ValueError(f"{name}: got {value}, supported: {low} to {high or 'any'}")
         self.format = FORMATS[format] if isinstance(format, str) else format
+        sinks = self.format.sinks if sinks is None else sinks
+        num_pages, num_heads_kv, head_dim, sinks, max_batch, max_q_len, most = (
+            _within(name, value, low, high) for name, value, low, high in (
+                ("num_pages", num_pages, 1, None), ("num_heads_kv", num_heads_kv, 1, None),
+                ("head_dim", head_dim, None, None), ("sinks", sinks, 0, MAX_TOKENS), ("max_batch", max_batch, 1, None),
+                ("max_q_len", max_q_len, 1, MAX_Q_LEN),
+                ("max_seqlen", MAX_TOKENS if max_seqlen is None else max_seqlen, 1, MAX_TOKENS)))
+        for name, value, others in (("range_search", range_search, (None,)), ("saturate", saturate, ()),
+                                    ("rotate_keys", rotate_keys, ())):
+            is_truth(name, value, *others)
         self.unnamed = unnamed(self.format)
         self.record = self.format.record(head_dim)
         self.layout_id = layout.LAYOUT_ID
@@ -91,7 +101,8 @@ class CacheState:
         self.max_batch, self.max_q_len = max_batch, max_q_len
         self.window_k = max(self.format.window_k, max_q_len - 1)
         self.window_v = max(self.format.window_v, max_q_len - 1)
-        self.max_seqlen = self._reach(num_pages) if max_seqlen is None else max_seqlen
+        self.max_seqlen = min(self._reach(num_pages), most) if max_seqlen is None else most
+        self.largest = tuple(_rounded_down(side.largest(), dtype) for side in (self.format.k, self.format.v))
         one_of("device", self.device.type, list(BACKENDS))
         BACKENDS[self.device.type].prepare(self)
         self._allocate(pool)
@@ -107,11 +118,13 @@ class CacheState:
                 raise ValueError("query_weights: got negative or non-finite values, supported: means of |q|")
             if not weights.is_contiguous():
                 raise ValueError(f"query_weights: got strides {weights.stride()}, supported: contiguous")
-        return weights
+        return weights.detach() if weights is not None and weights.requires_grad else weights
 
     def _allocate(self, pool: torch.Tensor | None) -> None:
         # at least one table entry and one sink row, never read, so that kernels always get a valid pointer
         max_pages = max(1, int(self._num_packed(self.max_seqlen, self.window_k)) // layout.PAGE_TOKENS)
+        units = self.record.nbytes // layout.RECORD_ALIGN
+        self._check_sizes(max_pages, units)
         ints = dict(dtype=torch.int32, device=self.device)
         tokens = dict(dtype=self.dtype, device=self.device)
         side = (self.max_batch, self.num_heads_kv)
@@ -123,9 +136,11 @@ class CacheState:
         if not pool.is_contiguous() or not aligned:
             raise ValueError(f"pool: got strides {pool.stride()} at address {pool.data_ptr():#x}, supported: "
                              f"contiguous, on a GPU aligned to {layout.RECORD_ALIGN} bytes")
+        if pool.is_inference():
+            raise ValueError("pool: got memory made under torch.inference_mode(), which calls outside it cannot write, "
+                             "supported: memory made outside")
         self.pool = pool
         self.table = torch.full((self.max_batch, max_pages), -1, **ints)
-        units = self.record.nbytes // layout.RECORD_ALIGN
         self.strides = Strides(self.num_heads_kv * units, units, max_pages, 0)
         self.n_sink, self.n_qk, self.n_qv, self.n_tok = (torch.zeros(self.max_batch, **ints) for _ in range(4))
         self.sink_k = torch.zeros((*side, max(1, self.sinks), self.head_dim), **tokens)
@@ -140,6 +155,17 @@ class CacheState:
         self.is_captured = False  # whether a CUDA graph or compiled code holds a step, which may run at any time
         self._row_tensors: dict[tuple[int, ...], torch.Tensor] = {}
         self.bind()
+
+    def _check_sizes(self, max_pages: int, units: int) -> None:
+        """Raise ValueError for what kernels could not address."""
+        most = MAX_ENTRIES // (self.num_heads_kv * units)
+        if self.num_pages > most:
+            pool_gib = (MAX_ENTRIES + 1) * layout.RECORD_ALIGN >> 30
+            raise ValueError(f"num_pages: got {self.num_pages} of {self.num_heads_kv} x {self.record.nbytes} bytes, "
+                             f"supported: pools of at most {pool_gib} GiB, {most} pages")
+        if self.max_batch * max_pages > MAX_ENTRIES:
+            raise ValueError(f"max_batch: got {self.max_batch} sequences of at most {max_pages} pages, supported: "
+                             f"{MAX_ENTRIES} table entries in all; a smaller max_seqlen takes fewer for each sequence")
 
     # ---- sizes
 
@@ -167,12 +193,15 @@ class CacheState:
     def counters(self) -> tuple[torch.Tensor, ...]:
         return self.n_sink, self.n_qk, self.n_qv, self.n_tok
 
+    @property
+    def counts(self) -> Counts:
+        """The host's copy of the counters; on the CPU the counters themselves, wherever their memory is by now."""
+        return Counts(*(x.numpy() for x in self.counters())) if self._counts is None else self._counts
+
     def bind(self) -> None:
         """Make the host's copy of the counters anew, from their tensors."""
-        if self.device.type == "cpu":
-            self.counts = Counts(*(x.numpy() for x in self.counters()))
-        else:
-            self.counts = Counts(*torch.stack(self.counters()).cpu().numpy())
+        on_host = self.device.type == "cpu"
+        self._counts = None if on_host else Counts(*torch.stack(self.counters()).cpu().numpy())
 
     def sync(self) -> None:
         """Read the counters of the device, which captured steps move; waits for it. Raises as ``check`` does."""
@@ -180,9 +209,12 @@ class CacheState:
         read = torch.cat((*self.counters(), self.faults)).cpu().numpy()
         for mine, theirs in zip(self.counts, read[: 4 * self.max_batch].reshape(4, -1)):
             mine[:] = theirs
-        started = (self.counts.n_tok > 0) & (self.book.state == UNUSED)
-        self.book.state[started] = LIVE
+        self._mark_started()
         self._raise_faults(read[4 * self.max_batch :])
+
+    def _mark_started(self) -> None:
+        """Rows that steps on the device started are in use."""
+        self.book.state[(self.counts.n_tok > 0) & (self.book.state == UNUSED)] = LIVE
 
     def known_pages(self, batch: int) -> np.ndarray | None:
         """Pages of the first ``batch`` rows as the host last knew them, without waiting for the device; or None."""
@@ -219,17 +251,23 @@ class CacheState:
     # ---- rows
 
     def check_rows(self, seqs: Sequence[int] | None, count: int | None = None, alive: bool = True) -> np.ndarray:
-        """Rows as an int array; ValueError unless they are distinct rows, and none freed if they must be alive.
+        """Rows as an int array; TypeError unless they are integers, ValueError unless they are distinct rows, and none
+        freed if they must be alive.
 
         seqs: None stands for the first ``count`` rows (default: all).
         """
-        count = self.max_batch if count is None else count
-        rows = np.arange(count) if seqs is None else np.array([int(s) for s in seqs], dtype=np.int64)
-        named = rows.tolist()
+        if seqs is None and (count is None or count <= self.max_batch):
+            rows = np.arange(self.max_batch if count is None else count)
+            return self._check_alive(rows) if alive else rows
+        named = list(range(count)) if seqs is None else integers("seqs", seqs)
         if named and (min(named) < 0 or max(named) >= self.max_batch or len(set(named)) != len(named)):
             raise ValueError(f"seqs: got {named}, supported: distinct rows 0 to max_batch - 1 = "
                              f"{self.max_batch - 1}")
-        if alive and FREED in self.book.state[rows].tolist():
+        rows = np.array(named, dtype=np.int64)
+        return self._check_alive(rows) if alive else rows
+
+    def _check_alive(self, rows: np.ndarray) -> np.ndarray:
+        if FREED in self.book.state[rows].tolist():
             freed = rows[self.book.state[rows] == FREED].tolist()
             raise ValueError(f"seqs: {freed} were freed, supported: rows in use; add or prefill starts one anew")
         return rows
@@ -241,48 +279,62 @@ class CacheState:
             return self.all_rows if len(key) == self.max_batch else self.all_rows[: len(key)]
         if key not in self._row_tensors:
             self._refuse_capture(f"append to rows {list(key)} for the first time")
-            self._row_tensors[key] = self.upload(rows)
+            with torch.inference_mode(False):
+                self._row_tensors[key] = self.upload(rows)
         return self._row_tensors[key]
 
     def upload(self, values) -> torch.Tensor:
         """Host integers as int32 on the device, without waiting for it."""
-        host = torch.as_tensor(np.asarray(values, dtype=np.int32))
+        host = torch.from_numpy(np.array(values, dtype=np.int32))  # which follows no default device
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
-    def start_rows(self, rows: np.ndarray) -> None:
-        """Mark rows as in use; a freed one may take steps again."""
-        for row, state in zip(rows.tolist(), self.book.state[rows].tolist()):
-            if state == LIVE:
-                continue
-            if state == FREED:
-                self.refresh_limit(row)
-            self.book.state[row] = LIVE
-            self.edits += 1
+    def per_row(self, name: str, values: int | Sequence[int], rows: np.ndarray) -> np.ndarray:
+        """One integer for each row, or one for all, as an int64 array."""
+        if not is_sequence(values):
+            return np.full(rows.shape, integer(name, values))
+        listed = integers(name, values)
+        if len(listed) != len(rows):
+            raise ValueError(f"{name}: got {len(listed)} numbers for {len(rows)} sequences, supported: one for "
+                             "each, or one for all")
+        return np.array(listed, dtype=np.int64)
 
     # ---- pages
 
-    def take_pages(self, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """Take the pages that these lengths fill and enter them in the table; raise before anything is written."""
+    def missing_pages(self, rows: np.ndarray, lengths: np.ndarray) -> dict[int, list[int]]:
+        """Free pages for each row that these lengths fill beyond those it holds; raises if they cannot be had."""
         longest = max(lengths.tolist(), default=0)
         if longest > self.max_seqlen:
             raise ValueError(f"k: a sequence would reach {longest} tokens, supported: max_seqlen = {self.max_seqlen}")
         if not (lengths > self._reach(self.book.n_pages[rows])).any():
-            return
+            return {}
         missing = self._num_packed(lengths, self.window_k) // layout.PAGE_TOKENS - self.book.n_pages[rows]
-        self.book.require(int(missing.clip(0).sum()))
-        for row, count in zip(rows.tolist(), missing.tolist()):
-            if count > 0:
-                used = len(self.book.held[row])
-                self.table[row, used : used + count] = self.upload(self.book.take(row, count))
-                self.refresh_limit(row)
+        counts = missing.clip(0).tolist()
+        free = iter(self.book.next_free(sum(counts)))
+        return {row: list(islice(free, count)) for row, count in zip(rows.tolist(), counts) if count}
 
-    def refresh_limit(self, row: int) -> None:
-        """The ``limit`` of a row in use anew from the pages that it holds, without waiting for the device."""
-        # filled in: a number that is assigned, as one of numpy's, would be copied from the host, and waited for
-        self.limit[row].fill_(self._limit(len(self.book.held[row])))
+    def _enter_pages(self, journal: Journal, rows: np.ndarray, granted: dict[int, list[int]]) -> None:
+        """Write pages that rows get into the table, and the limits that follow from them and from a new start."""
+        uploaded = self.upload([page for pages in granted.values() for page in pages]) if granted else None
+        at = 0
+        for row, state in zip(rows.tolist(), self.book.state[rows].tolist()):
+            held, pages = len(self.book.held[row]), granted.get(row, ())
+            if pages:
+                journal.write(self.table[row, held : held + len(pages)], uploaded[at : at + len(pages)])
+                at += len(pages)
+            if pages or state == FREED:
+                journal.fill(self.limit[row], self._limit(held + len(pages)))
+
+    def _hold(self, rows: np.ndarray, granted: dict[int, list[int]]) -> None:
+        """Note that rows are in use and hold the pages that were entered. Nothing here can fail."""
+        for row, pages in granted.items():
+            self.book.take(row, len(pages))
+        for row, state in zip(rows.tolist(), self.book.state[rows].tolist()):
+            if state != LIVE:
+                self.book.state[row] = LIVE
+                self.edits += 1
 
     def refresh_limits(self) -> None:
-        """The same of all rows, freed ones among them."""
+        """``limit`` of all rows anew from the pages that they hold, freed ones among them."""
         limits = [0 if state == FREED else self._limit(int(pages))
                   for state, pages in zip(self.book.state, self.book.n_pages)]
         self.limit.copy_(self.upload(limits))
@@ -297,9 +349,23 @@ class CacheState:
     @property
     def free_list(self) -> torch.Tensor:
         """Free page ids int32 [n_free], the last is handed out next; a copy."""
-        return torch.tensor(self.book.free, dtype=torch.int32)
+        return torch.from_numpy(np.array(self.book.free, dtype=np.int32))
 
     @property
     def n_pages(self) -> torch.Tensor:
         """Pages that each sequence holds, int32 [max_batch]; a copy."""
         return torch.from_numpy(self.book.n_pages.astype(np.int32))
+
+
+def _within(name: str, value, low: int | None, high: int | None) -> int:
+    number = integer(name, value)
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise ValueError(f"{name}: got {number}, supported: {low} to {high or 'any'}")
+    return number
+
+
+def _rounded_down(magnitude: float, dtype: torch.dtype) -> float:
+    """The largest finite value of a type up to a magnitude."""
+    value = torch.tensor(min(magnitude, torch.finfo(dtype).max), dtype=torch.float64, device="cpu")
+    near = value.to(dtype)
+    return float(near if near.double() <= value else (near.view(torch.int16) - 1).view(dtype))

@@ -45,7 +45,7 @@ def quantize_groups(x: torch.Tensor, bits: int, storage: torch.dtype, levels: st
     if levels == "minmax":
         return _span(x, low, high - low, bits, storage)
     tried = search(x, low, high, bits)
-    factor = torch.tensor(SEARCH_FACTORS, device=x.device)[tried]
+    factor = torch.tensor(SEARCH_FACTORS, dtype=torch.float32, device=x.device)[tried]
     bottom = torch.where(tried > 0, low + (high - low) * 0.5 * (1 - factor), low)
     return _span(x, bottom, (high - low) * factor, bits, storage)
 
@@ -79,6 +79,17 @@ def folds(tenths: int, bits: int) -> list[int]:
     """Distances, in steps of the search grid, about which the levels of a factor are folded, the last onto one."""
     half_step = SEARCH_GRID * tenths // (10 * ((1 << bits) - 1))
     return [half_step << i for i in reversed(range(bits))]
+
+
+def largest_finite(bits: int, storage: torch.dtype) -> float:
+    """Magnitude up to which the values of any group have finite metadata and read back finite.
+
+    fp16 metadata: a span is at most 2 * 65504, and so is a scale of 1 bit, but of more bits a third of that. bf16
+    reaches as far as fp32, in which up to 256 values are added: 2^118 leaves room for the sum and for the span.
+    """
+    if storage == torch.float16:
+        return torch.finfo(storage).max / (2 if bits == 1 else 1)
+    return 2.0**118
 
 
 def dequantize_groups(q: Quantized) -> torch.Tensor:

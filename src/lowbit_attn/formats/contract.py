@@ -34,6 +34,10 @@ class Side(ABC):
         """Name of the plainest format that has this side: what kernels that touch one side only are named after."""
         raise NotImplementedError(f"{type(self).__name__}: no kernels, supported: sides of the named formats")
 
+    def largest(self) -> float:
+        """Magnitude up to which all values give finite metadata and read back finite."""
+        return float("inf")
+
     @abstractmethod
     def check(self, head_dim: int) -> None:
         """Raise ValueError, saying what is supported, if a page of this head_dim cannot be stored."""
@@ -66,7 +70,7 @@ class Format:
     """A K side and a V side under one name.
 
     ``window_k`` and ``window_v`` are the recent tokens that stay in 16 bit at least, multiples of 128. ``sinks`` are
-    the first tokens that its authors keep in 16 bit: the default of LowBitCache; a KVCache is told.
+    the first tokens that its authors keep in 16 bit, the default of a cache.
     """
 
     name: str

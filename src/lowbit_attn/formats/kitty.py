@@ -6,8 +6,8 @@ plane of the same width, so a reader sees two plain matrices of codes and never 
     code = low + (high << bits)
     q . k_t = sum_d (q_d scale_d) low_td + 2^bits sum_s (q scale)_index[s] high_ts + sum_d q_d zero_d
 
-The paper keeps the first 32 tokens in 16 bit beside it (``Format.sinks``): ``LowBitCache("kitty")`` does by itself,
-``KVCache("kitty", ..., sinks=32)`` by its argument.
+The paper keeps the first 32 tokens in 16 bit beside it (``Format.sinks``), and so do caches unless they are told
+otherwise (``KVCache("kitty", ..., sinks=0)``): their pages start behind the sinks.
 
 When V is packed (section 4.3). K of a full block of 128 tokens is packed at once; V leaves a local window of 128
 tokens first. The paper has two versions of that, both served:
@@ -29,7 +29,7 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.formats import packing
-from lowbit_attn.formats.affine import Quantized, dequantize_groups, quantize_groups, tree_sum
+from lowbit_attn.formats.affine import Quantized, dequantize_groups, largest_finite, quantize_groups, tree_sum
 from lowbit_attn.formats.contract import Format, Planes, Side
 from lowbit_attn.formats.uniform import PerToken, levels
 
@@ -129,6 +129,9 @@ class Boosted(Side):
         words = layout.words_per_lane(layout.PAGE_TOKENS, layout.TILE, self.high_bits)
         columns = layout.TILE * max(1, layout.BLOCK_WORDS // words)
         return -(-self.boost(head_dim) // columns) * columns
+
+    def largest(self) -> float:
+        return largest_finite(self.bits, self.storage)
 
     def check(self, head_dim: int) -> None:
         if self.selection not in SELECTIONS:

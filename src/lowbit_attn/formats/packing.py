@@ -32,7 +32,7 @@ def unpack_codes(packed: torch.Tensor, rows: int, cols: int, bits: int) -> torch
 def pack_channel_meta(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     """Per-channel scale and zero [..., groups, head_dim] -> bytes uint8 [...]."""
     source = _source(layout.channel_at, scale.shape[-1], scale.device)
-    return _to_bytes(torch.stack((scale[..., source], zero[..., source]), -2).flatten(-3))
+    return _to_bytes(torch.stack([_bits(x)[..., source] for x in (scale, zero)], -2).flatten(-3))
 
 
 def unpack_channel_meta(packed: torch.Tensor, head_dim: int, storage: torch.dtype):
@@ -45,7 +45,7 @@ def unpack_channel_meta(packed: torch.Tensor, head_dim: int, storage: torch.dtyp
 def pack_token_meta(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     """Per-token scale and zero [..., groups, 128 tokens] -> bytes uint8 [...]."""
     source = _source(layout.token_at, scale.shape[-1], scale.device)
-    return _to_bytes(torch.stack((scale[..., source], zero[..., source]), -1).flatten(-3))
+    return _to_bytes(torch.stack([_bits(x)[..., source] for x in (scale, zero)], -1).flatten(-3))
 
 
 def unpack_token_meta(packed: torch.Tensor, storage: torch.dtype):
@@ -53,6 +53,11 @@ def unpack_token_meta(packed: torch.Tensor, storage: torch.dtype):
     values = packed.contiguous().view(storage).unflatten(-1, (-1, layout.PAGE_TOKENS, 2)).transpose(-1, -2)
     scale, zero = _inverse(values, layout.token_meta_index, layout.PAGE_TOKENS).unbind(-2)
     return scale, zero
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """16-bit metadata as integers, which autocast leaves alone."""
+    return values.contiguous().view(torch.int16)
 
 
 def _to_bytes(values: torch.Tensor) -> torch.Tensor:
@@ -64,11 +69,13 @@ def _inverse(values: torch.Tensor, index_of, count: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for all callers
 def _source(index_of, count: int, device: torch.device) -> torch.Tensor:
     return index_of(torch.arange(count, device=device))
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _code_source(rows: int, cols: int, bits: int, device: torch.device) -> torch.Tensor:
     """[bytes, slots] flat index row * cols + col of the code at each place of the plane."""
     offset = torch.arange(layout.plane_bytes(rows, cols, bits), device=device)[:, None]

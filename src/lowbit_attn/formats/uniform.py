@@ -12,7 +12,7 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.formats import packing
-from lowbit_attn.formats.affine import Quantized, dequantize_groups, quantize_groups
+from lowbit_attn.formats.affine import Quantized, dequantize_groups, largest_finite, quantize_groups
 from lowbit_attn.formats.contract import Format, Planes, Side
 
 GROUP_SIZES = (32, 64, 128)
@@ -35,6 +35,9 @@ class PerChannel(Side):
     def plainest(self) -> str:
         group = f"-g{self.group_size}" * (self.group_size != layout.PAGE_TOKENS)
         return f"k{self.bits}v{self.bits}{group}{_suffix(self.storage)}"
+
+    def largest(self) -> float:
+        return largest_finite(self.bits, self.storage)
 
     def check(self, head_dim: int) -> None:
         layout.check_codes(layout.PAGE_TOKENS, head_dim, self.bits, "K")
@@ -78,6 +81,9 @@ class PerToken(Side):
     def plainest(self) -> str:
         group = f"-{'v' * self.transposed}g{self.group_size}" if self.group_size else ""
         return f"k{self.bits}{'' if self.transposed else 't'}v{self.bits}{group}{_suffix(self.storage)}"
+
+    def largest(self) -> float:
+        return largest_finite(self.bits, self.storage)
 
     def check(self, head_dim: int) -> None:
         rows = head_dim if self.transposed else layout.PAGE_TOKENS
