@@ -109,7 +109,7 @@ def run(case: Cache, order) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("head_dim, batch, tokens, heads, seqs", [
     (128, 1, 1, 2, 1), (128, 1, 3, 8, 4), (128, 5, 2, 3, 9), (128, 32, 1, 1, 40), (128, 33, 1, 1, 40),
-    (128, 40, 16, 1, 64), (128, 257, 1, 1, 300), (96, 5, 2, 3, 9), (96, 33, 1, 1, 40)])
+    (128, 40, 16, 1, 64), (128, 257, 1, 1, 300), (96, 5, 2, 3, 9)])
 def test_step_of_every_batch_size(head_dim, batch, tokens, heads, seqs):
     draw = np.random.default_rng(batch + tokens)
     case = Cache(draw, head_dim, batch, tokens, heads, seqs)

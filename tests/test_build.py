@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import lowbit_attn
 from lowbit_attn import build, compile, kernels, loader, sass, toolchain
+from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.sass import KernelSass
 
@@ -70,6 +71,35 @@ def test_a_stale_kernel_is_not_loaded(monkeypatch, tmp_path):
     (tmp_path / "kernels" / "manifest.json").write_text(json.dumps({str(key): {"fingerprint": "old", "function": "f"}}))
     with pytest.raises(loader.KernelNotBuiltError):
         loader.load.__wrapped__(key)
+
+
+def test_a_kernel_that_cannot_be_built_leaves_the_others(monkeypatch):
+    keys = [key for key in SHIPPED if key.op == "quantize"][:3]
+
+    def refuse_second(key):
+        if key == keys[1]:
+            raise compile.KernelCheckError(f"{key}: LDL x3")
+
+    monkeypatch.setattr(compile, "build", refuse_second)
+    assert build._build_each(keys) == ["", f"KernelCheckError: {keys[1]}: LDL x3", ""]
+
+
+@pytest.mark.parametrize("name, side", [("k4v4", "k"), ("k2v2", "v"), ("k4tv4", "k")])
+def test_targets_of_one_source_share_its_text(monkeypatch, name, side):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    one, other = (kernels.quantize_key(target, "float16", 64, FORMATS[name], side) for target in ("sm_80", "sm_90"))
+    assert compile.same_source(one) == compile.same_source(other)
+    monkeypatch.setattr(compile, "_LOWERED", {})
+    first = compile._lower(one, kernels.trace(one))
+    assert compile._lower(other, None) is first
+    compile._LOWERED.clear()
+    assert compile._lower(other, kernels.trace(other)).kernel_source == first.kernel_source
+
+
+def test_decode_kernels_of_two_targets_are_two_sources():
+    one, other = (KernelKey("decode", "ampere", target, "float16", 64, "k4v4", "register", 8)
+                  for target in ("sm_80", "sm_89"))
+    assert compile.same_source(one) != compile.same_source(other)
 
 
 def test_missing_tool_names_the_remedy(monkeypatch):

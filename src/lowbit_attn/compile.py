@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from platformdirs import user_cache_dir
@@ -27,6 +28,7 @@ COMMON_DEVICE_FILES = ("launch.c", "ptx.py", "tilelang_kernel.py", "tokens.py") 
 CUTE_RUNTIME = "nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so"
 _DIM_SLOTS = {"blockIdx.x": 0, "blockIdx.y": 1, "blockIdx.z": 2, "threadIdx.x": 3, "threadIdx.y": 4, "threadIdx.z": 5,
               "tirx.use_dyn_shared_memory": 6}
+_LOWERED: dict[KernelKey, Any] = {}  # at most one entry: see _lower
 
 
 class KernelCheckError(RuntimeError):
@@ -134,14 +136,11 @@ def _build_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
     import tilelang
     from tilelang.contrib import nvcc
 
-    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": key.target})
-    with tilelang.tvm.transform.PassContext(opt_level=3, config=program.pass_configs), target:
-        lowered = tilelang.lower(program.prim_func, target=target, enable_host_codegen=True,
-                                 enable_device_compile=False)
-        source = lowered.kernel_source
-        cubin = nvcc.compile_cuda(source, "cubin", [f"-arch={key.target}"], options=[
-            "-std=c++20", f"-I{tilelang.env.TILELANG_TEMPLATE_PATH}", f"-I{tilelang.env.CUTLASS_INCLUDE_DIR}",
-            *program.compile_flags])
+    lowered = _lower(key, program)
+    source = lowered.kernel_source
+    cubin = nvcc.compile_cuda(source, "cubin", [f"-arch={key.target}"], options=[
+        "-std=c++20", f"-I{tilelang.env.TILELANG_TEMPLATE_PATH}", f"-I{tilelang.env.CUTLASS_INCLUDE_DIR}",
+        *program.compile_flags])
     host = lowered.rt_mod.inspect_source("c") if lowered.rt_mod is not None else lowered.host_mod.inspect_source()
     (symbol, device_function), = lowered.device_mod.functions.items()
     kernel_name = symbol.name_hint
@@ -162,6 +161,26 @@ def _build_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
         _link(path, ["-O2", "-s", "-w", "host.c", str(PACKAGE / "device" / "launch.c"), "cubin.S", "-I.",
                      f"-I{include}", "-ldl"], scratch)
     return program.prim_func.attrs["global_symbol"], _dynamic_smem(host, kernel_name, len(kinds), dims)
+
+
+def same_source(key: KernelKey) -> KernelKey:
+    """What kernels have in common whose TileLang text is the same on all targets: those of ``device``."""
+    return replace(key, target="") if key.arch == "device" else key
+
+
+def _lower(key: KernelKey, program):
+    """TileLang's text of a kernel; the last one is kept, so that its other targets only take nvcc's time."""
+    import tilelang
+
+    shared = same_source(key)
+    if (lowered := _LOWERED.get(shared)) is None:
+        target = tilelang.tvm.target.Target({"kind": "cuda", "arch": key.target})
+        with tilelang.tvm.transform.PassContext(opt_level=3, config=program.pass_configs), target:
+            lowered = tilelang.lower(program.prim_func, target=target, enable_host_codegen=True,
+                                     enable_device_compile=False)
+        _LOWERED.clear()
+        _LOWERED[shared] = lowered
+    return lowered
 
 
 def _param_kinds(source: str, kernel_name: str) -> str:
