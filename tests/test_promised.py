@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from lowbit_attn import dispatch, kernels, promised
+from lowbit_attn import compile, dispatch, kernels, promised
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
 
@@ -57,11 +57,19 @@ def test_a_cache_of_a_preset_needs_shipped_kernels_only(arch, name):
 
 @pytest.mark.parametrize("count", [1, 60, 10**6])
 def test_a_rotation_comes_to_every_kernel_once(count):
-    keys = kernels.shipped("ampere")
+    keys = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped(arch)))
     parts = max(1, round(len(keys) / count))
     seen = Counter(key for seed in range(1000, 1000 + parts) for key in promised.rotation(keys, count, seed))
     assert seen == Counter(keys)
     assert promised.rotation(keys, count, 7) == promised.rotation(keys, count, 7 + parts)
+
+
+def test_kernels_of_one_source_come_in_one_part():
+    keys = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped(arch)))
+    part = promised.rotation(keys, 60, 3)
+    sources = {compile.same_source(key) for key in part}
+    assert set(part) == {key for key in keys if compile.same_source(key) in sources}
+    assert len(part) > len(sources)
 
 
 def test_parts_of_a_rotation_have_every_class_in_proportion():
@@ -71,6 +79,6 @@ def test_parts_of_a_rotation_have_every_class_in_proportion():
     for part in parts:
         found = Counter((key.op, key.head_dim) for key in part)
         for kind, count in whole.items():
-            assert abs(found[kind] - count * len(part) / len(keys)) < 8  # one a class of promised.rotation
+            assert abs(found[kind] - count * len(part) / len(keys)) < 8  # about one a class of promised.rotation
         assert {key.dtype for key in part if key.op == "append"} == {"float16", "bfloat16"}
     assert all(not set(a) & set(b) for a, b in pairwise(parts))

@@ -82,7 +82,8 @@ def main(
         if error:
             failed[key] = error
             console.print(f"{key}: {error}", style="red", markup=False)
-    console.print(_table([k for k in keys if k not in failed]))
+    if not every or rotation:
+        console.print(_table([k for k in keys if k not in failed]))
     console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()}, "
                   f"{len(wanted) - len(failed)} of them built now; {len(failed)} failed")
     raise typer.Exit(bool(failed))

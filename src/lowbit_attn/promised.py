@@ -11,7 +11,7 @@ from itertools import chain, combinations, product
 
 import torch
 
-from lowbit_attn import kernels
+from lowbit_attn import compile, kernels
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.kernels import KernelKey
 
@@ -42,14 +42,21 @@ def promised(arch: str) -> list[KernelKey]:
 
 
 def rotation(keys: list[KernelKey], count: int, seed: int) -> list[KernelKey]:
-    """About ``count`` of the kernels, of all classes in proportion; consecutive seeds give others, until all were."""
-    classes: dict[tuple, list[KernelKey]] = {}
+    """About ``count`` of the kernels, of all classes in proportion; consecutive seeds give others, until all were.
+
+    Kernels of one source come together, since they share most of the time that building takes.
+    """
+    sources: dict[KernelKey, list[KernelKey]] = {}
     for key in keys:
+        sources.setdefault(compile.same_source(key), []).append(key)
+    classes: dict[tuple, list[KernelKey]] = {}
+    for key in sources:
         classes.setdefault((key.op, key.target, key.variant.partition("-")[0], key.head_dim), []).append(key)
     for members in classes.values():
         random.Random(SHUFFLE).shuffle(members)
     parts = max(1, round(len(keys) / count))
-    return list(chain.from_iterable(classes.values()))[seed % parts :: parts]
+    picked = list(chain.from_iterable(classes.values()))[seed % parts :: parts]
+    return list(chain.from_iterable(sources[key] for key in picked))
 
 
 def _has_record(fmt: Format, head_dim: int) -> bool:
