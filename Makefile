@@ -6,8 +6,9 @@ QUICK ?=
 SEED ?= 0
 N ?= 0
 CASE ?= first
+ROTATION = $(if $(filter-out 0,$(N)),--rotation $(N) --seed $(SEED))
 
-.PHONY: demo test lint hopper ampere gpu-kernels gpu-tests gpu-sanitize perf profile
+.PHONY: demo test lint hopper ampere all-kernels gpu-kernels gpu-tests gpu-sanitize perf profile
 
 $(PY):
 	$(PYTHON) -m venv --system-site-packages $(VENV)
@@ -32,9 +33,14 @@ lint: | $(PY)
 	$(call need,ruff,dev,ruff and build (about 15 MB))
 	$(PY) -m ruff check .
 
+# N=0: every kernel; else a rotating part of about N of them, which SEED picks. all-kernels: whatever the support tables promise.
 hopper ampere: | $(PY)
 	$(call need,tilelang cutlass,kernels,both tile DSLs (about 300 MB))
-	$(PY) -m lowbit_attn.build --arch $@
+	$(PY) -m lowbit_attn.build --arch $@ $(ROTATION)
+
+all-kernels: | $(PY)
+	$(call need,tilelang cutlass,kernels,both tile DSLs (about 300 MB))
+	$(PY) -m lowbit_attn.build --arch hopper --arch ampere --all $(ROTATION)
 
 # N=0: the fast subset; else N decode calls drawn by SEED. gpu-kernels needs no GPU: build there, test where one is.
 gpu-kernels: | $(PY)

@@ -8,7 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 import lowbit_attn
-from lowbit_attn import build, compile, kernels, loader, sass, toolchain
+from lowbit_attn import build, compile, emit, kernels, loader, sass, toolchain
+from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.sass import KernelSass
 
@@ -53,6 +54,35 @@ def test_loader_refuses_to_compile_when_told_so(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWBIT_ATTN_NO_JIT", "1")
     with pytest.raises(loader.KernelNotBuiltError, match="make ampere"):
         loader.load.__wrapped__(KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "register", 8))
+
+
+def test_a_kernel_that_cannot_be_built_leaves_the_others(monkeypatch):
+    keys = [key for key in SHIPPED if key.op == "quantize"][:3]
+
+    def refuse_second(key, force):
+        if key == keys[1]:
+            raise compile.KernelCheckError(f"{key}: LDL x3")
+
+    monkeypatch.setattr(compile, "build", refuse_second)
+    assert build._build_each(keys) == ["", f"KernelCheckError: {keys[1]}: LDL x3", ""]
+
+
+@pytest.mark.parametrize("name, side", [("k4v4", "k"), ("k2v2", "v"), ("k4tv4", "k")])
+def test_targets_of_one_source_share_its_text(monkeypatch, name, side):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    one, other = (kernels.quantize_key(target, "float16", 64, FORMATS[name], side) for target in ("sm_80", "sm_90"))
+    assert emit.same_source(one) == emit.same_source(other)
+    monkeypatch.setattr(emit, "_LOWERED", {})
+    first = emit._lower(one, kernels.trace(one))
+    assert emit._lower(other, None) is first
+    emit._LOWERED.clear()
+    assert emit._lower(other, kernels.trace(other)).kernel_source == first.kernel_source
+
+
+def test_decode_kernels_of_two_targets_are_two_sources():
+    one, other = (KernelKey("decode", "ampere", target, "float16", 64, "k4v4", "register", 8)
+                  for target in ("sm_80", "sm_89"))
+    assert emit.same_source(one) != emit.same_source(other)
 
 
 def test_missing_tool_names_the_remedy(monkeypatch):

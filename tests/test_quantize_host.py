@@ -142,6 +142,18 @@ def test_no_bank_conflicts(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("count", (32, 64, 128))
+@pytest.mark.parametrize("threads", (64, 128, 256, 512))
+def test_a_copy_takes_every_access_once_and_keeps_its_place_in_the_row(threads, count, head_dim):
+    row_accesses = head_dim // tokens.ACCESS_HALVES
+    loaders = tokens.loading_threads(threads, count, row_accesses)
+    rounds = count * row_accesses // loaders
+    row, access = tokens.token_place(np.arange(rounds)[:, None] * loaders + np.arange(loaders), row_accesses)
+    assert sorted((row * row_accesses + access).ravel()) == list(range(count * row_accesses))
+    assert (access == access[0]).all() and min(threads, count * row_accesses) / 2 < loaders <= threads
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", ("k8v8", "k4v4", "k1v8", "k4tv4", "k1tv8", "kitty-b8"))
 def test_a_step_packs_either_side_with_its_threads(name, head_dim):
     """Whole turns of whole warps, and whole rounds of 16-byte accesses; registers of the blocks that fit an SM."""

@@ -9,17 +9,45 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_attn import compile, gpu_matrix, kernels, toolchain
+from lowbit_attn import compile, emit, gpu_matrix, kernels, promised, toolchain
 from lowbit_attn.kernels import KernelKey
 
 
 def build_all(keys: list[KernelKey], jobs: int | None = None,
-              force: bool = False) -> Iterator[tuple[KernelKey, Exception | None]]:
-    """Build kernels in parallel processes; yields (key, what went wrong) as each ends."""
+              force: bool = False) -> Iterator[tuple[KernelKey, str]]:
+    """Build kernels in parallel processes; yields (key, what went wrong or "") as each ends.
+
+    Targets of one source follow each other in one process, and what takes longest comes first.
+    """
+    groups: dict[KernelKey, list[KernelKey]] = {}
+    for key in keys:
+        groups.setdefault(emit.same_source(key), []).append(key)
     with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
-        futures = {pool.submit(compile.build, key, force): key for key in keys}
+        futures = {pool.submit(_build_each, group, force): group for group in sorted(groups.values(), key=_quickness)}
         for future in as_completed(futures):
-            yield futures[future], future.exception()
+            if error := future.exception():  # the process died
+                yield from ((key, f"{type(error).__name__}: {error}") for key in futures[future])
+            else:
+                yield from zip(futures[future], future.result())
+
+
+def _build_each(keys: list[KernelKey], force: bool = False) -> list[str]:
+    """What went wrong with each, in words: not every exception can pass between processes."""
+    return [_build(key, force) for key in keys]
+
+
+def _build(key: KernelKey, force: bool) -> str:
+    try:
+        compile.build(key, force)
+    except Exception as error:  # whatever it is, the others must still be built
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _quickness(group: list[KernelKey]) -> tuple:
+    """Steps of a cache take longest, and among them those of boosted channels and of wide heads."""
+    key = group[0]
+    return key.op != "append", not key.format.startswith("kitty"), -key.head_dim
 
 
 def main(
@@ -27,13 +55,18 @@ def main(
     force: Annotated[bool, typer.Option(help="rebuild what is up to date")] = False,
     perf: Annotated[bool, typer.Option(help="also build what the benchmarks compare with")] = False,
     tests: Annotated[bool, typer.Option(help="the kernels of the GPU tests instead of the shipped ones")] = False,
-    seed: Annotated[int, typer.Option(help="of the GPU tests' sample")] = 0,
+    every: Annotated[bool, typer.Option("--all", help="all kernels that the support tables promise")] = False,
+    rotation: Annotated[int, typer.Option(help="about so many of these kernels: those of the seed")] = 0,
+    seed: Annotated[int, typer.Option(help="of the GPU tests' sample, or of the rotation")] = 0,
     cases: Annotated[int, typer.Option(help="decode calls in that sample; 0: the fast subset")] = 0,
     jobs: Annotated[int | None, typer.Option(help="parallel compilations; default: one a core")] = None,
 ) -> None:
     """Build the shipped kernels, check their SASS and shared memory, and print what came out."""
     console = Console(width=None if Console().is_terminal else 150)
-    keys = [key for name in arch for key in _wanted(name, tests, seed, cases)]
+    keys = list(dict.fromkeys(key for name in arch for key in _wanted(name, every, tests, seed, cases)))
+    if rotation:
+        total, keys = len(keys), promised.rotation(keys, rotation, seed)
+        console.print(f"{len(keys)} of {total} kernels, as --rotation {rotation} --seed {seed} names them")
     keys += [key for name in arch for key in kernels.baselines(name) if perf]
     for tool in ("gcc", "nvdisasm", "cuobjdump"):
         if missing := _missing(tool):
@@ -48,14 +81,17 @@ def main(
     for key, error in build_all(wanted, jobs, force):
         if error:
             failed[key] = error
-            console.print(f"[red]{key}: {type(error).__name__}: {error}[/red]")
-    console.print(_table([k for k in keys if k not in failed]))
+            console.print(f"{key}: {error}", style="red", markup=False)
+    if not every or rotation:
+        console.print(_table([k for k in keys if k not in failed]))
     console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()}, "
                   f"{len(wanted) - len(failed)} of them built now; {len(failed)} failed")
     raise typer.Exit(bool(failed))
 
 
-def _wanted(arch: str, tests: bool, seed: int, cases: int) -> list[KernelKey]:
+def _wanted(arch: str, every: bool, tests: bool, seed: int, cases: int) -> list[KernelKey]:
+    if every:
+        return promised.promised(arch)
     if not tests:
         return kernels.shipped(arch)
     return gpu_matrix.sample_keys(arch, seed, cases) if cases else gpu_matrix.keys(arch)

@@ -205,6 +205,7 @@ def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (
 
 
 def _plan_decode(q, cache: KVCache, options: Attention, num_splits, key: KernelKey, path) -> DecodePlan:
+    """Plan a call, which loads or builds its kernel, and keep the plan for calls like it."""
     plan = _make_plan(q, cache, options, num_splits, key)
     if path is None and num_splits is None and q.shape[0] > 1:
         plan.edits = cache.edits

@@ -3,7 +3,9 @@
 import os
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lowbit_attn import kernels, toolchain
 from lowbit_attn.kernels import CuteKernel, KernelKey
@@ -12,6 +14,7 @@ LAUNCH = Path(__file__).parent / "device" / "launch.c"
 CUTE_RUNTIME = "nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so"
 _DIM_SLOTS = {"blockIdx.x": 0, "blockIdx.y": 1, "blockIdx.z": 2, "threadIdx.x": 3, "threadIdx.y": 4, "threadIdx.z": 5,
               "tirx.use_dyn_shared_memory": 6}
+_LOWERED: dict[KernelKey, Any] = {}  # at most one entry: see _lower
 
 
 def require(key: KernelKey) -> None:
@@ -48,10 +51,7 @@ def emit_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     import tilelang
 
-    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": key.target})
-    with tilelang.tvm.transform.PassContext(opt_level=3, config=program.pass_configs), target:
-        lowered = tilelang.lower(program.prim_func, target=target, enable_host_codegen=True,
-                                 enable_device_compile=False)
+    lowered = _lower(key, program)
     source = lowered.kernel_source
     includes = (tilelang.env.TILELANG_TEMPLATE_PATH, tilelang.env.CUTLASS_INCLUDE_DIR)
     host = lowered.rt_mod.inspect_source("c") if lowered.rt_mod is not None else lowered.host_mod.inspect_source()
@@ -78,6 +78,26 @@ def emit_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
         _link(path, ["-O2", "-s", "-w", "host.c", str(LAUNCH), "cubin.S", "-I.",
                      f"-I{include}", "-ldl"], scratch)
     return program.prim_func.attrs["global_symbol"], _dynamic_smem(host, kernel_name, len(kinds), dims)
+
+
+def same_source(key: KernelKey) -> KernelKey:
+    """What kernels have in common whose TileLang text is the same on all targets: those of ``device``."""
+    return replace(key, target="") if key.arch == "device" else key
+
+
+def _lower(key: KernelKey, program):
+    """TileLang's text of a kernel; the last one is kept, so that its other targets only take nvcc's time."""
+    import tilelang
+
+    shared = same_source(key)
+    if (lowered := _LOWERED.get(shared)) is None:
+        target = tilelang.tvm.target.Target({"kind": "cuda", "arch": key.target})
+        with tilelang.tvm.transform.PassContext(opt_level=3, config=program.pass_configs), target:
+            lowered = tilelang.lower(program.prim_func, target=target, enable_host_codegen=True,
+                                     enable_device_compile=False)
+        _LOWERED.clear()
+        _LOWERED[shared] = lowered
+    return lowered
 
 
 def _param_kinds(source: str, kernel_name: str) -> str:

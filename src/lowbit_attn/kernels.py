@@ -19,12 +19,11 @@ from lowbit_attn.layout import PAGE_TOKENS
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
 ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
-SHIPPED_FORMATS = ("k8v4", "k4v4", "k4v2", "k2v2", "k4tv4")
+SHIPPED_FORMATS = tuple(FORMATS)  # the presets
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_DTYPES = ("float16", "bfloat16")
 ROWS = (4, 8, 16, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
 SHIPPED_ROWS = (4, 8, 16)
-SHIPPED_APPEND_FORMATS, SHIPPED_APPEND_HEAD_DIMS = ("k4v4", "k2v2"), (128,)
 FEATURES = ("softcap", "window")  # of reference.Attention: compiled in only where a call asks for them
 READ_VARIANTS = ("256x8", "512x4", "512x8", "1024x2")
 WIDE_HEAD_DIM = 128  # above it the accumulators of a query row take so many registers that fewer rows fit
@@ -303,7 +302,7 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
     def picked(rows: int, path: str | None = None):
         return pick(arch, FORMATS[name], head_dim, getattr(torch, dtype), rows, path)[0]
 
-    shapes = [picked(rows) for rows in SHIPPED_ROWS if head_dim <= WIDE_HEAD_DIM or rows < SHIPPED_ROWS[-1]]
+    shapes = [picked(rows) for rows in SHIPPED_ROWS]
     shapes += [picked(ROWS[0], path) for path in other_ctas(arch)]
     if (name, dtype) == ("k4v4", "float16"):
         shapes += [picked(ROWS[-1]), picked(ROWS[0], "tile")]
@@ -316,10 +315,9 @@ def shipped(arch: str) -> list[KernelKey]:
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
         for name in SHIPPED_FORMATS:
-            has_steps = name in SHIPPED_APPEND_FORMATS and head_dim in SHIPPED_APPEND_HEAD_DIMS
-            wanted = (step_keys if has_steps else packing_keys)(*common, FORMATS[name])
             shapes = shipped_shapes(arch, name, dtype, head_dim)
-            keys |= dict.fromkeys([*wanted, *(KernelKey("decode", arch, *common, name, *shape) for shape in shapes)])
+            keys |= dict.fromkeys([*step_keys(*common, FORMATS[name]),
+                                   *(KernelKey("decode", arch, *common, name, *shape) for shape in shapes)])
     return list(keys)
 
 

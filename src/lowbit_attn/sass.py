@@ -45,7 +45,12 @@ class KernelSass:
 
 def inspect(path: Path) -> list[KernelSass]:
     """Every CUDA kernel embedded anywhere in a .so, .o or .cubin."""
-    return [kernel for elf in cuda_elfs(path.read_bytes()) for kernel in _inspect_elf(elf)]
+    return inspect_bytes(path.read_bytes())
+
+
+def inspect_bytes(blob: bytes) -> list[KernelSass]:
+    """Every CUDA kernel embedded anywhere in the bytes of such a file."""
+    return [kernel for elf in cuda_elfs(blob) for kernel in _inspect_elf(elf)]
 
 
 def cuda_elfs(blob: bytes) -> Iterator[bytes]:

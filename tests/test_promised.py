@@ -1,0 +1,84 @@
+"""Which kernels are promised and shipped, and how a rotation goes through them."""
+
+from collections import Counter
+from functools import cache
+from itertools import pairwise, product
+
+import pytest
+import torch
+
+from lowbit_attn import compile, dispatch, kernels, promised
+from lowbit_attn.formats import FORMATS
+from lowbit_attn.kernels import KernelKey
+
+# (blocks of query rows, pages of each sequence) of calls, small and large, on a GPU of so many SMs
+SHAPES, SMS = tuple(product((1, 8, 100, 133, 200, 1024), (1, 9, 128, 1000))), 132
+
+
+@cache
+def all_promised(arch: str) -> list[KernelKey]:
+    return promised.promised(arch)
+
+
+@pytest.mark.parametrize("arch", kernels.SHIPPED_TARGETS)
+def test_what_is_shipped_is_promised(arch):
+    assert set(kernels.shipped(arch)) <= set(all_promised(arch))
+    assert {key.format for key in kernels.shipped(arch)} >= set(FORMATS)
+
+
+@pytest.mark.parametrize("arch", kernels.SHIPPED_TARGETS)
+def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
+    found = {name: {getattr(key, name) for key in all_promised(arch)} for name in ("op", "head_dim", "dtype")}
+    assert found == {"op": {"decode", "quantize", "dequantize", "append"}, "head_dim": {64, 96, 128, 256},
+                     "dtype": {"float16", "bfloat16", "float32"}}  # dequantize writes fp32
+    decode = [key for key in all_promised(arch) if key.op == "decode"]
+    assert {key.variant for key in decode} == set(kernels.arch_package(arch).PATHS)
+    assert {key.features for key in decode} == {(), ("softcap",), ("window",), ("softcap", "window")}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("arch", kernels.SHIPPED_TARGETS)
+def test_a_cache_of_a_preset_needs_shipped_kernels_only(arch, name):
+    """With default options, 1 to 16 query rows of a KV head, and any shape of the call."""
+    shipped, fmt = set(kernels.shipped(arch)), FORMATS[name]
+    for target, dtype, head_dim in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES,
+                                           kernels.SHIPPED_HEAD_DIMS):
+        needed = {kernels.append_key(target, dtype, head_dim, fmt)}
+        for side in "kv":
+            needed |= {kernels.quantize_key(target, dtype, head_dim, fmt, side),
+                       kernels.dequantize_key(target, head_dim, fmt, side)}
+        for rows in range(1, 17):
+            picked, reasons = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows)
+            assert picked, reasons
+            key = KernelKey("decode", arch, target, dtype, head_dim, name, *picked)
+            needed |= {dispatch.for_shape(key, blocks, pages, SMS) for blocks, pages in SHAPES}
+        assert needed <= shipped
+
+
+@pytest.mark.parametrize("count", [1, 60, 10**6])
+def test_a_rotation_comes_to_every_kernel_once(count):
+    keys = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped(arch)))
+    parts = max(1, round(len(keys) / count))
+    seen = Counter(key for seed in range(1000, 1000 + parts) for key in promised.rotation(keys, count, seed))
+    assert seen == Counter(keys)
+    assert promised.rotation(keys, count, 7) == promised.rotation(keys, count, 7 + parts)
+
+
+def test_kernels_of_one_source_come_in_one_part():
+    keys = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped(arch)))
+    part = promised.rotation(keys, 60, 3)
+    sources = {compile.same_source(key) for key in part}
+    assert set(part) == {key for key in keys if compile.same_source(key) in sources}
+    assert len(part) > len(sources)
+
+
+def test_parts_of_a_rotation_have_every_class_in_proportion():
+    keys = all_promised("hopper")
+    parts = [promised.rotation(keys, 500, seed) for seed in (1, 2, 3)]
+    whole = Counter((key.op, key.head_dim) for key in keys)
+    for part in parts:
+        found = Counter((key.op, key.head_dim) for key in part)
+        for kind, count in whole.items():
+            assert abs(found[kind] - count * len(part) / len(keys)) < 8  # about one a class of promised.rotation
+        assert {key.dtype for key in part if key.op == "append"} == {"float16", "bfloat16"}
+    assert all(not set(a) & set(b) for a, b in pairwise(parts))
