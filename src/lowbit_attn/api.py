@@ -5,7 +5,7 @@ Shapes: batch, q_len, num_heads (query heads), num_heads_kv, head_dim, seqlen (t
 
 import torch
 
-from lowbit_attn import dispatch, layout, ops, reference
+from lowbit_attn import dispatch, ops, reference
 from lowbit_attn.cache import KVCache
 from lowbit_attn.checks import check_rank, check_tensor
 
@@ -74,8 +74,8 @@ def _repeat(plan, q, cache: KVCache, out, lse, sink_logits) -> tuple[torch.Tenso
 
 def _check(q, cache: KVCache, out, lse, num_splits: int | None, options: reference.Attention) -> None:
     """Raise for what is not supported; None stands for what decode allocates or picks itself."""
-    if cache.layout_id != layout.LAYOUT_ID:
-        raise LayoutMismatchError(f"cache: layout id {cache.layout_id}, supported: {layout.LAYOUT_ID}; "
+    if cache.layout_id != cache.format.layout_id:
+        raise LayoutMismatchError(f"cache: layout id {cache.layout_id}, supported: {cache.format.layout_id}; "
                                   "pack the cache again with this version")
     batch, q_len, num_heads, _ = check_rank("q", q, ("batch", "q_len", "num_heads", "head_dim"))
     if not 0 < batch <= cache.max_batch:
