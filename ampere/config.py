@@ -3,9 +3,7 @@
 from dataclasses import dataclass, replace
 
 from lowbit_attn import layout
-from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.formats.kitty import Boosted
-from lowbit_attn.formats.uniform import PerChannel, PerToken
+from lowbit_attn.formats import FORMATS, Format, Kind, SideSpec
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, Checks, KernelKey
 from lowbit_attn.kernels import ROWS as ROW_CHOICES
 from lowbit_attn.registers import Options
@@ -39,7 +37,6 @@ TILE_HEAD_DIMS = (64, 128)  # of the tile path
 WIDE = 256  # from this head_dim on, O of 8 rows fills a warp's registers
 DTYPES = ("float16", "bfloat16")
 BOOST_BITS = (2, 4)  # of K, and of its boosted channels: the high plane then has the bit positions of the low one
-BOOST_PLANES = ("high", "index")
 
 
 def static(n: int) -> tuple[int, ...]:
@@ -260,7 +257,7 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
             at = f" at head_dim {head_dim}" if name == "rows" else ""
             raise ValueError(f"{name}: got {value!r}, supported{at}: {', '.join(map(str, supported))}")
     k, v = _pieces(fmt, head_dim)
-    boost = _boost(fmt, head_dim, k)
+    boost = _boost(fmt.k.spec(head_dim), k)
     if path == "tile":
         _check_tile(fmt, head_dim, dtype, rows, k, v)
     third = fmt.window_k != fmt.window_v
@@ -313,55 +310,41 @@ def _check_tile(fmt: Format, head_dim: int, dtype: str, rows: int, k: Piece, v: 
     missing += [f"head_dim {head_dim} (supported: 64, 128)"] * (head_dim not in TILE_HEAD_DIMS)
     missing += [f"dtype {dtype} (supported: float16)"] * (dtype != "float16")
     missing += [f"{rows} rows (supported: {MMA_N})"] * (rows != MMA_N)
-    missing += ["boosted channels of K"] * isinstance(fmt.k, Boosted)
+    missing += ["boosted channels of K"] * bool(fmt.k.spec(head_dim).high)
     missing += ["windows of K and V that differ"] * (fmt.window_k != fmt.window_v)
     if missing:
         raise ValueError(f"format {fmt}: no tile path for {'; '.join(missing)}")
 
 
 def _pieces(fmt: Format, head_dim: int) -> tuple[Piece, Piece]:
-    record = fmt.record(head_dim)
+    k, v = fmt.specs(head_dim)
     missing = []
-    for planes, name in ((record.k_planes, "K"), (record.v_planes, "V")):
-        names, supported = [p.name for p in planes], ["codes", "meta"]
-        if name == "K" and isinstance(fmt.k, Boosted) and fmt.k.boost(head_dim):
-            supported = ["codes", *BOOST_PLANES, "meta"]
-        if names != supported:
-            missing.append(f"{name} planes {names} (supported: {', '.join(supported)})")
-    if isinstance(fmt.k, Boosted):
-        if (fmt.k.bits, fmt.k.boosted_bits) != BOOST_BITS:
-            missing.append(f"K of {fmt.k.bits} bits boosted to {fmt.k.boosted_bits} "
-                           f"(supported: {BOOST_BITS[0]} boosted to {BOOST_BITS[1]})")
-    elif not isinstance(fmt.k, PerChannel) and not (isinstance(fmt.k, PerToken) and not fmt.k.transposed):
+    if not k or k.kind not in (Kind.CHANNEL, Kind.TOKEN) or k.transposed:
         missing.append("K neither per channel nor per token")
-    if not (isinstance(fmt.v, PerToken) and fmt.v.transposed):
+    elif k.high and (k.bits, k.high.code_bits) != BOOST_BITS:
+        missing.append(f"K of {k.bits} bits boosted to {k.high.code_bits} "
+                       f"(supported: {BOOST_BITS[0]} boosted to {BOOST_BITS[1]})")
+    if not v or v.kind is not Kind.TOKEN or not v.transposed:
         missing.append("V not per token")
     if missing:
         raise ValueError(f"format {fmt}: no kernel for {'; '.join(missing)}")
-    tokens = layout.PAGE_TOKENS
-    return (_piece(record.k_planes, 0, record.v_offset, tokens, head_dim, fmt.k, head_dim),
-            _piece(record.v_planes, record.v_offset, record.nbytes, head_dim, tokens, fmt.v, head_dim))
+    return _piece(k), _piece(v)
 
 
-def _piece(planes, start: int, stop: int, rows: int, cols: int, side: PerChannel | PerToken | Boosted,
-           head_dim: int) -> Piece:
-    codes, meta = planes[0], planes[-1]
-    assert codes.offset == start and start % layout.RECORD_ALIGN == 0 and meta.offset % ACCESS_BYTES == 0
-    per_token = isinstance(side, PerToken)
-    grouped = head_dim if per_token else layout.PAGE_TOKENS
-    size = layout.PAGE_TOKENS if isinstance(side, Boosted) else side.group_size or grouped
-    return Piece(start // layout.RECORD_ALIGN, (stop - start) // ACCESS_BYTES, (meta.offset - start) // ACCESS_BYTES,
-                 rows, cols, side.bits, grouped // size, per_token, str(side.storage).removeprefix("torch."))
+def _piece(side: SideSpec) -> Piece:
+    assert side.codes == 0 and side.meta % ACCESS_BYTES == 0
+    return Piece(side.first_unit, side.nbytes // ACCESS_BYTES, side.meta // ACCESS_BYTES, side.rows, side.cols,
+                 side.bits, side.groups, side.is_per_token, side.storage)
 
 
-def _boost(fmt: Format, head_dim: int, k: Piece) -> Boost | None:
+def _boost(side: SideSpec, k: Piece) -> Boost | None:
     """Boosted channels of K; None if it has none."""
-    if not isinstance(fmt.k, Boosted) or not fmt.k.boost(head_dim):
+    high = side.high
+    if not high:
         return None
-    at = {plane.name: plane.offset for plane in fmt.record(head_dim).k_planes}
-    assert all(at[name] % ACCESS_BYTES == 0 for name in BOOST_PLANES)
-    high = replace(k, cols=fmt.k.slots(head_dim), bits=fmt.k.high_bits, codes=at["high"] // ACCESS_BYTES)
-    return Boost(high, at["index"] // ACCESS_BYTES, fmt.k.boost(head_dim))
+    assert high.codes % ACCESS_BYTES == high.index % ACCESS_BYTES == 0
+    plane = replace(k, cols=high.slots, bits=high.bits, codes=high.codes // ACCESS_BYTES)
+    return Boost(plane, high.index // ACCESS_BYTES, high.channels)
 
 
 def checks(fmt: Format, head_dim: int, target: str, path: str, rows: int, dtype: str = "float16",

@@ -11,7 +11,6 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.hopper import PATHS
 from lowbit_attn.hopper.integer import config as integer
 from lowbit_attn.hopper.register import counts as register
@@ -358,14 +357,11 @@ class DecodeConfig:
 
 def plan_sides(fmt: Format, head_dim: int, dtype: str, in_columns: bool = False) -> list[SidePlan]:
     """K's and V's plans; in_columns: query rows are WGMMA's columns."""
-    record = fmt.record(head_dim)
     plans = []
-    for side, planes, start, end, is_v in ((fmt.k, record.k_planes, 0, record.v_offset, False),
-                                           (fmt.v, record.v_planes, record.v_offset, record.nbytes, True)):
-        storage = str(side.storage).removeprefix("torch.")
-        rows = head_dim if is_v else TILE_N
-        plans.append(SidePlan(side.bits, is_v, head_dim, isinstance(side, PerToken), side.group_size or head_dim,
-                              storage, storage == dtype == "float16", start, end - start, planes[1].offset - start,
+    for side in fmt.specs(head_dim):
+        rows = head_dim if side.transposed else TILE_N
+        plans.append(SidePlan(side.bits, side.transposed, head_dim, side.is_per_token, side.group_size, side.storage,
+                              side.storage == dtype == "float16", side.start, side.nbytes, side.meta,
                               -(-rows // TILE_M) * TILE_M if in_columns else rows))
     return plans
 

@@ -11,7 +11,7 @@ import torch
 
 from lowbit_attn import layout, reference, registers
 from lowbit_attn.cache import KVCache
-from lowbit_attn.formats.uniform import PerChannel
+from lowbit_attn.formats import Kind
 
 LOG2_E = 1.4426950408889634
 COLUMNS = 8  # query rows of one accumulator tile
@@ -192,7 +192,7 @@ class Warp:
         a = code_matrix(record, self.record.k_planes, layout.PAGE_TOKENS, side.bits)
         power = powers(PAGE_TILES, side.bits)
         meta = metadata(record, self.record.k_planes, side.storage)
-        step = self._logits_per_channel if isinstance(side, PerChannel) else self._logits_per_token
+        step = self._logits_per_channel if side.kind is Kind.CHANNEL else self._logits_per_token
         return step(side, a, power, meta)
 
     def _logits_per_channel(self, side, a, power, meta) -> np.ndarray:
@@ -284,7 +284,7 @@ class Warp:
         if self.centring:
             self.rounded = self.rounded + multiply(np.ones((1, 16, 16)), b)[..., :2]
             self.pages += 1
-            is_short = self.groups_v > 1 or not isinstance(self.format.k, PerChannel)  # of registers
+            is_short = self.groups_v > 1 or self.format.k.kind is not Kind.CHANNEL  # of registers
             if is_short or self.pages % registers.RECENTRED_PAGES == 0:
                 self.recentre()
 

@@ -11,7 +11,6 @@ from emulation import C_COL, C_ROW, LANE, PAGE_TILES, G, T, bits_of, over_lanes,
 
 from lowbit_attn import layout, registers
 from lowbit_attn.cache import KVCache
-from lowbit_attn.formats.kitty import Boosted
 
 ROWS = 4
 BYTE = np.arange(4)
@@ -95,7 +94,7 @@ class Warp(emulation.Warp):
         names = ("codes", "high") if self._is_boosted else ("codes",)
         codes = np.concatenate([a_bytes(emulation.load_words(emulation.plane(record, planes, name)),
                                         layout.PAGE_TOKENS, side.bits, tile) for name in names], 1)
-        groups = 1 if isinstance(side, Boosted) else layout.PAGE_TOKENS // side.group_size
+        groups = side.spec(self.head_dim).groups
         meta = emulation.metadata(record, planes, side.storage).reshape(groups, 2, self.head_dim)
         meta = meta[..., layout.channel_meta_index(np.arange(self.head_dim))]
         if tile is not None:

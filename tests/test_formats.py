@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from lowbit_attn import FORMATS, KVCache, decode, layout
-from lowbit_attn.formats import FAMILIES, Family, Format, FormatRegistry, Side
+from lowbit_attn import FORMATS, KVCache, decode, kernels, layout
+from lowbit_attn.formats import FAMILIES, Family, Format, FormatRegistry, Kind, Side
 from lowbit_attn.formats.affine import dequantize_groups, quantize_groups
 from lowbit_attn.reference import attention
 
@@ -179,6 +179,41 @@ def test_unsupported_head_dims_are_refused(name, head_dim, words):
         FORMATS[name].record(head_dim)
     with pytest.raises(ValueError, match=words):
         KVCache(name, 1, 1, head_dim)
+
+
+@formats
+def test_spec_says_where_the_planes_lie(name, head_dim):
+    """What kernels are told of a side, against its record and what one page of it holds."""
+    fmt = FORMATS[name]
+    record = fmt.record(head_dim)
+    for side, spec, planes, start, end in zip((fmt.k, fmt.v), fmt.specs(head_dim), (record.k_planes, record.v_planes),
+                                              (0, record.v_offset), (record.v_offset, record.nbytes)):
+        at = {plane.name: plane for plane in planes}
+        assert (spec.start, spec.nbytes) == (start, end - start) and spec.first_unit * layout.RECORD_ALIGN == start
+        assert (spec.codes, spec.meta) == tuple(at[plane].offset - start for plane in ("codes", "meta"))
+        assert at["codes"].nbytes == spec.rows * spec.cols * spec.bits // 8
+        assert at["meta"].nbytes == 4 * spec.groups * (head_dim if spec.kind is Kind.CHANNEL else layout.PAGE_TOKENS)
+        assert spec.kind is side.kind and (spec.high is not None) == ("high" in at)
+        if high := spec.high:
+            assert (high.codes, high.index) == (at["high"].offset, at["index"].offset)
+            assert at["index"].nbytes == high.slots >= high.channels
+            assert at["high"].nbytes == layout.PAGE_TOKENS * high.slots * high.bits // 8
+
+
+def test_families_have_layout_ids_of_their_own():
+    assert FORMATS["k4v4"].layout_id == FORMATS["k2tv1-g32"].layout_id == layout.LAYOUT_ID
+    assert FORMATS["kitty"].layout_id == FORMATS["kitty-pro-vg32"].layout_id != layout.LAYOUT_ID
+    assert layout.LAYOUT_ID in FORMATS["kitty"].layout_id  # its planes are in the common order
+
+
+def test_a_side_without_a_spec_has_no_kernels():
+    fmt = Format("raw16", Sixteen(), Sixteen())
+    assert fmt.specs(64) == (None, None)
+    assert kernels.quantize_missing(fmt, 64, torch.float16) == [
+        "format raw16, supported: K per channel, per token or boosted, with V per token"]
+    for arch in kernels.ARCH_TARGETS:
+        picked, reasons = kernels.pick(arch, fmt, 64, torch.float16, 4)
+        assert picked is None and reasons and all("format raw16, supported: K per channel" in r for r in reasons)
 
 
 class Sixteen(Side):

@@ -347,5 +347,6 @@ def test_unsupported_calls_say_why():
     assert not PATHS["register"].missing(FORMATS["k1tv8-g32-vg64-bf16"], 64, torch.bfloat16)
     for name in ("kitty", "kitty-b0", "kitty-pro-vg64-bf16"):
         assert not PATHS["register"].missing(FORMATS[name], 128, torch.float16)
+    for name in ("kitty", "kitty-pro-vg64-bf16"):
         with pytest.raises(ValueError, match=f"format {name}, supported: K per channel or per token with V per token"):
             decode.decode_kernel(FORMATS[name], 128, "float16", path="tile")

@@ -302,13 +302,13 @@ def test_quantize_kernel_puts_bytes_where_the_format_says(name, head_dim):
 
     side, k = FORMATS[name].k, keys(head_dim, 1)
     k[..., 3:60:2] = k[..., :1]  # equal scores
-    m, planes = BoostMatrix(side, head_dim), side.quantize(k, True)
+    m, planes = BoostMatrix(side.spec(head_dim)), side.quantize(k, True)
     offsets = {p.name: p.offset for p in FORMATS[name].record(head_dim).k_planes}
     assert (m.high_at, m.index_at, m.meta_at) == tuple(offsets[plane] for plane in ("high", "index", "meta"))
     masks = emulated_masks(m, SELECTIONS[side.selection](k.transpose(1, 2))[0])
     boosted = side.boosted_channels(k)[0].tolist()
     assert [16 * w + bit for w, x in enumerate(masks) for bit in range(16) if x >> bit & 1] == boosted
-    assert side.selection != "random" or m.fixed == boosted
+    assert side.selection != "random" or list(m.fixed) == boosted
     codes = packing.unpack_codes(planes["codes"], 128, head_dim, side.bits)[0]
     high = packing.unpack_codes(planes["high"], 128, m.slots, side.high_bits)[0, :, : m.boost]
     codes[:, boosted] |= high << side.bits
@@ -318,13 +318,11 @@ def test_quantize_kernel_puts_bytes_where_the_format_says(name, head_dim):
 
 def test_no_boost_takes_the_kernels_of_k2v2():
     pytest.importorskip("tilelang", reason="the kernel's geometry lives in a file that imports tilelang")
-    from lowbit_attn.device.quantize_boost import BoostMatrix, plain_side
+    from lowbit_attn.device.quantize_boost import BoostMatrix
 
-    kitty, plain = FORMATS["kitty"].k, FORMATS["k2v2"].k
-    assert plain_side(FORMATS["kitty-b0"].k, 64) == plain and plain_side(plain, 64) is plain
-    assert plain_side(kitty, 64) is kitty
+    assert FORMATS["kitty-b0"].k.spec(64) == FORMATS["k2v2"].k.spec(64) != FORMATS["kitty"].k.spec(64)
     with pytest.raises(NotImplementedError, match="K: 8 bits boosted over 2, supported: 4 over 2"):
-        BoostMatrix(Boosted(2, 8), 64)
+        BoostMatrix(Boosted(2, 8).spec(64))
 
 
 # ---- names and errors

@@ -135,7 +135,7 @@ def test_quantize_kernel_marks_the_channels_of_weighted_scores(name, head_dim):
     from lowbit_attn.device.quantize_boost import BoostMatrix
 
     side, k, weights = FORMATS[name].k, keys(head_dim, 4), torch.rand(4, head_dim) * 10
-    m = BoostMatrix(side, head_dim)
+    m = BoostMatrix(side.spec(head_dim))
     weights[:, 3:9], k[1, 5, :20], k[2, 9, 7], k[3] = 0, INF, NAN, k[3] * 0 + 1
     weights[3, 30:] = 1.5  # equal scores
     weights[0, 40] = 1e-42  # products that are subnormal numbers

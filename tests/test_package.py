@@ -100,11 +100,21 @@ def test_imports_point_one_way(module):
 
 def test_the_core_stands_on_nothing_else():
     assert not imports(MODULES["lowbit_attn.layout"]) - {"hashlib"}
-    for module in ("formats", "formats.uniform", "formats.affine", "formats.contract", "formats.packing", "cache",
-                   "reference", "api"):
+    for module in ("formats", "formats.uniform", "formats.affine", "formats.contract", "formats.packing",
+                   "formats.spec", "cache", "reference", "api"):
         for name in imports(MODULES[f"lowbit_attn.{module}"]):
             allowed = {*sys.stdlib_module_names, "torch", "numpy", "lowbit_attn"}
             assert name.split(".")[0] in allowed, f"{module} imports {name}"
+
+
+FORMAT_CLASSES = {"PerChannel", "PerToken", "Boosted"}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if part(name) != "formats"])
+def test_formats_are_known_by_their_spec(module):
+    """Classes of sides are named in formats/ alone: everything else reads a SideSpec or a Side's kind."""
+    named = {name.split(".")[-1] for name in imports(MODULES[module])} & FORMAT_CLASSES
+    assert not named, f"{module} imports {', '.join(sorted(named))}, supported outside formats/: SideSpec, Kind"
 
 
 @pytest.mark.parametrize("module", MODULES)

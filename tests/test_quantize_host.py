@@ -62,7 +62,7 @@ def test_rows_pack_as_the_reference(side, bits, head_dim):
     if side == "v" and head_dim % (16 * layout.tiles_per_word(bits)):
         pytest.skip("no such format")
     fmt = FORMATS[f"k{bits}v8" if side == "k" else f"k8v{bits}"]
-    m = RowMatrix(getattr(fmt, side), head_dim)
+    m = RowMatrix(getattr(fmt, side).spec(head_dim))
     codes = codes_like(m.rows, m.cols, bits)
     tile = tile_of(codes.T if m.transposed else codes, m.threads)
     words = np.full((m.col_tiles * m.words, layout.LANES), groups.empty_word(bits), np.int64)
@@ -84,7 +84,7 @@ def test_rows_pack_as_the_reference(side, bits, head_dim):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("bits", BITS)
 def test_tokens_pack_as_the_reference(bits, head_dim):
-    m = TokenMatrix(FORMATS[f"k{bits}tv8"].k, head_dim)
+    m = TokenMatrix(FORMATS[f"k{bits}tv8"].k.spec(head_dim))
     codes = codes_like(layout.PAGE_TOKENS, head_dim, bits)
     words = np.full((m.spans * m.col_tiles, layout.LANES), groups.empty_word(bits), np.int64)
     for part in range(m.parts):
@@ -105,7 +105,7 @@ def test_tokens_pack_as_the_reference(bits, head_dim):
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_boosted_columns_are_those_of_the_tile(head_dim):
-    m = BoostMatrix(FORMATS["kitty"].k, head_dim)
+    m = BoostMatrix(FORMATS["kitty"].k.spec(head_dim))
     codes = codes_like(layout.PAGE_TOKENS, head_dim, 8)
     tile = tile_of(codes, m.threads)
     for column_tile in range(head_dim // layout.TILE):

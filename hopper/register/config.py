@@ -7,9 +7,8 @@ give each operand register. The positions come from ``layout`` and ``registers``
 from dataclasses import dataclass, replace
 
 from lowbit_attn import layout, registers
-from lowbit_attn.formats.contract import Format, Plane, Side
-from lowbit_attn.formats.kitty import Boosted
-from lowbit_attn.formats.uniform import PerToken
+from lowbit_attn.formats.contract import Format
+from lowbit_attn.formats.spec import SideSpec
 from lowbit_attn.hopper import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, WIDE_HEAD_DIM
 from lowbit_attn.registers import Options
@@ -384,33 +383,25 @@ def smem_limit(ctas_per_sm: int) -> int:
     return min(SMEM_LIMIT, SM_SMEM // ctas_per_sm - BLOCK_SMEM)
 
 
-def plan_side(side: Side, planes: tuple[Plane, ...], start: int, end: int, head_dim: int) -> SidePlan:
-    """The plan of a side whose planes lie in bytes ``start`` to ``end`` of the record."""
-    is_per_token = isinstance(side, PerToken)
-    is_v = is_per_token and side.transposed
-    shape = (head_dim, layout.PAGE_TOKENS) if is_v else (layout.PAGE_TOKENS, head_dim)
-    group = layout.PAGE_TOKENS if isinstance(side, Boosted) else side.group_size or head_dim
-    meta, = (plane.offset for plane in planes if plane.name == "meta")
-    return SidePlan(side.bits, is_v, *shape, is_per_token, group, str(side.storage).removeprefix("torch."), start,
-                    end - start, meta - start)
+def plan_side(side: SideSpec) -> SidePlan:
+    """How the kernels read one side of a record."""
+    return SidePlan(side.bits, side.transposed, side.rows, side.cols, side.is_per_token, side.group_size, side.storage,
+                    side.start, side.nbytes, side.meta)
 
 
-def plan_boost(side: Side, planes: tuple[Plane, ...], k: SidePlan) -> BoostPlan | None:
-    """The boosted channels of K, whose part is at the start of the record; None if there are none."""
-    at = {plane.name: plane.offset for plane in planes}
-    if "high" not in at:
+def plan_boost(side: SideSpec, k: SidePlan) -> BoostPlan | None:
+    """The boosted channels of K; None if there are none."""
+    if not (high := side.high):
         return None
-    high = replace(k, bits=side.high_bits, cols=side.slots(k.head_dim), codes_offset=at["high"])
-    return BoostPlan(high, side.boost(k.head_dim), at["index"])
+    return BoostPlan(replace(k, bits=high.bits, cols=high.slots, codes_offset=high.codes), high.channels, high.index)
 
 
 def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
                 features: tuple[str, ...] = (), kind: type[RegisterConfig] = RegisterConfig) -> RegisterConfig:
     """The configuration of a format: as many warps as leave ``MIN_SLOTS`` each, then the slots they need."""
-    record = fmt.record(head_dim)
-    k = plan_side(fmt.k, record.k_planes, 0, record.v_offset, head_dim)
-    v = plan_side(fmt.v, record.v_planes, record.v_offset, record.nbytes, head_dim)
-    boost = plan_boost(fmt.k, record.k_planes, k)
+    k_spec, v_spec = fmt.specs(head_dim)
+    k, v = plan_side(k_spec), plan_side(v_spec)
+    boost = plan_boost(k_spec, k)
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
     free = smem_limit(kind.ctas_per_sm) - queries * (not kind.own_queries)

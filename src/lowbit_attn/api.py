@@ -7,7 +7,7 @@ from numbers import Real
 
 import torch
 
-from lowbit_attn import dispatch, layout, ops, reference
+from lowbit_attn import dispatch, ops, reference
 from lowbit_attn.cache import KVCache
 from lowbit_attn.checks import check_rank, check_tensor, integer
 from lowbit_attn.state import CacheState
@@ -97,8 +97,8 @@ def _check(q, cache: KVCache, out, lse, num_splits: int | None, options: referen
     """Raise for what is not supported; None stands for what decode allocates or picks itself."""
     if not isinstance(cache, CacheState):
         raise TypeError(f"cache: got {type(cache).__name__}, supported: a KVCache")
-    if cache.layout_id != layout.LAYOUT_ID:
-        raise LayoutMismatchError(f"cache: layout id {cache.layout_id}, supported: {layout.LAYOUT_ID}; "
+    if cache.layout_id != cache.format.layout_id:
+        raise LayoutMismatchError(f"cache: layout id {cache.layout_id}, supported: {cache.format.layout_id}; "
                                   "pack the cache again with this version")
     batch, q_len, num_heads, _ = check_rank("q", q, ("batch", "q_len", "num_heads", "head_dim"))
     if not 0 < batch <= cache.max_batch:

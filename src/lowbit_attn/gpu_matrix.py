@@ -13,8 +13,7 @@ import torch
 
 from lowbit_attn import kernels
 from lowbit_attn.cache import MAX_Q_LEN
-from lowbit_attn.formats import FAMILIES, FORMATS, Family, Format
-from lowbit_attn.formats.uniform import PerChannel
+from lowbit_attn.formats import FAMILIES, FORMATS, Family, Format, Kind
 from lowbit_attn.kernels import KernelKey
 
 
@@ -312,6 +311,6 @@ def _call(rng: random.Random, kernel: MatrixKernel, seed: int, data: str | None 
         rng.choice((5.0, 30.0, 50.0)) if "softcap" in kernel.features else None,
         rng.choice((1, 7, 64, 128, 200, 513, 1024)) if windowed else None, windowed and rng.random() < 0.5,
         data not in LARGE_LOGITS and rng.random() < 0.25, rng.choice((None, None, True, False)),
-        not isinstance(fmt.k, PerChannel) and kernel.head_dim != 96 and data != "meta-beyond-fp16" and (
+        fmt.k.kind is Kind.TOKEN and kernel.head_dim != 96 and data != "meta-beyond-fp16" and (
             rng.random() < 0.4),
         rng.random() < 0.25, rng.random() < 0.25, rng.choice((None, None, 1, 2, 3, 7, 40)), seed)

@@ -11,9 +11,8 @@ from itertools import product
 import torch
 
 from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.formats.kitty import Boosted
-from lowbit_attn.formats.uniform import PerChannel, PerToken
-from lowbit_attn.layout import PAGE_TOKENS
+from lowbit_attn.formats.spec import Kind
+from lowbit_attn.formats.uniform import dtype_name
 
 # Shared memory a block may use (CUDA programming guide, "Technical specifications per compute capability").
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
@@ -96,10 +95,10 @@ def trace(key: KernelKey):
         return append.append_kernel(fmt, key.head_dim, key.dtype, key.variant.removeprefix("search_"))
     quantize = import_module("lowbit_attn.device.quantize")
     side_name, _, search = key.variant.partition("-")
-    side = fmt.k if side_name == "k" else fmt.v
+    side = fmt.specs(key.head_dim)["kv".index(side_name)]
     if key.op == "quantize":
-        return quantize.quantize_kernel(side, key.head_dim, key.dtype, search == "search")
-    return quantize.dequantize_kernel(side, key.head_dim)
+        return quantize.quantize_kernel(side, key.dtype, search == "search")
+    return quantize.dequantize_kernel(side)
 
 
 def needs_nvcc(key: KernelKey) -> bool:
@@ -113,7 +112,7 @@ def checks(key: KernelKey) -> Checks:
         config = import_module(f"lowbit_attn.{key.arch}.config")
         return config.checks(FORMATS[key.format], key.head_dim, target=key.sizes or key.target, path=key.variant,
                              rows=key.rows, dtype=key.dtype, without=key.without, features=key.features)
-    if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and isinstance(FORMATS[key.format].k, Boosted):
+    if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and FORMATS[key.format].k.spec(key.head_dim).high:
         return Checks(forbid=())  # beside K's 512 threads V's search, or weights, spill a few registers
     return Checks()
 
@@ -169,25 +168,28 @@ class Support:
 
     def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
         """Reasons why a call is not served; empty if it is."""
-        per_token = isinstance(fmt.k, PerToken)
-        sides = (PerChannel, *[PerToken] * self.k_per_token, *[Boosted] * self.boosted)
-        if not isinstance(fmt.k, sides) or not isinstance(fmt.v, PerToken):
+        try:
+            k, v = fmt.specs(head_dim)
+        except ValueError as error:
+            return [str(error)]
+        kinds = (Kind.CHANNEL, *[Kind.TOKEN] * self.k_per_token)
+        is_served = k and v and k.kind in kinds and v.kind is Kind.TOKEN and (k.high is None or self.boosted)
+        if not is_served or k.transposed or not v.transposed:
             return [f"format {fmt}, supported: K per channel{' or per token' * self.k_per_token}"
                     f"{' or boosted' * self.boosted} with V per token"]
-        is_boosted = isinstance(fmt.k, Boosted)
         channels = (*self.channel_groups, head_dim)
         lag = fmt.window_v - fmt.window_k
         # K per token in small groups beside a lagging V is the one combination that does not fit the registers
-        lags = self.windows and not (per_token and (fmt.k.group_size or head_dim) != head_dim)
+        lags = self.windows and not (k.is_per_token and k.groups > 1)
+        storages = tuple(map(dtype_name, self.storages))
         wanted = (
-            ("K bits", fmt.k.bits, (2,) if is_boosted else self.k_bits), ("V bits", fmt.v.bits, self.v_bits),
-            ("bits of boosted channels", fmt.k.boosted_bits if is_boosted else 4, (4,)),
-            ("K group", PAGE_TOKENS if is_boosted else fmt.k.group_size or head_dim,
-             channels if per_token else self.k_groups),
-            ("V group", fmt.v.group_size or head_dim, channels),
+            ("K bits", k.bits, (2,) if k.high else self.k_bits), ("V bits", v.bits, self.v_bits),
+            ("bits of boosted channels", k.high.code_bits if k.high else 4, (4,)),
+            ("K group", k.group_size, channels if k.is_per_token else self.k_groups),
+            ("V group", v.group_size, channels),
             ("V window beyond K's", lag, (lag if lags else 0,)),
             ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
-            ("K metadata", fmt.k.storage, self.storages), ("V metadata", fmt.v.storage, self.storages),
+            ("K metadata", k.storage, storages), ("V metadata", v.storage, storages),
         )
         wanted += tuple(("feature", name, self.features) for name in features)
         return [f"{name} {value}, supported: {_listed(supported)}" for name, value, supported in wanted
@@ -207,10 +209,11 @@ class Support:
 def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str]:
     """Reasons why no kernel can fill or read the pages of a cache; empty if one can."""
     reasons = [] if dtype in QUANTIZE_DTYPES else [f"dtype {dtype}, supported: {_listed(QUANTIZE_DTYPES)}"]
-    if not isinstance(fmt.k, PerChannel | PerToken | Boosted) or not isinstance(fmt.v, PerToken):
-        reasons.append(f"format {fmt}, supported: K per channel, per token or boosted, with V per token")
     if head_dim not in QUANTIZE_HEAD_DIMS:
-        reasons.append(f"head_dim {head_dim}, supported: {_listed(QUANTIZE_HEAD_DIMS)}")
+        return [*reasons, f"head_dim {head_dim}, supported: {_listed(QUANTIZE_HEAD_DIMS)}"]
+    k, v = fmt.specs(head_dim)
+    if not (k and v and k.kind in (Kind.CHANNEL, Kind.TOKEN) and v.kind is Kind.TOKEN):
+        reasons.append(f"format {fmt}, supported: K per channel, per token or boosted, with V per token")
     return reasons
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lowbit_attn import reference
 from lowbit_attn.api import decode, merge_states
 from lowbit_attn.cache import KVCache, PageExhaustedError
+from lowbit_attn.formats import FORMATS
 from lowbit_attn.layout import PAGE_TOKENS
 from lowbit_attn.ops import decode_with_counters
 from lowbit_attn.reference import Attention
@@ -47,7 +48,7 @@ class ShardedKVCache:
     anything is written, and without communication.
 
     Args:
-        format, num_heads_kv, head_dim, max_batch, max_q_len and the other keywords: as in KVCache.
+        format, num_heads_kv, head_dim, max_batch, max_q_len and the other keywords: as in KVCache; format is a name.
         num_pages: pages of 128 tokens of each rank.
         sinks: first tokens of each sequence in 16 bit, on rank 0; None: as a KVCache of the format.
         group: a torch.distributed process group; None: the default group, or one rank where none is initialised.
@@ -56,14 +57,14 @@ class ShardedKVCache:
     in 16 bit. ``local`` is this rank's KVCache, ``n_tok`` int32 [max_batch], on the device, the tokens of all ranks.
     """
 
-    def __init__(self, format: str, num_pages: int, num_heads_kv: int, head_dim: int, *, sinks: int = 0,
+    def __init__(self, format: str, num_pages: int, num_heads_kv: int, head_dim: int, *, sinks: int | None = None,
                  group: "dist.ProcessGroup | None" = None, **options):
         is_alone = group is None and not (dist.is_available() and dist.is_initialized())
         self.group = group
         self.rank, self.world = (0, 1) if is_alone else (dist.get_rank(group), dist.get_world_size(group))
         if self.rank < 0:
             raise ValueError("group: this process is not in it, supported: a group of this process's")
-        self.sinks = sinks
+        self.sinks = sinks = FORMATS[format].sinks if sinks is None else sinks
         self.local = KVCache(format, num_pages, num_heads_kv, head_dim, sinks=sinks if self.rank == 0 else 0, **options)
         batch = self.local.max_batch
         self.lengths = np.zeros(batch, np.int64)  # of all ranks

@@ -16,9 +16,8 @@ from lowbit_attn import layout
 from lowbit_attn.backend import BACKENDS
 from lowbit_attn.checks import check_tensor, integer, integers, is_sequence, is_truth, one_of
 from lowbit_attn.copies import Copies
-from lowbit_attn.formats import FORMATS, Format, unnamed
+from lowbit_attn.formats import FORMATS, Format, Kind, unnamed
 from lowbit_attn.formats.rotation import hadamard
-from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.journal import Journal
 from lowbit_attn.pages import FREED, LIVE, UNUSED, PageBook
 
@@ -89,11 +88,11 @@ class CacheState(Copies):
             is_truth(name, value, *others)
         self.unnamed = unnamed(self.format)
         self.record = self.format.record(head_dim)
-        self.layout_id = layout.LAYOUT_ID
+        self.layout_id = self.format.layout_id
         self.num_pages, self.num_heads_kv, self.head_dim = num_pages, num_heads_kv, head_dim
         self.dtype, self.device = dtype, torch.device(device)
         self.sinks, self.range_search, self.saturate, self.rotate_keys = sinks, range_search, saturate, rotate_keys
-        if rotate_keys and not isinstance(self.format.k, PerToken):
+        if rotate_keys and self.format.k.kind is not Kind.TOKEN:
             raise ValueError(f"rotate_keys: format {self.format} groups K per channel, supported: K per token, whose "
                              "groups a rotation evens out")
         self.rotation = hadamard(head_dim).to(self.device) if rotate_keys else None

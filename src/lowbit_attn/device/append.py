@@ -320,7 +320,7 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
         limit: T.Tensor((seqs,), "int32"),
         faults: T.Tensor((marks,), "int32"),
         arrivals: T.Tensor((seqs,), "int32"),
-        query_weights: weights_argument(fmt.k, heads, head_dim),
+        query_weights: weights_argument(fmt.k.spec(head_dim), heads),
         num_sinks: T.int32,
         window_k: T.int32,
         window_v: T.int32,

@@ -9,35 +9,34 @@ import tilelang.language as T
 
 from lowbit_attn import layout
 from lowbit_attn.device.groups import EXACT, UNIT_WORDS
-from lowbit_attn.device.quantize_boost import BoostMatrix, dequantize_boosted, plain_side, quantize_boosted
+from lowbit_attn.device.quantize_boost import BoostMatrix, dequantize_boosted, quantize_boosted
 from lowbit_attn.device.quantize_rows import RowMatrix, dequantize_rows, quantize_rows
 from lowbit_attn.device.quantize_token import TokenMatrix, dequantize_tokens, quantize_tokens
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES, load_tokens
-from lowbit_attn.formats.kitty import WEIGHTED, Boosted
-from lowbit_attn.formats.uniform import PerChannel
+from lowbit_attn.formats.kitty import WEIGHTED
+from lowbit_attn.formats.spec import SideSpec
 
 # (quantize one part of a block, dequantize one) by the geometry of the matrix of codes
 BODIES = {RowMatrix: (quantize_rows, dequantize_rows), TokenMatrix: (quantize_tokens, dequantize_tokens),
           BoostMatrix: (quantize_boosted, dequantize_boosted)}
 
 
-def matrix_of(side, head_dim: int, dtype: str = ""):
+def matrix_of(side: SideSpec, dtype: str = ""):
     """The matrix of codes of a side: threads of a block, parts of a page, and where lanes find and put everything.
 
     dtype: of the tokens, where they are quantized by a kernel of their own.
     """
-    side = plain_side(side, head_dim)
-    if isinstance(side, Boosted):
-        return BoostMatrix(side, head_dim, dtype)
-    if not isinstance(side, PerChannel) and not side.transposed:
-        return TokenMatrix(side, head_dim)
-    return RowMatrix(side, head_dim)
+    if side.high:
+        return BoostMatrix(side, dtype)
+    if side.is_per_token and not side.transposed:
+        return TokenMatrix(side)
+    return RowMatrix(side)
 
 
-def weights_argument(side, heads, head_dim: int):
+def weights_argument(side: SideSpec, heads):
     """query_weights of a kernel that packs a side: fp32 [heads, head_dim] if it weighs queries, else no argument."""
-    return T.Tensor((heads, head_dim), "float32") if side.weighs_queries else None
+    return T.Tensor((heads, side.head_dim), "float32") if side.weighs_queries else None
 
 
 def weighing(m, query_weights, head) -> tuple:
@@ -45,13 +44,13 @@ def weighing(m, query_weights, head) -> tuple:
     return (query_weights, head) if isinstance(m, BoostMatrix) and m.selection == WEIGHTED else ()
 
 
-def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> TileKernel:
+def quantize_kernel(side: SideSpec, dtype: str, range_search: bool) -> TileKernel:
     """Blocks x [n, num_heads_kv, 128, head_dim] -> one side's codes and metadata in pages int32 [n] of the pool.
 
     pool: uint32 [units, 32] and its uint16 view [units, 64], in units of 128 bytes, from the first record's part of
     this side on; page_stride and head_stride in the same units. query_weights: only of sides that weigh queries.
     """
-    m = matrix_of(side, head_dim, dtype)
+    m, head_dim = matrix_of(side, dtype), side.head_dim
     body = BODIES[type(m)][0]
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
 
@@ -61,7 +60,7 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
         pages: T.Tensor((n,), "int32"),
         pool: T.Tensor((units, UNIT_WORDS), "uint32"),
         pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
-        query_weights: weights_argument(side, heads, head_dim),
+        query_weights: weights_argument(side, heads),
         page_stride: T.int32,
         head_stride: T.int32,
     ):
@@ -78,9 +77,9 @@ def quantize_kernel(side, head_dim: int, dtype: str, range_search: bool) -> Tile
     return TileKernel(quantize, compile_flags=EXACT)
 
 
-def dequantize_kernel(side, head_dim: int) -> TileKernel:
+def dequantize_kernel(side: SideSpec) -> TileKernel:
     """One side of pages int32 [n] of the pool -> fp32 out [n, num_heads_kv, 128, head_dim]: code * scale + zero."""
-    m = matrix_of(side, head_dim)
+    m, head_dim = matrix_of(side), side.head_dim
     body = BODIES[type(m)][1]
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
 

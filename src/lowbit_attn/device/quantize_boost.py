@@ -7,10 +7,9 @@ those bytes and the index are staged in shared memory. Scores are summed in the 
 """
 
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 
 import tilelang.language as T
-import torch
 
 from lowbit_attn import layout
 from lowbit_attn.device.columns import (
@@ -39,8 +38,8 @@ from lowbit_attn.device.groups import (
 )
 from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, swizzled
 from lowbit_attn.formats.affine import folds
-from lowbit_attn.formats.kitty import WEIGHTED, Boosted
-from lowbit_attn.formats.uniform import PerChannel
+from lowbit_attn.formats.kitty import WEIGHTED
+from lowbit_attn.formats.spec import SideSpec
 
 BITS = (2, 4)  # of a code, of a boosted code
 SCORES_AT_ONCE = 4  # of one access to shared memory
@@ -55,24 +54,21 @@ class BoostMatrix:
     ones leave room for more blocks, but for 64 channels, where the compiler would spill.
     """
 
-    def __init__(self, side: Boosted, head_dim: int, dtype: str = ""):
-        if (side.bits, side.boosted_bits) != BITS:
-            raise NotImplementedError(f"K: {side.boosted_bits} bits boosted over {side.bits}, supported: 4 over 2")
-        self.head_dim, self.selection, self.dtype = head_dim, side.selection, dtype
-        self.bits, self.high_bits = side.bits, side.high_bits
-        self.steps, self.boosted_steps = (1 << side.bits) - 1, (1 << side.boosted_bits) - 1
-        self.storage = str(side.storage).removeprefix("torch.")
-        self.boost, self.slots = side.boost(head_dim), side.slots(head_dim)
-        blank = torch.zeros(1, layout.PAGE_TOKENS, head_dim)
-        self.fixed = side.boosted_channels(blank)[0].tolist() if self.selection == "random" else []
+    def __init__(self, side: SideSpec, dtype: str = ""):
+        high, head_dim = side.high, side.head_dim
+        if (side.bits, high.code_bits) != BITS:
+            raise NotImplementedError(f"K: {high.code_bits} bits boosted over {side.bits}, supported: 4 over 2")
+        self.head_dim, self.selection, self.dtype = head_dim, high.selection, dtype
+        self.bits, self.high_bits = side.bits, high.bits
+        self.steps, self.boosted_steps = side.steps, (1 << high.code_bits) - 1
+        self.storage = side.storage
+        self.boost, self.slots, self.fixed = high.channels, high.slots, high.fixed
         self.threads = head_dim // layout.TILE * layout.LANES
         self.held = layout.PAGE_TOKENS // BYTE  # rows of one column that one lane holds
         self.words = layout.words_per_lane(layout.PAGE_TOKENS, layout.TILE, side.bits)  # a lane's of one column tile
-        self.high_words = layout.words_per_lane(layout.PAGE_TOKENS, layout.TILE, side.high_bits)
+        self.high_words = layout.words_per_lane(layout.PAGE_TOKENS, layout.TILE, high.bits)
         self.high_rows = layout.PAGE_TOKENS // self.high_words  # rows that share a word
-        sizes = side.plane_sizes(head_dim)
-        offsets = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-        self.high_at, self.index_at, self.meta_at = (offsets[name] for name in ("high", "index", "meta"))
+        self.high_at, self.index_at, self.meta_at = high.codes, high.index, side.meta
         self.masks, self.num_masks = head_dim, head_dim // layout.TILE
         self.store_words = layout.BLOCK_WORDS  # that a lane stores at once
         self.row_accesses = head_dim // ACCESS_HALVES
@@ -144,13 +140,6 @@ def is_boosted(mask, channel):
 
 def ones(word):
     return T.cast(T.popcount(word), "int32")
-
-
-def plain_side(side, head_dim: int):
-    """The same side, or K per channel in its place if it boosts no channel: the bytes are the same."""
-    if isinstance(side, Boosted) and not side.boost(head_dim):
-        return PerChannel(side.bits, storage=side.storage, searches_range=side.searches_range)
-    return side
 
 
 @T.macro

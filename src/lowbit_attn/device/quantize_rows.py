@@ -36,30 +36,25 @@ from lowbit_attn.device.groups import (
     two_means_bits,
 )
 from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, swizzled
-from lowbit_attn.formats.uniform import PerChannel
+from lowbit_attn.formats.spec import SideSpec
 
 
 class RowMatrix:
     """Static geometry of one side's code matrix, seen from a lane."""
 
-    def __init__(self, side, head_dim: int):
-        self.transposed = not isinstance(side, PerChannel)
-        self.rows = head_dim if self.transposed else layout.PAGE_TOKENS
-        self.cols = layout.PAGE_TOKENS if self.transposed else head_dim
-        self.bits = side.bits
-        self.steps = (1 << side.bits) - 1
-        self.storage = str(side.storage).removeprefix("torch.")
-        self.group_rows = side.group_size or head_dim
-        self.groups = self.rows // self.group_rows
+    def __init__(self, side: SideSpec):
+        self.transposed, self.rows, self.cols = side.transposed, side.rows, side.cols
+        self.bits, self.steps, self.storage = side.bits, side.steps, side.storage
+        self.group_rows, self.groups = side.group_size, side.groups
         self.col_tiles = self.cols // layout.TILE
         self.threads = self.col_tiles * layout.LANES
         self.held = self.rows // 8  # rows of one column that one lane holds
         self.held_per_group = self.group_rows // 8
         self.words = layout.words_per_lane(self.rows, layout.TILE, self.bits)  # a lane's words of one column tile
-        self.meta_bytes = side.plane_sizes(head_dim)["codes"]  # metadata follow the codes
+        self.meta_at = side.meta
         self.store_words = gcd(self.words, layout.BLOCK_WORDS)  # that a lane stores at once
-        self.head_dim = head_dim
-        self.row_accesses = head_dim // ACCESS_HALVES  # of a token
+        self.head_dim = side.head_dim
+        self.row_accesses = side.head_dim // ACCESS_HALVES  # of a token
         self.parts, self.part_rows = 1, layout.PAGE_TOKENS
 
     def blocks_per_sm(self, range_search, threads=None, more=0):
@@ -78,8 +73,8 @@ class RowMatrix:
     def meta_offset(self, group, is_zero, col):
         """Byte offset of a column's scale or zero from the start of the side's planes."""
         if self.transposed:
-            return self.meta_bytes + layout.token_meta_offset(group, is_zero, col)
-        return self.meta_bytes + layout.channel_meta_offset(group, is_zero, col, self.head_dim)
+            return self.meta_at + layout.token_meta_offset(group, is_zero, col)
+        return self.meta_at + layout.channel_meta_offset(group, is_zero, col, self.head_dim)
 
     def place(self, column_tile, col8, first, lane):
         """Access that a lane names of four matrices of the tile of tokens: rows 8 * first .. of eight columns."""

@@ -25,6 +25,7 @@ from lowbit_attn.device.groups import (
     two_means_bits,
 )
 from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, swizzled
+from lowbit_attn.formats.spec import SideSpec
 
 ATOM = 8  # rows and columns of the fragment atom
 STRANDS = 2  # neighbouring columns (e) that one lane holds of every atom
@@ -34,12 +35,10 @@ WARPS = 4  # of a block, at most: 128 threads, so that head_dim 256 has the regi
 class TokenMatrix:
     """Static geometry of a K-per-token code matrix, seen from a lane."""
 
-    def __init__(self, side, head_dim: int):
-        self.bits, self.head_dim = side.bits, head_dim
-        self.steps = (1 << side.bits) - 1
-        self.storage = str(side.storage).removeprefix("torch.")
-        self.group_cols = side.group_size or head_dim
-        self.groups = head_dim // self.group_cols
+    def __init__(self, side: SideSpec):
+        self.bits, self.head_dim, head_dim = side.bits, side.head_dim, side.head_dim
+        self.steps, self.storage = side.steps, side.storage
+        self.group_cols, self.groups = side.group_size, side.groups
         self.atoms = head_dim // ATOM  # of one row
         self.atoms_per_group = self.group_cols // ATOM
         self.slots = layout.slots_per_byte(side.bits)  # eight-row blocks that share their words
@@ -50,7 +49,7 @@ class TokenMatrix:
         self.part_rows = layout.PAGE_TOKENS // self.parts
         self.row_accesses = head_dim // ACCESS_HALVES
         self.col_tiles = head_dim // layout.TILE
-        self.meta_bytes = side.plane_sizes(head_dim)["codes"]  # metadata follow the codes
+        self.meta_at = side.meta
 
     def blocks_per_sm(self, range_search, threads=None, more=0):
         """Blocks that must fit an SM together: small as they are, more than one do."""
@@ -78,7 +77,7 @@ class TokenMatrix:
 
     def meta_offset(self, group, is_zero, token):
         """Byte offset of a token's scale or zero from the start of the side's planes."""
-        return self.meta_bytes + layout.token_meta_offset(group, is_zero, token)
+        return self.meta_at + layout.token_meta_offset(group, is_zero, token)
 
 
 @T.macro

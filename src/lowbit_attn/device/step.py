@@ -27,7 +27,7 @@ class StepGeometry:
 
     @cached_property
     def matrices(self) -> tuple:
-        return matrix_of(self.fmt.k, self.head_dim), matrix_of(self.fmt.v, self.head_dim)
+        return tuple(map(matrix_of, self.fmt.specs(self.head_dim)))
 
     @property
     def threads(self) -> int:
@@ -52,7 +52,7 @@ class StepGeometry:
     @property
     def first_units(self) -> tuple[int, int]:
         """Where K and V begin in a record, in units of the pool."""
-        return 0, self.fmt.record(self.head_dim).v_offset // layout.RECORD_ALIGN
+        return tuple(side.first_unit for side in self.fmt.specs(self.head_dim))
 
 
 class Side(NamedTuple):

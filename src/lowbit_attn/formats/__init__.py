@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lowbit_attn.formats import kitty, uniform
-from lowbit_attn.formats.contract import Format, Plane, Record, Side
+from lowbit_attn.formats.contract import Format, Record, Side
+from lowbit_attn.formats.spec import Kind, Plane, Scope, SideSpec
 
-__all__ = ["FAMILIES", "FORMATS", "Family", "Format", "FormatRegistry", "Plane", "Record", "Side"]
+__all__ = ["FAMILIES", "FORMATS", "Family", "Format", "FormatRegistry", "Kind", "Plane", "Record",
+           "Scope", "Side", "SideSpec"]
 
 
 @dataclass(frozen=True)

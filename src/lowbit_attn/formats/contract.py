@@ -10,25 +10,30 @@ from dataclasses import dataclass
 import torch
 
 from lowbit_attn import layout
+from lowbit_attn.formats.spec import Kind, Plane, SideSpec
 
 Planes = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Plane:
-    """A named run of bytes in a record; ``offset`` counts from the start of the record."""
-
-    name: str
-    nbytes: int
-    offset: int = 0
 
 
 class Side(ABC):
     """One side (K or V) of a format: both ends of its bytes."""
 
     bits: int
+    kind: Kind | None = None  # None: of no kind that kernels know
     searches_range: bool = False  # whether range search (which changes codes, never the layout) is on by default
     weighs_queries: bool = False  # whether ``quantize`` takes query_weights, fp32 [n, head_dim], too
+
+    @property
+    def layout_id(self) -> str:
+        """Identity of the byte order of this family of sides: caches of another one cannot be read."""
+        return layout.LAYOUT_ID
+
+    def spec(self, head_dim: int, start: int = 0) -> SideSpec | None:
+        """What others may know of the side's bytes, whose part of the record begins at byte ``start``.
+
+        None: a side that only its own torch code can read, so no kernel serves it.
+        """
+        return None
 
     def plainest(self) -> str:
         """Name of the plainest format that has this side: what kernels that touch one side only are named after."""
@@ -102,6 +107,15 @@ class Format:
         v_planes, nbytes = _place(self.v.plane_sizes(head_dim), k_bytes)
         return Record(k_planes, v_planes, k_bytes, nbytes)
 
+    def specs(self, head_dim: int) -> tuple[SideSpec | None, SideSpec | None]:
+        """The specs of K and V in a record; ValueError if head_dim is not supported."""
+        return self.k.spec(head_dim), self.v.spec(head_dim, self.record(head_dim).v_offset)
+
+    @property
+    def layout_id(self) -> str:
+        """Identity of the byte order of both sides."""
+        return "/".join(dict.fromkeys((self.k.layout_id, self.v.layout_id)))
+
     def record_bytes(self, head_dim: int) -> int:
         return self.record(head_dim).nbytes
 
@@ -137,6 +151,12 @@ class Format:
     def dequantize_v(self, records: torch.Tensor, head_dim: int) -> torch.Tensor:
         """Records uint8 [n, record bytes] -> fp32 V [n, 128, head_dim]."""
         return self.v.dequantize(_slices(self.record(head_dim).v_planes, records), head_dim)
+
+
+def part_of(side: Side, head_dim: int) -> tuple[dict[str, int], int]:
+    """(byte offset of each plane in a side's part of the record, bytes of the part)."""
+    planes, nbytes = _place(side.plane_sizes(head_dim), 0)
+    return {plane.name: plane.offset for plane in planes}, nbytes
 
 
 def _place(sizes: dict[str, int], start: int) -> tuple[tuple[Plane, ...], int]:

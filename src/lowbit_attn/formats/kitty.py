@@ -30,8 +30,9 @@ import torch
 from lowbit_attn import layout
 from lowbit_attn.formats import packing
 from lowbit_attn.formats.affine import Quantized, dequantize_groups, largest_finite, quantize_groups, tree_sum
-from lowbit_attn.formats.contract import Format, Planes, Side
-from lowbit_attn.formats.uniform import PerToken, levels
+from lowbit_attn.formats.contract import Format, Planes, Side, part_of
+from lowbit_attn.formats.spec import HighPlane, Kind, SideSpec
+from lowbit_attn.formats.uniform import PerToken, dtype_name, levels
 
 BOOST_MULTIPLE = 8  # boosted channels come in eights: half a column tile
 MAX_CHANNELS = 256  # that an index of one byte can name
@@ -39,6 +40,7 @@ SEED = 20_251_123  # of the random selection: part of what a "-random" page mean
 SHARES = {"kitty": 1 / 8, "kitty-pro": 1 / 4}
 SINKS = 32  # of the paper's caches
 WEIGHTED = "weighted"
+PLANES_VERSION = 1  # of the planes "high" and "index": another number where their bytes change
 GRAMMAR = "kitty[-pro|-b<channels, a multiple of 8>][-variance|-weighted|-random][-vg<32|64|128>][-bf16]"
 PRESETS = tuple(SHARES)
 
@@ -92,6 +94,7 @@ class Boosted(Side):
     set follows from comparing them: a kernel must add alike.
     """
 
+    kind = Kind.CHANNEL
     bits: int = 2
     boosted_bits: int = 4
     share: float = SHARES["kitty"]
@@ -108,6 +111,26 @@ class Boosted(Side):
     @property
     def weighs_queries(self) -> bool:
         return self.selection == WEIGHTED
+
+    @property
+    def layout_id(self) -> str:
+        return f"{layout.LAYOUT_ID}+boost{PLANES_VERSION}"
+
+    def spec(self, head_dim: int, start: int = 0) -> SideSpec:
+        at, nbytes = part_of(self, head_dim)
+        return SideSpec(self.kind, self.bits, head_dim, False, layout.PAGE_TOKENS, dtype_name(self.storage), start,
+                        nbytes, at["codes"], at["meta"], self._high(head_dim, at), (), self.searches_range,
+                        self.weighs_queries)
+
+    def _high(self, head_dim: int, at: dict[str, int]) -> HighPlane | None:
+        """The plane of the boosted channels, whose parts are ``at`` these offsets; None if no channel is boosted."""
+        if not self.boost(head_dim):
+            return None
+        fixed = ()
+        if self.selection == "random":
+            fixed = tuple(self.boosted_channels(torch.zeros(1, layout.PAGE_TOKENS, head_dim))[0].tolist())
+        return HighPlane(self.high_bits, self.boosted_bits, self.boost(head_dim), self.slots(head_dim), at["high"],
+                         at["index"], self.selection, fixed)
 
     def plainest(self) -> str:
         shares = {share: name for name, share in SHARES.items()}

@@ -13,7 +13,8 @@ import torch
 from lowbit_attn import layout
 from lowbit_attn.formats import packing
 from lowbit_attn.formats.affine import Quantized, dequantize_groups, largest_finite, quantize_groups
-from lowbit_attn.formats.contract import Format, Planes, Side
+from lowbit_attn.formats.contract import Format, Planes, Side, part_of
+from lowbit_attn.formats.spec import Kind, SideSpec
 
 GROUP_SIZES = (32, 64, 128)
 SEARCH_BITS = 2  # per-channel or per-token K of at most this many bits searches its range by default
@@ -27,10 +28,16 @@ _NAME = re.compile(r"k([8421])(t?)v([8421])(?:-g(32|64|128))?(?:-vg(32|64|128))?
 class PerChannel(Side):
     """K as rows = tokens, columns = channels; one (scale, zero) per channel and group of tokens."""
 
+    kind = Kind.CHANNEL
     bits: int
     group_size: int = layout.PAGE_TOKENS  # tokens
     storage: torch.dtype = torch.float16
     searches_range: bool = False
+
+    def spec(self, head_dim: int, start: int = 0) -> SideSpec:
+        at, nbytes = part_of(self, head_dim)
+        return SideSpec(self.kind, self.bits, head_dim, False, self.group_size, dtype_name(self.storage), start,
+                        nbytes, at["codes"], at["meta"], searches_range=self.searches_range)
 
     def plainest(self) -> str:
         group = f"-g{self.group_size}" * (self.group_size != layout.PAGE_TOKENS)
@@ -72,11 +79,18 @@ class PerToken(Side):
     ``transposed`` (V): rows = channels, columns = tokens; else (K): rows = tokens, columns = channels.
     """
 
+    kind = Kind.TOKEN
     bits: int
     transposed: bool
     group_size: int | None = None  # channels; None: head_dim
     storage: torch.dtype = torch.float16
     searches_range: bool = False
+
+    def spec(self, head_dim: int, start: int = 0) -> SideSpec:
+        at, nbytes = part_of(self, head_dim)
+        return SideSpec(self.kind, self.bits, head_dim, self.transposed, self._group(head_dim),
+                        dtype_name(self.storage), start, nbytes, at["codes"], at["meta"],
+                        searches_range=self.searches_range)
 
     def plainest(self) -> str:
         group = f"-{'v' * self.transposed}g{self.group_size}" if self.group_size else ""
@@ -137,6 +151,11 @@ def parse(name: str) -> Format | None:
         k = PerChannel(k_bits, group_size=int(k_group or layout.PAGE_TOKENS), **k_kwargs)
     v = PerToken(v_bits, transposed=True, group_size=int(v_group) if v_group else None, storage=storage)
     return Format(name, k, v)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name as kernels write it: "float16", "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _suffix(storage: torch.dtype) -> str:

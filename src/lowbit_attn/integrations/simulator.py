@@ -11,9 +11,8 @@ from functools import partial
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats import FORMATS, Format, Kind
 from lowbit_attn.formats.contract import Side
-from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.layout import PAGE_TOKENS
 
 
@@ -90,7 +89,7 @@ class SimulatedCache(Cache):
         window_v = self.format.window_v if window_v is None else window_v
         if self.format.k.weighs_queries:
             raise NotImplementedError(f"format: {self.format} weighs channels by queries, supported by LowBitCache")
-        if not isinstance(self.format.v, PerToken):
+        if self.format.v.kind is not Kind.TOKEN:
             raise NotImplementedError(f"format: {self.format}, supported: V per token, which can be packed in steps")
         for name, value, low, high in (("sinks", sinks, 0, None), ("window_v", window_v, 0, None),
                                        ("v_step", v_step, 1, PAGE_TOKENS)):
@@ -113,7 +112,7 @@ def fake_quantized(side: Side, x: torch.Tensor, range_search: bool | None = None
     batch, heads, tokens, head_dim = x.shape
     search = side.searches_range if range_search is None else range_search
     whole = -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
-    if whole != tokens and not isinstance(side, PerToken):
+    if whole != tokens and side.kind is not Kind.TOKEN:
         raise ValueError(f"x: got {tokens} tokens, supported: multiples of {PAGE_TOKENS} for groups of tokens")
     side.check(head_dim)
     pages = torch.nn.functional.pad(x.float(), (0, 0, 0, whole - tokens)).reshape(-1, PAGE_TOKENS, head_dim)
