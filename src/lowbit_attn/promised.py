@@ -11,7 +11,7 @@ from itertools import chain, combinations, product
 
 import torch
 
-from lowbit_attn import compile, kernels
+from lowbit_attn import emit, kernels
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.kernels import KernelKey
 
@@ -48,7 +48,7 @@ def rotation(keys: list[KernelKey], count: int, seed: int) -> list[KernelKey]:
     """
     sources: dict[KernelKey, list[KernelKey]] = {}
     for key in keys:
-        sources.setdefault(compile.same_source(key), []).append(key)
+        sources.setdefault(emit.same_source(key), []).append(key)
     classes: dict[tuple, list[KernelKey]] = {}
     for key in sources:
         classes.setdefault((key.op, key.target, key.variant.partition("-")[0], key.head_dim), []).append(key)
