@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from lowbit_attn import compile, dispatch, kernels, promised
+from lowbit_attn import dispatch, emit, kernels, promised
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
 
