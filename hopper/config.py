@@ -426,11 +426,11 @@ def ctas_per_sm(key) -> int:
 
 
 def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = COLUMNS,
-           dtype: str = "float16", without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> Checks:
-    """What the SASS of the decode kernel of a path must show; without: not the tile path."""
+           dtype: str = "float16", features: tuple[str, ...] = ()) -> Checks:
+    """What the SASS of the decode kernel of a path must show."""
     if path in integer.KINDS:
-        return integer.checks(fmt, head_dim, dtype, rows, without, features, path)
+        return integer.checks(fmt, head_dim, dtype, rows, features, path)
     if path == "register":
-        return register.checks(fmt, head_dim, dtype, rows, without, features)
+        return register.checks(fmt, head_dim, dtype, rows, features)
     cfg = make_config(fmt, head_dim, dtype, rows, features)
     return Checks(SASS_NEED, SASS_FORBID, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

@@ -191,21 +191,21 @@ class DecodeSm90:
 
 
 def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, path: str = "tile",
-                  rows: int = 8, without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> CuteKernel:
+                  rows: int = 8, features: tuple[str, ...] = ()) -> CuteKernel:
     """The kernel of a path and the fake arguments (all but the stream) to compile it for; ValueError if not supported.
 
-    rows: query rows (heads of a KV head times q_len) that a CTA serves: kernels.ROWS; without: parts of
-    registers.Options that are left out; features: what kernels.FEATURES names.
+    rows: query rows (heads of a KV head times q_len) that a CTA serves: kernels.ROWS; features: what
+    kernels.FEATURES names.
     """
     if target != TARGET:
         raise ValueError(f"target: got {target!r}, supported: {TARGET!r}")
     if path not in PATHS:
         raise ValueError(f"path: got {path!r}, supported: {', '.join(PATHS)}")
     if path in integer.KINDS:
-        cfg = integer.make_config(fmt, head_dim, dtype, rows, without, features, path)
+        cfg = integer.make_config(fmt, head_dim, dtype, rows, features, path)
         entry = (StreamSm90 if cfg.own_queries else RegisterSm90)(cfg)
     elif path == "register":
-        entry = RegisterSm90(make_register_config(fmt, head_dim, dtype, rows, without, features))
+        entry = RegisterSm90(make_register_config(fmt, head_dim, dtype, rows, features))
     else:
         entry = DecodeSm90(make_config(fmt, head_dim, dtype, rows, features))
     return CuteKernel(entry, fake_arguments(head_dim, ELEMENT[dtype]))

@@ -17,7 +17,7 @@ H200_SMS = 132
 
 
 def read_lines(path: str = RESULTS, arch: str = "hopper") -> list[dict]:
-    """The lines of one architecture's whole kernels (nothing left out of them), oldest first."""
+    """The lines of one architecture's whole kernels, oldest first; some of 2026-11-21 were built ``without`` parts."""
     file = ROOT / path
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [line for line in lines if line["arch"] == arch and not line.get("without")]

@@ -1,6 +1,7 @@
-"""Whether the working tree builds the same kernels as a commit: instructions, registers and shared memory.
+"""Whether two commits build the same kernels: instructions, registers and shared memory.
 
-    make same-sass BASE=main
+    make same-sass BASE=main                                               the working tree against a commit
+    python perf/same_sass.py main --now feature                            a commit against another
     python perf/same_sass.py main --keys '^decode.*sm_90a' --sample 25     pairs of properties of a name, then no more
     python perf/same_sass.py main --rename '^decode-small-/decode-int8-small-/'
 
@@ -201,31 +202,32 @@ def chosen(base: list[str], head: list[str], rules: list[str], keys: str, drop: 
 
 
 def main(
-    base: Annotated[str, typer.Argument(help="commit that the working tree is compared with")],
+    base: Annotated[str, typer.Argument(help="commit that is compared with")],
     keys: Annotated[str, typer.Option(help="regular expression of the base's kernel names")] = "",
+    now: Annotated[str | None, typer.Option(help="commit instead of the working tree")] = None,
     sample: Annotated[int, typer.Option(help="so many of them, for most pairs of properties; 0: all")] = 0,
     seed: Annotated[int, typer.Option(help="of the sample")] = 0,
     rename: Annotated[list[str], typer.Option(help="/pattern/replacement/ from the base's names to those of now")] = [],
     drop: Annotated[str | None, typer.Option(help="kernels that one side alone may have: regular expression")] = None,
     jobs: Annotated[int, typer.Option(help="compilations at once, of both sides together")] = os.cpu_count() or 1,
 ) -> None:
-    """Compare the kernels of the working tree with those of a commit."""
+    """Compare the kernels of the working tree, or of a second commit, with those of a commit."""
     with tempfile.TemporaryDirectory() as folder:
-        sides = make_side(base, Path(folder)), make_side(None, Path(folder))
+        sides = make_side(base, Path(folder)), make_side(now, Path(folder))
         listing = [side.run("list", str(side.listed)) for side in sides if not side.listed.exists()]
         if any([process.wait() for process in listing]):
             raise typer.Exit(2)
         pairs, alone = chosen(*(json.loads(side.listed.read_text()) for side in sides), rename, keys, drop)
         names = sampled(list(pairs), sample, seed) if sample else list(pairs)
         build_both(sides, (names, [pairs[name] for name in names]), jobs)
-        before, now = (side.found() for side in sides)
+        before, after = (side.found() for side in sides)
     broken = 0
     for name in names:
-        if lines := differences(before[name], now[pairs[name]]):
+        if lines := differences(before[name], after[pairs[name]]):
             broken += 1
             print(f"{name} -> {pairs[name]}" if name != pairs[name] else name, *lines, "", sep="\n")
     print(*alone, sep="\n", end="\n" * bool(alone))
-    failed = sum("error" in now[pairs[name]] for name in names)
+    failed = sum("error" in after[pairs[name]] for name in names)
     print(f"{len(names)} of {len(pairs)} kernels compared with {base}: {broken} differ, {failed} of them do not build; "
           f"{len(alone)} on one side alone")
     raise typer.Exit(2 if not names else int(bool(broken or alone)))

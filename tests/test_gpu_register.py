@@ -283,15 +283,6 @@ def test_agrees_with_the_tile_path(arch, head_dim, data, record_property):
         assert testing.relative_error(register[row].cpu(), tile[row].cpu()) <= 2 * float(want.o_tolerance[row])
 
 
-@pytest.mark.parametrize("without", gpu_matrix.ABLATED, ids="+".join)
-@pytest.mark.parametrize("name", ("k4v4", "k2v2"))
-def test_ablated_kernels_serve_ordinary_data(arch, monkeypatch, name, without, record_property):
-    monkeypatch.setenv("LOWBIT_ATTN_WITHOUT", ",".join(without))
-    case = testing.Case(name, head_dim=128, num_heads=8, num_heads_kv=2, lengths=LENGTHS, sinks=5)
-    group = f"{arch} register {name} without {'+'.join(without)}"
-    check_decode(case, "register", group, record_property)
-
-
 @MATRIX
 def test_many_launches_beside_another_stream_are_bitwise_equal(arch, kernel):
     assert_repeatable(kernel, path_of(arch, kernel), kernel.rows)

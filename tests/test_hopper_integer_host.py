@@ -272,7 +272,6 @@ def test_two_blocks_of_rows_are_taken_where_they_are_faster(name, head_dim, rows
 
 def test_unsupported_calls_say_why():
     for wrong, message in (({"rows": 8}, "rows: got 8, supported at head_dim 128: 4"),
-                           ({"without": ("centring",)}, "without: got centring, supported on the integer path"),
                            ({"features": ("alibi",)}, "features: got alibi, supported: softcap, window")):
         with pytest.raises(ValueError, match=message):
             decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="integer", **{"rows": 4} | wrong)

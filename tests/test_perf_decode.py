@@ -194,7 +194,7 @@ def test_roofline_shows_the_newest_measured_time(tmp_path, monkeypatch, capsys):
 
 def lines_of(preset: str, us: float = 20.0, commit: str = "first") -> list[dict]:
     """Invented lines of all cases, each a little slower than the one before."""
-    about = dict(commit=commit, date="2026-11-22T00:00", gpu="none", arch="hopper", void=False, without=[])
+    about = dict(commit=commit, date="2026-11-22T00:00", gpu="none", arch="hopper", void=False)
     return [about | case.line | dict(path=path_of(case, "hopper"), us=us + i, read_us=0.8 * us, fp16_us=3 * us)
             for i, case in enumerate(PRESETS[preset])]
 

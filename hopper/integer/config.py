@@ -95,15 +95,12 @@ class StreamConfig(IntegerConfig):
 KINDS = {"integer": IntegerConfig, "small": SmallConfig, "stream": StreamConfig}  # by path
 
 
-def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = ROWS, without: tuple[str, ...] = (),
+def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = ROWS,
                 features: tuple[str, ...] = (), path: str = "integer") -> IntegerConfig:
     """The configuration of a format on one of the paths of ``KINDS``; ValueError with the reasons if there is none."""
-    if without:
-        raise ValueError(f"without: got {', '.join(without)}, supported on the {path} path: nothing; path='register' "
-                         "has parts to leave out")
     if found := PATHS[path].missing(fmt, head_dim, getattr(torch, dtype)):
         raise ValueError("; ".join(found))
-    return register.make_config(fmt, head_dim, dtype, rows, (), features, KINDS[path])
+    return register.make_config(fmt, head_dim, dtype, rows, features, KINDS[path])
 
 
 def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
@@ -137,9 +134,9 @@ def expected_counts(cfg: IntegerConfig) -> dict[str, int]:
     return counts
 
 
-def checks(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
+def checks(fmt: Format, head_dim: int, dtype: str, rows: int,
            features: tuple[str, ...] = (), path: str = "integer") -> Checks:
     """What the SASS of the kernel of one of the paths of ``KINDS`` must show."""
-    cfg = make_config(fmt, head_dim, dtype, rows, without, features, path)
+    cfg = make_config(fmt, head_dim, dtype, rows, features, path)
     forbid = register.SASS_FORBID if cfg.may_spill else register.SPILLS + register.SASS_FORBID
     return Checks(SASS_NEED, forbid, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

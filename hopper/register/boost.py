@@ -51,7 +51,7 @@ def leave_channels(cfg: RegisterConfig, words: cute.Tensor, me: Lane, channels: 
 
 def add(cfg: RegisterConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s: Int32, sums: Sums,
         tile: Uint32 | None) -> None:
-    """The high codes into S; with centring, 4 q' s into the other sums, as these codes count four times.
+    """The high codes into S, and 4 q' s into the other sums, as these codes count four times.
 
     up: as for all channels, scores.scale_up; tile: of one row tile alone.
     """
@@ -66,12 +66,11 @@ def add(cfg: RegisterConfig, piece: Piece, me: Lane, channels: cute.Pointer, up,
             times = None if word is None else up(word)
             for nt in range(blocks):
                 scaled_words[col8, nt] = Uint32(0) if word is None else times(query_words[col8, nt])
-        if cfg.options.centring:
-            a = numbers.operand_a([Uint32(numbers.ONES)] * 4)
-            own = numbers.operand_a([x for word in scales for x in (Uint32(0), centre(cfg, word, e_s))])
-            for nt in range(blocks):
-                numbers.multiply(atom, sums.ones, nt, a, scaled[None, nt])
-                numbers.multiply(atom, sums.bias, nt, own, queries[None, nt])
+        a = numbers.operand_a([Uint32(numbers.ONES)] * 4)
+        own = numbers.operand_a([x for word in scales for x in (Uint32(0), centre(cfg, word, e_s))])
+        for nt in range(blocks):
+            numbers.multiply(atom, sums.ones, nt, a, scaled[None, nt])
+            numbers.multiply(atom, sums.bias, nt, own, queries[None, nt])
         words = load.column_codes(cfg, side, piece, me, step, tile)
         for rt in range(side.row_tiles if tile is None else 1):
             a = numbers.operand_a(load.operand(side, words, step * side.row_tiles + rt))

@@ -12,7 +12,6 @@ from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.hopper import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, WIDE_HEAD_DIM
-from lowbit_attn.registers import Options
 
 TARGET = "sm_90a"
 SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]
@@ -152,7 +151,6 @@ class RegisterConfig:
     head_dim: int
     rows: int  # query rows of a CTA: 8 or 16
     dtype: str = "float16"
-    options: Options = Options()
     warps: int = MAX_WARPS
     slots: int = MIN_SLOTS
     third_segment: bool = False  # tokens whose K is packed while V is still in 16 bit
@@ -404,7 +402,7 @@ def plan_boost(side: Side, planes: tuple[Plane, ...], k: SidePlan) -> BoostPlan 
     return BoostPlan(high, side.boost(k.head_dim), at["index"])
 
 
-def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
+def make_config(fmt: Format, head_dim: int, dtype: str, rows: int,
                 features: tuple[str, ...] = (), kind: type[RegisterConfig] = RegisterConfig) -> RegisterConfig:
     """The configuration of a format: as many warps as leave ``MIN_SLOTS`` each, then the slots they need."""
     record = fmt.record(head_dim)
@@ -415,11 +413,10 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, without: tupl
     queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
     free = smem_limit(kind.ctas_per_sm) - queries * (not kind.own_queries)
     free -= layout.RECORD_ALIGN * 8  # pace, and barriers: room for 112 of 8 bytes
-    options, has_third = Options.without(without), fmt.window_v > fmt.window_k
-    is_plain = not (features or without)
-    is_slim = is_plain and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
+    has_third = fmt.window_v > fmt.window_k
+    is_slim = not features and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
     is_slim = is_slim and not (has_third and k.is_per_token)  # would spill 5 words
-    found = kind(k, v, head_dim, rows, dtype, options, 1, MIN_SLOTS, has_third, features, boost)
+    found = kind(k, v, head_dim, rows, dtype, 1, MIN_SLOTS, has_third, features, boost)
     free -= found.smem_plan.get("inbox", 0)
     fitting, many = free // (MIN_SLOTS * slot + found.own_bytes), MANY_WARPS // kind.ctas_per_sm
     warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // kind.ctas_per_sm, fitting))

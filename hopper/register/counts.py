@@ -16,10 +16,10 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
     tiles = k.row_tiles * (k.col_tiles + steps) // shown + v.row_tiles * v.col_tiles
     code_words = sum(side.words_of(side.row_tiles * n) for side, n in ((k, (k.col_tiles + steps) // shown),
                                                                        (v, v.col_tiles)))
-    # sums of q' (per token); bias and centring (per channel; of boosted channels where there is centring)
-    around = 1 if k.is_per_token else 1 + cfg.options.centring * k.groups
-    around = k.col_tiles // (shown if k.is_per_token else 1) * around + 2 * steps * cfg.options.centring
-    multiplies = tiles + around + v.col_tiles * v.groups * cfg.options.centring  # the last: sums of (p s)~
+    # sums of q' (per token); bias and centring (per channel)
+    around = 1 if k.is_per_token else 1 + k.groups
+    around = k.col_tiles // (shown if k.is_per_token else 1) * around + 2 * steps
+    multiplies = tiles + around + v.col_tiles * v.groups  # the last: sums of (p s)~
     plain = k.col_tiles + v.row_tiles
     counts = {
         "HMMA": cfg.col_blocks * (multiplies + plain),
@@ -52,9 +52,9 @@ def expected_counts(cfg: RegisterConfig) -> dict[str, int]:
     return counts
 
 
-def checks(fmt: Format, head_dim: int, dtype: str, rows: int, without: tuple[str, ...] = (),
+def checks(fmt: Format, head_dim: int, dtype: str, rows: int,
            features: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the register-path kernel must show."""
-    cfg = make_config(fmt, head_dim, dtype, rows, without, features)
+    cfg = make_config(fmt, head_dim, dtype, rows, features)
     forbid = SASS_FORBID if cfg.may_spill else SPILLS + SASS_FORBID
     return Checks(SASS_NEED, forbid, tuple(expected_counts(cfg).items()), cfg.smem_bytes)

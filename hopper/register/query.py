@@ -131,8 +131,6 @@ def round_rows(cfg: RegisterConfig, words: cute.Tensor, scale_log2: Float32, me:
 
 def row_exponent(cfg: RegisterConfig, words: list) -> Int32:
     """e_q of the lane's query row g."""
-    if not cfg.options.exponents:
-        return Int32(registers.FIXED_QUERY_EXPONENT)
     largest = numbers.tree([word & Uint32(numbers.NO_SIGNS) for word in words], ptx.max_u16x2)
     amax = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.dtype)
     clamped = cute.arch.fmax(amax, Float32(2.0**registers.MIN_QUERY_LOG2))

@@ -67,12 +67,11 @@ def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile:
                 times = ups[j](pair[col8])
                 for nt in range(blocks):
                     scaled_words[col8, j * blocks + nt] = times(query_words[col8, nt])
-            if cfg.options.centring:
-                # rows of group j only: lane 4g + t then sums its own group g % groups
-                one = Uint32(numbers.ONES) * Uint32(own == j) if groups > 1 else Uint32(numbers.ONES)
-                a = numbers.operand_a([one] * 4)
-                for nt in range(blocks):
-                    numbers.multiply(atom, ones, nt, a, scaled[None, j * blocks + nt])
+            # rows of group j only: lane 4g + t then sums its own group g % groups
+            one = Uint32(numbers.ONES) * Uint32(own == j) if groups > 1 else Uint32(numbers.ONES)
+            a = numbers.operand_a([one] * 4)
+            for nt in range(blocks):
+                numbers.multiply(atom, ones, nt, a, scaled[None, j * blocks + nt])
         for rt in range(row_tiles):
             a = numbers.operand_a(load.operand(side, words, ct * ROW_TILES + rt))
             for nt in range(blocks):
@@ -103,8 +102,6 @@ def to_logits(cfg: RegisterConfig, me: Lane, acc: cute.Tensor, kinds: tuple, slo
 
 def scale_exponent(cfg: RegisterConfig, piece: Piece, me: Lane, scales: list, groups: int, own) -> Int32:
     """e_s of the lane's token group ``own``; of one group for all lanes, each looks at its share of the scales."""
-    if not cfg.options.exponents:
-        return Int32(registers.FIXED_SCALE_EXPONENT)
     if groups == 1:
         largest = numbers.tree(load.all_scales(cfg, cfg.k, piece, me, own), ptx.max_u16x2)
         largest = numbers.warp_max_half(ptx.max_u16x2(largest, largest >> Uint32(16)), cfg.k.storage)
@@ -117,8 +114,6 @@ def scale_exponent(cfg: RegisterConfig, piece: Piece, me: Lane, scales: list, gr
 
 def zero_exponent(cfg: RegisterConfig, zeros: list) -> Int32:
     """e_m of the lane's token group, bf16 zero-points only."""
-    if not cfg.options.exponents:
-        return Int32(registers.FIXED_ZERO_EXPONENT)
     largest = numbers.tree([w & Uint32(numbers.NO_SIGNS) for pair in zeros for w in pair], ptx.max_u16x2)
     largest = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.k.storage)
     return registers.ZERO_SHIFT - numbers.ceil_log2(largest, registers.MIN_SCALE_LOG2)
@@ -162,7 +157,7 @@ def bias_accumulators(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query,
     acc = cute.make_rmem_tensor((4, blocks), Float32)
     acc.fill(0.0)
     for ct in range(side.col_tiles):
-        (m0, m1), (s0, s1) = zeros[ct], scales[ct] if cfg.options.centring else zeros[ct]
+        (m0, m1), (s0, s1) = zeros[ct], scales[ct]
         a = numbers.operand_a([m0, s0, m1, s1])
         b, _ = query_operand(cfg, query, me, ct)
         for nt in range(blocks):
@@ -178,12 +173,11 @@ def own_offsets(cfg: RegisterConfig, query: Query, bias: cute.Tensor, ones: cute
     for column, factor in enumerate(query.factor):
         nt, e = divmod(column, 2)
         total = bias[e, nt] if zero_down is None else bias[e, nt] * zero_down
-        if cfg.options.centring:
-            sums = bias[2 + e, nt]
-            if zero_down is not None:
-                sums = sums * numbers.pow2(-(own_e_s + registers.CENTRE_SHIFT))
-            rounding = sums - ones[e, nt] * numbers.pow2(-(own_e_s + registers.SCALE_SHIFT))
-            total = total + rounding * Float32(side.levels / 2)
+        sums = bias[2 + e, nt]
+        if zero_down is not None:
+            sums = sums * numbers.pow2(-(own_e_s + registers.CENTRE_SHIFT))
+        rounding = sums - ones[e, nt] * numbers.pow2(-(own_e_s + registers.SCALE_SHIFT))
+        total = total + rounding * Float32(side.levels / 2)
         own.append(total * factor)
     return own
 

@@ -20,8 +20,6 @@ from lowbit_attn.hopper.register.softmax import State
 
 def largest_scale(cfg: RegisterConfig, piece: Piece, me: Lane) -> Float32:
     """Of this lane's share of the page's tokens."""
-    if not cfg.options.exponents:
-        return Float32(2.0**-registers.FIXED_VALUE_EXPONENT)
     largest = numbers.tree(load.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
     return numbers.widen(largest & Uint32(numbers.LOW_HALF), cfg.v.storage)[0]
 
@@ -40,17 +38,15 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
         words = load.codes(cfg, side, piece, me, first, side.row_tiles)
         for j in range(side.groups):
             operand = scaled_p(cfg, state, p, ct, j, up, load.token_meta(cfg, side, piece, me, j, ct))
-            if cfg.options.centring:
-                ones = numbers.operand_a([Uint32(numbers.ONES * (side.groups == 1 or row8 == j % 2))
-                                          for row8 in (0, 1, 0, 1)])
-                for nt in range(blocks):
-                    numbers.multiply(atom, state.rounded, j // 2 * blocks + nt, ones, operand[None, nt])
+            ones = numbers.operand_a([Uint32(numbers.ONES * (side.groups == 1 or row8 == j % 2))
+                                      for row8 in (0, 1, 0, 1)])
+            for nt in range(blocks):
+                numbers.multiply(atom, state.rounded, j // 2 * blocks + nt, ones, operand[None, nt])
             for rt in range(j * group_tiles, (j + 1) * group_tiles):
                 a = numbers.operand_a(load.operand(side, words, first + rt))
                 for nt in range(blocks):
                     numbers.multiply(atom, state.acc_o, rt * blocks + nt, a, operand[None, nt])
-    if cfg.options.centring:
-        recentre_if_due(cfg, state, page)
+    recentre_if_due(cfg, state, page)
 
 
 @cute.jit
@@ -83,8 +79,7 @@ def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group
     operand, operand_words = numbers.fragments(blocks)
     for row8, word in enumerate(words):
         scale, zero = numbers.widen(word, cfg.v.storage)
-        if cfg.options.centring:
-            zero = scale * Float32(cfg.v.levels / 2) + zero
+        zero = scale * Float32(cfg.v.levels / 2) + zero
         scale = scale * up
         for nt in range(blocks):
             pair = [p[2 * row8 + e, tile * blocks + nt] for e in (0, 1)]
@@ -101,8 +96,7 @@ def true_scale(cfg: RegisterConfig, state: State) -> None:
     Two multiplies: 2^(9 - k - E) is not an fp32 number for every bf16 scale.
     """
     side, blocks = cfg.v, cfg.col_blocks
-    if cfg.options.centring:
-        recentre(cfg, state)
+    recentre(cfg, state)
     down = numbers.pow2(-registers.PROBABILITY_SHIFT - state.exponent[0])
     for column in range(2 * blocks):
         z = [numbers.over_lanes(state.zeros[column, j], numbers.OVER_G, numbers.add) for j in range(side.groups)]

@@ -25,7 +25,7 @@ CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"),
 FORCED_TARGETS = {(forced, (9, 0)): "sm_90" for forced in ("ampere", "ampere-sm_80", "ampere-sm_89")}
 # os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
 _ENVIRONMENT = os.environ._data
-_ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
+_ARCH = os.environ.encodekey("LOWBIT_ATTN_ARCH")
 PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win (perf/NOTES.md)
 IDLE_PART = 3  # where splits leave a third of the SMs idle, an even share of all pages wins from IDLE_PAGES on
 IDLE_PAGES = 128
@@ -169,9 +169,7 @@ def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (
     picked, reasons = _pick(compiled_for[0], cache, q.shape[2], q.shape[1], path, features)
     if picked is None:
         return None, reasons
-    ablated = os.environ.get("LOWBIT_ATTN_WITHOUT")
-    key = KernelKey("decode", *compiled_for, cache.format.name, *picked,
-                    without=tuple(ablated.split(",")) if ablated else (), features=features,
+    key = KernelKey("decode", *compiled_for, cache.format.name, *picked, features=features,
                     sizes=os.environ.get("LOWBIT_ATTN_ARCH", "").partition("-")[2])
     if path is None and num_splits is None:
         key = for_shape(key, row_blocks(q, cache, key), cache.table.shape[1], running_ctas(cache.device, 1),
@@ -227,7 +225,7 @@ def planned(q: torch.Tensor, cache: KVCache, options: tuple) -> DecodePlan | Non
 
 
 def _call(q: torch.Tensor, options: tuple) -> tuple:
-    return q.shape, q.dtype, options, _ENVIRONMENT.get(_ARCH), _ENVIRONMENT.get(_WITHOUT)
+    return q.shape, q.dtype, options, _ENVIRONMENT.get(_ARCH)
 
 
 def default_splits(cache: KVCache, blocks: int, key: KernelKey) -> int:

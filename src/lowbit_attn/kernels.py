@@ -45,7 +45,6 @@ class KernelKey:
     # decode: path; quantize: side, or side-search; append: search_<sides>; dequantize: side; read: threads x unroll
     variant: str = ""
     rows: int = 0  # decode: query rows of one KV head that it multiplies at once
-    without: tuple[str, ...] = ()  # decode, register path: parts left out (registers.Options), to measure them
     features: tuple[str, ...] = ()  # decode: those of FEATURES it has, in that order
     sizes: str = ""  # decode: the target whose shared memory it is made for, if not its own: to measure it elsewhere
 
@@ -53,7 +52,7 @@ class KernelKey:
     def name(self) -> str:
         parts = [self.op, self.variant, self.format, self.dtype, f"d{self.head_dim}"]
         parts += [f"r{self.rows}"] * bool(self.rows) + [f"as_{self.sizes}"] * bool(self.sizes)
-        return "-".join(filter(None, [*parts, *self.features, *(f"without_{name}" for name in self.without)]))
+        return "-".join(filter(None, [*parts, *self.features]))
 
     def __str__(self) -> str:
         return f"{self.name}@{self.target}"
@@ -91,7 +90,7 @@ def trace(key: KernelKey):
     if key.op == "decode":
         decode = import_module(f"lowbit_attn.{key.arch}.decode")
         return decode.decode_kernel(fmt, key.head_dim, key.dtype, key.sizes or key.target, key.variant, key.rows,
-                                    key.without, key.features)
+                                    key.features)
     if key.op == "append":
         append = import_module("lowbit_attn.device.append")
         return append.append_kernel(fmt, key.head_dim, key.dtype, key.variant.removeprefix("search_"))
@@ -113,7 +112,7 @@ def checks(key: KernelKey) -> Checks:
     if key.op == "decode":
         config = import_module(f"lowbit_attn.{key.arch}.config")
         return config.checks(FORMATS[key.format], key.head_dim, target=key.sizes or key.target, path=key.variant,
-                             rows=key.rows, dtype=key.dtype, without=key.without, features=key.features)
+                             rows=key.rows, dtype=key.dtype, features=key.features)
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and isinstance(FORMATS[key.format].k, Boosted):
         return Checks(forbid=())  # beside K's 512 threads V's search, or weights, spill a few registers
     return Checks()
