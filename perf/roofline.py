@@ -88,8 +88,8 @@ def warps_of(key: KernelKey) -> tuple[int, bool] | None:
         return config.warps, config.shares_pages
     if key.variant == "tile":
         return None
-    from lowbit_attn.hopper.integer import config as integer
-    from lowbit_attn.hopper.register import config as register
+    from lowbit_attn.hopper.arith.int8 import config as integer
+    from lowbit_attn.hopper.warp import config as register
 
     if key.variant in integer.KINDS:
         return integer.make_config(fmt, key.head_dim, key.dtype, key.rows, path=key.variant).warps, False

@@ -244,7 +244,7 @@ def test_a_third_page_is_shared_out(target, head_dim, name):
     (("kitty", 128, "float16", "sm_80", "tile", 8), "boosted channels of K"),
     (("k4v4", 160, "float16", "sm_80", "register", 8), "head_dim: got 160"),
     (("k4v4", 256, "float16", "sm_80", "register", 16), "rows: got 16, supported at head_dim 256: 8, 64"),
-    (("k4v4", 64, "float16", "sm_80", "register", 8, (), ("alibi",)), "features: got 'alibi'"),
+    (("k4v4", 64, "float16", "sm_80", "register", 8, ("alibi",)), "features: got 'alibi'"),
     (("k4v4", 128, "float32", "sm_80", "register", 8), "dtype: got 'float32'"),
     (("k4v4", 128, "float16", "sm_75", "register", 8), "target: got 'sm_75'"),
     (("k4v4", 128, "float16", "sm_80", "integer", 8), "path: got 'integer'"),

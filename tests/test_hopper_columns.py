@@ -7,14 +7,14 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 
 from test_hopper_host import CONFIGS, HEAD_DIMS, LANES, ROWS, read_wgmma_tile  # noqa: E402
 
-from lowbit_attn.hopper import columns, sight, softmax  # noqa: E402
-from lowbit_attn.hopper.config import COLUMNS, GROUP_WARPS, TILE_M, TILE_N  # noqa: E402
+from lowbit_attn.hopper.tile import columns, masks, softmax  # noqa: E402
+from lowbit_attn.hopper.tile.config import COLUMNS, GROUP_WARPS, TILE_M, TILE_N  # noqa: E402
 
 CONFIG = CONFIGS[128, COLUMNS]
 
 
-def lanes_of_group() -> list[sight.Lane]:
-    return [sight.Lane(32 * warp + lane, warp, lane // 4, lane % 4) for warp in range(GROUP_WARPS) for lane in LANES]
+def lanes_of_group() -> list[masks.Lane]:
+    return [masks.Lane(32 * warp + lane, warp, lane // 4, lane % 4) for warp in range(GROUP_WARPS) for lane in LANES]
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -23,7 +23,7 @@ def test_a_group_holds_every_score_once(rows):
     cfg, seen = CONFIGS[128, rows], np.zeros((rows, TILE_N), int)
     for me in lanes_of_group():
         found = {}
-        for line in sight.lines(cfg, me):
+        for line in masks.lines(cfg, me):
             for i, offset in line.values:
                 seen[line.row, line.first + offset] += 1
                 found[i] = line.row, line.first + offset

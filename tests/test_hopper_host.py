@@ -18,9 +18,11 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import PATHS, config, decode, dequant, ring, walk  # noqa: E402
-from lowbit_attn.hopper import sight as sights  # noqa: E402
-from lowbit_attn.hopper.config import GROUP_WARPS, TILE_N, UNIT_TOKENS, UNITS, WARP  # noqa: E402
+from lowbit_attn.hopper import PATHS  # noqa: E402
+from lowbit_attn.hopper import decode as entries  # noqa: E402
+from lowbit_attn.hopper.tile import config, decode, dequant, ring, walk  # noqa: E402
+from lowbit_attn.hopper.tile import masks as sights  # noqa: E402
+from lowbit_attn.hopper.tile.config import GROUP_WARPS, TILE_N, UNIT_TOKENS, UNITS, WARP  # noqa: E402
 
 FORMAT = FORMATS["k4v4"]
 HEAD_DIMS = (64, 96, 128, 256)
@@ -420,4 +422,4 @@ def test_every_supported_format_fits(head_dim, dtype, bits, groups, rows):
                                                    ("k4v4-vg64", 96, "V group")])
 def test_unsupported_formats_say_why(name, head_dim, match):
     with pytest.raises(ValueError, match=match):
-        decode.decode_kernel(FORMATS[name], head_dim, "float16")
+        entries.decode_kernel(FORMATS[name], head_dim, "float16")

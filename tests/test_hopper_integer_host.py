@@ -13,10 +13,11 @@ from lowbit_attn.formats import FORMATS, packing
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import PATHS, decode  # noqa: E402
-from lowbit_attn.hopper.integer import boost, config, multiply, scores, values  # noqa: E402
-from lowbit_attn.hopper.register import config as register  # noqa: E402
-from lowbit_attn.hopper.register import load  # noqa: E402
+from lowbit_attn.hopper import PATHS  # noqa: E402
+from lowbit_attn.hopper.arith.int8 import boost, config, multiply, scores, values  # noqa: E402
+from lowbit_attn.hopper.tile import decode  # noqa: E402
+from lowbit_attn.hopper.warp import config as register  # noqa: E402
+from lowbit_attn.hopper.warp import load  # noqa: E402
 
 BOOSTED = ("kitty", "kitty-pro", "kitty-b8-bf16", "kitty-b40-vg64", "kitty-b64")
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16", *BOOSTED)

@@ -367,7 +367,7 @@ def test_the_order_of_turns_changes_nothing_on_the_stream_path(scratch):
 def test_lines_of_pages_leave_l2_first_where_a_call_reads_little(path, run, q_len, spare, policy, monkeypatch, scratch):
     """As many bytes as L2 may let pass, or one less. The stream path counts 16-bit units as pages."""
     from lowbit_attn.device import ptx as instructions
-    from lowbit_attn.hopper.register import load
+    from lowbit_attn.hopper.warp import load
 
     case = replace(many_pages("k4v4"), q_len=q_len, sinks=0)
     problem = testing.build(case)

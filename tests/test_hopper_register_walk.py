@@ -10,7 +10,7 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper.register import config, masks, third, walk  # noqa: E402
+from lowbit_attn.hopper.warp import config, half_packed, masks, walk  # noqa: E402
 
 
 def value(x) -> int:
@@ -20,7 +20,7 @@ def value(x) -> int:
 
 def third_units(w: walk.Walk, takers: int) -> list[tuple[int, int]]:
     """(page, row tile) of a warp's units of the third segment."""
-    places = [third.unit_place(i) for i in range(w.first_third, w.num_third, takers)]
+    places = [half_packed.unit_place(i) for i in range(w.first_third, w.num_third, takers)]
     return [(w.third_page + page, tile) for page, tile in places]
 
 
@@ -143,11 +143,11 @@ def test_values_beside_packed_keys_come_once_and_from_their_slots(name, head_dim
         w = walk.Walk(*(value(x) for x in w))
         for i in range(w.first_third, w.num_third, cfg.warps):
             first_token = w.third_page * layout.PAGE_TOKENS + i * config.UNIT_TOKENS
-            page, tile = third.unit_place(i)
+            page, tile = half_packed.unit_place(i)
             assert first_token == (w.third_page + page) * layout.PAGE_TOKENS + tile * layout.TILE
             for lane in range(config.UNIT_TOKENS):
                 found.append(first_token + lane)
-                assert value(third.value_row(first_token, slots_v, lane)) == found[-1] % slots_v
+                assert value(half_packed.value_row(first_token, slots_v, lane)) == found[-1] % slots_v
             barrier.fill()
             barrier.wait(phase)
             phase ^= 1

@@ -8,7 +8,9 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import combine, scratch, walk  # noqa: E402
+from lowbit_attn.hopper import scratch  # noqa: E402
+from lowbit_attn.hopper.common import combine  # noqa: E402
+from lowbit_attn.hopper.tile import walk  # noqa: E402
 
 
 class Memory:

@@ -11,10 +11,11 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import decode  # noqa: E402
-from lowbit_attn.hopper.integer import config, schedule, stream  # noqa: E402
-from lowbit_attn.hopper.register import config as register  # noqa: E402
-from lowbit_attn.hopper.register import third, walk  # noqa: E402
+from lowbit_attn.hopper.arith.int8 import config  # noqa: E402
+from lowbit_attn.hopper.schedule import items, stream  # noqa: E402
+from lowbit_attn.hopper.tile import decode  # noqa: E402
+from lowbit_attn.hopper.warp import config as register  # noqa: E402
+from lowbit_attn.hopper.warp import half_packed, walk  # noqa: E402
 
 COUNTS = [(0, 0, 0, 0), (4, 0, 0, 3), (0, 128, 0, 0), (130, 1280, 2, 255), (0, 640, 5, 128), (32, 4096, 1, 129)]
 pytestmark = pytest.mark.usefixtures("numpy_walk")
@@ -28,15 +29,15 @@ def tokens(n_sink: int, n_qk: int, third_pages: int, residual: int) -> tuple[int
 @pytest.mark.parametrize("counts", COUNTS)
 def test_pieces_of_an_item_visit_every_token_once(counts):
     n_sink, n_qk, n_qv, n_tok = tokens(*counts)
-    size, draw = int(schedule.item_of(n_sink, n_qk, n_qv, n_tok).positions), random.Random(0)
+    size, draw = int(items.item_of(n_sink, n_qk, n_qv, n_tok).positions), random.Random(0)
     for pieces in (1, 2, 5, size):
         cuts = sorted({0, size, *(draw.randrange(size) for _ in range(pieces - 1))})
         visited, left = [], 0
         for first, end in itertools.pairwise(cuts):
-            w = walk.Walk(*map(int, schedule.walk_of(n_sink, n_qk, n_qv, n_tok, first, end - first)))
+            w = walk.Walk(*map(int, items.walk_of(n_sink, n_qk, n_qv, n_tok, first, end - first)))
             visited += [("page", w.first_page + i) for i in range(w.num_pages)]
             visited += [("third", w.third_page + page, tile) for page, tile in (
-                third.unit_place(i) for i in range(w.first_third, w.num_third))]
+                half_packed.unit_place(i) for i in range(w.first_third, w.num_third))]
             for i in range(w.first_unit, w.num_units):
                 start, live, is_sink, _ = map(int, walk.unit(w, i, 1))
                 visited += [("sink" if is_sink else "residual", start + j) for j in range(live)]
@@ -50,18 +51,18 @@ def test_pieces_of_an_item_visit_every_token_once(counts):
 
 @pytest.mark.parametrize("total, parts", [(0, 3), (1, 5), (5, 5), (17, 5), (131, 132), (100_000, 132)])
 def test_shares_are_even_and_in_order(total, parts):
-    shares = [tuple(map(int, schedule.share(total, parts, i))) for i in range(parts)]
+    shares = [tuple(map(int, items.share(total, parts, i))) for i in range(parts)]
     assert [x for first, count in shares for x in range(first, first + count)] == list(range(total))
     assert max(count for _, count in shares) - min(count for _, count in shares) <= 1
     for part, (first, count) in enumerate(shares):
         for thing in {first, first + count - 1} if count else ():
-            assert int(schedule.part_of(total, parts, thing)) == part
+            assert int(items.part_of(total, parts, thing)) == part
 
 
 def test_the_next_item():
-    turn = schedule.Turn(3, 4, 7, 20, 100, 1000, 1, 9)
-    assert schedule.after(turn, 5, 6) == schedule.Turn(3, 5, 0, 15, 105, 1000, 1, 14)
-    assert schedule.after(turn, 20, 5) == schedule.Turn(4, 0, 0, 0, 120, 1000, 1, 29)
+    turn = items.Turn(3, 4, 7, 20, 100, 1000, 1, 9)
+    assert items.after(turn, 5, 6) == items.Turn(3, 5, 0, 15, 105, 1000, 1, 14)
+    assert items.after(turn, 20, 5) == items.Turn(4, 0, 0, 0, 120, 1000, 1, 29)
 
 
 @pytest.mark.parametrize("kernel", gpu_matrix.STREAM, ids=str)

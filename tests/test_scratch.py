@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit_attn import hopper, scratch
-from lowbit_attn.hopper.integer.config import KINDS
+from lowbit_attn.hopper.arith.int8.config import KINDS
 
 CPU = torch.device("cpu")
 WORD = -1

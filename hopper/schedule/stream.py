@@ -1,0 +1,184 @@
+"""The integer path on Stream-K's schedule: one CTA an SM, and each of its warps attends to an equal run of pages.
+
+    for each item of the run (items.py):  counters -> page ids -> ring -> q s -> pages -> units -> sums
+
+A warp has its own ring, queries and sums; the CTA meets once, at its end (fixup.py). Where lengths differ, or blocks of
+query rows do not divide by the SMs, no SM waits for another.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from lowbit_attn.hopper.arith.fp16 import query
+from lowbit_attn.hopper.arith.int8 import scores
+from lowbit_attn.hopper.arith.int8.config import StreamConfig
+from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.schedule import fixup, items
+from lowbit_attn.hopper.schedule.splits import Call, RegisterSm90, first_entry, packed_pages, plain_of, rows_of
+from lowbit_attn.hopper.tile.walk import Rows, grid_of
+from lowbit_attn.hopper.warp import half_packed, load, masks, pace, residual, softmax, walk
+from lowbit_attn.hopper.warp.config import WORD
+
+
+class StreamSm90(RegisterSm90):
+    """The kernel of one StreamConfig; call it with the ABI's 23 arguments and a stream. One CTA a place of scratch."""
+
+    @cute.jit
+    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+                 n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
+                 ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+                 sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
+                 sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
+        (blocks, _, _), ratio, row_blocks = grid_of(q, ring_k, 1, self.cfg.rows)
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, partials.shape[0]))
+        packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
+        self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
+                    sink_logits, softmax_scale_log2, page_stride, head_stride, table_b, table_h, blocks,
+                    *divisors).launch(grid=(partials.shape[0], 1, 1), block=(self.cfg.threads, 1, 1), stream=stream,
+                                      min_blocks_per_mp=1, cooperative=True)
+
+    @cute.kernel
+    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+               n_qv: cute.Tensor | None, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
+               ring_k: cute.Tensor, ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+               sink_logits: cute.Tensor, scale_log2: Float32, page_stride: Int32, head_stride: Int32, table_b: Int32,
+               table_h: Int32, blocks: Int32, ratio: cute.FastDivmodDivisorV2, row_blocks: cute.FastDivmodDivisorV2,
+               parts: cute.FastDivmodDivisorV2):
+        cfg = self.cfg
+        call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
+                    (sink_k, sink_v, ring_k, ring_v), table_b, table_h, ratio, row_blocks)
+        me = load.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        # each CTA a part of the page table and of q: they are small, and who needs what is not known yet
+        for x, count in ((table, table.shape[0]), (q, cute.size(q))):
+            first = load.line_of(x) * cta
+            load.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
+        cute.arch.sync_warp()
+        asked = items.ask(call.counters, Int32(0), me.lane)
+        on_pace = pace.make(cfg, partials)
+        base = pace.ask(on_pace)
+        smem = cutlass.memory.SmemAllocator().allocate(self.storage())
+        channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
+        own = Own(load.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp),
+                  smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
+                  channels + me.warp * (cfg.channel_bytes // WORD),
+                  walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
+                  fixup.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()),
+                  on_pace._replace(words=smem.pace.data_ptr()))
+        with cute.arch.elect_one():
+            load.init(cfg, own.ring)
+            own.runs.forget(me.warp)
+        cute.arch.mbarrier_init_fence()
+        out_to = combine.Outputs(partials, out, lse, sink_logits, cta, Int32(0))
+        fixup.prefetch(cfg, out_to, ctas)
+        turn = items.begin(call.counters, asked, blocks, cta, parts, me.warp, cfg.warps, me.lane)
+        with cute.arch.elect_one():
+            own.runs.keep(me.warp, turn)
+        if cute.arch.thread_idx()[0] == 0:
+            own.pace.begin(base)
+        cute.arch.sync_threads()
+        place = Place(pool, page_stride, head_stride, blocks, parts, scale_log2)
+        left, slot, phase = turn.left, Int32(0), Int32(0)
+        while left > 0:
+            # a lane of its own for every item: what follows from it would stay in registers from item to item
+            now = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
+            left, slot, phase = attend(cfg, call, place, own, now, out_to, slot, phase)
+        cute.arch.sync_threads()
+        fixup.merge(cfg, call, own.runs, out_to)
+
+
+class Own(NamedTuple):
+    """Shared memory of a warp, and where the CTA's warps meet."""
+
+    ring: load.Ring
+    query: cute.Pointer
+    channels: cute.Pointer
+    plans: walk.Plans
+    runs: fixup.Shared
+    pace: pace.Pace
+
+
+class Place(NamedTuple):
+    """Where packed pages are, and what else all items have in common."""
+
+    pool: cute.Tensor
+    page_stride: Int32
+    head_stride: Int32
+    blocks: Int32  # of query rows, of all KV heads
+    parts: cute.FastDivmodDivisorV2  # CTAs
+    scale_log2: Float32
+
+
+@cute.jit
+def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: Own, me: load.Lane,
+           out: combine.Outputs, slot: Int32, phase: Int32) -> tuple[Int32, Int32, Int32]:
+    """The item at which the warp's turn is; (positions left, slot and phase of the ring)."""
+    turn = own.runs.turn(me.warp)
+    counts = tuple(x[turn.batch_idx] for x in call.counters)
+    rows = rows_of(cfg, call, (turn.block, turn.batch_idx))
+    count = cutlass.min(turn.left, items.item_of(*counts).positions - turn.first)
+    work = items.walk_of(*counts, turn.first, count)
+    pages = load.Pages(place.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
+                       place.page_stride, Int64(rows.head_idx) * Int64(place.head_stride), 1,
+                       load.policy_of(cfg, turn.total, call.row_blocks.divisor))
+    ids = load.page_ids(pages, Int32(0), me.lane)
+    load.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
+    words = query.load(cfg, call.q, rows, me)
+    with cute.arch.elect_one():
+        own.plans.keep(rows, work)
+    state = softmax.make_state(cfg)
+    view = scores.shared_view(cfg, own.query)
+    scores.leave(cfg, words, place.scale_log2, me, view, own.channels)
+    cute.arch.sync_warp()
+    queries = query.Query(view, (), own.channels)
+    limits = masks.Limits(Float32(0.0), Float32(0.0), Int32(0), Int32(0))  # of no feature
+    on_pace = own.pace._replace(own=turn.done + turn.left, before=turn.done,
+                                total=items.share(turn.total, place.parts, out.place)[1])
+    slot, phase = packed_pages(cfg, pages, work, own.ring, me, ids, queries, rows, state, limits,
+                               on_pace, slot, phase)
+
+    # values of their own: those of above would stay in registers over the page loop, or be spilled
+    me = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
+    cute.arch.sync_warp()
+    rows, work = own.plans.recall(rows)
+    turn = own.runs.turn(me.warp)
+    source = plain_of(cfg, call, rows)
+    if cutlass.const_expr(cfg.third_segment):
+        pages = pages._replace(first=first_entry(call, rows) + work.third_page)
+        turn = turn._replace(unit_phase=half_packed.run(cfg, pages, work, source, own.ring, me, queries, rows, state,
+                                                        limits, turn.unit_phase, 1))
+    residual.run(cfg, work, source, own.ring, me, call.q, rows, state, place.scale_log2, limits, 1)
+    return finish(cfg, call, place, own, me, rows, turn, work.num_pages, state, out), slot, phase
+
+
+@cute.jit
+def finish(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: Own, me: load.Lane, rows: Rows,
+           turn: items.Turn, num_pages: Int32, state: softmax.State, out: combine.Outputs) -> Int32:
+    """Leave an item's sums, or write its result if the run has all of it; returns the positions left.
+
+    num_pages: of the item's positions in the run, those that the warp has counted.
+    """
+    size = items.item_of(*(x[rows.batch_idx] for x in call.counters)).positions
+    count = cutlass.min(turn.left, size - turn.first)
+    is_head, goes_on = turn.first > 0, turn.first + count < size
+    part = 2 * me.warp + Int32(turn.first == 0)
+    fixup.leave(cfg, own.runs, part, me, state)
+    last = out.place
+    if goes_on:
+        last = items.part_of(turn.total, place.parts, turn.position + size - turn.first - 1)
+    cute.arch.sync_warp()  # all lanes have read the turn
+    with cute.arch.elect_one():
+        own.runs.note(part, turn, Int32(is_head | goes_on), last)
+        own.runs.keep(me.warp, items.after(turn, count, place.blocks))
+        pace.count(cfg, own.pace, me, turn.done + num_pages, count - num_pages)
+    cute.arch.sync_warp()
+    # for the merge: what was asked for at the start is not in L2 any more
+    load.prefetch(out.sink_logits, rows.head_idx * rows.ratio * Int32(out.sink_logits.shape[0] > 1), Int32(1),
+                  Int32(me.lane))
+    if (turn.first == 0) & (turn.first + count == size):
+        fixup.write_whole(cfg, own.runs, part, rows, out, me)
+    cute.arch.sync_warp()
+    return turn.left - count

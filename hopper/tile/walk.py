@@ -1,0 +1,130 @@
+"""The sequence of tiles of one CTA, written once: every role loops over the same counts.
+
+Packed pages of this split first, then (last split only) pages whose V is still in 16 bit, then 16-bit tiles: sinks,
+then the residual ring. K and V have a walk each, tile for tile side by side: V has its 16-bit pages among the 16-bit
+tiles, before the sinks. A 16-bit tile holds up to 128 tokens and passes through the packed stages in UNITS pieces,
+always all.
+"""
+
+from typing import NamedTuple
+
+from cutlass import Int32, Uint32
+
+from lowbit_attn.hopper.tile.config import TILE_N
+
+
+class Walk(NamedTuple):
+    """Run-time counts of one CTA and side, Int32."""
+
+    first_page: Int32
+    num_pages: Int32  # of this side's packed parts
+    third_tiles: Int32  # V: 16-bit tiles that stand beside packed pages of K; K: 0
+    sink_tiles: Int32
+    plain_tiles: Int32  # 16-bit tiles, all kinds
+    n_sink: Int32
+    n_residual: Int32
+    n_packed: Int32  # tokens of K in pages
+    packed_start: Int32  # position of packed token 0
+
+
+class PlainTile(NamedTuple):
+    """A 16-bit tile: tokens ``start .. start + live - 1`` of its segment; is_sink is 1 or 0.
+
+    Of the residual, token 0 is the first that K has not packed: tokens of V's 16-bit pages count from below 0.
+    """
+
+    start: Int32
+    live: Int32
+    is_sink: Int32
+
+
+class Rows(NamedTuple):
+    """The query rows of a CTA: ``first .. first + count - 1`` of the KV head's ``ratio * q_len``, query by query."""
+
+    batch_idx: Int32
+    head_idx: Int32  # KV head
+    first: Int32
+    count: Int32
+    ratio: Int32  # query heads of a KV head
+    q_len: Int32
+    divisor: object = None  # ratio in a form that is divided by faster, if there is one
+
+
+def make_rows(batch_idx, head_idx, block, ratio, q_len, rows: int, divisor=None) -> Rows:
+    """The rows of row block ``block``; the last block may have fewer than ``rows``."""
+    first = block * rows
+    return Rows(batch_idx, head_idx, first, at_most(ratio * q_len - first, rows), ratio, q_len, divisor)
+
+
+def grid_of(q, ring_k, num_splits, rows: int):
+    """(grid, ratio, row blocks of a KV head). The grid is (row blocks of all KV heads, sequences, splits)."""
+    ratio = q.shape[2] // ring_k.shape[1]
+    row_blocks = (ratio * q.shape[1] + rows - 1) // rows
+    return (ring_k.shape[1] * row_blocks, q.shape[0], num_splits), ratio, row_blocks
+
+
+def block_rows(block, row_blocks, ratio, q_len, rows: int, divisor=None) -> Rows:
+    """The rows of CTA ``block`` of the grid; CTAs that read the same pages are neighbours.
+
+    row_blocks: of a KV head, a number or what divides by it; divisor: of ratio.
+    """
+    return make_rows(block[1], block[0] // row_blocks, block[0] % row_blocks, ratio, q_len, rows, divisor)
+
+
+def place(rows: Rows, row):
+    """(query, head) of a row of this CTA, counted from 0; beyond the last row, those that would follow."""
+    row = rows.first + row
+    query = Int32(Uint32(row) // Uint32(rows.ratio)) if rows.divisor is None else row // rows.divisor
+    return query, rows.head_idx * rows.ratio + row - query * rows.ratio
+
+
+def plan(n_sink, n_qk, n_qv, n_tok, hidden_pages, split_idx, num_splits) -> tuple[Walk, Walk]:
+    """K's and V's walk of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
+
+    n_qk, n_qv: packed tokens of K and of V, n_qv <= n_qk; hidden_pages: the first pages, which no query sees.
+    """
+    pages = n_qv // TILE_N
+    hidden = at_most(hidden_pages, pages)
+    hidden_third = at_most(hidden_pages, n_qk // TILE_N) - hidden
+    seen = pages - hidden
+    first = seen * split_idx // num_splits
+    count = seen * (split_idx + 1) // num_splits - first
+    is_last = Int32(split_idx == num_splits - 1)
+    third = is_last * (n_qk // TILE_N - pages - hidden_third)
+    n_residual = is_last * (n_tok - n_sink - n_qk)
+    sink_tiles = is_last * tiles_of(n_sink)
+    plain = sink_tiles + tiles_of(n_residual)
+    # where pages of the third segment are hidden, all before them are, so that K's pages are one run
+    first = first + hidden + hidden_third
+    common = (is_last * n_sink, n_residual, n_qk, n_sink)
+    return (Walk(first, count + third, Int32(0), sink_tiles, plain, *common),
+            Walk(first, count, third, sink_tiles, plain + third, *common))
+
+
+def hidden_pages(n_sink, n_tok, q_len, window):
+    """Pages from the first on that lie left of the window of every query: query 0 sees most to the left."""
+    tokens = n_tok - q_len + 1 - window - n_sink
+    return tokens * Int32(tokens > 0) // TILE_N
+
+
+def tiles_of(tokens):
+    return (tokens + TILE_N - 1) // TILE_N
+
+
+def plain_tile(walk: Walk, i) -> PlainTile:
+    """16-bit tile ``i`` of the walk, 0 <= i < plain_tiles; at least one token is live."""
+    i = i - walk.third_tiles
+    is_sink = Int32(i < walk.sink_tiles) * Int32(i >= 0)
+    start = (i - (1 - is_sink) * Int32(i >= 0) * walk.sink_tiles) * TILE_N
+    left = is_sink * walk.n_sink + (1 - is_sink) * walk.n_residual - start
+    return PlainTile(start, at_most(left, TILE_N), is_sink)
+
+
+def at_most(x, limit: int):
+    """min(x, limit), in operators that Python ints, numpy and the DSL's integers share."""
+    return x + (limit - x) * Int32(x > limit)
+
+
+def clamp_unit(x, limit: int):
+    """x clamped to 0 .. limit."""
+    return at_most(x * Int32(x > 0), limit)

@@ -1,0 +1,424 @@
+"""Everything a register-path kernel fixes at compile time: code positions, warps, ring slots, shared memory.
+
+A side (K or V) is described once, by ``SidePlan``: where its bytes lie in a record, and which word, shift and mask
+give each operand register. The positions come from ``layout`` and ``registers``.
+"""
+
+from dataclasses import dataclass, replace
+
+from lowbit_attn import layout, registers
+from lowbit_attn.formats.contract import Format, Plane, Side
+from lowbit_attn.formats.kitty import Boosted
+from lowbit_attn.formats.uniform import PerToken
+from lowbit_attn.hopper import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
+from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, WIDE_HEAD_DIM
+
+TARGET = "sm_90a"
+SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]
+SM_SMEM, BLOCK_SMEM = 233_472, 1024  # bytes of shared memory an SM has, and those that a CTA takes beside its own
+WARP = 32
+WORD = 4  # bytes
+META_BYTES = 8  # of one access to metadata
+COLUMNS = 8  # query rows of one m16n8k16
+MAX_WARPS, MIN_SLOTS, MAX_SLOTS = 8, 2, 8
+MANY_WARPS = 12  # where 168 registers a lane are enough: more warps hide more latency
+PAGE_WARPS = 8  # take packed pages where these are large: a page's arithmetic hides behind the others' copies
+UNDER_WAY = 48 << 10  # bytes that an SM must have under way to take its share of DRAM's rate (perf/NOTES.md)
+HEAD_DIMS = (64, 96, 128, 256)
+MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
+FEW_PAGES = 4  # of a warp: with fewer, a call is as long as its start and its end, and page counts come too late
+UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time
+CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
+PLAN_WORDS = 16  # of shared memory in which a warp keeps its rows and its walk
+PIECES = 2  # of a page: the K part, then the V part
+BOOST_BITS = 2  # of both planes of boosted K: rows then have the same powers, and S takes both
+MERGE_EXPONENTIALS = 7  # of splits: three for a lane; of a row and its sink, with several splits and with one
+CLUSTER_EXPONENTIALS = 16  # of splits that are a cluster: of two, of any other number, and of the row and its sink
+DIVISIONS = 16  # by sums, and by run-time integers, which take a reciprocal too: before the pages and again after them
+SASS_NEED = ("HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
+SPILLS = ("LDL", "STL")
+SASS_FORBID = ("STSM", "HGMMA")
+
+
+@dataclass(frozen=True)
+class SidePlan:
+    """One side of a record as a matrix of 16x16 tiles whose columns are the multiply's reduction side."""
+
+    bits: int
+    is_transposed: bool  # V: rows = channels, columns = tokens
+    rows: int
+    cols: int
+    is_per_token: bool  # metadata: (scale, zero) per token and channel group; else per channel and token group
+    group: int  # tokens (per channel) or channels (per token)
+    storage: str  # of scale and zero
+    part_offset: int  # bytes from the start of the record
+    part_bytes: int
+    meta_offset: int  # bytes from the start of the part
+    codes_offset: int = 0  # the same
+
+    @property
+    def row_tiles(self) -> int:
+        return self.rows // layout.TILE
+
+    @property
+    def col_tiles(self) -> int:
+        return self.cols // layout.TILE
+
+    @property
+    def head_dim(self) -> int:
+        return self.rows if self.is_transposed else self.cols
+
+    @property
+    def groups(self) -> int:
+        return (self.head_dim if self.is_per_token else layout.PAGE_TOKENS) // self.group
+
+    @property
+    def levels(self) -> int:
+        """N = 2^bits - 1, the largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def middle(self) -> int:
+        """Bytes of the part's codes before those of the second half of the column tiles."""
+        return layout.word_offset(self.words_of(self.col_tiles // 2 * self.row_tiles), 0)
+
+    def words_of(self, tiles: int) -> int:
+        """Words a lane that hold this many consecutive row tiles."""
+        return layout.words_per_lane(tiles * layout.TILE, layout.TILE, self.bits)
+
+    def operand(self, tile: int) -> list[tuple[int, int, int]]:
+        """(word, shift, mask) of the four A registers of a tile: register = (word >> shift) & mask."""
+        found = {}
+        for row8 in (0, 1) if self.bits == 8 else (0,):
+            word = 2 * tile + row8 if self.bits == 8 else tile // layout.tiles_per_word(self.bits)
+            for step in registers.unpack_steps(self.bits):
+                if step.tile == tile % layout.tiles_per_word(self.bits):
+                    found[step.register + row8] = (word, step.shift, step.mask)
+        return [found[i] for i in range(4)]
+
+    def code_access(self, word: int, width: int, lane):
+        """Index of the access of ``width`` words (1, 2 or 4, aligned) in which a lane finds ``word`` first."""
+        lanes_apart = layout.word_offset(0, 1) // (width * WORD)
+        return layout.word_offset(word, 0) // (width * WORD) + lane * lanes_apart
+
+    def block_accesses(self, width: int) -> int:
+        """Accesses of ``width`` words between a block of BLOCK_WORDS words a lane and the next."""
+        return layout.word_offset(layout.BLOCK_WORDS, 0) // (width * WORD)
+
+    def channel_access(self, group, is_zero: int, col_tile: int, t):
+        """Index of the 8 bytes that hold a lane's four values of a column tile: words col8 = 0 and 1."""
+        def at(*place):
+            return layout.channel_meta_offset(*place, self.head_dim) // META_BYTES
+
+        return group * at(1, 0, 0) + t * at(0, 0, 2) + at(0, is_zero, layout.TILE * col_tile)
+
+    def token_access(self, group: int, token_tile: int, g):
+        """Index of the 8 bytes that hold a lane's two (scale, zero) pairs of a token tile: tokens g and g + 8."""
+        def at(*place):
+            return layout.token_meta_offset(*place) // META_BYTES
+
+        return group * at(1, 0, 0) + at(0, 0, layout.TILE * token_tile) + g * at(0, 0, 1)
+
+    def power(self, row_tile: int, row8: int) -> int:
+        """k of rows 16 * row_tile + 8 * row8 .. + 7: their codes enter the multiply as code * 2^(k - 24)."""
+        return registers.row_power(layout.TILE * row_tile + 8 * row8, self.bits)
+
+
+@dataclass(frozen=True)
+class BoostPlan:
+    """The boosted channels of K: a second matrix of codes, whose columns are slots, and each slot's channel."""
+
+    high: SidePlan  # of its codes only: the metadata are K's
+    count: int  # slots in use, a multiple of 8; the rest of the last tile hold zero codes
+    index_offset: int  # bytes from the start of the part
+
+    @property
+    def steps(self) -> int:
+        """k16 steps of the multiply: column tiles."""
+        return self.high.col_tiles
+
+    def in_use(self, step: int, col8: int) -> bool:
+        """Whether the eight slots of half a column tile are, all of them or none."""
+        return layout.TILE * step + 8 * col8 < self.count
+
+
+@dataclass(frozen=True)
+class RegisterConfig:
+    """Compile-time constants of one register-path kernel; ``check`` raises ValueError with the reasons."""
+
+    k: SidePlan
+    v: SidePlan
+    head_dim: int
+    rows: int  # query rows of a CTA: 8 or 16
+    dtype: str = "float16"
+    warps: int = MAX_WARPS
+    slots: int = MIN_SLOTS
+    third_segment: bool = False  # tokens whose K is packed while V is still in 16 bit
+    features: tuple[str, ...] = ()  # of kernels.FEATURES
+    boost: BoostPlan | None = None
+
+    is_integer = False  # the arithmetic of arith/int8, with 4 query rows
+    ctas_per_sm = 1
+    query_width = 2  # bytes of a q' in shared memory
+    own_queries = False  # a warp has its own, and its own sums: it attends to other rows than the next one
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether its splits may be a cluster: above WIDE_HEAD_DIM their sums would take a warp's shared memory."""
+        return self.head_dim <= WIDE_HEAD_DIM and self.ctas_per_sm == 1 and not self.own_queries
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether V of a warp's one page comes in two halves (load.is_single)."""
+        return False
+
+    @property
+    def warp_barriers(self) -> int:
+        """Of a warp's ring: one a slot, a unit's beside packed K, and half of V's."""
+        return self.slots + 1 + self.has_halves
+
+    @property
+    def has_softcap(self) -> bool:
+        return "softcap" in self.features
+
+    @property
+    def has_window(self) -> bool:
+        return "window" in self.features
+
+    @property
+    def col_blocks(self) -> int:
+        """Blocks of 8 query rows: the n of the multiplies."""
+        return self.rows // COLUMNS
+
+    @property
+    def lane_rows(self) -> int:
+        """Query rows that a lane has in its accumulators."""
+        return 2 * self.col_blocks
+
+    @property
+    def chunk_tiles(self) -> int:
+        """Row tiles of K per token formed at a time with one channel group: two S of 128 x 16 would spill.
+
+        8 tiles of the group at once (whole words of codes): with 16, ptxas holds so many words that it spills, too.
+        """
+        if self.k.groups == 1 or self.col_blocks == 1:
+            return self.k.row_tiles
+        return max(CHUNK_TILES * layout.TILE // self.k.group, layout.tiles_per_word(self.k.bits))
+
+    @property
+    def loops_over_groups(self) -> bool:
+        """Whether channel groups of K per token are a loop at run time: unrolled, ptxas spills up to 8 words a page."""
+        return self.k.is_per_token and self.chunk_tiles < self.k.row_tiles
+
+    @property
+    def may_spill(self) -> bool:
+        """Several groups of K and of O's 256 channels or, with 16 rows, a third segment or features and groups of V.
+
+        255 registers fall a few short; in 16 rows also for boosted channels, and for groups of V with one of these two.
+        """
+        is_full = self.third_segment or (self.v.groups > 1 and bool(self.features))
+        if self.col_blocks > 1 and (self.boost or (is_full and self.v.groups > 1)):
+            return True
+        return self.k.groups > 1 and (self.head_dim > 128 or (self.col_blocks > 1 and is_full))
+
+    @property
+    def recentred_pages(self) -> int:
+        """So many pages' codes add up in O before it is centred; 1 where registers are short: the weights' sum takes
+        some until then, with several groups of V one for each."""
+        return registers.RECENTRED_PAGES if self.v.groups == 1 and not self.k.is_per_token else 1
+
+    @property
+    def has_shared_query(self) -> bool:
+        """Whether q' is read from shared memory for every page instead of staying in registers."""
+        return self.col_blocks > 1 or self.head_dim > 128
+
+    @property
+    def query_bytes(self) -> int:
+        return self.rows * self.head_dim * self.query_width if self.has_shared_query else 0
+
+    @property
+    def channel_bytes(self) -> int:
+        """q' by channel, from where boosted channels are gathered."""
+        return self.rows * self.head_dim * self.query_width if self.boost else 0
+
+    @property
+    def page_warps(self) -> int:
+        """The first warps, which take packed pages; the others have 16-bit units alone.
+
+        With fewer bytes under way SMs get more equal shares of memory's rate, and end together.
+        """
+        few = PAGE_WARPS // self.ctas_per_sm
+        has_large_pages = PAGE_WARPS * (self.k.part_bytes + self.v.part_bytes) >= 2 * UNDER_WAY
+        return few if has_large_pages and few < self.warps else self.warps
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    @property
+    def slot_bytes(self) -> int:
+        return max(self.k.part_bytes, self.v.part_bytes)
+
+    @property
+    def warp_bytes(self) -> int:
+        """A warp's own ring."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one 16-bit row (a token's K or V)."""
+        return 2 * self.head_dim
+
+    @property
+    def row_pitch(self) -> int:
+        """Bytes between 16-bit rows: 16 more than a row, so that ldmatrix has no bank conflict."""
+        return self.row_bytes + 16
+
+    @property
+    def unit_bytes(self) -> int:
+        """A 16-bit unit, K rows then V rows; it reuses the warp's ring."""
+        return 2 * UNIT_TOKENS * self.row_pitch
+
+    @property
+    def third_row(self) -> int:
+        """First row of the ring where a unit's 16-bit V lies beside packed K: behind K's part, at the ring's start."""
+        return -(-self.k.part_bytes // self.row_pitch)
+
+    @property
+    def third_bytes(self) -> int:
+        """Such a unit: a page's K part, then 16 rows of V; it reuses the warp's ring."""
+        return (self.third_row + UNIT_TOKENS) * self.row_pitch if self.third_segment else 0
+
+    @property
+    def merge_pitch(self) -> int:
+        """Floats between query rows of O at the merge: 4 more than a row, so that the writes have no bank conflict."""
+        return self.head_dim + 4
+
+    @property
+    def merge_bytes(self) -> int:
+        """O of a warp with maximum and sum of its rows, fp32; they reuse its ring."""
+        return self.rows * (self.merge_pitch + 2) * 4
+
+    @property
+    def inbox_slots(self) -> int:
+        """Chunks that a split gets from the others of its cluster, at most."""
+        warps = -(-self.rows * self.head_dim // (CHUNK_CHANNELS * WARP))
+        return max((splits - 1) * -(-warps // splits) * WARP for splits in CLUSTERS)
+
+    @property
+    def reuse_bytes(self) -> int:
+        """Of a warp's ring, by what reuses it."""
+        return max(self.unit_bytes, self.third_bytes, self.merge_bytes)
+
+    @property
+    def own_bytes(self) -> int:
+        """Of a warp, beside its ring."""
+        return 0
+
+    @property
+    def slots_needed(self) -> int:
+        """Slots with which all but one of a CTA's make ``UNDER_WAY`` bytes, and a warp's ring holds what reuses it."""
+        under_way = -(-UNDER_WAY // (self.ctas_per_sm * self.warps * self.slot_bytes))
+        return min(MAX_SLOTS, max(MIN_SLOTS, 1 + under_way, -(-self.reuse_bytes // self.slot_bytes)))
+
+    @property
+    def smem_plan(self) -> dict[str, int]:
+        """Bytes of each piece of shared memory, in order."""
+        channels = {"channels": self.channel_bytes} if self.boost else {}
+        inbox = {"inbox": layout.align_record(WORD * SLOT_WORDS * self.inbox_slots)} if self.has_clusters else {}
+        return {
+            "buffer": layout.align_record(self.warps * self.warp_bytes),
+            "plans": layout.align_record(WORD * PLAN_WORDS * self.warps),
+            "query": layout.align_record(max(1, self.query_bytes)),
+            **channels,
+            **inbox,
+            "pace": layout.RECORD_ALIGN,
+            "barriers": layout.align_record(8 * (self.warps * self.warp_barriers + 1)),
+        }
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of the launch."""
+        return sum(self.smem_plan.values())
+
+    @property
+    def merge_exponentials(self) -> int:
+        """Static exponentials of the merge with other splits."""
+        return MERGE_EXPONENTIALS + CLUSTER_EXPONENTIALS * self.has_clusters
+
+    @property
+    def row_choices(self) -> list[int]:
+        """What ``rows`` may be."""
+        return [n for n in (COLUMNS, 2 * COLUMNS) if n <= MAX_ROWS.get(self.head_dim, n)]
+
+    def problems(self) -> list[str]:
+        """Reasons why this configuration cannot run; empty if it can."""
+        found = []
+        if self.smem_bytes > (limit := smem_limit(self.ctas_per_sm)):
+            found.append(f"shared memory: {self.smem_bytes} B at {self.warps} warps and "
+                         f"{self.slots} slots, limit {limit} B")
+        if self.warp_bytes < self.reuse_bytes:
+            found.append(f"ring of a warp: {self.warp_bytes} B, a 16-bit unit or O needs {self.reuse_bytes} B")
+        if self.head_dim not in HEAD_DIMS:
+            found.append(f"head_dim: got {self.head_dim}, supported: {', '.join(map(str, HEAD_DIMS))}")
+        if self.rows not in self.row_choices:
+            rows = ", ".join(map(str, self.row_choices))
+            found.append(f"rows: got {self.rows}, supported at head_dim {self.head_dim}: {rows}")
+        if unknown := [name for name in self.features if name not in FEATURES]:
+            found.append(f"features: got {', '.join(unknown)}, supported: {', '.join(FEATURES)}")
+        if self.boost and not self.k.bits == self.boost.high.bits == BOOST_BITS:
+            found.append(f"boosted K: got {self.boost.high.bits} bits over {self.k.bits}, supported: "
+                         f"{BOOST_BITS} over {BOOST_BITS}")
+        return found
+
+    def check(self) -> "RegisterConfig":
+        if found := self.problems():
+            raise ValueError("; ".join(found))
+        return self
+
+
+def smem_limit(ctas_per_sm: int) -> int:
+    """Bytes of shared memory of each of so many CTAs an SM."""
+    return min(SMEM_LIMIT, SM_SMEM // ctas_per_sm - BLOCK_SMEM)
+
+
+def plan_side(side: Side, planes: tuple[Plane, ...], start: int, end: int, head_dim: int) -> SidePlan:
+    """The plan of a side whose planes lie in bytes ``start`` to ``end`` of the record."""
+    is_per_token = isinstance(side, PerToken)
+    is_v = is_per_token and side.transposed
+    shape = (head_dim, layout.PAGE_TOKENS) if is_v else (layout.PAGE_TOKENS, head_dim)
+    group = layout.PAGE_TOKENS if isinstance(side, Boosted) else side.group_size or head_dim
+    meta, = (plane.offset for plane in planes if plane.name == "meta")
+    return SidePlan(side.bits, is_v, *shape, is_per_token, group, str(side.storage).removeprefix("torch."), start,
+                    end - start, meta - start)
+
+
+def plan_boost(side: Side, planes: tuple[Plane, ...], k: SidePlan) -> BoostPlan | None:
+    """The boosted channels of K, whose part is at the start of the record; None if there are none."""
+    at = {plane.name: plane.offset for plane in planes}
+    if "high" not in at:
+        return None
+    high = replace(k, bits=side.high_bits, cols=side.slots(k.head_dim), codes_offset=at["high"])
+    return BoostPlan(high, side.boost(k.head_dim), at["index"])
+
+
+def make_config(fmt: Format, head_dim: int, dtype: str, rows: int,
+                features: tuple[str, ...] = (), kind: type[RegisterConfig] = RegisterConfig) -> RegisterConfig:
+    """The configuration of a format: as many warps as leave ``MIN_SLOTS`` each, then the slots they need."""
+    record = fmt.record(head_dim)
+    k = plan_side(fmt.k, record.k_planes, 0, record.v_offset, head_dim)
+    v = plan_side(fmt.v, record.v_planes, record.v_offset, record.nbytes, head_dim)
+    boost = plan_boost(fmt.k, record.k_planes, k)
+    slot = max(k.part_bytes, v.part_bytes)
+    queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
+    free = smem_limit(kind.ctas_per_sm) - queries * (not kind.own_queries)
+    free -= layout.RECORD_ALIGN * 8  # pace, and barriers: room for 112 of 8 bytes
+    has_third = fmt.window_v > fmt.window_k
+    is_slim = not features and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
+    is_slim = is_slim and not (has_third and k.is_per_token)  # would spill 5 words
+    found = kind(k, v, head_dim, rows, dtype, 1, MIN_SLOTS, has_third, features, boost)
+    free -= found.smem_plan.get("inbox", 0)
+    fitting, many = free // (MIN_SLOTS * slot + found.own_bytes), MANY_WARPS // kind.ctas_per_sm
+    warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // kind.ctas_per_sm, fitting))
+    found = replace(found, warps=warps)
+    return replace(found, slots=min(found.slots_needed, (free // warps - found.own_bytes) // slot)).check()
