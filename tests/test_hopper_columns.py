@@ -7,6 +7,7 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 
 from test_hopper_host import CONFIGS, HEAD_DIMS, LANES, ROWS, read_wgmma_tile  # noqa: E402
 
+from lowbit_attn.hopper.common import numbers  # noqa: E402
 from lowbit_attn.hopper.tile import columns, masks, softmax  # noqa: E402
 from lowbit_attn.hopper.tile.config import COLUMNS, GROUP_WARPS, TILE_M, TILE_N  # noqa: E402
 
@@ -74,7 +75,7 @@ def test_sums_of_a_group_fit_its_tiles(head_dim):
 
 def raised(logits: np.ndarray) -> tuple[float, float, float]:
     """One row's logits tile by tile as the kernel has them: (weighted sum of positions, sum, largest weight)."""
-    top, total, acc, most = np.float32(softmax.LOWEST), 0.0, 0.0, 0.0
+    top, total, acc, most = np.float32(numbers.LOWEST), 0.0, 0.0, 0.0
     for first in range(0, len(logits), TILE_N):
         tile = logits[first : first + TILE_N]
         if tile.max() > top + columns.SLACK:

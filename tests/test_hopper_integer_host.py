@@ -13,9 +13,11 @@ from lowbit_attn.formats import FORMATS, packing
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import PATHS  # noqa: E402
+from lowbit_attn.hopper import (
+    PATHS,  # noqa: E402
+    decode,  # noqa: E402
+)
 from lowbit_attn.hopper.arith.int8 import boost, config, multiply, scores, values  # noqa: E402
-from lowbit_attn.hopper.tile import decode  # noqa: E402
 from lowbit_attn.hopper.warp import config as register  # noqa: E402
 from lowbit_attn.hopper.warp import load  # noqa: E402
 

@@ -18,10 +18,12 @@ from lowbit_attn.formats.kitty import Boosted
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import PATHS  # noqa: E402
+from lowbit_attn.hopper import (
+    PATHS,  # noqa: E402
+    decode,  # noqa: E402
+)
 from lowbit_attn.hopper.arith.fp16 import boost, counts, query  # noqa: E402
 from lowbit_attn.hopper.arith.int8 import config as integer_config  # noqa: E402
-from lowbit_attn.hopper.tile import decode  # noqa: E402
 from lowbit_attn.hopper.warp import config, load  # noqa: E402
 
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16",

@@ -10,7 +10,6 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 
 from lowbit_attn.hopper import scratch  # noqa: E402
 from lowbit_attn.hopper.common import combine  # noqa: E402
-from lowbit_attn.hopper.tile import walk  # noqa: E402
 
 
 class Memory:
@@ -33,7 +32,7 @@ def test_slots_of_scratch_lie_apart(monkeypatch, splits, rows, live, head_dim):
     out = combine.Outputs(partials, torch.empty(1, 1, 1, head_dim), None, None, 1, 0)
     size, place_bytes, found = combine.share(out, live * out.chunks), 4 * splits * shape[2], set()
     for split, row in itertools.product(range(splits), range(live)):
-        own = combine.homes(out._replace(split_idx=split), walk.Rows(0, 0, 0, live, 1, 1), combine.Row(row, 0, 0, 0, 0),
+        own = combine.homes(out._replace(split_idx=split), Rows(0, 0, 0, live, 1, 1), combine.Row(row, 0, 0, 0, 0),
                             tuple(range(out.chunks)))
         units = [row * out.chunks + chunk for chunk in range(out.chunks)]
         assert own == tuple(combine.slot(out, unit // size, split, size, unit % size) for unit in units)

@@ -11,9 +11,9 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
+from lowbit_attn.hopper import decode  # noqa: E402
 from lowbit_attn.hopper.arith.int8 import config  # noqa: E402
 from lowbit_attn.hopper.schedule import items, stream  # noqa: E402
-from lowbit_attn.hopper.tile import decode  # noqa: E402
 from lowbit_attn.hopper.warp import config as register  # noqa: E402
 from lowbit_attn.hopper.warp import half_packed, walk  # noqa: E402
 

@@ -17,12 +17,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 
-from lowbit_attn.hopper import CHUNK_CHANNELS, EMPTY, LINE_WORDS, SLOT_WORDS
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.tile.softmax import LOG2_E, LOWEST, NEG_INF
-from lowbit_attn.hopper.tile.walk import Rows, place
+from lowbit_attn.hopper.common.numbers import LN_2, LOG2_E, LOWEST, NEG_INF
+from lowbit_attn.hopper.common.rows import Rows, place
+from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, EMPTY, LINE_WORDS, SLOT_WORDS
 
-LN_2 = 0.6931471805599453
 CHANNELS = CHUNK_CHANNELS  # of one thread: 16 bytes of a split's o
 EMPTY_BITS = EMPTY & 0xFFFF_FFFF
 LINE_BYTES = 4 * LINE_WORDS

@@ -1,4 +1,4 @@
-"""Scalars of the register path: packed 16-bit words, powers of two, reductions over lanes, one multiply."""
+"""Scalars and fragments: packed 16-bit words, powers of two, reductions over lanes, one multiply."""
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32
@@ -6,8 +6,12 @@ from cutlass.cute.nvgpu import warp
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
+from lowbit_attn.hopper.common.matrices import matrix_place
 
 ELEMENT = {"float16": Float16, "bfloat16": BFloat16}
+NEG_INF = float("-inf")
+LOWEST = -3.4028234663852886e38  # -FLT_MAX, the maximum before any token: finite, so that exp2(-inf - LOWEST) is 0
+LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 ONES = 0x3C00_3C00  # fp16 1.0 in both halves
 NO_SIGNS = 0x7FFF_7FFF
 LOW_HALF, HIGH_HALF = 0x0000_FFFF, 0xFFFF_0000
@@ -109,3 +113,15 @@ def operand_a(words: list[Uint32], element=Float16) -> cute.Tensor:
 def multiply(atom, acc: cute.Tensor, index: int, a: cute.Tensor, b: cute.Tensor) -> None:
     """acc[:, index] += a b, a 16x16 and b 16x8."""
     cute.mma_atom_call(atom, acc[None, index], a, b, acc[None, index])
+
+
+def zero_dead(frag: cute.Tensor, token: Uint32, live: Uint32) -> None:
+    """Zero the halves of a V^T fragment whose token is not live; ``token``: that of register 0's low half.
+
+    P = 0 does not protect: 0 * NaN is NaN.
+    """
+    words = cute.recast_tensor(frag, Uint32)
+    for matrix in range(4):
+        _, col8 = matrix_place(matrix)
+        low, high = Uint32(token + 8 * col8 < live), Uint32(token + 8 * col8 + 1 < live)
+        words[matrix] = words[matrix] & (low * Uint32(0x0000FFFF) + high * Uint32(0xFFFF0000))

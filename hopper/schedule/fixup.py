@@ -13,10 +13,10 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.hopper.arith.int8.config import NOTE_WORDS, TURN_WORDS, StreamConfig
 from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.numbers import LOWEST
+from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.schedule.items import Turn
 from lowbit_attn.hopper.schedule.splits import Call, rows_of
-from lowbit_attn.hopper.tile.softmax import LOWEST
-from lowbit_attn.hopper.tile.walk import Rows
 from lowbit_attn.hopper.warp import merge as warps
 from lowbit_attn.hopper.warp.config import PLAN_WORDS, WARP
 from lowbit_attn.hopper.warp.load import Lane

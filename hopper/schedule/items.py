@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn.hopper.tile.walk import at_most, clamp_unit
+from lowbit_attn.hopper.common.rows import at_most, clamp_unit
 from lowbit_attn.hopper.warp.config import WARP
 from lowbit_attn.hopper.warp.walk import PAGE_LOG2, THIRD_UNITS, Walk, units_of
 

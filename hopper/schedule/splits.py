@@ -26,7 +26,7 @@ from lowbit_attn.hopper.arith.fp16 import query, scores, values
 from lowbit_attn.hopper.arith.int8 import scores as integer_scores
 from lowbit_attn.hopper.arith.int8 import values as integer_values
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.tile.walk import Rows, block_rows, grid_of
+from lowbit_attn.hopper.common.rows import Rows, block_rows, grid_of
 from lowbit_attn.hopper.warp import cluster, half_packed, load, masks, merge, pace, residual, softmax, walk
 from lowbit_attn.hopper.warp.config import FEW_PAGES, WARP, WORD, RegisterConfig
 

@@ -16,9 +16,9 @@ from lowbit_attn.hopper.arith.fp16 import query
 from lowbit_attn.hopper.arith.int8 import scores
 from lowbit_attn.hopper.arith.int8.config import StreamConfig
 from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.rows import Rows, grid_of
 from lowbit_attn.hopper.schedule import fixup, items
 from lowbit_attn.hopper.schedule.splits import Call, RegisterSm90, first_entry, packed_pages, plain_of, rows_of
-from lowbit_attn.hopper.tile.walk import Rows, grid_of
 from lowbit_attn.hopper.warp import half_packed, load, masks, pace, residual, softmax, walk
 from lowbit_attn.hopper.warp.config import WORD
 

@@ -21,13 +21,14 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine, numbers
+from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile import softmax
 from lowbit_attn.hopper.tile.config import CHUNK, GROUP_WARPS, TILE_M, TILE_N, WARP, DecodeConfig, tile_chunk
 from lowbit_attn.hopper.tile.masks import Lane, Scores, Sight, to_logits
 from lowbit_attn.hopper.tile.mma import GROUP_BARRIER, Tiles, issue, lane_of, make_mma, stage_q
 from lowbit_attn.hopper.tile.ring import Ring
-from lowbit_attn.hopper.tile.walk import Rows, Walk
+from lowbit_attn.hopper.tile.walk import Walk
 
 SLACK = 8.0  # base 2; fp16 holds weights up to 2^16
 LANES_OF_COLUMN = (4, 8, 16)  # bits of a lane's number that its columns do not depend on
@@ -53,7 +54,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Ro
     acc_o.fill(0.0)
     mma_pv.set(warpgroup.Field.ACCUMULATE, True)
     tops, sums = (cute.make_rmem_tensor(cfg.rows // 4, Float32) for _ in range(2))
-    tops.fill(softmax.LOWEST)
+    tops.fill(numbers.LOWEST)
     sums.fill(0.0)
     for i in cutlass.range(group, walk.num_pages + walk.plain_tiles, cfg.mma_groups, unroll=1):
         fill = Uint32(i)
@@ -104,7 +105,7 @@ def raise_tops(cfg: cutlass.Constexpr[DecodeConfig], me: Lane, group: Int32, til
     found = cute.make_rmem_tensor(cfg.rows // 4, Float32)
     exceeds = cutlass.Boolean(False)
     for c, at in enumerate(column_lists(cfg, TILE_N // TILE_M)):
-        found[c] = softmax.tree([acc_s[i] for i in at], cute.arch.fmax) * scale_log2
+        found[c] = numbers.tree([acc_s[i] for i in at], cute.arch.fmax) * scale_log2
         exceeds = exceeds | (found[c] > tops[c] + Float32(SLACK))
     if ptx.any_of(group_barrier(group), GROUP_WARPS * WARP, Uint32(exceeds)) != 0:
         agree(cfg, me, group, tiles, found)
@@ -129,7 +130,7 @@ def agree(cfg: cutlass.Constexpr[DecodeConfig], me: Lane, group: Int32, tiles: T
     for c in cutlass.range_constexpr(cfg.rows // 4):
         of_warps = cute.make_rmem_tensor(GROUP_WARPS, Float32)
         cute.autovec_copy(shared[None, softmax.column(c, me.t), group], of_warps)
-        found[c] = softmax.tree([of_warps[i] for i in range(GROUP_WARPS)], cute.arch.fmax)
+        found[c] = numbers.tree([of_warps[i] for i in range(GROUP_WARPS)], cute.arch.fmax)
 
 
 def weights_chunk(cfg: DecodeConfig, warp, lane, eight: int):
@@ -151,7 +152,7 @@ def leave_weights(cfg: cutlass.Constexpr[DecodeConfig], me: Lane, group: Int32, 
         for c in (2 * eight, 2 * eight + 1):
             weights = [cute.math.exp2(acc_s[i] * scale_log2 - tops[c], fastmath=True)
                        for i, _, _ in softmax.column_values(TILE_N // TILE_M, cfg.rows, c)]
-            sums[c] = sums[c] + softmax.tree(weights, operator.add)
+            sums[c] = sums[c] + numbers.tree(weights, operator.add)
             pair.append(weights)
         frag = cute.make_rmem_tensor(8, Float16)
         words = cute.recast_tensor(frag, Uint32)
@@ -204,5 +205,5 @@ def group_sums(cfg: DecodeConfig, tiles: Tiles, group: int, row: Int32, chunk: I
     o, totals = sums_of(cfg, tiles, group)
     acc = cute.make_rmem_tensor(combine.CHANNELS, Float32)
     cute.autovec_copy(cute.zipped_divide(o[None, row], (combine.CHANNELS,))[None, chunk], acc)
-    total = softmax.tree([totals[i, row] for i in range(GROUP_WARPS)], operator.add)
+    total = numbers.tree([totals[i, row] for i in range(GROUP_WARPS)], operator.add)
     return combine.Sums(acc, totals[GROUP_WARPS, row], total)

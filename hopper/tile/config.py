@@ -12,7 +12,8 @@ import torch
 from lowbit_attn import layout
 from lowbit_attn.formats.contract import Format
 from lowbit_attn.formats.uniform import PerToken
-from lowbit_attn.hopper import PATHS
+from lowbit_attn.hopper.common.matrices import CHUNK, matrix_place
+from lowbit_attn.hopper.common.support import PATHS
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES
 
 TARGET = "sm_90a"
@@ -30,7 +31,6 @@ UNIT_TOKENS = 32  # tokens of a 16-bit tile in one packed stage; each lane of th
 UNITS = TILE_N // UNIT_TOKENS
 MAX_RUN_TILES = 16  # 16x16 tiles that a dequant warp unpacks in one piece of straight code, else registers spill
 MAX_WIDE_RUN_TILES = 4  # the same where the arithmetic is fp32
-CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix, the unit of the swizzles
 SMEM_ALIGN = 1024  # an 8-row atom of the 128-byte swizzle; shared memory is a multiple of it
 BARRIER_BYTES = 8
 WORD = 4  # bytes
@@ -195,17 +195,6 @@ class SidePlan:
     @property
     def meta_bytes(self) -> int:
         return len(self.meta_words) * WORD
-
-
-def matrix_place(matrix):
-    """(row8, col8) within a 16x16 tile of the 8x8 matrix that register ``matrix`` of a x4 access holds."""
-    return matrix % 2, matrix // 2
-
-
-def lane_place(lane):
-    """(row within a 16x16 tile, col8) of the 16 bytes that ``lane`` addresses in a x4 access."""
-    row8, col8 = matrix_place(lane // 8)
-    return 8 * row8 + lane % 8, col8
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common import rows as query_rows
 from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.tile import columns, dequant, load, mma, walk
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, SMEM_ALIGN, TILE_N, DecodeConfig
@@ -82,7 +83,7 @@ class DecodeSm90:
                  sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
                  sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
         splits = partials.shape[1]
-        grid, ratio, row_blocks = walk.grid_of(q, ring_k, splits, self.cfg.rows)
+        grid, ratio, row_blocks = query_rows.grid_of(q, ring_k, splits, self.cfg.rows)
         self.kernel(q, pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
                     sink_logits, softmax_scale_log2, softcap_log2, window, sink_window, page_stride, head_stride,
                     table_b, table_h, ratio, row_blocks).launch(
@@ -98,7 +99,7 @@ class DecodeSm90:
                ratio: Int32, row_blocks: Int32):
         cfg = self.cfg
         block = cute.arch.block_idx()
-        rows = walk.block_rows(block, row_blocks, ratio, q.shape[1], cfg.rows)
+        rows = query_rows.block_rows(block, row_blocks, ratio, q.shape[1], cfg.rows)
         batch_idx, head_idx, split_idx = rows.batch_idx, rows.head_idx, block[2]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_idx // GROUP_WARPS

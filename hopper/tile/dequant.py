@@ -15,9 +15,9 @@ from cutlass.cute.nvgpu import warp
 from lowbit_attn import layout
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
+from lowbit_attn.hopper.common.matrices import CHUNK, lane_place
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import (
-    CHUNK,
     GROUP_WARPS,
     UNIT_TOKENS,
     UNITS,
@@ -25,8 +25,6 @@ from lowbit_attn.hopper.tile.config import (
     WORD,
     DecodeConfig,
     SidePlan,
-    lane_place,
-    matrix_place,
     tile_chunk,
 )
 from lowbit_attn.hopper.tile.ring import Ring
@@ -225,7 +223,7 @@ def copy_unit(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Side
         if cutlass.const_expr(side.transposed):
             token = token_tile * layout.TILE + me.col8 * 8 + i8
             cute.copy(load, rows[None, 2 * channel_tile + row8, token, stage], frag)
-            zero_dead(frag, token8 * 8 + 2 * (me.lane % 4), live)
+            numbers.zero_dead(frag, token8 * 8 + 2 * (me.lane % 4), live)
             chunk = tile_chunk(channel_tile * layout.TILE + me.row, token8 + me.col8, side.tile_rows,
                                side.atom_chunks)
         else:
@@ -246,15 +244,3 @@ def unit_tile(side: SidePlan, warp, j: int):
         return GROUP_WARPS * j // channel_tiles, GROUP_WARPS * j % channel_tiles + warp
     tile = GROUP_WARPS * j + warp
     return tile // channel_tiles, tile % channel_tiles
-
-
-def zero_dead(frag: cute.Tensor, token: Uint32, live: Uint32) -> None:
-    """Zero the halves of a V^T fragment whose token is not live; ``token``: that of register 0's low half.
-
-    P = 0 does not protect: 0 * NaN is NaN.
-    """
-    words = cute.recast_tensor(frag, Uint32)
-    for matrix in range(4):
-        _, col8 = matrix_place(matrix)
-        low, high = Uint32(token + 8 * col8 < live), Uint32(token + 8 * col8 + 1 < live)
-        words[matrix] = words[matrix] & (low * Uint32(0x0000FFFF) + high * Uint32(0xFFFF0000))

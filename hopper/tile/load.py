@@ -7,10 +7,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
+from lowbit_attn.hopper.common.rows import clamp_unit
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import UNIT_TOKENS, UNITS, WARP, WORD, DecodeConfig, SidePlan
 from lowbit_attn.hopper.tile.ring import Ring
-from lowbit_attn.hopper.tile.walk import Walk, clamp_unit, plain_tile
+from lowbit_attn.hopper.tile.walk import Walk, plain_tile
 
 UNIT_WORDS = 32  # 32-bit words in one unit (128 bytes) of the pool
 

@@ -6,9 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from lowbit_attn.hopper.common import numbers
+from lowbit_attn.hopper.common.rows import Rows, place
 from lowbit_attn.hopper.tile import softmax
 from lowbit_attn.hopper.tile.config import TILE_M, TILE_N, DecodeConfig
-from lowbit_attn.hopper.tile.walk import Rows, Walk, place, plain_tile
+from lowbit_attn.hopper.tile.walk import Walk, plain_tile
 
 
 class Sight(NamedTuple):
@@ -100,10 +102,10 @@ def mask_plain_tile(cfg: cutlass.Constexpr[DecodeConfig], acc_s: cute.Tensor, wa
 def mask_right(line: Line, acc_s: cute.Tensor, live: Int32) -> None:
     """Scores of tokens from ``live`` on become -inf, whatever they were."""
     for i, offset in line.values:
-        acc_s[i] = cutlass.select_(line.first + offset < live, acc_s[i], Float32(softmax.NEG_INF))
+        acc_s[i] = cutlass.select_(line.first + offset < live, acc_s[i], Float32(numbers.NEG_INF))
 
 
 def mask_left(line: Line, acc_s: cute.Tensor, first: Int32) -> None:
     """Scores of tokens before ``first`` become -inf, whatever they were."""
     for i, offset in line.values:
-        acc_s[i] = cutlass.select_(line.first + offset >= first, acc_s[i], Float32(softmax.NEG_INF))
+        acc_s[i] = cutlass.select_(line.first + offset >= first, acc_s[i], Float32(numbers.NEG_INF))

@@ -11,7 +11,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common.numbers import ELEMENT
+from lowbit_attn.hopper.common.numbers import ELEMENT, LOWEST
+from lowbit_attn.hopper.common.rows import Rows, place
 from lowbit_attn.hopper.tile import epilogue, softmax
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import (
@@ -27,7 +28,7 @@ from lowbit_attn.hopper.tile.config import (
 )
 from lowbit_attn.hopper.tile.masks import Lane, Scores, Sight, to_logits
 from lowbit_attn.hopper.tile.ring import Ring
-from lowbit_attn.hopper.tile.walk import Rows, Walk, place
+from lowbit_attn.hopper.tile.walk import Walk
 
 GROUP_BARRIER = 1  # named, of one MMA warpgroup; 0 is the CTA's
 HALVES = 2  # rows of the accumulators that a thread has values of
@@ -84,7 +85,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Ro
     acc_o.fill(0.0)
     mma_pv.set(warpgroup.Field.ACCUMULATE, True)
     row_max, row_sum = (cute.make_rmem_tensor(HALVES, Float32) for _ in range(2))
-    row_max.fill(softmax.LOWEST)
+    row_max.fill(LOWEST)
     row_sum.fill(0.0)
     for i in cutlass.range(group, walk.num_pages + walk.plain_tiles, cfg.mma_groups, unroll=1):
         fill = Uint32(i)

@@ -12,9 +12,6 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.hopper.common import numbers
 
-NEG_INF = float("-inf")
-LOWEST = -3.4028234663852886e38  # -FLT_MAX, the maximum before any token: exp2(-inf - LOWEST) is 0, not NaN
-LOG2_E = 1.4426950408889634
 SUMS = 4  # of a row's weights, added up side by side
 
 
@@ -34,14 +31,6 @@ def column(c: int, t: Int32) -> Int32:
     return 8 * (c // 2) + 2 * t + c % 2
 
 
-def tree(values: list, combine):
-    """Fold in pairs: five dependent steps for 32 values, not 31."""
-    while len(values) > 1:
-        values = [combine(*pair) if len(pair) == 2 else pair[0]
-                  for pair in (values[i : i + 2] for i in range(0, len(values), 2))]
-    return values[0]
-
-
 def across(x: Float32, combine, offsets: tuple[int, ...]) -> Float32:
     """Fold over the lanes that differ in these bits: 1 and 2 (t) share rows, 4, 8 and 16 (g) columns."""
     for offset in offsets:
@@ -56,7 +45,7 @@ def quad_sum(x: Float32) -> Float32:
 
 def cap_scores(acc_s: cute.Tensor, scale_log2: Float32, cap_log2: Float32) -> None:
     """Scores become cap_log2 * tanh(score * scale_log2 / cap_log2), with tanh y = 1 - 2 / (e^2y + 1)."""
-    slope = scale_log2 * (Float32(2.0 * LOG2_E) / cap_log2)
+    slope = scale_log2 * (Float32(2.0 * numbers.LOG2_E) / cap_log2)
     for i in range(cute.size(acc_s)):
         grown = cute.math.exp2(acc_s[i] * slope, fastmath=True)
         acc_s[i] = cap_log2 - (cap_log2 + cap_log2) * cute.arch.rcp_approx(grown + Float32(1.0))
@@ -69,7 +58,7 @@ def online_step(half: int, acc_s: cute.Tensor, p: cute.Tensor, row_max: cute.Ten
     row_max is in base-2 units, softmax_scale included (which must be positive); row_sum is this lane's share.
     """
     at = row_values(cute.size(acc_s), half)
-    tile_max = tree([acc_s[i] for i in at], cute.arch.fmax)
+    tile_max = numbers.tree([acc_s[i] for i in at], cute.arch.fmax)
     new_max = cute.arch.fmax(row_max[half], across(tile_max, cute.arch.fmax, (1, 2)) * scale_log2)
     correction = cute.math.exp2(row_max[half] - new_max, fastmath=True)
     p_words, sums = cute.recast_tensor(p, Uint32), [Float32(0.0)] * SUMS
@@ -77,7 +66,7 @@ def online_step(half: int, acc_s: cute.Tensor, p: cute.Tensor, row_max: cute.Ten
         pair = [cute.math.exp2(acc_s[i] * scale_log2 - new_max, fastmath=True) for i in at[2 * j : 2 * j + 2]]
         p_words[2 * j + half] = numbers.pack(*pair, element)
         sums = [*sums[2:], *(x + e for x, e in zip(sums, pair))]
-    row_sum[half] = row_sum[half] * correction + tree(sums, operator.add)
+    row_sum[half] = row_sum[half] * correction + numbers.tree(sums, operator.add)
     row_max[half] = new_max
     return correction
 

@@ -8,8 +8,9 @@ always all.
 
 from typing import NamedTuple
 
-from cutlass import Int32, Uint32
+from cutlass import Int32
 
+from lowbit_attn.hopper.common.rows import at_most
 from lowbit_attn.hopper.tile.config import TILE_N
 
 
@@ -36,46 +37,6 @@ class PlainTile(NamedTuple):
     start: Int32
     live: Int32
     is_sink: Int32
-
-
-class Rows(NamedTuple):
-    """The query rows of a CTA: ``first .. first + count - 1`` of the KV head's ``ratio * q_len``, query by query."""
-
-    batch_idx: Int32
-    head_idx: Int32  # KV head
-    first: Int32
-    count: Int32
-    ratio: Int32  # query heads of a KV head
-    q_len: Int32
-    divisor: object = None  # ratio in a form that is divided by faster, if there is one
-
-
-def make_rows(batch_idx, head_idx, block, ratio, q_len, rows: int, divisor=None) -> Rows:
-    """The rows of row block ``block``; the last block may have fewer than ``rows``."""
-    first = block * rows
-    return Rows(batch_idx, head_idx, first, at_most(ratio * q_len - first, rows), ratio, q_len, divisor)
-
-
-def grid_of(q, ring_k, num_splits, rows: int):
-    """(grid, ratio, row blocks of a KV head). The grid is (row blocks of all KV heads, sequences, splits)."""
-    ratio = q.shape[2] // ring_k.shape[1]
-    row_blocks = (ratio * q.shape[1] + rows - 1) // rows
-    return (ring_k.shape[1] * row_blocks, q.shape[0], num_splits), ratio, row_blocks
-
-
-def block_rows(block, row_blocks, ratio, q_len, rows: int, divisor=None) -> Rows:
-    """The rows of CTA ``block`` of the grid; CTAs that read the same pages are neighbours.
-
-    row_blocks: of a KV head, a number or what divides by it; divisor: of ratio.
-    """
-    return make_rows(block[1], block[0] // row_blocks, block[0] % row_blocks, ratio, q_len, rows, divisor)
-
-
-def place(rows: Rows, row):
-    """(query, head) of a row of this CTA, counted from 0; beyond the last row, those that would follow."""
-    row = rows.first + row
-    query = Int32(Uint32(row) // Uint32(rows.ratio)) if rows.divisor is None else row // rows.divisor
-    return query, rows.head_idx * rows.ratio + row - query * rows.ratio
 
 
 def plan(n_sink, n_qk, n_qv, n_tok, hidden_pages, split_idx, num_splits) -> tuple[Walk, Walk]:
@@ -118,13 +79,3 @@ def plain_tile(walk: Walk, i) -> PlainTile:
     start = (i - (1 - is_sink) * Int32(i >= 0) * walk.sink_tiles) * TILE_N
     left = is_sink * walk.n_sink + (1 - is_sink) * walk.n_residual - start
     return PlainTile(start, at_most(left, TILE_N), is_sink)
-
-
-def at_most(x, limit: int):
-    """min(x, limit), in operators that Python ints, numpy and the DSL's integers share."""
-    return x + (limit - x) * Int32(x > limit)
-
-
-def clamp_unit(x, limit: int):
-    """x clamped to 0 .. limit."""
-    return at_most(x * Int32(x > 0), limit)

@@ -11,10 +11,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from lowbit_attn.hopper import CHUNK_CHANNELS, CLUSTER_WORDS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.tile.softmax import LOWEST
-from lowbit_attn.hopper.tile.walk import Rows
+from lowbit_attn.hopper.common.numbers import LOWEST
+from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTER_WORDS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.hopper.warp.config import WARP, WORD, RegisterConfig
 from lowbit_attn.hopper.warp.load import read
 

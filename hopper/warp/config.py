@@ -10,7 +10,7 @@ from lowbit_attn import layout, registers
 from lowbit_attn.formats.contract import Format, Plane, Side
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerToken
-from lowbit_attn.hopper import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
+from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, WIDE_HEAD_DIM
 
 TARGET = "sm_90a"

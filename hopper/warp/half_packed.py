@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from lowbit_attn import layout
 from lowbit_attn.hopper.arith.fp16 import query, scores
 from lowbit_attn.hopper.arith.int8 import scores as integer_scores
-from lowbit_attn.hopper.tile.walk import Rows
+from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.warp import load, masks, residual, softmax
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WORD, RegisterConfig
 from lowbit_attn.hopper.warp.load import Lane, Pages, Plain, Ring

@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper import LINE_WORDS
+from lowbit_attn.hopper.common.scratch import LINE_WORDS
 from lowbit_attn.hopper.warp.config import META_BYTES, PIECES, UNIT_TOKENS, WARP, WORD, RegisterConfig, SidePlan
 from lowbit_attn.hopper.warp.walk import Unit, Walk
 

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 
 from lowbit_attn.hopper.arith.fp16.query import column_row
 from lowbit_attn.hopper.arith.fp16.scores import Scores
-from lowbit_attn.hopper.tile.walk import Rows, place
+from lowbit_attn.hopper.common.rows import Rows, place
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import RegisterConfig
 from lowbit_attn.hopper.warp.load import Lane

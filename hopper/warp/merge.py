@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64
 
 from lowbit_attn.hopper.arith.fp16.query import column_row
 from lowbit_attn.hopper.common import combine, numbers
-from lowbit_attn.hopper.tile.walk import Rows
+from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.warp import cluster, softmax
 from lowbit_attn.hopper.warp.config import WARP, RegisterConfig
 from lowbit_attn.hopper.warp.load import Lane, Ring, read

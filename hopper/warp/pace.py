@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass._mlir.dialects import nvvm
 
-from lowbit_attn.hopper import LINE_WORDS
+from lowbit_attn.hopper.common.scratch import LINE_WORDS
 from lowbit_attn.hopper.warp.config import FEW_PAGES, RegisterConfig
 from lowbit_attn.hopper.warp.load import Lane
 

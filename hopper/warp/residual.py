@@ -8,16 +8,13 @@ from cutlass.cute.nvgpu import warp
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.fp16 import query
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.tile.config import lane_place
-from lowbit_attn.hopper.tile.dequant import zero_dead
-from lowbit_attn.hopper.tile.walk import Rows
+from lowbit_attn.hopper.common.matrices import CHUNK, lane_place
+from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.warp import load, masks, softmax
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, RegisterConfig
 from lowbit_attn.hopper.warp.load import Lane, Plain, Ring
 from lowbit_attn.hopper.warp.softmax import State
 from lowbit_attn.hopper.warp.walk import Unit, Walk, unit
-
-CHUNK = 8  # 16-bit values in 16 bytes: one row of an 8x8 matrix
 
 
 @cute.jit
@@ -101,7 +98,7 @@ def add_values(cfg: RegisterConfig, ring: Ring, me: Lane, p: cute.Tensor, first_
         a = cute.make_rmem_tensor(8, element)
         cute.copy(read, rows[None, 2 * rt + row8, first_row + col8 * 8 + i8, me.warp], a)
         if live is not None:
-            zero_dead(a, 2 * me.t, live)
+            numbers.zero_dead(a, 2 * me.t, live)
         for nt in range(blocks):
             numbers.multiply(numbers.multiply_atom(element), state.acc_o, rt * blocks + nt, a, p[None, nt])
 

@@ -8,10 +8,10 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper import LINE_WORDS
 from lowbit_attn.hopper.arith.fp16 import boost
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.tile.walk import Rows, place
+from lowbit_attn.hopper.common.rows import Rows, place
+from lowbit_attn.hopper.common.scratch import LINE_WORDS
 from lowbit_attn.hopper.warp.config import COLUMNS, WARP, WORD, RegisterConfig
 from lowbit_attn.hopper.warp.load import Lane, read
 

@@ -18,7 +18,7 @@ from lowbit_attn.hopper.arith.int8 import boost, multiply
 from lowbit_attn.hopper.arith.int8.config import STEP_TILES, IntegerConfig
 from lowbit_attn.hopper.arith.int8.multiply import Step
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.tile.walk import Rows
+from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.warp import load
 from lowbit_attn.hopper.warp.config import WARP, SidePlan
 from lowbit_attn.hopper.warp.load import Lane, Piece
