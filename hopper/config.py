@@ -1,23 +1,43 @@
-"""What a decode kernel of one of the paths is, before it is built: its checks, and blocks of it that an SM holds."""
+"""What a decode kernel of one of the paths is, before it is built: its configuration and checks. Without the DSL.
+
+A path is an arithmetic on a schedule, or the tile path, which has its own of both.
+"""
+
+import torch
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.hopper.arith.fp16 import counts as register
-from lowbit_attn.hopper.arith.int8 import config as integer
+from lowbit_attn.hopper.arith.fp16.config import FP16
+from lowbit_attn.hopper.arith.int8.config import INT8
+from lowbit_attn.hopper.common.support import PATHS
+from lowbit_attn.hopper.schedule.config import SMALL, SPLITS, STREAM
 from lowbit_attn.hopper.tile import config as tile
+from lowbit_attn.hopper.warp import config as warp
 from lowbit_attn.kernels import Checks
+
+TARGET = tile.TARGET
+PARTS = {"integer": (INT8, SPLITS), "register": (FP16, SPLITS), "small": (INT8, SMALL), "stream": (INT8, STREAM)}
+
+
+def make_config(path: str, fmt: Format, head_dim: int, dtype: str, rows: int,
+                features: tuple[str, ...] = ()) -> warp.WarpConfig | tile.DecodeConfig:
+    """The configuration of a path's kernel; ValueError with the reasons if there is none."""
+    if found := PATHS[path].missing(fmt, head_dim, getattr(torch, dtype)):
+        raise ValueError("; ".join(found))
+    if path == "tile":
+        return tile.make_config(fmt, head_dim, dtype, rows, features)
+    return warp.make_config(fmt, head_dim, dtype, rows, *PARTS[path], features)
 
 
 def ctas_per_sm(key) -> int:
     """Blocks of a decode kernel that an SM surely holds at once."""
-    return integer.KINDS[key.variant].ctas_per_sm if key.variant in integer.KINDS else 1
+    return PARTS[key.variant][1].ctas_per_sm if key.variant in PARTS else 1
 
 
-def checks(fmt: Format, head_dim: int, target: str = tile.TARGET, path: str = "tile", rows: int = tile.COLUMNS,
+def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = tile.COLUMNS,
            dtype: str = "float16", features: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the decode kernel of a path must show."""
-    if path in integer.KINDS:
-        return integer.checks(fmt, head_dim, dtype, rows, features, path)
-    if path == "register":
-        return register.checks(fmt, head_dim, dtype, rows, features)
-    cfg = tile.make_config(fmt, head_dim, dtype, rows, features)
-    return Checks(tile.SASS_NEED, tile.SASS_FORBID, tuple(tile.expected_counts(cfg).items()), cfg.smem_bytes)
+    cfg = make_config(path, fmt, head_dim, dtype, rows, features)
+    if path == "tile":
+        return Checks(tile.SASS_NEED, tile.SASS_FORBID, tuple(tile.expected_counts(cfg).items()), cfg.smem_bytes)
+    forbid = warp.SASS_FORBID if cfg.arithmetic.may_spill(cfg) else warp.SPILLS + warp.SASS_FORBID
+    return Checks(cfg.arithmetic.sass_need, forbid, tuple(cfg.arithmetic.expected_counts(cfg).items()), cfg.smem_bytes)

@@ -6,13 +6,11 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 
 from lowbit_attn.formats.contract import Format
 from lowbit_attn.hopper import PATHS
-from lowbit_attn.hopper.arith.int8 import config as integer
 from lowbit_attn.hopper.common.numbers import ELEMENT
-from lowbit_attn.hopper.schedule.splits import RegisterSm90
-from lowbit_attn.hopper.schedule.stream import StreamSm90
-from lowbit_attn.hopper.tile.config import TARGET, make_config
-from lowbit_attn.hopper.tile.decode import DecodeSm90
-from lowbit_attn.hopper.warp.config import make_config as make_register_config
+from lowbit_attn.hopper.config import make_config
+from lowbit_attn.hopper.tile.config import TARGET
+from lowbit_attn.hopper.tile.config import DecodeConfig as TileConfig
+from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.kernels import CuteKernel
 
 
@@ -27,14 +25,17 @@ def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, 
         raise ValueError(f"target: got {target!r}, supported: {TARGET!r}")
     if path not in PATHS:
         raise ValueError(f"path: got {path!r}, supported: {', '.join(PATHS)}")
-    if path in integer.KINDS:
-        cfg = integer.make_config(fmt, head_dim, dtype, rows, features, path)
-        entry = (StreamSm90 if cfg.own_queries else RegisterSm90)(cfg)
-    elif path == "register":
-        entry = RegisterSm90(make_register_config(fmt, head_dim, dtype, rows, features))
-    else:
-        entry = DecodeSm90(make_config(fmt, head_dim, dtype, rows, features))
-    return CuteKernel(entry, fake_arguments(head_dim, ELEMENT[dtype]))
+    return CuteKernel(kernel_of(make_config(path, fmt, head_dim, dtype, rows, features)),
+                      fake_arguments(head_dim, ELEMENT[dtype]))
+
+
+def kernel_of(cfg: WarpConfig | TileConfig):
+    """The kernel class of a configuration, with it."""
+    if isinstance(cfg, WarpConfig):
+        return cfg.schedule.kernel(cfg)
+    from lowbit_attn.hopper.tile.decode import DecodeSm90
+
+    return DecodeSm90(cfg)
 
 
 def fake_arguments(head_dim: int, element) -> tuple:

@@ -88,12 +88,9 @@ def warps_of(key: KernelKey) -> tuple[int, bool] | None:
         return config.warps, config.shares_pages
     if key.variant == "tile":
         return None
-    from lowbit_attn.hopper.arith.int8 import config as integer
-    from lowbit_attn.hopper.warp import config as register
+    from lowbit_attn.hopper.config import make_config
 
-    if key.variant in integer.KINDS:
-        return integer.make_config(fmt, key.head_dim, key.dtype, key.rows, path=key.variant).warps, False
-    return register.make_config(fmt, key.head_dim, key.dtype, key.rows).warps, False
+    return make_config(key.variant, fmt, key.head_dim, key.dtype, key.rows).warps, False
 
 
 def scheduler_pages(pages: int, warps: int, shares_pages: bool) -> int:

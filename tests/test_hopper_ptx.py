@@ -17,6 +17,7 @@ import torch
 
 from lowbit_attn import bench, dispatch, gpu_matrix, hopper, kernels, testing  # noqa: F401 - gpu_matrix: names like +w128
 from lowbit_attn.hopper import EMPTY
+from lowbit_attn.hopper.common import scratch as sizes
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -96,7 +97,7 @@ class Call:
 
     def counted(self) -> torch.Tensor:
         """Pages that each group of CTAs has told."""
-        lines = self.memory.tensor(len(self.tensors) - 4, self.scratch)[: self.header].view(-1, hopper.LINE_WORDS)
+        lines = self.memory.tensor(len(self.tensors) - 4, self.scratch)[: self.header].view(-1, sizes.LINE_WORDS)
         assert (lines[:, 1:] == EMPTY).all()
         return lines[:, 0].flip(0) - EMPTY  # group 0 is next to the cells
 
@@ -189,7 +190,7 @@ def test_splits_that_are_a_cluster(case, splits, path, rows, options, reverse, s
     found = decode(program, cfg, problem, options, splits, reverse, in_clusters=True)
     testing.assert_decode(*found, testing.expected(problem, options))
     if path == "register":  # several chunks a thread, in no order that waits for itself
-        assert (cfg.rows * hopper.chunks(problem.q.shape) > cfg.threads) == (rows == 16)
+        assert (cfg.rows * sizes.chunks(problem.q.shape) > cfg.threads) == (rows == 16)
     if reverse:
         first = decode(program, cfg, problem, options, splits, in_clusters=True)
         assert all(torch.equal(*pair) for pair in zip(found, first))
@@ -367,14 +368,14 @@ def test_the_order_of_turns_changes_nothing_on_the_stream_path(scratch):
 def test_lines_of_pages_leave_l2_first_where_a_call_reads_little(path, run, q_len, spare, policy, monkeypatch, scratch):
     """As many bytes as L2 may let pass, or one less. The stream path counts 16-bit units as pages."""
     from lowbit_attn.device import ptx as instructions
-    from lowbit_attn.hopper.warp import load
+    from lowbit_attn.hopper.warp import fetch
 
     case = replace(many_pages("k4v4"), q_len=q_len, sinks=0)
     problem = testing.build(case)
     cache = problem.cache
     units = -(-(cache.n_tok - cache.n_qk) // 16) if path == "stream" else 0 * cache.n_tok
     pages = int((cache.n_qk // 128 + units).sum())
-    monkeypatch.setattr(load, "PASSING_BYTES", pages * cache.record.nbytes + spare)
+    monkeypatch.setattr(fetch, "PASSING_BYTES", pages * cache.record.nbytes + spare)
     text, cfg = compiled.__wrapped__(key_of(case, Attention(), path), scratch)
     call = run(ptx.Program(text), cfg, problem, Attention(), 1, False)
     assert call.policies == {getattr(instructions, policy) << 32}

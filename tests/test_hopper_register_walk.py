@@ -10,6 +10,8 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
+from lowbit_attn.hopper.arith.fp16 import config as fp16  # noqa: E402
+from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.warp import config, half_packed, masks, walk  # noqa: E402
 
 
@@ -91,7 +93,7 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
                                                         (16, 1000, 2**30), (16, 20, 30), (4, 2**30, 2**30)])
 def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_window):
     features = () if window is None else ("window",)
-    cfg = config.make_config(FORMATS["k4v4"], 128, "float16", 8, features=features)
+    cfg = make_config("register", FORMATS["k4v4"], 128, "float16", 8, features=features)
     limits, n_tok, warps, splits = masks.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4, 2
     seen = {j: [] for j in range(q_len)}
     for split, warp in itertools.product(range(splits), range(warps)):
@@ -132,7 +134,7 @@ WINDOWED = [("k4v4", 128, 192), ("k2v2", 64, 128), ("k8v8", 128, 448), ("k1v1", 
 @pytest.mark.parametrize("rows", (8, 16))
 def test_values_beside_packed_keys_come_once_and_from_their_slots(name, head_dim, slots_v, rows):
     fmt = dataclasses.replace(FORMATS[name], window_v=128)
-    cfg = config.make_config(fmt, head_dim, "float16", min(rows, config.MAX_ROWS.get(head_dim, 16)))
+    cfg = make_config("register", fmt, head_dim, "float16", min(rows, fp16.MAX_ROWS.get(head_dim, 16)))
     assert cfg.third_segment and cfg.third_row * cfg.row_pitch >= cfg.k.part_bytes
     assert (cfg.third_row + config.UNIT_TOKENS) * cfg.row_pitch <= cfg.warp_bytes
     found, pages, start = [], 3, 5 * layout.PAGE_TOKENS

@@ -10,6 +10,7 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 
 from lowbit_attn.hopper import scratch  # noqa: E402
 from lowbit_attn.hopper.common import combine  # noqa: E402
+from lowbit_attn.hopper.common.rows import Rows  # noqa: E402
 
 
 class Memory:

@@ -12,7 +12,7 @@ from lowbit_attn.formats import FORMATS
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import decode  # noqa: E402
-from lowbit_attn.hopper.arith.int8 import config  # noqa: E402
+from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.schedule import items, stream  # noqa: E402
 from lowbit_attn.hopper.warp import config as register  # noqa: E402
 from lowbit_attn.hopper.warp import half_packed, walk  # noqa: E402
@@ -69,7 +69,7 @@ def test_the_next_item():
 def test_shared_memory_plan(kernel, monkeypatch):
     """Each warp has queries and the sums of two items beside its ring, which units reuse."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    cfg = config.make_config(FORMATS[kernel.format], kernel.head_dim, kernel.dtype, path="stream")
+    cfg = make_config("stream", FORMATS[kernel.format], kernel.head_dim, kernel.dtype, 4)
     assert stream.StreamSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes <= register.SMEM_LIMIT
     assert cfg.slots >= register.MIN_SLOTS and 4 <= cfg.warps <= register.MANY_WARPS
     assert cfg.warp_bytes >= max(cfg.unit_bytes, cfg.third_bytes)

@@ -13,6 +13,7 @@ from lowbit_attn import KVCache, decode, dispatch, hopper, kernels, loader, plan
 from lowbit_attn.cache import Strides
 from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
 from lowbit_attn.hopper import EMPTY
+from lowbit_attn.hopper.common.scratch import CLUSTER_WORDS
 from lowbit_attn.plan import Buffer, Plans
 from lowbit_attn.reference import Attention
 from lowbit_attn.state import STATE
@@ -138,7 +139,7 @@ def test_splits_of_a_cluster_need_no_scratch(stage, cache, splits, found):
     """What tells the kernel that they are one."""
     call(queries(), cache, num_splits=splits)
     assert stage.calls[-1][PARTIALS].shape == found.shapes[0]
-    assert (found.shapes[0][2] == hopper.CLUSTER_WORDS) == (splits != 3)
+    assert (found.shapes[0][2] == CLUSTER_WORDS) == (splits != 3)
 
 
 def test_the_second_call_repeats_the_plan(stage, cache):

@@ -11,16 +11,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn.hopper.arith.int8.config import NOTE_WORDS, TURN_WORDS, StreamConfig
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.numbers import LOWEST
 from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.schedule.config import NOTE_WORDS, TURN_WORDS
 from lowbit_attn.hopper.schedule.items import Turn
-from lowbit_attn.hopper.schedule.splits import Call, rows_of
 from lowbit_attn.hopper.warp import merge as warps
-from lowbit_attn.hopper.warp.config import PLAN_WORDS, WARP
-from lowbit_attn.hopper.warp.load import Lane
+from lowbit_attn.hopper.warp.config import PLAN_WORDS, WARP, WarpConfig
+from lowbit_attn.hopper.warp.page_loop import Call, rows_of
 from lowbit_attn.hopper.warp.softmax import State
+from lowbit_attn.hopper.warp.unpack import Lane
 
 CHANNELS = combine.CHANNELS
 TAILS = 0xAAAA_AAAA  # parts that are tails
@@ -59,7 +59,7 @@ class Shared(NamedTuple):
             self.notes[i, part] = Int32(value)
 
 
-def views(cfg: StreamConfig, plans: cute.Pointer, sums: cute.Pointer) -> Shared:
+def views(cfg: WarpConfig, plans: cute.Pointer, sums: cute.Pointer) -> Shared:
     """plans: int32, of the CTA, behind the warps' walks; sums: fp32."""
     turns = plans + PLAN_WORDS * cfg.warps
     notes = turns + TURN_WORDS * cfg.warps
@@ -69,7 +69,7 @@ def views(cfg: StreamConfig, plans: cute.Pointer, sums: cute.Pointer) -> Shared:
 
 
 @cute.jit
-def prefetch(cfg: cutlass.Constexpr[StreamConfig], out: combine.Outputs, ctas: Int32):
+def prefetch(cfg: cutlass.Constexpr[WarpConfig], out: combine.Outputs, ctas: Int32):
     """Bring the slots that this CTA leaves, and those that it reads first, to L2 (combine.prefetch)."""
     for place in (out.place, out.place + Int32(out.place + 1 < ctas)):
         combine.prefetch_slots(slot_of(cfg, out._replace(place=place), Int32(0)), Int32(cfg.rows * out.chunks),
@@ -77,13 +77,13 @@ def prefetch(cfg: cutlass.Constexpr[StreamConfig], out: combine.Outputs, ctas: I
 
 
 @cute.jit
-def leave(cfg: cutlass.Constexpr[StreamConfig], shared: Shared, part: Int32, me: Lane, state: State):
+def leave(cfg: cutlass.Constexpr[WarpConfig], shared: Shared, part: Int32, me: Lane, state: State):
     """This warp's O, maximum and sum of an item."""
     warps.leave(cfg, shared.sums, me._replace(warp=part), state)
 
 
 @cute.jit
-def write_whole(cfg: cutlass.Constexpr[StreamConfig], shared: Shared, part: Int32, rows: Rows, out: combine.Outputs,
+def write_whole(cfg: cutlass.Constexpr[WarpConfig], shared: Shared, part: Int32, rows: Rows, out: combine.Outputs,
                 me: Lane):
     """The result of an item of which this warp has all."""
     for unit in cutlass.range(Int32(me.lane), rows.count * row_units(out), WARP, unroll=1):
@@ -121,7 +121,7 @@ def write(out: combine.Outputs, row: combine.Row, chunks: tuple, sums: tuple) ->
 
 
 @cute.jit
-def merge(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out: combine.Outputs):
+def merge(cfg: cutlass.Constexpr[WarpConfig], call: Call, shared: Shared, out: combine.Outputs):
     """All items that the CTA's warps have shared, after a barrier; what another CTA waits for comes first."""
     thread, parts = cute.arch.thread_idx()[0], 2 * cfg.warps
     lane = thread % WARP
@@ -138,7 +138,7 @@ def merge(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out:
         merge_run(cfg, call, shared, out, lowest(left), present, unit % units)
 
 
-def slot_of(cfg: StreamConfig, out: combine.Outputs, i: Int32) -> combine.Slot:
+def slot_of(cfg: WarpConfig, out: combine.Outputs, i: Int32) -> combine.Slot:
     """Of chunk ``i`` of the one item that goes from a CTA to those before it."""
     return combine.slot(out, Int32(0), Int32(0), Int32(cfg.rows * out.chunks), i)
 
@@ -157,7 +157,7 @@ def heads_of(part: Int32, present: Uint32) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def merge_run(cfg: cutlass.Constexpr[StreamConfig], call: Call, shared: Shared, out: combine.Outputs, part: Int32,
+def merge_run(cfg: cutlass.Constexpr[WarpConfig], call: Call, shared: Shared, out: combine.Outputs, part: Int32,
               present: Uint32, unit: Int32):
     """One unit of the item whose first part here is ``part``."""
     rows = rows_of(cfg, call, (shared.notes[2, part], shared.notes[1, part]))

@@ -11,37 +11,34 @@ a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
     ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
 
 Operands of m16n8k16: K and V^T are A, straight from masked words (raw codes, fp16 subnormals); query rows are N.
-P is formed while V comes. With an IntegerConfig packed pages take the arithmetic of arith/int8 (m16n8k32 on bytes),
+P is formed while V comes. With an WarpConfig packed pages take the arithmetic of arith/int8 (m16n8k32 on bytes),
 and V comes in two halves where a warp has one page; the rest is the same.
 """
 
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.arith.fp16 import query, scores, values
-from lowbit_attn.hopper.arith.int8 import scores as integer_scores
-from lowbit_attn.hopper.arith.int8 import values as integer_values
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common.rows import Rows, block_rows, grid_of
-from lowbit_attn.hopper.warp import cluster, half_packed, load, masks, merge, pace, residual, softmax, walk
-from lowbit_attn.hopper.warp.config import FEW_PAGES, WARP, WORD, RegisterConfig
+from lowbit_attn.hopper.common.rows import Rows, grid_of
+from lowbit_attn.hopper.warp import cluster, fetch, half_packed, masks, merge, pace, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp.config import FEW_PAGES, WARP, WORD, WarpConfig
+from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, plain_of, rows_of
 
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
 
 
-class RegisterSm90:
-    """The register-path kernel of one RegisterConfig; call it with the ABI's 23 arguments and a stream."""
+class SplitsSm90:
+    """The kernel of one WarpConfig whose CTAs are splits; call it with the ABI's 23 arguments and a stream."""
 
-    def __init__(self, cfg: RegisterConfig):
+    def __init__(self, cfg: WarpConfig):
         self.cfg = cfg
         self.smem_bytes = cfg.smem_bytes
 
     def storage(self):
-        """Shared memory in the order of ``RegisterConfig.smem_plan``."""
+        """Shared memory in the order of ``WarpConfig.smem_plan``."""
         words = {name: nbytes // WORD for name, nbytes in self.cfg.smem_plan.items()}
         buffer_words, plan_words, query_words, barriers = (words[x] for x in ("buffer", "plans", "query", "barriers"))
         pace_words, channel_words, sum_words = words["pace"], words.get("channels"), words.get("sums")
@@ -94,7 +91,7 @@ class RegisterSm90:
         call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
                     (sink_k, sink_v, ring_k, ring_v), table_b, table_h, ratio, row_blocks)
         limits = masks.Limits(cap_growth, cap_span, window, sink_window)
-        me = load.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
+        me = unpack.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
         on_pace = pace.make(cfg, partials)
@@ -104,26 +101,25 @@ class RegisterSm90:
                                  walk.page_place(block[2], partials.shape[1], me.warp), apart)
         work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
                          cfg.warps, cfg.page_warps, splits)
-        pages = load.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
+        pages = fetch.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
                            Int64(rows.head_idx) * Int64(head_stride), apart, Int32(ptx.EVICT_FIRST))
         if cutlass.const_expr(cfg.has_window):
-            ids = load.page_ids(pages, Int32(0), me.lane)
+            ids = fetch.page_ids(pages, Int32(0), me.lane)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
-        ring = load.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
+        ring = fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
         with cute.arch.elect_one():
-            load.init(cfg, ring)
+            fetch.init(cfg, ring)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
         if pages.count < FEW_PAGES:
-            load.start(cfg, pages, ring, me, ids, range(1))
+            fetch.start(cfg, pages, ring, me, ids, range(1))
         policy = pages.policy
         if pages.count >= FEW_PAGES:
             # fewer read too little to ask; and in front of the branches this makes ptxas ask for page ids late
             policy = policy_of(cfg, call, work)
-            load.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
+            fetch.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
         pages = pages._replace(policy=policy)
-        if cutlass.const_expr(not cfg.is_integer):
-            words = query.load(cfg, call.q, rows, me)
+        words = cfg.arithmetic.steps.load_query(cfg, call.q, rows, me, words)
 
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
@@ -142,24 +138,20 @@ class RegisterSm90:
             combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
-        if cutlass.const_expr(cfg.is_integer):
-            queries = integer_scores.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
-        else:
-            queries = query.prepare(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
+        queries = cfg.arithmetic.steps.prepare_query(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         cute.arch.sync_threads()
         if cluster.meet(cfg, partials):
             cute.arch.cluster_wait()  # all splits' inboxes are there; the first pages are still on their way
         # V behind all warps' first K: S is formed while it comes
-        if (pages.count < FEW_PAGES) & ~load.is_single(cfg, pages):
-            load.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
+        if (pages.count < FEW_PAGES) & ~fetch.is_single(cfg, pages):
+            fetch.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
-        if cutlass.const_expr(not cfg.is_integer):
-            values.true_scale(cfg, state)
+        cfg.arithmetic.steps.finish(cfg, state)
 
         # values of their own: those of above would stay in registers over the page loop, or be spilled
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
-        if cutlass.const_expr(cfg.is_integer and cfg.third_segment):
-            me = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
+        if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.third_segment):
+            me = unpack.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
         cute.arch.sync_warp()
         rows, work = plans.recall(rows)
         source, takers = plain_of(cfg, call, rows), cfg.warps * partials.shape[1]
@@ -171,36 +163,14 @@ class RegisterSm90:
             partials, out, lse, sink_logits, combine.place_of(block), block[2]))
 
 
-class Call(NamedTuple):
-    """What says where a CTA's rows, pages and 16-bit tokens are."""
-
-    q: cute.Tensor
-    table: cute.Tensor
-    counters: tuple  # n_sink, n_qk, n_qv, n_tok
-    tokens: tuple  # sink_k, sink_v, ring_k, ring_v
-    table_b: Int32
-    table_h: Int32
-    ratio: cute.FastDivmodDivisorV2  # query heads of a KV head
-    row_blocks: cute.FastDivmodDivisorV2  # of a KV head
-
-
-def rows_of(cfg: RegisterConfig, call: Call, block: tuple) -> Rows:
-    return block_rows(block, call.row_blocks, call.ratio.divisor, call.q.shape[1], cfg.rows, call.ratio)
-
-
-def policy_of(cfg: RegisterConfig, call: Call, work: walk.Walk) -> Int32:
+def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:
     """L2's policy for this CTA's pages, as if all sequences were as long as its own."""
     blocks, batch, _ = cute.arch.grid_dim()
-    return load.policy_of(cfg, (work.n_packed >> walk.PAGE_LOG2) * blocks * batch, call.row_blocks.divisor)
-
-
-def first_entry(call: Call, rows: Rows) -> Int32:
-    """Of the table: the sequence's and head's page 0."""
-    return rows.batch_idx * call.table_b + rows.head_idx * call.table_h
+    return fetch.policy_of(cfg, (work.n_packed >> walk.PAGE_LOG2) * blocks * batch, call.row_blocks.divisor)
 
 
 @cute.jit
-def ask(cfg: cutlass.Constexpr[RegisterConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: load.Lane,
+def ask(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: unpack.Lane,
         place: Int32, apart: Int32) -> tuple[Int32, tuple, cute.Tensor | None]:
     """(page ids, counters, q words of the integer path). Page ids and pages are two reads in a row; all others go
     beside them. With a window, pages depend on the counters, so there are no ids yet.
@@ -210,54 +180,10 @@ def ask(cfg: cutlass.Constexpr[RegisterConfig], call: Call, rows: Rows, sink_log
     thread, entries = cute.arch.thread_idx()[0], call.table_h if call.table_h > 0 else call.table_b
     ids, first = Int32(0), first_entry(call, rows)
     if cutlass.const_expr(not cfg.has_window):
-        ids = load.early_ids(call.table, first, entries, place, apart, me.lane)
+        ids = fetch.early_ids(call.table, first, entries, place, apart, me.lane)
         entries = entries * Int32(entries > WARP * apart)  # others are asked for later
-    words = None
-    if cutlass.const_expr(cfg.is_integer):
-        words = integer_scores.ask(cfg, call.q, rows, me)
-    else:  # all warps ask for all of q, behind their first pages
-        query.prefetch(cfg, call.q, rows, thread)
-    load.prefetch(call.table, first, entries, thread)
-    load.prefetch(sink_logits, rows.head_idx * rows.ratio * Int32(sink_logits.shape[0] > 1), 1, thread)
+    words = cfg.arithmetic.steps.ask_query(cfg, call.q, rows, me, thread)
+    fetch.prefetch(call.table, first, entries, thread)
+    fetch.prefetch(sink_logits, rows.head_idx * rows.ratio * Int32(sink_logits.shape[0] > 1), 1, thread)
     cute.arch.sync_warp()  # else ptxas asks for all this when the counters are there
     return ids, tuple(x[rows.batch_idx] for x in call.counters), words
-
-
-def plain_of(cfg: RegisterConfig, call: Call, rows: Rows) -> load.Plain:
-    def start(x):
-        return x.iterator.toint() + Int64((rows.batch_idx * x.shape[1] + rows.head_idx) * x.shape[2]) * cfg.row_bytes
-
-    return load.Plain(*map(start, call.tokens), *(x.shape[2] for x in call.tokens[2:]))
-
-
-@cute.jit
-def packed_pages(cfg: cutlass.Constexpr[RegisterConfig], pages: load.Pages, work: walk.Walk, ring: load.Ring,
-                 me: load.Lane, ids: Int32, queries: query.Query, rows: Rows, state: softmax.State,
-                 limits: masks.Limits, on_pace: pace.Pace, slot: Int32, phase: Int32) -> tuple[Int32, Int32]:
-    """The warp's pages, one after the other; slot and phase follow the pieces, and go on behind the last."""
-    come = Int32(0)
-    for page in cutlass.range(pages.count, unroll=1):
-        behind = pace.look(cfg, on_pace, me, page, pages.count, come)
-        ids = load.refill_early(cfg, 0, pages, ring, me, page, slot, ids, behind)
-        ids = load.wait(cfg, 0, pages, ring, me, page, slot, phase, ids, behind)
-        piece = load.Piece(ring.buffer, me.warp, slot)
-        # S = K Q^T
-        found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries)
-        slot, phase = load.advance(cfg, slot, phase)
-        found = masks.of_page(cfg, found, work.first_page + page * pages.apart, work, rows, limits, me)
-        is_early = behind | load.has_come(ring, slot, phase)
-        ids = load.refill_early(cfg, 1, pages, ring, me, page, slot, ids, is_early)
-        maxima = softmax.exponentiate(cfg, found, state)  # hides behind V's way
-        if cutlass.const_expr(cfg.is_integer):  # the other path's sums have V's exponent, too
-            softmax.rescale(cfg, state, maxima, None)
-        ids = load.wait(cfg, 1, pages, ring, me, page, slot, phase, ids, is_early)
-        come = pace.count_page(cfg, on_pace, me, page, pages.count)
-        piece = load.Piece(ring.buffer, me.warp, slot)
-        # O += P V
-        if cutlass.const_expr(cfg.is_integer):
-            integer_values.accumulate(cfg, piece, me, state, found.acc, ring, phase, load.is_single(cfg, pages))
-        else:
-            softmax.rescale(cfg, state, maxima, values.largest_scale(cfg, piece, me))
-            values.accumulate(cfg, piece, me, state, found.acc, page)
-        slot, phase = load.advance(cfg, slot, phase)
-    return slot, phase

@@ -12,19 +12,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from lowbit_attn.hopper.arith.fp16 import query
-from lowbit_attn.hopper.arith.int8 import scores
-from lowbit_attn.hopper.arith.int8.config import StreamConfig
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.rows import Rows, grid_of
 from lowbit_attn.hopper.schedule import fixup, items
-from lowbit_attn.hopper.schedule.splits import Call, RegisterSm90, first_entry, packed_pages, plain_of, rows_of
-from lowbit_attn.hopper.warp import half_packed, load, masks, pace, residual, softmax, walk
-from lowbit_attn.hopper.warp.config import WORD
+from lowbit_attn.hopper.schedule.splits import SplitsSm90
+from lowbit_attn.hopper.warp import fetch, half_packed, masks, pace, query, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp.config import WORD, WarpConfig
+from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, plain_of, rows_of
 
 
-class StreamSm90(RegisterSm90):
-    """The kernel of one StreamConfig; call it with the ABI's 23 arguments and a stream. One CTA a place of scratch."""
+class StreamSm90(SplitsSm90):
+    """The kernel of one WarpConfig; call it with the ABI's 23 arguments and a stream. One CTA a place of scratch."""
 
     @cute.jit
     def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
@@ -50,26 +48,26 @@ class StreamSm90(RegisterSm90):
         cfg = self.cfg
         call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
                     (sink_k, sink_v, ring_k, ring_v), table_b, table_h, ratio, row_blocks)
-        me = load.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
+        me = unpack.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         # each CTA a part of the page table and of q: they are small, and who needs what is not known yet
         for x, count in ((table, table.shape[0]), (q, cute.size(q))):
-            first = load.line_of(x) * cta
-            load.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
+            first = fetch.line_of(x) * cta
+            fetch.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
         cute.arch.sync_warp()
         asked = items.ask(call.counters, Int32(0), me.lane)
         on_pace = pace.make(cfg, partials)
         base = pace.ask(on_pace)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
-        own = Own(load.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp),
+        own = Own(fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp),
                   smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
                   channels + me.warp * (cfg.channel_bytes // WORD),
                   walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
                   fixup.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()),
                   on_pace._replace(words=smem.pace.data_ptr()))
         with cute.arch.elect_one():
-            load.init(cfg, own.ring)
+            fetch.init(cfg, own.ring)
             own.runs.forget(me.warp)
         cute.arch.mbarrier_init_fence()
         out_to = combine.Outputs(partials, out, lse, sink_logits, cta, Int32(0))
@@ -84,7 +82,7 @@ class StreamSm90(RegisterSm90):
         left, slot, phase = turn.left, Int32(0), Int32(0)
         while left > 0:
             # a lane of its own for every item: what follows from it would stay in registers from item to item
-            now = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
+            now = unpack.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
             left, slot, phase = attend(cfg, call, place, own, now, out_to, slot, phase)
         cute.arch.sync_threads()
         fixup.merge(cfg, call, own.runs, out_to)
@@ -93,7 +91,7 @@ class StreamSm90(RegisterSm90):
 class Own(NamedTuple):
     """Shared memory of a warp, and where the CTA's warps meet."""
 
-    ring: load.Ring
+    ring: fetch.Ring
     query: cute.Pointer
     channels: cute.Pointer
     plans: walk.Plans
@@ -113,7 +111,7 @@ class Place(NamedTuple):
 
 
 @cute.jit
-def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: Own, me: load.Lane,
+def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, place: Place, own: Own, me: unpack.Lane,
            out: combine.Outputs, slot: Int32, phase: Int32) -> tuple[Int32, Int32, Int32]:
     """The item at which the warp's turn is; (positions left, slot and phase of the ring)."""
     turn = own.runs.turn(me.warp)
@@ -121,19 +119,17 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
     rows = rows_of(cfg, call, (turn.block, turn.batch_idx))
     count = cutlass.min(turn.left, items.item_of(*counts).positions - turn.first)
     work = items.walk_of(*counts, turn.first, count)
-    pages = load.Pages(place.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
+    pages = fetch.Pages(place.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
                        place.page_stride, Int64(rows.head_idx) * Int64(place.head_stride), 1,
-                       load.policy_of(cfg, turn.total, call.row_blocks.divisor))
-    ids = load.page_ids(pages, Int32(0), me.lane)
-    load.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
+                       fetch.policy_of(cfg, turn.total, call.row_blocks.divisor))
+    ids = fetch.page_ids(pages, Int32(0), me.lane)
+    fetch.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
     words = query.load(cfg, call.q, rows, me)
     with cute.arch.elect_one():
         own.plans.keep(rows, work)
     state = softmax.make_state(cfg)
-    view = scores.shared_view(cfg, own.query)
-    scores.leave(cfg, words, place.scale_log2, me, view, own.channels)
+    queries = cfg.arithmetic.steps.prepare_own_query(cfg, words, place.scale_log2, me, own.query, own.channels)
     cute.arch.sync_warp()
-    queries = query.Query(view, (), own.channels)
     limits = masks.Limits(Float32(0.0), Float32(0.0), Int32(0), Int32(0))  # of no feature
     on_pace = own.pace._replace(own=turn.done + turn.left, before=turn.done,
                                 total=items.share(turn.total, place.parts, out.place)[1])
@@ -141,7 +137,7 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
                                on_pace, slot, phase)
 
     # values of their own: those of above would stay in registers over the page loop, or be spilled
-    me = load.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
+    me = unpack.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
     cute.arch.sync_warp()
     rows, work = own.plans.recall(rows)
     turn = own.runs.turn(me.warp)
@@ -155,7 +151,7 @@ def attend(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
 
 
 @cute.jit
-def finish(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: Own, me: load.Lane, rows: Rows,
+def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, place: Place, own: Own, me: unpack.Lane, rows: Rows,
            turn: items.Turn, num_pages: Int32, state: softmax.State, out: combine.Outputs) -> Int32:
     """Leave an item's sums, or write its result if the run has all of it; returns the positions left.
 
@@ -176,7 +172,7 @@ def finish(cfg: cutlass.Constexpr[StreamConfig], call: Call, place: Place, own: 
         pace.count(cfg, own.pace, me, turn.done + num_pages, count - num_pages)
     cute.arch.sync_warp()
     # for the merge: what was asked for at the start is not in L2 any more
-    load.prefetch(out.sink_logits, rows.head_idx * rows.ratio * Int32(out.sink_logits.shape[0] > 1), Int32(1),
+    fetch.prefetch(out.sink_logits, rows.head_idx * rows.ratio * Int32(out.sink_logits.shape[0] > 1), Int32(1),
                   Int32(me.lane))
     if (turn.first == 0) & (turn.first + count == size):
         fixup.write_whole(cfg, own.runs, part, rows, out, me)

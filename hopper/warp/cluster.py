@@ -15,8 +15,8 @@ from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.numbers import LOWEST
 from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTER_WORDS, CLUSTERS, SLOT_WORDS
-from lowbit_attn.hopper.warp.config import WARP, WORD, RegisterConfig
-from lowbit_attn.hopper.warp.load import read
+from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
+from lowbit_attn.hopper.warp.unpack import read
 
 PAIR_WORDS = SLOT_WORDS - CHUNK_CHANNELS  # maximum and sum
 TOGETHER = max(CLUSTERS) - 1  # other splits whose sums a thread adds up at once
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     apart: Int32  # slots of one split's chunk and the next one's
 
 
-def meet(cfg: RegisterConfig, partials: cute.Tensor):
+def meet(cfg: WarpConfig, partials: cute.Tensor):
     """Whether the splits of the call are clusters."""
     return partials.shape[2] == CLUSTER_WORDS if cfg.has_clusters else Boolean(False)
 
@@ -55,7 +55,7 @@ def place_of(out: combine.Outputs, rows: Rows, row: Int32, chunk: Int32) -> Plac
 
 
 @cute.jit
-def begin(cfg: cutlass.Constexpr[RegisterConfig], inbox: Inbox, out: combine.Outputs, rows: Rows):
+def begin(cfg: cutlass.Constexpr[WarpConfig], inbox: Inbox, out: combine.Outputs, rows: Rows):
     """By all threads: say that sums may come."""
     if meet(cfg, out.partials):
         if cute.arch.thread_idx()[0] == 0:
@@ -68,7 +68,7 @@ def begin(cfg: cutlass.Constexpr[RegisterConfig], inbox: Inbox, out: combine.Out
 
 
 @cute.jit
-def exchange(cfg: cutlass.Constexpr[RegisterConfig], inbox: Inbox, out: combine.Outputs, row: combine.Row, chunk: Int32,
+def exchange(cfg: cutlass.Constexpr[WarpConfig], inbox: Inbox, out: combine.Outputs, row: combine.Row, chunk: Int32,
              place: Place, at, sums: combine.Sums):
     """A chunk's sums go to the split that merges it, which writes the result to ``at``."""
     if place.merger != out.split_idx:
@@ -84,7 +84,7 @@ def exchange(cfg: cutlass.Constexpr[RegisterConfig], inbox: Inbox, out: combine.
         combine.write_all(out, row, (chunk,), (at,), (combine.Sums(sums.acc, top, total),))
 
 
-def slot_of(cfg: RegisterConfig, inbox: Inbox, i: Int32) -> tuple[cute.Pointer, cute.Pointer]:
+def slot_of(cfg: WarpConfig, inbox: Inbox, i: Int32) -> tuple[cute.Pointer, cute.Pointer]:
     """(sums, maximum and sum) number ``i``."""
     base = inbox.slots.toint()
     return tuple(cute.make_ptr(Uint32, base + WORD * (start + words * i), cute.AddressSpace.smem,
@@ -92,14 +92,14 @@ def slot_of(cfg: RegisterConfig, inbox: Inbox, i: Int32) -> tuple[cute.Pointer, 
                  for start, words in ((0, CHUNK_CHANNELS), (CHUNK_CHANNELS * cfg.inbox_slots, PAIR_WORDS)))
 
 
-def send(cfg: RegisterConfig, inbox: Inbox, i: Int32, to: Int32, sums: combine.Sums) -> None:
+def send(cfg: WarpConfig, inbox: Inbox, i: Int32, to: Int32, sums: combine.Sums) -> None:
     values = [sums.acc[e] for e in range(CHUNK_CHANNELS)], [sums.top, sums.total]
     for pointer, own in zip(slot_of(cfg, inbox, i), values):
         cute.arch.store_async_dsmem(pointer, tuple(x.bitcast(Int32) for x in own), inbox.full, to)
 
 
 @cute.jit
-def received(cfg: cutlass.Constexpr[RegisterConfig], inbox: Inbox, i: Int32, is_there) -> combine.Sums:
+def received(cfg: cutlass.Constexpr[WarpConfig], inbox: Inbox, i: Int32, is_there) -> combine.Sums:
     """Of a slot, or of no token."""
     words = cute.make_rmem_tensor(SLOT_WORDS, Uint32)
     words.fill(0)

@@ -1,4 +1,4 @@
-"""Everything a register-path kernel fixes at compile time: code positions, warps, ring slots, shared memory.
+"""Everything a warp's kernel fixes at compile time: code positions, warps, ring slots, shared memory.
 
 A side (K or V) is described once, by ``SidePlan``: where its bytes lie in a record, and which word, shift and mask
 give each operand register. The positions come from ``layout`` and ``registers``.
@@ -11,6 +11,7 @@ from lowbit_attn.formats.contract import Format, Plane, Side
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
+from lowbit_attn.hopper.warp.contract import Arithmetic, Schedule
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, WIDE_HEAD_DIM
 
 TARGET = "sm_90a"
@@ -25,17 +26,16 @@ MANY_WARPS = 12  # where 168 registers a lane are enough: more warps hide more l
 PAGE_WARPS = 8  # take packed pages where these are large: a page's arithmetic hides behind the others' copies
 UNDER_WAY = 48 << 10  # bytes that an SM must have under way to take its share of DRAM's rate (perf/NOTES.md)
 HEAD_DIMS = (64, 96, 128, 256)
-MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
 FEW_PAGES = 4  # of a warp: with fewer, a call is as long as its start and its end, and page counts come too late
 UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time
-CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
 PLAN_WORDS = 16  # of shared memory in which a warp keeps its rows and its walk
 PIECES = 2  # of a page: the K part, then the V part
+ROW_TILES = layout.PAGE_TOKENS // layout.TILE  # of K
 BOOST_BITS = 2  # of both planes of boosted K: rows then have the same powers, and S takes both
+BOOST_WEIGHT = float(1 << BOOST_BITS)  # of a high code
 MERGE_EXPONENTIALS = 7  # of splits: three for a lane; of a row and its sink, with several splits and with one
 CLUSTER_EXPONENTIALS = 16  # of splits that are a cluster: of two, of any other number, and of the row and its sink
 DIVISIONS = 16  # by sums, and by run-time integers, which take a reciprocal too: before the pages and again after them
-SASS_NEED = ("HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 SPILLS = ("LDL", "STL")
 SASS_FORBID = ("STSM", "HGMMA")
 
@@ -143,13 +143,15 @@ class BoostPlan:
 
 
 @dataclass(frozen=True)
-class RegisterConfig:
-    """Compile-time constants of one register-path kernel; ``check`` raises ValueError with the reasons."""
+class WarpConfig:
+    """Compile-time constants of one kernel of warps; ``check`` raises ValueError with the reasons."""
 
     k: SidePlan
     v: SidePlan
     head_dim: int
-    rows: int  # query rows of a CTA: 8 or 16
+    rows: int  # query rows of a CTA
+    arithmetic: Arithmetic
+    schedule: Schedule
     dtype: str = "float16"
     warps: int = MAX_WARPS
     slots: int = MIN_SLOTS
@@ -157,20 +159,29 @@ class RegisterConfig:
     features: tuple[str, ...] = ()  # of kernels.FEATURES
     boost: BoostPlan | None = None
 
-    is_integer = False  # the arithmetic of arith/int8, with 4 query rows
-    ctas_per_sm = 1
-    query_width = 2  # bytes of a q' in shared memory
-    own_queries = False  # a warp has its own, and its own sums: it attends to other rows than the next one
+    @property
+    def query_width(self) -> int:
+        """Bytes of an element of q's operand in shared memory."""
+        return self.arithmetic.query_width
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return self.schedule.ctas_per_sm
+
+    @property
+    def own_queries(self) -> bool:
+        """Whether a warp attends to other rows than the next one."""
+        return self.schedule.own_queries
 
     @property
     def has_clusters(self) -> bool:
         """Whether its splits may be a cluster: above WIDE_HEAD_DIM their sums would take a warp's shared memory."""
-        return self.head_dim <= WIDE_HEAD_DIM and self.ctas_per_sm == 1 and not self.own_queries
+        return self.head_dim <= WIDE_HEAD_DIM and self.schedule.may_cluster
 
     @property
     def has_halves(self) -> bool:
-        """Whether V of a warp's one page comes in two halves (load.is_single)."""
-        return False
+        """Whether V of a warp's one page comes in two halves (fetch.is_single)."""
+        return self.arithmetic.has_halves(self)
 
     @property
     def warp_barriers(self) -> int:
@@ -187,50 +198,18 @@ class RegisterConfig:
 
     @property
     def col_blocks(self) -> int:
-        """Blocks of 8 query rows: the n of the multiplies."""
-        return self.rows // COLUMNS
+        """Blocks of 8 columns: the n of the multiplies."""
+        return self.arithmetic.col_blocks(self.rows)
 
     @property
     def lane_rows(self) -> int:
         """Query rows that a lane has in its accumulators."""
-        return 2 * self.col_blocks
-
-    @property
-    def chunk_tiles(self) -> int:
-        """Row tiles of K per token formed at a time with one channel group: two S of 128 x 16 would spill.
-
-        8 tiles of the group at once (whole words of codes): with 16, ptxas holds so many words that it spills, too.
-        """
-        if self.k.groups == 1 or self.col_blocks == 1:
-            return self.k.row_tiles
-        return max(CHUNK_TILES * layout.TILE // self.k.group, layout.tiles_per_word(self.k.bits))
-
-    @property
-    def loops_over_groups(self) -> bool:
-        """Whether channel groups of K per token are a loop at run time: unrolled, ptxas spills up to 8 words a page."""
-        return self.k.is_per_token and self.chunk_tiles < self.k.row_tiles
-
-    @property
-    def may_spill(self) -> bool:
-        """Several groups of K and of O's 256 channels or, with 16 rows, a third segment or features and groups of V.
-
-        255 registers fall a few short; in 16 rows also for boosted channels, and for groups of V with one of these two.
-        """
-        is_full = self.third_segment or (self.v.groups > 1 and bool(self.features))
-        if self.col_blocks > 1 and (self.boost or (is_full and self.v.groups > 1)):
-            return True
-        return self.k.groups > 1 and (self.head_dim > 128 or (self.col_blocks > 1 and is_full))
-
-    @property
-    def recentred_pages(self) -> int:
-        """So many pages' codes add up in O before it is centred; 1 where registers are short: the weights' sum takes
-        some until then, with several groups of V one for each."""
-        return registers.RECENTRED_PAGES if self.v.groups == 1 and not self.k.is_per_token else 1
+        return self.arithmetic.lane_rows(self.rows)
 
     @property
     def has_shared_query(self) -> bool:
-        """Whether q' is read from shared memory for every page instead of staying in registers."""
-        return self.col_blocks > 1 or self.head_dim > 128
+        """Whether q's operand is read from shared memory for every page instead of staying in registers."""
+        return self.arithmetic.has_shared_query(self)
 
     @property
     def query_bytes(self) -> int:
@@ -247,6 +226,8 @@ class RegisterConfig:
 
         With fewer bytes under way SMs get more equal shares of memory's rate, and end together.
         """
+        if self.own_queries:
+            return self.warps
         few = PAGE_WARPS // self.ctas_per_sm
         has_large_pages = PAGE_WARPS * (self.k.part_bytes + self.v.part_bytes) >= 2 * UNDER_WAY
         return few if has_large_pages and few < self.warps else self.warps
@@ -291,8 +272,8 @@ class RegisterConfig:
 
     @property
     def merge_pitch(self) -> int:
-        """Floats between query rows of O at the merge: 4 more than a row, so that the writes have no bank conflict."""
-        return self.head_dim + 4
+        """Floats between query rows of O at the merge."""
+        return self.head_dim + self.arithmetic.merge_pad
 
     @property
     def merge_bytes(self) -> int:
@@ -308,12 +289,12 @@ class RegisterConfig:
     @property
     def reuse_bytes(self) -> int:
         """Of a warp's ring, by what reuses it."""
-        return max(self.unit_bytes, self.third_bytes, self.merge_bytes)
+        return max(self.unit_bytes, self.third_bytes, self.merge_bytes * (not self.own_queries))
 
     @property
     def own_bytes(self) -> int:
         """Of a warp, beside its ring."""
-        return 0
+        return sum(self.schedule.own_plan(self).values())
 
     @property
     def slots_needed(self) -> int:
@@ -324,17 +305,16 @@ class RegisterConfig:
     @property
     def smem_plan(self) -> dict[str, int]:
         """Bytes of each piece of shared memory, in order."""
+        first = {"buffer": layout.align_record(self.warps * self.warp_bytes)}
+        last = {"pace": layout.RECORD_ALIGN, "barriers": layout.align_record(8 * (self.warps * self.warp_barriers + 1))}
+        if own := self.schedule.own_plan(self):
+            return first | {name: layout.align_record(self.warps * nbytes) for name, nbytes in own.items()} | last
         channels = {"channels": self.channel_bytes} if self.boost else {}
         inbox = {"inbox": layout.align_record(WORD * SLOT_WORDS * self.inbox_slots)} if self.has_clusters else {}
-        return {
-            "buffer": layout.align_record(self.warps * self.warp_bytes),
+        return first | {
             "plans": layout.align_record(WORD * PLAN_WORDS * self.warps),
-            "query": layout.align_record(max(1, self.query_bytes)),
-            **channels,
-            **inbox,
-            "pace": layout.RECORD_ALIGN,
-            "barriers": layout.align_record(8 * (self.warps * self.warp_barriers + 1)),
-        }
+            "query": layout.align_record(max(1, self.query_bytes)), **channels, **inbox,
+        } | last
 
     @property
     def smem_bytes(self) -> int:
@@ -349,7 +329,7 @@ class RegisterConfig:
     @property
     def row_choices(self) -> list[int]:
         """What ``rows`` may be."""
-        return [n for n in (COLUMNS, 2 * COLUMNS) if n <= MAX_ROWS.get(self.head_dim, n)]
+        return self.arithmetic.row_choices(self.head_dim)
 
     def problems(self) -> list[str]:
         """Reasons why this configuration cannot run; empty if it can."""
@@ -371,7 +351,7 @@ class RegisterConfig:
                          f"{BOOST_BITS} over {BOOST_BITS}")
         return found
 
-    def check(self) -> "RegisterConfig":
+    def check(self) -> "WarpConfig":
         if found := self.problems():
             raise ValueError("; ".join(found))
         return self
@@ -402,23 +382,23 @@ def plan_boost(side: Side, planes: tuple[Plane, ...], k: SidePlan) -> BoostPlan 
     return BoostPlan(high, side.boost(k.head_dim), at["index"])
 
 
-def make_config(fmt: Format, head_dim: int, dtype: str, rows: int,
-                features: tuple[str, ...] = (), kind: type[RegisterConfig] = RegisterConfig) -> RegisterConfig:
+def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, arithmetic: Arithmetic, schedule: Schedule,
+                features: tuple[str, ...] = ()) -> WarpConfig:
     """The configuration of a format: as many warps as leave ``MIN_SLOTS`` each, then the slots they need."""
     record = fmt.record(head_dim)
     k = plan_side(fmt.k, record.k_planes, 0, record.v_offset, head_dim)
     v = plan_side(fmt.v, record.v_planes, record.v_offset, record.nbytes, head_dim)
     boost = plan_boost(fmt.k, record.k_planes, k)
     slot = max(k.part_bytes, v.part_bytes)
-    queries = rows * head_dim * kind.query_width * (2 if boost else 1)  # once more by channel
-    free = smem_limit(kind.ctas_per_sm) - queries * (not kind.own_queries)
+    queries = rows * head_dim * arithmetic.query_width * (2 if boost else 1)  # once more by channel
+    free = smem_limit(schedule.ctas_per_sm) - queries * (not schedule.own_queries)
     free -= layout.RECORD_ALIGN * 8  # pace, and barriers: room for 112 of 8 bytes
     has_third = fmt.window_v > fmt.window_k
     is_slim = not features and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
     is_slim = is_slim and not (has_third and k.is_per_token)  # would spill 5 words
-    found = kind(k, v, head_dim, rows, dtype, 1, MIN_SLOTS, has_third, features, boost)
+    found = WarpConfig(k, v, head_dim, rows, arithmetic, schedule, dtype, 1, MIN_SLOTS, has_third, features, boost)
     free -= found.smem_plan.get("inbox", 0)
-    fitting, many = free // (MIN_SLOTS * slot + found.own_bytes), MANY_WARPS // kind.ctas_per_sm
-    warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // kind.ctas_per_sm, fitting))
+    fitting, many = free // (MIN_SLOTS * slot + found.own_bytes), MANY_WARPS // schedule.ctas_per_sm
+    warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // schedule.ctas_per_sm, fitting))
     found = replace(found, warps=warps)
     return replace(found, slots=min(found.slots_needed, (free // warps - found.own_bytes) // slot)).check()

@@ -10,18 +10,17 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.arith.fp16 import query, scores
-from lowbit_attn.hopper.arith.int8 import scores as integer_scores
 from lowbit_attn.hopper.common.rows import Rows
-from lowbit_attn.hopper.warp import load, masks, residual, softmax
-from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WORD, RegisterConfig
-from lowbit_attn.hopper.warp.load import Lane, Pages, Plain, Ring
+from lowbit_attn.hopper.warp import fetch, masks, query, residual, softmax, unpack
+from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WORD, WarpConfig
+from lowbit_attn.hopper.warp.fetch import Pages, Ring
 from lowbit_attn.hopper.warp.softmax import State
+from lowbit_attn.hopper.warp.unpack import Lane
 from lowbit_attn.hopper.warp.walk import THIRD_UNITS, Walk
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, work: Walk, source: Plain, ring: Ring, me: Lane,
+def run(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, work: Walk, source: residual.Plain, ring: Ring, me: Lane,
         queries: query.Query, rows: Rows, state: State, limits: masks.Limits, phase: Int32,
         takers: Int32 | int) -> Int32:
     """Units first_third, first_third + takers, ...; returns the parity that ring.unit_full waits for next.
@@ -34,8 +33,8 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, work: Walk, source
         load_unit(cfg, pages, source, Int32(page), first_token, ring, me)
         cute.arch.mbarrier_wait(ring.unit_full, phase)
         phase = phase ^ 1
-        piece = load.Piece(ring.buffer, me.warp, Int32(0))
-        found = (integer_scores if cfg.is_integer else scores).of_page(cfg, piece, me, queries, tile)
+        piece = unpack.Piece(ring.buffer, me.warp, Int32(0))
+        found = cfg.arithmetic.steps.scores(cfg, piece, me, queries, tile)
         found = masks.of_tokens(cfg, found, first_token, work, rows, limits, me)
         probabilities(cfg, found, state)
         operand = residual.probabilities(cfg, found.acc, 0)
@@ -48,7 +47,7 @@ def unit_place(i):
     return i // THIRD_UNITS, i % THIRD_UNITS
 
 
-def probabilities(cfg: RegisterConfig, found: scores.Scores, state: State) -> None:
+def probabilities(cfg: WarpConfig, found: softmax.Scores, state: State) -> None:
     """S becomes P; O and the sums go to the new maximum."""
     for column, top in enumerate(softmax.exponentiate(cfg, found, state)):
         softmax.apply_alpha(cfg, state, column, top, None)
@@ -56,20 +55,20 @@ def probabilities(cfg: RegisterConfig, found: scores.Scores, state: State) -> No
 
 
 @cute.jit
-def load_unit(cfg: cutlass.Constexpr[RegisterConfig], pages: Pages, source: Plain, page: Int32, first_token: Int32,
+def load_unit(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, source: residual.Plain, page: Int32, first_token: Int32,
               ring: Ring, me: Lane):
     """The page's K part to slot 0 and, by lanes 0..15, a row of V each behind it; one phase of ring.unit_full."""
     words = cfg.row_bytes // WORD
     target = residual.row_view(cfg, ring, Uint32, words, cfg.third_row + UNIT_TOKENS)
     on_unit = ring._replace(full=ring.unit_full)
     cute.arch.sync_warp()  # all lanes have read what lies in the ring
-    load.issue(cfg, cfg.k, pages, on_unit, me.warp, Int32(0), pages.table[pages.first + page],
+    fetch.issue(cfg, cfg.k, pages, on_unit, me.warp, Int32(0), pages.table[pages.first + page],
                UNIT_TOKENS * cfg.row_bytes)
     cute.arch.sync_warp()
     if me.lane < UNIT_TOKENS:
         row = value_row(first_token, source.slots_v, Int32(me.lane))
         cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32),
-                  load.words_at(source.ring_v + Int64(row) * cfg.row_bytes, cfg.row_bytes, "gmem"),
+                  fetch.words_at(source.ring_v + Int64(row) * cfg.row_bytes, cfg.row_bytes, "gmem"),
                   target[None, 0, cfg.third_row + Int32(me.lane), me.warp], mbar_ptr=ring.unit_full)
 
 

@@ -6,17 +6,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from lowbit_attn.hopper.arith.fp16.query import column_row
-from lowbit_attn.hopper.arith.fp16.scores import Scores
+from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.rows import Rows, place
 from lowbit_attn.hopper.warp import softmax
-from lowbit_attn.hopper.warp.config import RegisterConfig
-from lowbit_attn.hopper.warp.load import Lane
+from lowbit_attn.hopper.warp.config import WarpConfig
+from lowbit_attn.hopper.warp.unpack import Lane
 from lowbit_attn.hopper.warp.walk import Unit, Walk
 from lowbit_attn.layout import PAGE_TOKENS
 
-NEG_INF = float("-inf")
-LOG2_E = 1.4426950408889634
 MIN_SLOPE = 2.0**-100  # far below any slope that matters; -inf times a slope that underflowed to 0 would be NaN
 
 
@@ -31,7 +28,7 @@ class Limits(NamedTuple):
 
 def cap_constants(softcap_log2: Float32) -> tuple[Float32, Float32]:
     """(growth, span) of ``Limits``: on the host, so that they are constants that take no registers."""
-    return Float32(2 * LOG2_E) / softcap_log2, Float32(2.0) * softcap_log2
+    return Float32(2 * numbers.LOG2_E) / softcap_log2, Float32(2.0) * softcap_log2
 
 
 def capped(limits: Limits, logit: Float32) -> Float32:
@@ -40,14 +37,14 @@ def capped(limits: Limits, logit: Float32) -> Float32:
     return (Float32(0.5) - cute.arch.rcp_approx(grown + Float32(1.0))) * limits.span
 
 
-def of_page(cfg: RegisterConfig, found: Scores, page: Int32, walk: Walk, rows: Rows, limits: Limits,
-            me: Lane) -> Scores:
+def of_page(cfg: WarpConfig, found: softmax.Scores, page: Int32, walk: Walk, rows: Rows, limits: Limits,
+            me: Lane) -> softmax.Scores:
     """The scores of page ``page`` of the sequence with the kernel's features."""
     return of_tokens(cfg, found, page * PAGE_TOKENS, walk, rows, limits, me)
 
 
-def of_tokens(cfg: RegisterConfig, found: Scores, first_token: Int32, walk: Walk, rows: Rows, limits: Limits,
-              me: Lane) -> Scores:
+def of_tokens(cfg: WarpConfig, found: softmax.Scores, first_token: Int32, walk: Walk, rows: Rows, limits: Limits,
+              me: Lane) -> softmax.Scores:
     """The same of a run of packed tokens, from number ``first_token`` on."""
     if cfg.has_softcap:
         found = cap_page(cfg, found, limits)
@@ -58,31 +55,31 @@ def of_tokens(cfg: RegisterConfig, found: Scores, first_token: Int32, walk: Walk
     return found
 
 
-def cap_page(cfg: RegisterConfig, found: Scores, limits: Limits) -> Scores:
+def cap_page(cfg: WarpConfig, found: softmax.Scores, limits: Limits) -> softmax.Scores:
     """The accumulator becomes capped logits."""
     for column in range(cfg.lane_rows):
         for at, power in zip(softmax.places(found.acc, column, cfg.col_blocks), found.powers):
             found.acc[at] = capped(limits, softmax.logit(found, column, found.acc[at], power))
-    return Scores(found.acc, (0,) * len(found.powers), None, None)
+    return softmax.Scores(found.acc, (0,) * len(found.powers), None, None)
 
 
 @cute.jit
-def hide(cfg: cutlass.Constexpr[RegisterConfig], acc: cute.Tensor, first_seen: Int32, rows: Rows, me: Lane):
+def hide(cfg: cutlass.Constexpr[WarpConfig], acc: cute.Tensor, first_seen: Int32, rows: Rows, me: Lane):
     """Tokens of a page below number first_seen + j become -inf for query j; pages without any such token skip this."""
     if first_seen + rows.q_len > 1:
         for column in cutlass.range_constexpr(cfg.lane_rows):
-            query, _ = place(rows, Int32(column_row(cfg, me.t, column)))
+            query, _ = place(rows, Int32(cfg.arithmetic.column_row(me.t, column)))
             hidden = first_seen + query - Int32(me.g)
             for row, at in enumerate(softmax.places(acc, column, cfg.col_blocks)):
-                acc[at] = cutlass.select_(8 * row < hidden, Float32(NEG_INF), acc[at])
+                acc[at] = cutlass.select_(8 * row < hidden, Float32(numbers.NEG_INF), acc[at])
 
 
-def queries_of(cfg: RegisterConfig, rows: Rows, me: Lane) -> list[Int32]:
+def queries_of(cfg: WarpConfig, rows: Rows, me: Lane) -> list[Int32]:
     """[column] the query of each row of this lane."""
-    return [place(rows, Int32(column_row(cfg, me.t, column)))[0] for column in range(cfg.lane_rows)]
+    return [place(rows, Int32(cfg.arithmetic.column_row(me.t, column)))[0] for column in range(cfg.lane_rows)]
 
 
-def of_unit(cfg: RegisterConfig, unit: Unit, query: Int32, token: Int32, limits: Limits):
+def of_unit(cfg: WarpConfig, unit: Unit, query: Int32, token: Int32, limits: Limits):
     """Whether a query sees token ``token`` of a 16-bit unit."""
     stop = unit.reach + query
     seen = (token < unit.live) & (token < stop)

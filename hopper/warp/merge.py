@@ -6,13 +6,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from lowbit_attn.hopper.arith.fp16.query import column_row
 from lowbit_attn.hopper.common import combine, numbers
 from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.warp import cluster, softmax
-from lowbit_attn.hopper.warp.config import WARP, RegisterConfig
-from lowbit_attn.hopper.warp.load import Lane, Ring, read
+from lowbit_attn.hopper.warp.config import WARP, WarpConfig
+from lowbit_attn.hopper.warp.fetch import Ring
 from lowbit_attn.hopper.warp.softmax import State
+from lowbit_attn.hopper.warp.unpack import Lane, read
 
 CHANNELS = combine.CHANNELS
 
@@ -25,7 +25,7 @@ class Shared(NamedTuple):
     pairs: cute.Tensor  # (maximum and sum, (rows, warps))
 
 
-def sums_views(cfg: RegisterConfig, base: cute.Pointer, count: int, apart: int) -> Shared:
+def sums_views(cfg: WarpConfig, base: cute.Pointer, count: int, apart: int) -> Shared:
     """``count`` of them, ``apart`` floats from one to the next."""
     pitch = cfg.merge_pitch
     shape, stride = (cfg.rows, count), (pitch, apart)
@@ -37,7 +37,7 @@ def sums_views(cfg: RegisterConfig, base: cute.Pointer, count: int, apart: int) 
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, inbox: cluster.Inbox | None, me: Lane, rows: Rows,
+def run(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, inbox: cluster.Inbox | None, me: Lane, rows: Rows,
         state: State, out: combine.Outputs):
     """The first barrier of the CTA after its start: each warp is done with its ring by itself."""
     shared = sums_views(cfg, cute.recast_ptr(ring.buffer, dtype=Float32), cfg.warps, cfg.warp_bytes // 4)
@@ -71,16 +71,16 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], ring: Ring, inbox: cluster.Inbox
 
 
 @cute.jit
-def leave(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, me: Lane, state: State):
-    """This warp's O, maximum and sum. On the integer path O takes the zero-points now."""
-    groups = cfg.v.groups if cutlass.const_expr(cfg.is_integer) else 0
+def leave(cfg: cutlass.Constexpr[WarpConfig], shared: Shared, me: Lane, state: State):
+    """This warp's O, maximum and sum. O in true scale takes the zero-points now."""
+    groups = cfg.v.groups if cutlass.const_expr(cfg.arithmetic.has_true_scale) else 0
     lanes = [state.row_sum[column] for column in range(cfg.lane_rows)] + [state.zeros[0, j] for j in range(groups)]
     sums = numbers.all_over_lanes(lanes, numbers.OVER_G, numbers.add)
     for column in cutlass.range_constexpr(cfg.lane_rows):
-        row = Int32(column_row(cfg, me.t, column))
+        row = Int32(cfg.arithmetic.column_row(me.t, column))
         for tile_row, at in enumerate(softmax.places(state.acc_o, column, cfg.col_blocks)):
             o = state.acc_o[at]
-            if cutlass.const_expr(cfg.is_integer):
+            if cutlass.const_expr(cfg.arithmetic.has_true_scale):
                 o = o + sums[cfg.lane_rows + 8 * tile_row // cfg.v.group]
             shared.o[8 * tile_row + Int32(me.g), row, me.warp] = o
         if me.g == 0:
@@ -89,7 +89,7 @@ def leave(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, me: Lane, stat
 
 
 @cute.jit
-def home(cfg: cutlass.Constexpr[RegisterConfig], out: combine.Outputs, rows: Rows, row: combine.Row,
+def home(cfg: cutlass.Constexpr[WarpConfig], out: combine.Outputs, rows: Rows, row: combine.Row,
          chunk: Int32) -> combine.Slot:
     """Where a chunk goes: to scratch, or at last to o."""
     acc, pair_at = combine.o_address(out, row, chunk), Int64(0)
@@ -99,7 +99,7 @@ def home(cfg: cutlass.Constexpr[RegisterConfig], out: combine.Outputs, rows: Row
 
 
 @cute.jit
-def write(cfg: cutlass.Constexpr[RegisterConfig], shared: Shared, inbox: cluster.Inbox | None, out: combine.Outputs,
+def write(cfg: cutlass.Constexpr[WarpConfig], shared: Shared, inbox: cluster.Inbox | None, out: combine.Outputs,
           own: combine.Row, chunk: Int32, place: cluster.Place, at: combine.Slot):
     """CHANNELS channels of one query row, added up over the warps; at: ``home``."""
     pairs = [read(shared.pairs, (own.idx, w)) for w in range(cfg.warps)]

@@ -19,21 +19,13 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass._mlir.dialects import nvvm
 
 from lowbit_attn.hopper.common.scratch import LINE_WORDS
-from lowbit_attn.hopper.warp.config import FEW_PAGES, RegisterConfig
-from lowbit_attn.hopper.warp.load import Lane
+from lowbit_attn.hopper.warp.config import FEW_PAGES, WarpConfig
+from lowbit_attn.hopper.warp.contract import Rule
+from lowbit_attn.hopper.warp.unpack import Lane
 
 COUNT, LEAD, BASE, WORDS = range(4)  # words of shared memory
 TELLER_LANE = 2  # lanes COUNT and LEAD use their words
 FAR = 16  # pages of a warp: CTAs that are further apart have sequences of other lengths, and say nothing
-
-
-class Rule(NamedTuple):
-    """A warp that is this part of a page behind is helped; one that is this part of a page ahead waits."""
-
-    behind: int = 4
-    ahead: int = 2
-    wait_ns: int = 600
-    page_ns: int | None = None  # so long for a page that it is ahead, up to wait_ns; None: always wait_ns
 
 
 class Pace(NamedTuple):
@@ -58,34 +50,28 @@ class Pace(NamedTuple):
             self.word(i)[0] = base if i == BASE else Int32(0)
 
 
-def rule_of(cfg: RegisterConfig) -> Rule:
-    """Found by trying (perf/NOTES.md)."""
-    if cfg.own_queries:
-        return Rule(8, 8, 2000, 1000)
-    if cfg.ctas_per_sm > 1:  # three warps: the least that one can be ahead is a third of a page
-        return Rule(2, 2)
-    if cfg.is_integer:
-        return Rule(8, 4)
-    return Rule(16, 4, 800) if cfg.page_warps < cfg.warps else Rule(16, 1, 300)
+def rule_of(cfg: WarpConfig) -> Rule:
+    """The schedule's rule, else the arithmetic's."""
+    return cfg.schedule.pace or cfg.arithmetic.pace(cfg)
 
 
-def is_long(cfg: RegisterConfig, pages: Int32):
+def is_long(cfg: WarpConfig, pages: Int32):
     """Whether a warp with so many pages compares itself; on Stream-K's schedule they are only a part of its run."""
     return (pages > 1) if cfg.own_queries else (pages >= FEW_PAGES)
 
 
-def counts(cfg: RegisterConfig, pages: Int32):
+def counts(cfg: WarpConfig, pages: Int32):
     """Whether a warp with so many pages counts them."""
     return True if cfg.own_queries else is_long(cfg, pages)
 
 
-def is_alone(cfg: RegisterConfig) -> bool:
+def is_alone(cfg: WarpConfig) -> bool:
     """Whether CTAs know nothing of each other: with K per token a register would be missing; with 16 rows arithmetic
     decides, not memory."""
     return cfg.k.is_per_token or cfg.col_blocks > 1
 
 
-def make(cfg: RegisterConfig, partials: cute.Tensor) -> Pace:
+def make(cfg: WarpConfig, partials: cute.Tensor) -> Pace:
     """Without shared memory yet. As many CTAs as there are SMs, or nearly, count together, in a line before
     ``partials``: what is added to one word more often takes too long."""
     if is_alone(cfg):
@@ -107,13 +93,13 @@ def ask(pace: Pace) -> Int32:
     return base
 
 
-def tells(cfg: RegisterConfig, me: Lane, number):
+def tells(cfg: WarpConfig, me: Lane, number):
     """Whether this warp tells the other CTAs that its own has come to page, or position, ``number`` of each warp."""
     return me.warp == number % cfg.page_warps
 
 
 @cute.jit
-def count(cfg: cutlass.Constexpr[RegisterConfig], pace: Pace, me: Lane, first: Int32, positions: Int32):
+def count(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, first: Int32, positions: Int32):
     """So many positions that are no pages, from number ``first`` of the warp on; by one lane."""
     cute.arch.atomic_add(pace.words + COUNT, positions, sem="relaxed", scope="cta")
     if cutlass.const_expr(pace.common is not None):
@@ -125,7 +111,7 @@ def count(cfg: cutlass.Constexpr[RegisterConfig], pace: Pace, me: Lane, first: I
 
 
 @cute.jit
-def count_page(cfg: cutlass.Constexpr[RegisterConfig], pace: Pace, me: Lane, page: Int32, pages: Int32) -> Int32:
+def count_page(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: Int32, pages: Int32) -> Int32:
     """Page ``page`` of ``pages`` has come; the first lanes get what ``look`` wants, which takes a while."""
     come = Int32(0)
     if counts(cfg, pages):
@@ -138,7 +124,7 @@ def count_page(cfg: cutlass.Constexpr[RegisterConfig], pace: Pace, me: Lane, pag
 
 
 @cute.jit
-def look(cfg: cutlass.Constexpr[RegisterConfig], pace: Pace, me: Lane, page: Int32, pages: Int32, come: Int32):
+def look(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: Int32, pages: Int32, come: Int32):
     """Before page ``page`` of ``pages``: whether this warp is clearly behind the others; ahead of them, wait.
 
     come: of ``count_page``, at the page before.

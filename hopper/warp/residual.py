@@ -1,24 +1,79 @@
-"""16-bit tokens (sinks, residual) in units of 16, after the last packed page, on true-scale accumulators."""
+"""16-bit tokens (sinks, residual) in units of 16, after the last packed page, on true-scale accumulators.
+
+Rows of a unit follow each other in memory and come by cp.async, to rows a little apart: as 32 bulk copies, which a warp
+starts one after the other, they took it a microsecond.
+"""
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
-from cutlass.cute.nvgpu import warp
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync, warp
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.arith.fp16 import query
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.matrices import CHUNK, lane_place
 from lowbit_attn.hopper.common.rows import Rows
-from lowbit_attn.hopper.warp import load, masks, softmax
-from lowbit_attn.hopper.warp.config import UNIT_TOKENS, RegisterConfig
-from lowbit_attn.hopper.warp.load import Lane, Plain, Ring
+from lowbit_attn.hopper.warp import masks, query, softmax
+from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WARP, WORD, WarpConfig
+from lowbit_attn.hopper.warp.fetch import CHUNK_BYTES, Ring
 from lowbit_attn.hopper.warp.softmax import State
+from lowbit_attn.hopper.warp.unpack import Lane
 from lowbit_attn.hopper.warp.walk import Unit, Walk, unit
 
 
+class Plain(NamedTuple):
+    """16-bit K and V of this sequence and KV head: sinks and ring, as addresses of row 0 and slots of the rings."""
+
+    sink_k: Int64
+    sink_v: Int64
+    ring_k: Int64
+    ring_v: Int64
+    slots_k: Int32
+    slots_v: Int32
+
+
 @cute.jit
-def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: Ring, me: Lane, q: cute.Tensor,
+def load_unit(cfg: cutlass.Constexpr[WarpConfig], plain: Plain, walk: Walk, unit: Unit, ring: Ring, me: Lane):
+    """Start copies of a unit's rows of K, then of V, to the start of the ring: a group of cp.async."""
+    # rings hold whole blocks of 64 tokens, so 16 aligned tokens never wrap around
+    sides = ((plain.sink_k, plain.ring_k, plain.slots_k), (plain.sink_v, plain.ring_v, plain.slots_v))
+    cute.arch.sync_warp()  # all lanes have read what lies there
+    for side, (sink, residual, slots) in enumerate(sides):
+        source = residual + Int64((walk.n_packed + unit.start) % slots) * cfg.row_bytes
+        if unit.is_sink == 1:
+            source = sink + Int64(unit.start) * cfg.row_bytes
+        copy_rows(cfg, ring, me, source, side * UNIT_TOKENS, unit.live)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def copy_rows(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, me: Lane, source: Int64,
+              first_row: cutlass.Constexpr[int], live: Int32):
+    """UNIT_TOKENS rows that follow each other in memory, 16 bytes a lane; dead rows are not touched."""
+    words, chunks = CHUNK_BYTES // WORD, cfg.row_bytes // CHUNK_BYTES
+    together = WARP // chunks  # rows, by the first lanes
+    row, chunk = Int32(me.lane // chunks), Int32(me.lane % chunks)
+    at = (first_row + row) * cfg.row_pitch + chunk * CHUNK_BYTES + me.warp * cfg.warp_bytes
+    target = cute.make_tensor(
+        cute.make_ptr(Uint32, ring.buffer.toint() + at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES),
+        cute.make_layout((words, UNIT_TOKENS), stride=(1, cfg.row_pitch // WORD)))
+    own = cute.make_tensor(
+        cute.make_ptr(Uint32, source + Int64(me.lane) * CHUNK_BYTES, cute.AddressSpace.gmem,
+                      assumed_align=CHUNK_BYTES), cute.make_layout((words, UNIT_TOKENS), stride=(1, words * chunks)))
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), Uint32,
+                               num_bits_per_copy=8 * CHUNK_BYTES)
+    left = live - row
+    if row >= together:
+        left = Int32(0)
+    for i in cutlass.range_constexpr(0, UNIT_TOKENS, together):
+        if left > i:
+            cute.copy(atom, own[None, i], target[None, i])
+
+
+@cute.jit
+def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, plain: Plain, ring: Ring, me: Lane, q: cute.Tensor,
         rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, takers: Int32 | int):
     """Units first_unit, first_unit + takers, ..., one at a time through the warp's ring."""
     if walk.first_unit < walk.num_units:
@@ -28,14 +83,14 @@ def run(cfg: cutlass.Constexpr[RegisterConfig], walk: Walk, plain: Plain, ring: 
         queries = masks.queries_of(cfg, rows, me)
         for i in cutlass.range(walk.first_unit, walk.num_units, takers, unroll=1):
             now = unit(walk, i, rows.q_len)
-            load.load_unit(cfg, plain, walk, now, ring, me)
+            load_unit(cfg, plain, walk, now, ring, me)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             attend(cfg, ring, me, operand, state, now, queries, scale_log2, limits)
         cute.arch.fence_proxy("async.shared", space="cta")  # bulk copies may come to the same places: of a later item
 
 
-def attend(cfg: RegisterConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, now: Unit, queries: list,
+def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, now: Unit, queries: list,
            scale_log2: Float32, limits: masks.Limits) -> None:
     """One unit: 16 rows of K, then 16 rows of V. A query may see none of them."""
     element, blocks = numbers.ELEMENT[cfg.dtype], cfg.col_blocks
@@ -67,7 +122,7 @@ def attend(cfg: RegisterConfig, ring: Ring, me: Lane, operand: cute.Tensor, stat
     add_values(cfg, ring, me, probabilities(cfg, acc, 0), UNIT_TOKENS, 2 * UNIT_TOKENS, state, Uint32(now.live))
 
 
-def row_view(cfg: RegisterConfig, ring: Ring, element, width: int, count: int) -> cute.Tensor:
+def row_view(cfg: WarpConfig, ring: Ring, element, width: int, count: int) -> cute.Tensor:
     """(width, chunk, row, warp): ``count`` 16-bit rows from the start of each warp's ring, in chunks of ``width``."""
     size = element.width // 8
     return cute.make_tensor(cute.recast_ptr(ring.buffer, dtype=element), cute.make_layout(
@@ -75,7 +130,7 @@ def row_view(cfg: RegisterConfig, ring: Ring, element, width: int, count: int) -
         stride=(1, width, cfg.row_pitch // size, cfg.warp_bytes // size)))
 
 
-def probabilities(cfg: RegisterConfig, p: cute.Tensor, tile: int) -> cute.Tensor:
+def probabilities(cfg: WarpConfig, p: cute.Tensor, tile: int) -> cute.Tensor:
     """B operand (4, col_blocks) of a token tile of P, fp32 accumulators, in the cache's dtype; no row, no P."""
     element, blocks = numbers.ELEMENT[cfg.dtype], cfg.col_blocks
     operand, words = numbers.fragments(blocks, element)
@@ -86,7 +141,7 @@ def probabilities(cfg: RegisterConfig, p: cute.Tensor, tile: int) -> cute.Tensor
     return operand
 
 
-def add_values(cfg: RegisterConfig, ring: Ring, me: Lane, p: cute.Tensor, first_row: int, count: int, state: State,
+def add_values(cfg: WarpConfig, ring: Ring, me: Lane, p: cute.Tensor, first_row: int, count: int, state: State,
                live: Uint32 | None) -> None:
     """O += V P over 16 of ``count`` rows in the ring, from ``first_row`` on; live: how many of them exist, or None."""
     element, blocks = numbers.ELEMENT[cfg.dtype], cfg.col_blocks
@@ -105,4 +160,4 @@ def add_values(cfg: RegisterConfig, ring: Ring, me: Lane, p: cute.Tensor, first_
 
 def masked(logit: Float32, is_seen) -> Float32:
     """-inf for a token that is dead or not seen, whatever its K holds."""
-    return cutlass.select_(is_seen, logit, Float32(masks.NEG_INF))
+    return cutlass.select_(is_seen, logit, Float32(numbers.NEG_INF))

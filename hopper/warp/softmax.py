@@ -7,12 +7,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from lowbit_attn import registers
-from lowbit_attn.hopper.arith.fp16.scores import Scores
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp.config import RegisterConfig
+from lowbit_attn.hopper.warp.config import WarpConfig
 
 LAST_PLACE = 2.0**-23  # of fp32, relative
-NO_TOKEN = -3.4028234663852886e38  # -FLT_MAX: finite, so that max - max is 0
+
+
+class Scores(NamedTuple):
+    """S as accumulators and how to read them."""
+
+    acc: cute.Tensor  # fp32 (4, row tile * col_blocks + block)
+    powers: tuple  # [2 * row tile + row8] k
+    slope: tuple | None  # [column]; None: acc holds logits
+    offset: tuple | None  # [column]; None: 0
 
 
 class State(NamedTuple):
@@ -27,7 +34,7 @@ class State(NamedTuple):
     rounded: cute.Tensor
 
 
-def make_state(cfg: RegisterConfig) -> State:
+def make_state(cfg: WarpConfig) -> State:
     columns = cfg.lane_rows
     state = State(cute.make_rmem_tensor((4, cfg.v.row_tiles * cfg.col_blocks), Float32),
                   *(cute.make_rmem_tensor(columns, Float32) for _ in range(2)),
@@ -35,7 +42,7 @@ def make_state(cfg: RegisterConfig) -> State:
                   cute.make_rmem_tensor((4, (cfg.v.groups + 1) // 2 * cfg.col_blocks), Float32))
     for tensor in (state.acc_o, state.row_sum, state.zeros, state.rounded):
         tensor.fill(0.0)
-    state.row_max.fill(NO_TOKEN)
+    state.row_max.fill(numbers.LOWEST)
     state.exponent.fill(registers.MAX_VALUE_EXPONENT)
     return state
 
@@ -58,7 +65,7 @@ def logit(scores: Scores, column: int, value: Float32, power: int) -> Float32:
     return value if scores.offset is None else value + scores.offset[column]
 
 
-def exponentiate(cfg: RegisterConfig, scores: Scores, state: State) -> tuple[Float32, ...]:
+def exponentiate(cfg: WarpConfig, scores: Scores, state: State) -> tuple[Float32, ...]:
     """S becomes P <= 1: operands made of it cannot overflow, however large the logits. Returns the new maxima."""
     maxima = []
     for column in range(cfg.lane_rows):
@@ -80,7 +87,7 @@ def exponentiate(cfg: RegisterConfig, scores: Scores, state: State) -> tuple[Flo
     return tuple(maxima)
 
 
-def add_sums(cfg: RegisterConfig, state: State, p: cute.Tensor) -> None:
+def add_sums(cfg: WarpConfig, state: State, p: cute.Tensor) -> None:
     """The sums take a page's P."""
     for column in range(cfg.lane_rows):
         total = numbers.tree([p[at] for at in places(p, column, cfg.col_blocks)], numbers.add)
@@ -88,7 +95,7 @@ def add_sums(cfg: RegisterConfig, state: State, p: cute.Tensor) -> None:
 
 
 @cute.jit
-def rescale(cfg: cutlass.Constexpr[RegisterConfig], state: State, new_max: tuple, scale: Float32 | None):
+def rescale(cfg: cutlass.Constexpr[WarpConfig], state: State, new_max: tuple, scale: Float32 | None):
     """Bring O, z and the sums to a new maximum and to E with a page's V, if either moves in any lane of the warp.
 
     scale: V's largest of this lane's share of the page; None: E stays.
@@ -109,18 +116,18 @@ def rescale(cfg: cutlass.Constexpr[RegisterConfig], state: State, new_max: tuple
         state.exponent[0] = exponent
 
 
-def apply_alpha(cfg: RegisterConfig, state: State, column: int, new_max: Float32, down) -> None:
+def apply_alpha(cfg: WarpConfig, state: State, column: int, new_max: Float32, down) -> None:
     """One column; down: 2^(change of E), or None behind the last page. O takes the zero-points there at once on the
     register path, at the end on the integer path."""
     alpha = cute.math.exp2(state.row_max[column] - new_max, fastmath=True)
     state.row_max[column] = new_max
     state.row_sum[column] = state.row_sum[column] * alpha
     factor = alpha if down is None else alpha * down
-    if down is not None or cfg.is_integer:
+    if down is not None or cfg.arithmetic.has_true_scale:
         for group in range(cfg.v.groups):
             state.zeros[column, group] = state.zeros[column, group] * alpha
     for at in places(state.acc_o, column, cfg.col_blocks):
         state.acc_o[at] = state.acc_o[at] * factor
-    if down is not None and not cfg.is_integer and cfg.recentred_pages > 1:
+    if down is not None and cfg.arithmetic.recentred_pages(cfg) > 1:
         for at in places(state.rounded, column, cfg.col_blocks):
             state.rounded[at] = state.rounded[at] * factor

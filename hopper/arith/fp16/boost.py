@@ -17,11 +17,9 @@ from cutlass.cute.nvgpu import warp
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp import load
-from lowbit_attn.hopper.warp.config import BOOST_BITS, COLUMNS, WORD, RegisterConfig
-from lowbit_attn.hopper.warp.load import Lane, Piece
-
-WEIGHT = float(1 << BOOST_BITS)  # of a high code: 4 q' < 2^14 is exact, as q' < 2^12
+from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.warp.config import BOOST_WEIGHT, COLUMNS, WarpConfig
+from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 
 class Sums(NamedTuple):
@@ -32,25 +30,26 @@ class Sums(NamedTuple):
     bias: cute.Tensor  # sum of q' m in elements 0, 1 and of q' s in elements 2, 3
 
 
-def channel_view(cfg: RegisterConfig, channels: cute.Pointer, element) -> cute.Tensor:
+def channel_view(cfg: WarpConfig, channels: cute.Pointer, element) -> cute.Tensor:
     """(a channel's 8 query rows, channel, block of rows): 16 bytes each."""
     count = COLUMNS * 16 // element.width
     return cute.make_tensor(cute.recast_ptr(channels, dtype=element), cute.make_layout(
         (count, cfg.head_dim, cfg.col_blocks), stride=(1, count, count * cfg.head_dim)))
 
 
-def leave_channels(cfg: RegisterConfig, words: cute.Tensor, me: Lane, channels: cute.Pointer) -> None:
+def leave_channels(cfg: WarpConfig, words: cute.Tensor, me: Lane, channels: cute.Pointer) -> None:
     """4 q' by channel, from q' as B operand (2, column tile * col_blocks + block); by one warp, before a barrier."""
     view = channel_view(cfg, channels, Uint32)
     for ct in range(cfg.k.col_tiles):
         for col8 in (0, 1):
             for nt in range(cfg.col_blocks):
                 # rows 2t, 2t + 1 of channel g of the eight
-                word = numbers.rounded(ptx.movmatrix(words[col8, ct * cfg.col_blocks + nt]), "float16", Float32(WEIGHT))
+                word = ptx.movmatrix(words[col8, ct * cfg.col_blocks + nt])
+                word = numbers.rounded(word, "float16", Float32(BOOST_WEIGHT))
                 view[Int32(me.t), layout.TILE * ct + 8 * col8 + Int32(me.g), nt] = word
 
 
-def add(cfg: RegisterConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s: Int32, sums: Sums,
+def add(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s: Int32, sums: Sums,
         tile: Uint32 | None) -> None:
     """The high codes into S, and 4 q' s into the other sums, as these codes count four times.
 
@@ -72,14 +71,14 @@ def add(cfg: RegisterConfig, piece: Piece, me: Lane, channels: cute.Pointer, up,
         for nt in range(blocks):
             numbers.multiply(atom, sums.ones, nt, a, scaled[None, nt])
             numbers.multiply(atom, sums.bias, nt, own, queries[None, nt])
-        words = load.column_codes(cfg, side, piece, me, step, tile)
+        words = unpack.column_codes(cfg, side, piece, me, step, tile)
         for rt in range(side.row_tiles if tile is None else 1):
-            a = numbers.operand_a(load.operand(side, words, step * side.row_tiles + rt))
+            a = numbers.operand_a(unpack.operand(side, words, step * side.row_tiles + rt))
             for nt in range(blocks):
                 numbers.multiply(atom, sums.acc, rt * blocks + nt, a, scaled[None, nt])
 
 
-def centre(cfg: RegisterConfig, word: Uint32 | None, e_s: Int32) -> Uint32:
+def centre(cfg: WarpConfig, word: Uint32 | None, e_s: Int32) -> Uint32:
     """A word of scales as the bias multiply takes them; 0 for slots that are not in use."""
     if word is None:
         return Uint32(0)
@@ -88,20 +87,20 @@ def centre(cfg: RegisterConfig, word: Uint32 | None, e_s: Int32) -> Uint32:
     return numbers.rounded(word, cfg.k.storage, numbers.pow2(e_s + registers.CENTRE_SHIFT))
 
 
-def gather(cfg: RegisterConfig, piece: Piece, me: Lane, channels: cute.Pointer, step: int):
+def gather(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, step: int):
     """Of a step's channels: 4 q' as B operand, fp16 (4, block) and words (2, block), and [col8] words of scales.
 
     Scales are those of slots 2t, 2t + 1 of each 8, or None where these are not in use.
     """
     blocks = cfg.col_blocks
-    indices = elements(cfg, piece, cfg.boost.index_offset, cfg.boost.high.cols, Uint8)
+    indices = unpack.elements(cfg, piece, cfg.boost.index_offset, cfg.boost.high.cols, Uint8)
     channel = Uint32(indices[layout.TILE * step + Int32(me.lane % layout.TILE)])
     operand, words = numbers.fragments(blocks)
     flat = cute.make_tensor(operand.iterator, cute.make_layout((4 * blocks,)))
     block = Int32(me.lane // layout.TILE) if blocks > 1 else 0
     read = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 2 * blocks), Float16)
     cute.copy_atom_call(read, channel_view(cfg, channels, Float16)[None, Int32(channel), block], flat)
-    scales = elements(cfg, piece, cfg.k.meta_offset, cfg.head_dim, Uint16)
+    scales = unpack.elements(cfg, piece, cfg.k.meta_offset, cfg.head_dim, Uint16)
     own = Uint32(scales[Int32(layout.channel_meta_index(channel))])
     pair = own | cute.arch.shuffle_sync_bfly(own, offset=1) << Uint32(16)  # in lanes of even slots
     return operand, words, [
@@ -112,11 +111,3 @@ def gather(cfg: RegisterConfig, piece: Piece, me: Lane, channels: cute.Pointer, 
 def slot_lane(t, col8: int):
     """Lane that looks up slot 2t of half a column tile."""
     return Int32(8 * col8 + 2 * t)
-
-
-def elements(cfg: RegisterConfig, piece: Piece, offset: int, count: int, element) -> cute.Tensor:
-    """``count`` integers of 8 or 16 bits from byte ``offset`` of the part on."""
-    apart = WORD * 8 // element.width  # elements in a word
-    view = cute.make_tensor(cute.recast_ptr(piece.buffer + offset // WORD, dtype=element), cute.make_layout(
-        (count, cfg.slots, cfg.warps), stride=(1, cfg.slot_bytes // WORD * apart, cfg.warp_bytes // WORD * apart)))
-    return view[None, piece.slot, piece.warp]

@@ -4,7 +4,6 @@ A base-2 logit is slope * 2^-k * S + offset, where k is the power of two that a 
 codes (``registers.row_power``).
 """
 
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,32 +12,25 @@ from cutlass import Float32, Int32, Uint32
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.fp16 import boost
-from lowbit_attn.hopper.arith.fp16.query import Query, query_operand
+from lowbit_attn.hopper.arith.fp16.config import chunk_tiles, loops_over_groups
+from lowbit_attn.hopper.arith.fp16.query import query_operand
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp import load
-from lowbit_attn.hopper.warp.config import RegisterConfig
-from lowbit_attn.hopper.warp.load import Lane, Piece
+from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.warp.config import ROW_TILES, WarpConfig
+from lowbit_attn.hopper.warp.query import Query
+from lowbit_attn.hopper.warp.softmax import Scores
+from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
-ROW_TILES = layout.PAGE_TOKENS // layout.TILE
 POST_SHIFT = registers.SUBNORMAL_SHIFT - registers.SCALE_SHIFT  # 24 of the codes less what s brought
 MAX_POW2 = 127  # bf16 scales beyond 2^105 would ask for more
 
 
-class Scores(NamedTuple):
-    """S as accumulators and how to read them."""
-
-    acc: cute.Tensor  # fp32 (4, row tile * col_blocks + block)
-    powers: tuple  # [2 * row tile + row8] k
-    slope: tuple | None  # [column]; None: acc holds logits
-    offset: tuple | None  # [column]; None: 0
-
-
-def of_page(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile: Uint32 | None = None) -> Scores:
+def of_page(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, tile: Uint32 | None = None) -> Scores:
     """S of the page whose K part is ``piece``; tile: of one of its row tiles alone, chosen at run time."""
     return (per_token if cfg.k.is_per_token else per_channel)(cfg, piece, me, query, tile)
 
 
-def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile: Uint32 | None) -> Scores:
+def per_channel(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, tile: Uint32 | None) -> Scores:
     """K grouped per channel over runs of tokens: Q takes the scales, the zero-points become one bias a query row.
 
     Boosted channels (one group of tokens) add the rest of their codes: boost.py.
@@ -46,7 +38,7 @@ def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile:
     side, blocks = cfg.k, cfg.col_blocks
     atom = numbers.multiply_atom()
     groups, own = (side.groups, me.g % side.groups) if tile is None else (1, tile // (side.group // layout.TILE))
-    scales = [load.channel_meta(cfg, side, piece, me, own, 0, ct) for ct in range(side.col_tiles)]
+    scales = [unpack.channel_meta(cfg, side, piece, me, own, 0, ct) for ct in range(side.col_tiles)]
     own_e_s = scale_exponent(cfg, piece, me, scales, groups, own)
     bias, zero_down = bias_accumulators(cfg, piece, me, query, scales, own_e_s, own)
     e_s = [own_e_s if groups == 1 else cute.arch.shuffle_sync(own_e_s, registers.bias_lane(j, 0, groups))
@@ -60,11 +52,11 @@ def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile:
     for ct in range(side.col_tiles):
         if groups > 1:
             cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
-        words = load.column_codes(cfg, side, piece, me, ct, tile)
+        words = unpack.column_codes(cfg, side, piece, me, ct, tile)
         scaled, scaled_words = numbers.fragments(groups * blocks)
         _, query_words = query_operand(cfg, query, me, ct)
         for j in range(groups):
-            pair = scales[ct] if groups == 1 else load.channel_meta(cfg, side, piece, me, j, 0, ct)
+            pair = scales[ct] if groups == 1 else unpack.channel_meta(cfg, side, piece, me, j, 0, ct)
             for col8 in (0, 1):
                 times = ups[j](pair[col8])
                 for nt in range(blocks):
@@ -75,7 +67,7 @@ def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile:
             for nt in range(blocks):
                 numbers.multiply(atom, ones, nt, a, scaled[None, j * blocks + nt])
         for rt in range(row_tiles):
-            a = numbers.operand_a(load.operand(side, words, ct * ROW_TILES + rt))
+            a = numbers.operand_a(unpack.operand(side, words, ct * ROW_TILES + rt))
             for nt in range(blocks):
                 b = scaled[None, layout.TILE * rt // side.group * blocks + nt]
                 numbers.multiply(atom, acc, rt * blocks + nt, a, b)
@@ -91,7 +83,7 @@ def per_channel(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile:
     return Scores(acc, (0,) * len(kinds), None, None)
 
 
-def to_logits(cfg: RegisterConfig, me: Lane, acc: cute.Tensor, kinds: tuple, slopes: list, own_offset: list) -> None:
+def to_logits(cfg: WarpConfig, me: Lane, acc: cute.Tensor, kinds: tuple, slopes: list, own_offset: list) -> None:
     """Several token groups: S becomes logits group by group, so that not all their slopes and offsets stay live."""
     for column, own in enumerate(own_offset):
         nt, e = divmod(column, 2)
@@ -102,10 +94,10 @@ def to_logits(cfg: RegisterConfig, me: Lane, acc: cute.Tensor, kinds: tuple, slo
                 acc[at] = acc[at] * (slope[column] * Float32(2.0 ** -kinds[row][1])) + offset
 
 
-def scale_exponent(cfg: RegisterConfig, piece: Piece, me: Lane, scales: list, groups: int, own) -> Int32:
+def scale_exponent(cfg: WarpConfig, piece: Piece, me: Lane, scales: list, groups: int, own) -> Int32:
     """e_s of the lane's token group ``own``; of one group for all lanes, each looks at its share of the scales."""
     if groups == 1:
-        largest = numbers.tree(load.all_scales(cfg, cfg.k, piece, me, own), ptx.max_u16x2)
+        largest = numbers.tree(unpack.all_scales(cfg, cfg.k, piece, me, own), ptx.max_u16x2)
         largest = numbers.warp_max_half(ptx.max_u16x2(largest, largest >> Uint32(16)), cfg.k.storage)
     else:
         largest = numbers.tree([w for pair in scales for w in pair], ptx.max_u16x2)
@@ -114,7 +106,7 @@ def scale_exponent(cfg: RegisterConfig, piece: Piece, me: Lane, scales: list, gr
     return -numbers.ceil_log2(largest, at_least)
 
 
-def zero_exponent(cfg: RegisterConfig, zeros: list) -> Int32:
+def zero_exponent(cfg: WarpConfig, zeros: list) -> Int32:
     """e_m of the lane's token group, bf16 zero-points only."""
     largest = numbers.tree([w & Uint32(numbers.NO_SIGNS) for pair in zeros for w in pair], ptx.max_u16x2)
     largest = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.k.storage)
@@ -141,14 +133,14 @@ def scale_up(storage: str, e_s: Int32):
     return times_exact
 
 
-def bias_accumulators(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, scales: list, own_e_s: Int32, own):
+def bias_accumulators(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, scales: list, own_e_s: Int32, own):
     """One multiply a column tile brings sum q' m (elements 0, 1) and sum q' s (2, 3) of token group g % groups.
 
     Returns the accumulators and 2^-e_m (None: fp16 metadata enter as stored).
     """
     side, blocks = cfg.k, cfg.col_blocks
     atom = numbers.multiply_atom()
-    zeros = [load.channel_meta(cfg, side, piece, me, own, 1, ct) for ct in range(side.col_tiles)]
+    zeros = [unpack.channel_meta(cfg, side, piece, me, own, 1, ct) for ct in range(side.col_tiles)]
     zero_down = None
     if side.storage == "bfloat16":
         e_m = zero_exponent(cfg, zeros)
@@ -167,7 +159,7 @@ def bias_accumulators(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query,
     return acc, zero_down
 
 
-def own_offsets(cfg: RegisterConfig, query: Query, bias: cute.Tensor, ones: cute.Tensor, own_e_s: Int32,
+def own_offsets(cfg: WarpConfig, query: Query, bias: cute.Tensor, ones: cute.Tensor, own_e_s: Int32,
                 zero_down) -> list[Float32]:
     """[column]: the part of the logits that all tokens of token group g % groups share."""
     side = cfg.k
@@ -184,7 +176,7 @@ def own_offsets(cfg: RegisterConfig, query: Query, bias: cute.Tensor, ones: cute
     return own
 
 
-def per_token(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile: Uint32 | None) -> Scores:
+def per_token(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, tile: Uint32 | None) -> Scores:
     """K grouped per token over runs of channels: each group's product takes its token's scale and zero-point.
 
     S is in units of 2^24, so that no bf16 scale overflows.
@@ -198,10 +190,10 @@ def per_token(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, tile: U
 
 
 @cute.jit
-def add_groups(cfg: cutlass.Constexpr[RegisterConfig], piece: Piece, me: Lane, query: Query, acc: cute.Tensor,
+def add_groups(cfg: cutlass.Constexpr[WarpConfig], piece: Piece, me: Lane, query: Query, acc: cute.Tensor,
                tile: Uint32 | None):
     """All channel groups; a loop at run time where ptxas would otherwise hold two groups' registers at once."""
-    if cutlass.const_expr(cfg.loops_over_groups):
+    if cutlass.const_expr(loops_over_groups(cfg)):
         for j in cutlass.range(cfg.k.groups, unroll=1):
             add_group(cfg, piece, me, query, acc, j, tile)
     else:
@@ -209,10 +201,10 @@ def add_groups(cfg: cutlass.Constexpr[RegisterConfig], piece: Piece, me: Lane, q
             add_group(cfg, piece, me, query, acc, j, tile)
 
 
-def add_group(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, acc: cute.Tensor, j, tile) -> None:
+def add_group(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, acc: cute.Tensor, j, tile) -> None:
     """acc += scale * S + zero-point * sum of q' of channel group ``j``, an int or Int32."""
     side, blocks = cfg.k, cfg.col_blocks
-    row_tiles, chunk = (ROW_TILES, cfg.chunk_tiles) if tile is None else (1, 1)
+    row_tiles, chunk = (ROW_TILES, chunk_tiles(cfg)) if tile is None else (1, 1)
     atom = numbers.multiply_atom()
     tiles = side.group // layout.TILE
     group_blocks = side.words_of(tiles * ROW_TILES) // layout.BLOCK_WORDS
@@ -224,11 +216,11 @@ def add_group(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, acc: cu
         part.fill(0.0)
         for i_ct in range(tiles):
             start = i_ct * ROW_TILES + first
-            words = (load.codes(cfg, side, piece, me, start, chunk, j * group_blocks) if tile is None else
-                     load.tile_codes(cfg, side, piece, me, start, tile, j * group_blocks))
+            words = (unpack.codes(cfg, side, piece, me, start, chunk, j * group_blocks) if tile is None else
+                     unpack.tile_codes(cfg, side, piece, me, start, tile, j * group_blocks))
             b, _ = query_operand(cfg, query, me, j * tiles + i_ct)
             for i in range(chunk):
-                a = numbers.operand_a(load.operand(side, words, start + i))
+                a = numbers.operand_a(unpack.operand(side, words, start + i))
                 for nt in range(blocks):
                     numbers.multiply(atom, part, i * blocks + nt, a, b[None, nt])
         for rt, row8, scale, zero in token_pairs(cfg, piece, me, j, range(first, first + chunk), tile):
@@ -239,14 +231,14 @@ def add_group(cfg: RegisterConfig, piece: Piece, me: Lane, query: Query, acc: cu
                 acc[at] = part[place, (rt - first) * blocks + nt] * scale + (zero * total + acc[at])
 
 
-def token_pairs(cfg: RegisterConfig, piece: Piece, me: Lane, group, row_tiles: range, tile: Uint32 | None):
+def token_pairs(cfg: WarpConfig, piece: Piece, me: Lane, group, row_tiles: range, tile: Uint32 | None):
     """(row tile, row8, scale, zero-point) of this lane's tokens; those of ``tile`` as row tile 0."""
     for rt in row_tiles:
-        for row8, word in enumerate(load.token_meta(cfg, cfg.k, piece, me, group, rt if tile is None else tile)):
+        for row8, word in enumerate(unpack.token_meta(cfg, cfg.k, piece, me, group, rt if tile is None else tile)):
             yield rt, row8, *numbers.widen(word, cfg.k.storage)
 
 
-def query_sums(cfg: RegisterConfig, me: Lane, query: Query, group) -> list[Float32]:
+def query_sums(cfg: WarpConfig, me: Lane, query: Query, group) -> list[Float32]:
     """[column] sum of q' over a channel group, by a multiply with ones: registers that only a page's fold holds."""
     blocks, tiles = cfg.col_blocks, cfg.k.group // layout.TILE
     acc = cute.make_rmem_tensor((4, blocks), Float32)

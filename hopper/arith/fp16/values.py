@@ -13,19 +13,19 @@ from cutlass import Float32, Int32, Uint32
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp import load, softmax
-from lowbit_attn.hopper.warp.config import RegisterConfig
-from lowbit_attn.hopper.warp.load import Lane, Piece
+from lowbit_attn.hopper.warp import softmax, unpack
+from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.softmax import State
+from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 
-def largest_scale(cfg: RegisterConfig, piece: Piece, me: Lane) -> Float32:
+def largest_scale(cfg: WarpConfig, piece: Piece, me: Lane) -> Float32:
     """Of this lane's share of the page's tokens."""
-    largest = numbers.tree(load.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
+    largest = numbers.tree(unpack.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
     return numbers.widen(largest & Uint32(numbers.LOW_HALF), cfg.v.storage)[0]
 
 
-def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, page: Int32) -> None:
+def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, page: Int32) -> None:
     """p: fp32 accumulators of S^T, (4, token tile * col_blocks + block); page: its number among the warp's."""
     side, blocks = cfg.v, cfg.col_blocks
     atom = numbers.multiply_atom()
@@ -36,28 +36,28 @@ def accumulate(cfg: RegisterConfig, piece: Piece, me: Lane, state: State, p: cut
         if side.groups > 1:
             cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
         first = ct * side.row_tiles
-        words = load.codes(cfg, side, piece, me, first, side.row_tiles)
+        words = unpack.codes(cfg, side, piece, me, first, side.row_tiles)
         for j in range(side.groups):
-            operand = scaled_p(cfg, state, p, ct, j, up, load.token_meta(cfg, side, piece, me, j, ct))
+            operand = scaled_p(cfg, state, p, ct, j, up, unpack.token_meta(cfg, side, piece, me, j, ct))
             ones = numbers.operand_a([Uint32(numbers.ONES * (side.groups == 1 or row8 == j % 2))
                                       for row8 in (0, 1, 0, 1)])
             for nt in range(blocks):
                 numbers.multiply(atom, state.rounded, j // 2 * blocks + nt, ones, operand[None, nt])
             for rt in range(j * group_tiles, (j + 1) * group_tiles):
-                a = numbers.operand_a(load.operand(side, words, first + rt))
+                a = numbers.operand_a(unpack.operand(side, words, first + rt))
                 for nt in range(blocks):
                     numbers.multiply(atom, state.acc_o, rt * blocks + nt, a, operand[None, nt])
     recentre_if_due(cfg, state, page)
 
 
 @cute.jit
-def recentre_if_due(cfg: cutlass.Constexpr[RegisterConfig], state: State, page: Int32):
+def recentre_if_due(cfg: cutlass.Constexpr[WarpConfig], state: State, page: Int32):
     """``recentre`` behind every ``recentred_pages`` pages."""
-    if (page + 1) % cfg.recentred_pages == 0:
+    if (page + 1) % cfg.arithmetic.recentred_pages(cfg) == 0:
         recentre(cfg, state)
 
 
-def recentre(cfg: RegisterConfig, state: State) -> None:
+def recentre(cfg: WarpConfig, state: State) -> None:
     """O -= N/2 sum (ps)~ of the pages since the last time, in the accumulators' units."""
     side, blocks = cfg.v, cfg.col_blocks
     for column in range(2 * blocks):
@@ -70,7 +70,7 @@ def recentre(cfg: RegisterConfig, state: State) -> None:
     state.rounded.fill(0.0)
 
 
-def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32,
+def scaled_p(cfg: WarpConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32,
              words) -> cute.Tensor:
     """B operand (4, col_blocks) of a token tile: (ps)~ = fp16(p * s * up), transposed; z takes p (m + N/2 s).
 
@@ -91,7 +91,7 @@ def scaled_p(cfg: RegisterConfig, state: State, p: cute.Tensor, tile: int, group
     return operand
 
 
-def true_scale(cfg: RegisterConfig, state: State) -> None:
+def true_scale(cfg: WarpConfig, state: State) -> None:
     """After the last packed page: O in its own units, zero-points added, z and the sums reduced over lanes.
 
     Two multiplies: 2^(9 - k - E) is not an fp32 number for every bf16 scale.

@@ -14,10 +14,11 @@ from cutlass import Float32, Int32, Uint16, Uint32
 
 from lowbit_attn import layout
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.arith.fp16.boost import WEIGHT, elements
-from lowbit_attn.hopper.arith.int8.config import ROWS, STEP_TILES, IntegerConfig
+from lowbit_attn.hopper.arith.int8.config import ROWS, STEP_TILES
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp.load import Lane, Piece
+from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.warp.config import BOOST_WEIGHT, WarpConfig
+from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 PAIRS = 0x5140  # selector: bytes of words (x0, x1), (y0, y1) -> x0, y0, x1, y1: the byte order of a column tile
 # bits of a channel that layout.channel_meta_index has in their places, or shifts to these: by two, left and right
@@ -32,28 +33,28 @@ def positions(channels):
             | ((channels >> 2) & RIGHT * EVERY_BYTE))
 
 
-def queries_view(cfg: IntegerConfig, channels: cute.Pointer) -> cute.Tensor:
+def queries_view(cfg: WarpConfig, channels: cute.Pointer) -> cute.Tensor:
     """(query row, channel in the order of metadata): 4 q * softmax_scale_log2, fp32."""
     return cute.make_tensor(cute.recast_ptr(channels, dtype=Float32),
                             cute.make_layout((ROWS, cfg.head_dim), stride=(1, ROWS)))
 
 
-def leave_channels(cfg: IntegerConfig, own: cute.Tensor, step: int, me: Lane, channels: cute.Pointer) -> None:
+def leave_channels(cfg: WarpConfig, own: cute.Tensor, step: int, me: Lane, channels: cute.Pointer) -> None:
     """The lane's values of its column tile of a step, in the order of a word; by one warp, before a barrier."""
     view = queries_view(cfg, channels)
     for col8 in range(2):
         for e in range(2):
             channel = layout.TILE * (STEP_TILES * step + Int32(me.g % 2)) + 2 * Int32(me.t) + 8 * col8 + e
-            view[Int32(me.g // 2), layout.channel_meta_index(channel)] = own[col8 + 2 * e] * Float32(WEIGHT)
+            view[Int32(me.g // 2), layout.channel_meta_index(channel)] = own[col8 + 2 * e] * Float32(BOOST_WEIGHT)
 
 
-def products(cfg: IntegerConfig, piece: Piece, me: Lane, channels: cute.Pointer) -> list[list[Float32]]:
+def products(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer) -> list[list[Float32]]:
     """[step] 4 q s of the lane's slots: those of a word's bytes, or 2t and 2t + 1 of its eight of a lone column tile.
 
     Slots that are not in use repeat the last one's channel, and their codes are zero.
     """
     queries = queries_view(cfg, channels)
-    scales = elements(cfg, piece, cfg.k.meta_offset, cfg.head_dim, Uint16)
+    scales = unpack.elements(cfg, piece, cfg.k.meta_offset, cfg.head_dim, Uint16)
     found = []
     for first in range(0, cfg.boost.steps, STEP_TILES):
         word, count = own_channels(cfg, piece, me, first)
@@ -63,9 +64,9 @@ def products(cfg: IntegerConfig, piece: Piece, me: Lane, channels: cute.Pointer)
     return found
 
 
-def own_channels(cfg: IntegerConfig, piece: Piece, me: Lane, first: int) -> tuple[Uint32, int]:
+def own_channels(cfg: WarpConfig, piece: Piece, me: Lane, first: int) -> tuple[Uint32, int]:
     """(channels of the lane's slots as bytes, how many) of the step from column tile ``first`` on."""
-    pairs = elements(cfg, piece, cfg.boost.index_offset, cfg.boost.high.cols // 2, Uint16)
+    pairs = unpack.elements(cfg, piece, cfg.boost.index_offset, cfg.boost.high.cols // 2, Uint16)
     at = [Int32(i) for i in own_accesses(first, cfg.boost.steps, me.lane)]
     words = [Uint32(pairs[i]) for i in at]
     return (words[0], 2) if len(words) == 1 else (ptx.permute(*words, PAIRS), 4)

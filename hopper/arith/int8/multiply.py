@@ -7,11 +7,11 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.arith.int8.config import STEP_TILES, IntegerConfig
+from lowbit_attn.hopper.arith.int8.config import STEP_TILES
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp import load
-from lowbit_attn.hopper.warp.config import SidePlan
-from lowbit_attn.hopper.warp.load import Lane, Piece
+from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.warp.config import SidePlan, WarpConfig
+from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 ALL_BITS = 0xFFFF_FFFF
 DIGITS_OF_TWO = 0x4051  # of words a, b whose low halves are X: high digits of a, b, then their low digits
@@ -55,12 +55,12 @@ def masked(words: dict[int, Uint32], word: int, mask: int) -> Uint32:
     return words[word] if mask == ALL_BITS else words[word] & Uint32(mask)
 
 
-def tile_words(cfg: IntegerConfig, side: SidePlan, piece: Piece, me: Lane, col_tile: int, row_tiles: range,
+def tile_words(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, col_tile: int, row_tiles: range,
                tile: Uint32 | None) -> dict[int, Uint32]:
     """The lane's words with the codes of consecutive row tiles of a column tile; tile: of this one, as row tile 0."""
     if tile is not None:
-        return load.tile_codes(cfg, side, piece, me, col_tile * side.row_tiles, tile)
-    return load.codes(cfg, side, piece, me, *run_of(side, col_tile, row_tiles))
+        return unpack.tile_codes(cfg, side, piece, me, col_tile * side.row_tiles, tile)
+    return unpack.codes(cfg, side, piece, me, *run_of(side, col_tile, row_tiles))
 
 
 def run_of(side: SidePlan, col_tile: int, row_tiles: range) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def run_of(side: SidePlan, col_tile: int, row_tiles: range) -> tuple[int, int]:
     return col_tile * side.row_tiles + first, stop - first
 
 
-def sums(cfg: IntegerConfig, piece: Piece, me: Lane, steps: list[Step], row_tiles: range, is_signed: bool,
+def sums(cfg: WarpConfig, piece: Piece, me: Lane, steps: list[Step], row_tiles: range, is_signed: bool,
          tile: Uint32 | None = None) -> list[list[Float32]]:
     """[row tile][row8] of this lane's row t: sum of code * 2^k * X over the columns of ``steps``.
 
@@ -87,7 +87,7 @@ def begin(row_tiles: range, is_signed: bool) -> list[list[Uint32]]:
     return [[Uint32(start)] * 4 for _ in row_tiles]
 
 
-def add(cfg: IntegerConfig, acc: list, piece: Piece, me: Lane, steps: list[Step], row_tiles: range, is_signed: bool,
+def add(cfg: WarpConfig, acc: list, piece: Piece, me: Lane, steps: list[Step], row_tiles: range, is_signed: bool,
         tile: Uint32 | None = None) -> None:
     """The columns of ``steps`` to ``acc``."""
     for step in steps:

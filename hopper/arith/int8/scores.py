@@ -11,30 +11,23 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.arith.fp16 import query
-from lowbit_attn.hopper.arith.fp16.query import Query
-from lowbit_attn.hopper.arith.fp16.scores import ROW_TILES, Scores
 from lowbit_attn.hopper.arith.int8 import boost, multiply
-from lowbit_attn.hopper.arith.int8.config import STEP_TILES, IntegerConfig
+from lowbit_attn.hopper.arith.int8.config import STEP_TILES
 from lowbit_attn.hopper.arith.int8.multiply import Step
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.rows import Rows
-from lowbit_attn.hopper.warp import load
-from lowbit_attn.hopper.warp.config import WARP, SidePlan
-from lowbit_attn.hopper.warp.load import Lane, Piece
+from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.warp.config import ROW_TILES, WARP, SidePlan, WarpConfig
+from lowbit_attn.hopper.warp.query import Query
+from lowbit_attn.hopper.warp.softmax import Scores
+from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 OVER_ROW = (*numbers.OVER_T, 4)  # lane distances of the eight lanes that share a query row
 SIGN_FLIPS = 0x8080_0000  # low + 128 as a byte, its highest bit flipped, is low; of the two low digits of a pair
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors
 
 
-def ask(cfg: IntegerConfig, q: cute.Tensor, rows: Rows, me: Lane) -> cute.Tensor:
-    """q words for ``prepare``, by the last warp: none has fewer pages."""
-    return query.load(cfg, q, rows._replace(count=rows.count * Int32(me.warp == cfg.warps - 1)), me)
-
-
 @cute.jit
-def prepare(cfg: cutlass.Constexpr[IntegerConfig], words: cute.Tensor, scale_log2: Float32, me: Lane,
+def prepare(cfg: cutlass.Constexpr[WarpConfig], words: cute.Tensor, scale_log2: Float32, me: Lane,
             shared: cute.Pointer, channels: cute.Pointer) -> Query:
     """q * softmax_scale_log2 to shared memory, by the last warp; with boosted channels, to ``channels`` too. A barrier
     of the CTA follows.
@@ -47,14 +40,14 @@ def prepare(cfg: cutlass.Constexpr[IntegerConfig], words: cute.Tensor, scale_log
     return Query(view, (), channels)
 
 
-def shared_view(cfg: IntegerConfig, shared: cute.Pointer) -> cute.Tensor:
+def shared_view(cfg: WarpConfig, shared: cute.Pointer) -> cute.Tensor:
     """(word byte, lane, step), fp32."""
     return cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
         (layout.WORD_BYTES, WARP, cfg.k.col_tiles // STEP_TILES),
         stride=(1, layout.WORD_BYTES, layout.WORD_BYTES * WARP)))
 
 
-def leave(cfg: IntegerConfig, words: cute.Tensor, scale_log2: Float32, me: Lane, view: cute.Tensor,
+def leave(cfg: WarpConfig, words: cute.Tensor, scale_log2: Float32, me: Lane, view: cute.Tensor,
           channels: cute.Pointer) -> None:
     """``prepare``'s part of one warp."""
     is_odd = me.g % 2 != 0
@@ -70,7 +63,7 @@ def leave(cfg: IntegerConfig, words: cute.Tensor, scale_log2: Float32, me: Lane,
             boost.leave_channels(cfg, own, step, me, channels)
 
 
-def of_page(cfg: IntegerConfig, piece: Piece, me: Lane, queries: Query, tile: Uint32 | None = None) -> Scores:
+def of_page(cfg: WarpConfig, piece: Piece, me: Lane, queries: Query, tile: Uint32 | None = None) -> Scores:
     """S of the page whose K part is ``piece``: elements 0 and 2 of each row tile.
 
     tile: of one of its row tiles alone, chosen at run time, as row tile 0.
@@ -95,7 +88,7 @@ def of_page(cfg: IntegerConfig, piece: Piece, me: Lane, queries: Query, tile: Ui
     return Scores(acc, powers, (slope,), (offset,))
 
 
-def page_sums(cfg: IntegerConfig, piece: Piece, me: Lane, steps: list[Step], row_tiles: range,
+def page_sums(cfg: WarpConfig, piece: Piece, me: Lane, steps: list[Step], row_tiles: range,
               tile: Uint32 | None) -> list:
     """[row tile][row8] sum over all channels, in runs that the accumulators hold."""
     total = None
@@ -105,12 +98,12 @@ def page_sums(cfg: IntegerConfig, piece: Piece, me: Lane, steps: list[Step], row
     return total
 
 
-def query_steps(cfg: IntegerConfig, piece: Piece, me: Lane, queries: Query,
+def query_steps(cfg: WarpConfig, piece: Piece, me: Lane, queries: Query,
                 group) -> tuple[list[Step], Float32, Float32]:
     """(multiplies of all channels, then of boosted ones; slope, offset) of a token group; the last two of row t."""
     steps = range(cfg.k.col_tiles // STEP_TILES)
     scales, zeros = ([own_metadata(cfg, piece, me, group, is_zero, step) for step in steps] for is_zero in (0, 1))
-    rows = [load.read(queries.operand[None, None, step], Int32(me.lane)) for step in steps]
+    rows = [unpack.read(queries.operand[None, None, step], Int32(me.lane)) for step in steps]
     products = [[x * scale for x, scale in zip(rows[step], scales[step])] for step in steps]
     sides = [(cfg.k, step) for step in steps]
     if cfg.boost:
@@ -135,11 +128,11 @@ def fixed_point(largest: Float32) -> Int32:
     return multiply.exponent(largest, registers.SIGNED_GUARD, registers.SIGNED_TOP)
 
 
-def own_metadata(cfg: IntegerConfig, piece: Piece, me: Lane, group, is_zero: int, step: int) -> list[Float32]:
+def own_metadata(cfg: WarpConfig, piece: Piece, me: Lane, group, is_zero: int, step: int) -> list[Float32]:
     """Scales or zero-points of the lane's column tile of a step, in the order of a word's bytes."""
     side = cfg.k
     at = own_access(side, group, is_zero, step, Int32(me.g), Int32(me.t))
-    words = load.read(load.meta_view(cfg, side, piece), at)
+    words = unpack.read(unpack.meta_view(cfg, side, piece), at)
     halves = [numbers.widen(word, side.storage) for word in words]
     return [halves[i % 2][i // 2] for i in range(layout.WORD_BYTES)]  # byte i: word col8 = i % 2, half e = i // 2
 

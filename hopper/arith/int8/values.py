@@ -6,18 +6,18 @@ from cutlass import Float32, Int32, Uint32
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.int8 import multiply
-from lowbit_attn.hopper.arith.int8.config import MAX_TILES, STEP_TILES, IntegerConfig
+from lowbit_attn.hopper.arith.int8.config import MAX_TILES, STEP_TILES
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp import load, softmax
-from lowbit_attn.hopper.warp.config import WORD
-from lowbit_attn.hopper.warp.load import Lane, Piece
+from lowbit_attn.hopper.warp import fetch, softmax, unpack
+from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.softmax import State
+from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 QUAD_BYTES = 16  # (scale, zero-point) of four tokens
 SPAN = 32  # tokens over which a lane's four lie
 
 
-def accumulate(cfg: IntegerConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, ring: load.Ring,
+def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, ring: fetch.Ring,
                phase: Int32, is_single) -> None:
     """p: fp32 (4, token tile), elements 0 and 2: tokens g and g + 8 of the lane's row.
 
@@ -34,7 +34,7 @@ def accumulate(cfg: IntegerConfig, piece: Piece, me: Lane, state: State, p: cute
             row_tiles = range(first, min(first + MAX_TILES, (j + 1) * tiles))
             acc = multiply.begin(row_tiles, False)
             multiply.add(cfg, acc, piece, me, steps[middle:], row_tiles, False)
-            load.wait_half(cfg, ring, piece.slot, phase, is_single)
+            fetch.wait_half(cfg, ring, piece.slot, phase, is_single)
             multiply.add(cfg, acc, piece, me, steps[:middle], row_tiles, False)
             found = multiply.found_in(acc, False)
             for rt, pair in zip(row_tiles, found):
@@ -43,7 +43,7 @@ def accumulate(cfg: IntegerConfig, piece: Piece, me: Lane, state: State, p: cute
                     state.acc_o[at] = value * (down * Float32(2.0 ** -side.power(rt, row8))) + state.acc_o[at]
 
 
-def probability_digits(cfg: IntegerConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor,
+def probability_digits(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor,
                        group: int) -> tuple[list, Float32]:
     """([step] B operand of two registers, 2^-a) of a channel group; z takes p times the zero-points."""
     pairs = token_pairs(cfg, piece, me, group)
@@ -63,11 +63,11 @@ def probability_digits(cfg: IntegerConfig, piece: Piece, me: Lane, state: State,
     return digits, multiply.down(largest, a)
 
 
-def token_pairs(cfg: IntegerConfig, piece: Piece, me: Lane, group: int) -> list[tuple[Float32, Float32]]:
+def token_pairs(cfg: WarpConfig, piece: Piece, me: Lane, group: int) -> list[tuple[Float32, Float32]]:
     """(scale, zero-point) of tokens g, g + 8, g + 16, ... of the page."""
     side, count = cfg.v, (cfg.v.part_bytes - cfg.v.meta_offset) // QUAD_BYTES
-    view = load.part_view(cfg, piece, side.meta_offset, QUAD_BYTES // WORD, count)
-    quads = [load.read(view, quad_access(group, first, Int32(me.g))) for first in range(0, layout.PAGE_TOKENS, SPAN)]
+    view = unpack.part_view(cfg, piece, side.meta_offset, QUAD_BYTES // WORD, count)
+    quads = [unpack.read(view, quad_access(group, first, Int32(me.g))) for first in range(0, layout.PAGE_TOKENS, SPAN)]
     return [numbers.widen(word, side.storage) for quad in quads for word in quad]
 
 
