@@ -279,7 +279,7 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
 
 def ctas_per_sm(key: KernelKey) -> int:
     """Blocks of a decode kernel that an SM surely holds at once."""
-    return decode_config(FORMATS[key.format], key.head_dim, key.dtype, key.target, key.variant, key.rows,
+    return decode_config(FORMATS[key.format], key.head_dim, key.dtype, key.target, key.path, key.rows,
                          key.features).ctas_per_sm
 
 

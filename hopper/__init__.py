@@ -15,9 +15,8 @@ from lowbit_attn.hopper.common.scratch import (
     fits_clusters,
     scratch,
 )
-from lowbit_attn.hopper.common.support import EVEN, IN_CLUSTERS, PATHS, SMALLER
+from lowbit_attn.hopper.common.support import PATHS
 
 SPLITS_MEET = True  # all splits of a call must run at once
 
-__all__ = ["CLUSTERS", "EMPTY", "EVEN", "IN_CLUSTERS", "PATHS", "SMALLER", "SPLITS_MEET", "cluster_scratch",
-           "even_scratch", "fits_clusters", "scratch"]
+__all__ = ["CLUSTERS", "EMPTY", "PATHS", "SPLITS_MEET", "cluster_scratch", "even_scratch", "fits_clusters", "scratch"]

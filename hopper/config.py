@@ -15,7 +15,8 @@ from lowbit_attn.hopper.warp import config as warp
 from lowbit_attn.kernels import Checks
 
 TARGET = tile.TARGET
-PARTS = {"integer": (INT8, SPLITS), "register": (FP16, SPLITS), "small": (INT8, SMALL), "stream": (INT8, STREAM)}
+ARITHMETICS = {arithmetic.name: arithmetic for arithmetic in (FP16, INT8)}
+SCHEDULES = {schedule.name: schedule for schedule in (SPLITS, SMALL, STREAM)}
 
 
 def make_config(path: str, fmt: Format, head_dim: int, dtype: str, rows: int,
@@ -25,12 +26,13 @@ def make_config(path: str, fmt: Format, head_dim: int, dtype: str, rows: int,
         raise ValueError("; ".join(found))
     if path == "tile":
         return tile.make_config(fmt, head_dim, dtype, rows, features)
-    return warp.make_config(fmt, head_dim, dtype, rows, *PARTS[path], features)
+    arithmetic, schedule = ARITHMETICS[PATHS[path].arithmetic], SCHEDULES[PATHS[path].schedule]
+    return warp.make_config(fmt, head_dim, dtype, rows, arithmetic, schedule, features)
 
 
 def ctas_per_sm(key) -> int:
     """Blocks of a decode kernel that an SM surely holds at once."""
-    return PARTS[key.variant][1].ctas_per_sm if key.variant in PARTS else 1
+    return SCHEDULES[key.schedule].ctas_per_sm
 
 
 def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile", rows: int = tile.COLUMNS,

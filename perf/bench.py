@@ -73,7 +73,7 @@ def main(
         cache = make_cache(case)
         q = query_of(case, cache)
         picked = [dispatch.kernel_of(q, cache, p)[0] for p in path or [None]]
-        for chosen in [key.variant for key in picked if key]:
+        for chosen in [key.path for key in picked if key]:
             line = measure(case, cache, name, chosen)
             append_result(output, origin | line)
             table.add_row(str(case), name, chosen, f"{line['us']:.1f}", f"{line['us'] / line['read_us']:.3f}",

@@ -32,7 +32,7 @@ def newest(lines: list[dict], case: BenchCase) -> dict | None:
 def path_of(case: BenchCase, arch: str) -> str | None:
     """The decode path that an architecture takes for a case on an H200; None where it has none."""
     key = kernel_of(case, arch)
-    return key and key.variant
+    return key and key.path
 
 
 def packed(case: BenchCase, length: int) -> tuple[int, int]:
@@ -54,5 +54,5 @@ def kernel_of(case: BenchCase, arch: str, sms: int = H200_SMS) -> KernelKey | No
     picked, _ = kernels.pick(arch, FORMATS[case.format], case.head_dim, getattr(torch, case.dtype), case.rows)
     if picked is None:
         return None
-    key = KernelKey("decode", arch, target, case.dtype, case.head_dim, case.format, *picked)
+    key = kernels.decode_key(arch, target, case.dtype, case.head_dim, case.format, *picked)
     return dispatch.for_shape(key, case.batch * case.num_heads_kv * -(-case.rows // key.rows), most_pages(case), sms)

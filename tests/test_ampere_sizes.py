@@ -95,7 +95,7 @@ def test_blocks_of_an_sm():
     """Two blocks of 64 rows fit an SM up to head_dim 128; a block of fewer rows takes an SM for itself."""
     for target, name, head_dim in itertools.product(TARGETS, ("k4v4", "k2v2"), (64, 96, 128, 256)):
         for rows in (8, 64):
-            key = kernels.KernelKey("decode", "ampere", target, "float16", head_dim, name, "register", rows)
+            key = kernels.decode_key("ampere", target, "float16", head_dim, name, "register", rows)
             cfg = sizes.decode_config(FORMATS[name], head_dim, "float16", target, "register", rows)
             held = sizes.ctas_per_sm(key)
             assert held * (cfg.shared_bytes + 1024) <= sizes.SM_SHARED_BYTES[target]
@@ -181,7 +181,7 @@ def test_every_register_format_has_a_configuration(target, rows, head_dim):
             assert cfg.shares_pages or cfg.merge_floats <= cfg.ring_floats  # a warp's ring holds its O at the end
             assert cfg.tile16_tokens * cfg.row_accesses <= cfg.slot_accesses
             assert {cfg.k.groups, cfg.v.groups} <= {1, 2, 3, 4, 8}
-            assert kernels.checks(kernels.KernelKey("decode", "ampere", target, "bfloat16", head_dim, name, "register",
+            assert kernels.checks(kernels.decode_key("ampere", target, "bfloat16", head_dim, name, "register",
                                                     rows)).smem_bytes == cfg.shared_bytes
 
 

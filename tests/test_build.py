@@ -43,7 +43,7 @@ def test_sass_checks_see_what_is_missing_and_what_is_out_of_bounds():
     ({"HMMA": 1}, 200_000, "limit 166912"), ({"HMMA": 1}, 512, "planned 0"),
 ])
 def test_a_kernel_that_breaks_a_check_is_not_kept(monkeypatch, tmp_path, ops, smem, message):
-    key = KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "tile")
+    key = kernels.decode_key("ampere", "sm_80", "float16", 64, "k4v4", "tile", 8)
     monkeypatch.setattr(kernels, "checks", lambda key: kernels.Checks(("HMMA",), expected=(("HMMA", 2),), smem_bytes=0))
     monkeypatch.setattr(sass, "inspect", lambda path: [found(ops, smem)])
     path = tmp_path / "k.so"
@@ -57,13 +57,13 @@ def test_loader_refuses_to_compile_when_told_so(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("LOWBIT_ATTN_NO_JIT", "1")
     with pytest.raises(loader.KernelNotBuiltError, match="make ampere"):
-        loader.load.__wrapped__(KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "register", 8))
+        loader.load.__wrapped__(kernels.decode_key("ampere", "sm_80", "float16", 64, "k4v4", "register", 8))
 
 
 def test_a_stale_kernel_is_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("LOWBIT_ATTN_NO_JIT", "1")
-    key = KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "register", 8)
+    key = kernels.decode_key("ampere", "sm_80", "float16", 64, "k4v4", "register", 8)
     path = compile.so_path(key)
     path.parent.mkdir(parents=True)
     path.touch()

@@ -280,7 +280,7 @@ def test_info_reads_the_manifest(monkeypatch, tmp_path):
     from lowbit_attn import compile
 
     monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
-    key = kernels.KernelKey("decode", "ampere", "sm_80", "float16", 128, "k4v4", "register", 8)
+    key = kernels.decode_key("ampere", "sm_80", "float16", 128, "k4v4", "register", 8)
     compile.so_path(key).parent.mkdir(parents=True)
     compile.so_path(key).write_bytes(b"")
     (tmp_path / "kernels/manifest.json").write_text(json.dumps({str(key): {"registers": 181, "smem_total_bytes": 777}}))

@@ -38,7 +38,7 @@ def test_calls_are_clusters_where_the_kernel_can_be_one(path, head_dims):
     """The dispatcher's rule and the kernel's are two."""
     for head_dim in head_dims:
         cfg = make_config(path, FORMATS["k4v4"], head_dim, "float16", 4)
-        key = kernels.KernelKey("decode", "hopper", "sm_90a", "float16", head_dim, "k4v4", path, cfg.rows)
+        key = kernels.decode_key("hopper", "sm_90a", "float16", head_dim, "k4v4", path, cfg.rows)
         assert bool(kernels.clusters(key, 8, 132)) == cfg.has_clusters == ("inbox" in cfg.smem_plan)
 
 
@@ -216,7 +216,7 @@ def test_four_ctas_fit_an_sm(kernel, monkeypatch):
 
 def test_the_number_of_blocks_of_rows_picks_the_ctas():
     plain, = gpu_matrix.MatrixKernel("k2v2", "float16", 128, 4).keys("hopper", "integer")
-    small, stream = (dataclasses.replace(plain, variant=path) for path in ("small", "stream"))
+    small, stream = (dataclasses.replace(plain, schedule=path) for path in ("small", "stream"))
     for blocks, pages, wanted in ((132, 1, plain), (133, 9, stream), (264, 9, small), (264, 19, stream),
                                   (300, 9, stream), (512, 32, small), (560, 32, stream), (512, 64, stream),
                                   (1024, 64, small), (1024, 1000, stream), (20_000, 1000, small),
@@ -227,11 +227,11 @@ def test_the_number_of_blocks_of_rows_picks_the_ctas():
                           ((300, *(250,) * 7), plain), ((40, *(8,) * 7), plain), ((0,) * 8, plain)):
         assert dispatch.for_shape(plain, 64, 1024, 132, np.array(pages)) == wanted, pages
     wide = dataclasses.replace(plain, format="k8v4")
-    assert dispatch.for_shape(wide, 5000, 32, 132) == dataclasses.replace(wide, variant="stream"), "no smaller CTAs"
+    assert dispatch.for_shape(wide, 5000, 32, 132) == dataclasses.replace(wide, schedule="stream"), "no smaller CTAs"
     for key in (dataclasses.replace(plain, features=("window",)), dataclasses.replace(plain, head_dim=256),
-                dataclasses.replace(plain, variant="register", rows=8)):
+                dataclasses.replace(plain, arithmetic="fp16", rows=8)):
         assert dispatch.for_shape(key, 5000, 32, 132) == key, "has no other CTAs"
-    ampere = dataclasses.replace(plain, arch="ampere", target="sm_80", variant="register", rows=8)
+    ampere = dataclasses.replace(plain, arch="ampere", target="sm_80", arithmetic="fp16", rows=8)
     assert dispatch.for_shape(ampere, 5000, 32, 108) == ampere
     assert kernels.pick("hopper", FORMATS["k2v2"], 128, torch.float16, 4)[0] == ("integer", 4)
 

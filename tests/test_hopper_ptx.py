@@ -156,7 +156,7 @@ def scratch(tmp_path_factory):
 
 def key_of(case: Case, options: Attention, path: str = "integer", rows: int = 4) -> KernelKey:
     features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
-    return KernelKey("decode", "hopper", "sm_90a", str(case.dtype).removeprefix("torch."), case.head_dim,
+    return kernels.decode_key("hopper", "sm_90a", str(case.dtype).removeprefix("torch."), case.head_dim,
                      str(case.format), path, rows, features=features)
 
 

@@ -25,6 +25,7 @@ from lowbit_attn.hopper import (
 from lowbit_attn.hopper.arith.fp16 import boost  # noqa: E402
 from lowbit_attn.hopper.arith.fp16 import config as fp16  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
+from lowbit_attn.hopper.schedule.config import SPLITS  # noqa: E402
 from lowbit_attn.hopper.warp import config, fetch, unpack  # noqa: E402
 
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16",
@@ -192,20 +193,20 @@ def test_logits_of_boosted_pages_with_centred_rounding(name, head_dim):
     up = 2.0 ** (2 - np.ceil(np.log2(scale.max())))
     channel = np.concatenate([gathered(cfg, part, step)[0][:16] for step in range(cfg.boost.steps)])[:used]
     dense = np.float16(q * scale * up).astype(np.float64)
-    high = np.float16(boost.WEIGHT * q[channel] * scale[channel] * up).astype(np.float64)
+    high = np.float16(config.BOOST_WEIGHT * q[channel] * scale[channel] * up).astype(np.float64)
     is_normal = np.abs(dense[channel]) >= 2.0**-14
     assert np.isfinite(high).all() and is_normal.mean() > 0.9
-    assert np.array_equal(high[is_normal], boost.WEIGHT * dense[channel][is_normal])
+    assert np.array_equal(high[is_normal], config.BOOST_WEIGHT * dense[channel][is_normal])
     low_codes = rebuilt_codes(cfg.k, part, cfg.k.row_tiles).astype(np.float64)
     high_codes = rebuilt_codes(cfg.boost.high, part, cfg.boost.high.row_tiles)[:, :used].astype(np.float64)
     s = (low_codes @ dense + high_codes @ high) / up + q @ zero
-    sums = q @ scale + boost.WEIGHT * (q[channel] @ scale[channel])
+    sums = q @ scale + config.BOOST_WEIGHT * (q[channel] @ scale[channel])
     s += cfg.k.levels / 2 * (sums - (dense.sum() + high.sum()) / up)
     error = dense / up - q * scale  # of a rounded product: it meets code - N / 2, N = 3 or 15
     levels = np.full(head_dim, 3.0)
     levels[channel] = 15
     all_codes = low_codes.copy()
-    all_codes[:, channel] += boost.WEIGHT * high_codes
+    all_codes[:, channel] += config.BOOST_WEIGHT * high_codes
     want = k.astype(np.float64) @ q + (all_codes - levels / 2) @ error
     assert np.allclose(s, want, rtol=0, atol=1e-6 * np.abs(k @ q).max())
 
@@ -223,7 +224,7 @@ def test_without_boosted_channels_the_kernel_is_that_of_uniform_k(name):
 def test_other_boosts_are_refused(bits, boosted_bits, words):
     fmt = dataclasses.replace(FORMATS["kitty"], k=Boosted(bits, boosted_bits, channels=32))
     with pytest.raises(ValueError, match=f"boosted K: got {words}, supported: 2 over 2"):
-        make_config("register", fmt, 128, "float16", 8)
+        config.make_config(fmt, 128, "float16", 8, fp16.FP16, SPLITS)
 
 
 @pytest.mark.parametrize("name, head_dim", served(("k8tv8-g32", "k4tv4-g32", "k2tv2-g32", "k1tv1-g32"), (64, 96, 128)))

@@ -121,7 +121,7 @@ def test_splits_fill_the_gpu_but_have_pages_enough(path, blocks, pages, splits):
 
 def key_of(path: str, head_dim: int = 128) -> kernels.KernelKey:
     rows = 8 if path in ("tile", "register") else 4
-    return kernels.KernelKey("decode", "hopper", "sm_90a", "float16", head_dim, "k4v4", path, rows)
+    return kernels.decode_key("hopper", "sm_90a", "float16", head_dim, "k4v4", path, rows)
 
 
 @pytest.mark.parametrize("path, head_dim, blocks, sizes", [
@@ -254,7 +254,7 @@ def test_a_new_sequence_makes_calls_pick_their_kernel_anew(stage):
         if dispatch.planned(q, cache, (None, None, None, False, None, path)) is None:
             key, _ = dispatch.kernel_of(q, cache, path)
             dispatch._run_decode(q, cache, q.clone(), torch.zeros(8, 32, 1), Attention(), None, key, path)
-        return [key.variant for key in stage.loaded]
+        return [key.path for key in stage.loaded]
 
     assert plan_of(None) == ["integer"] and plan_of("integer") == ["integer", "integer"]
     cache.n_qv[:] = torch.tensor([1024, *[100] * 6, 0]) * 128  # as steps would

@@ -7,7 +7,7 @@ import torch
 
 from lowbit_attn import hopper, scratch
 from lowbit_attn.hopper.common.scratch import LINE_WORDS, PACE_COUNTS
-from lowbit_attn.hopper.config import PARTS
+from lowbit_attn.hopper.config import SCHEDULES
 
 CPU = torch.device("cpu")
 WORD = -1
@@ -53,7 +53,7 @@ def test_calls_that_share_memory_have_the_same_header():
 
 def test_the_header_has_a_line_for_each_cta_of_an_sm():
     """Each counts in a line of its own; one more would lie in front of the header."""
-    assert max(schedule.ctas_per_sm for _, schedule in PARTS.values()) <= PACE_COUNTS
+    assert max(schedule.ctas_per_sm for schedule in SCHEDULES.values()) <= PACE_COUNTS
 
 
 def test_calls_of_one_capture_and_stream_share(capture):

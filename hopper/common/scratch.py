@@ -31,7 +31,7 @@ def cluster_scratch(splits: int) -> Scratch:
 
 
 def even_scratch(q_shape: tuple[int, ...], rows: int, ctas: int) -> Scratch:
-    """The same of a path of ``EVEN`` with so many CTAs."""
+    """Scratch of a call whose CTAs, so many, share all pages evenly."""
     return Scratch(((ctas, 1, slot_words(rows * chunks(q_shape))),), EMPTY, header=HEADER_WORDS)
 
 

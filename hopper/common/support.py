@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.kernels import WIDE_HEAD_DIM, Support
+from lowbit_attn.kernels import SMALL, STREAM, WIDE_HEAD_DIM, Support
 
 FLOATS = (torch.float16, torch.bfloat16)
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
@@ -39,26 +39,26 @@ class SmallSupport(Support):
 
 
 PATHS = {
-    "integer": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
+    "integer": Support(arithmetic="int8", clusters=True,
+                       k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                        dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
                        windows=True, boosted=True),
-    "register": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
+    "register": Support(arithmetic="fp16", clusters=True,
+                        k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 16), wide_rows=(8,), channel_groups=(32, 64, 128),
                         k_per_token=True, windows=True, boosted=True, paired_bits=4),
-    "tile": TileSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
+    "tile": TileSupport(arithmetic="tile",
+                        k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 64), wide_rows=(8, 64),
                         channel_groups=(32, 64, 128), k_per_token=True, windows=True),
     # the integer path in CTAs of a quarter of the warps, four an SM
-    "small": SmallSupport(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(128,), head_dims=(64, 96, 128),
+    "small": SmallSupport(arithmetic="int8", schedule=SMALL,
+                          k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(128,), head_dims=(64, 96, 128),
                           dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), windows=True, features=(),
                           boosted=True),
     # the integer path on Stream-K's schedule: all CTAs share all sequences' pages evenly
-    "stream": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128),
+    "stream": Support(arithmetic="int8", schedule=STREAM,
+                      k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128),
                       dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
                       windows=True, features=(), boosted=True),
 }
-
-IN_CLUSTERS = ("integer", "register")  # paths whose splits may be clusters
-# the same in other CTAs, for calls that name the path or by dispatch.for_shape
-SMALLER = {"integer": "small"}  # several an SM
-EVEN = {"integer": "stream"}  # with an equal share of all pages each

@@ -1,5 +1,6 @@
 """The schedules: what follows from them for a kernel, without the DSL."""
 
+from lowbit_attn import kernels
 from lowbit_attn.hopper.warp.config import PLAN_WORDS, WORD, WarpConfig
 from lowbit_attn.hopper.warp.contract import Rule, Schedule
 
@@ -10,7 +11,7 @@ PLANS_WORDS = PLAN_WORDS + TURN_WORDS + 2 * NOTE_WORDS
 class Splits(Schedule):
     """Each CTA has a block of query rows and a part of its sequence's pages, as each other split of the block has."""
 
-    name = "splits"
+    name = kernels.SPLITS
     may_cluster = True
 
     def kernel(self, cfg: WarpConfig):
@@ -22,7 +23,7 @@ class Splits(Schedule):
 class Small(Splits):
     """CTAs of a quarter of the warps: the start and the end of one pass while the SM's others are at their pages."""
 
-    name = "small"
+    name = kernels.SMALL
     ctas_per_sm = 4
     may_cluster = False
     pace = Rule(2, 2)  # three warps: the least that one can be ahead is a third of a page
@@ -31,7 +32,7 @@ class Small(Splits):
 class Stream(Schedule):
     """Stream-K: a warp attends to a run of pages, of one sequence or of several (items.py)."""
 
-    name = "stream"
+    name = kernels.STREAM
     own_queries = is_even = True
     pace = Rule(8, 8, 2000, 1000)
 

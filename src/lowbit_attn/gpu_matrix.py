@@ -66,7 +66,7 @@ class MatrixKernel:
         shapes = [self.shape(arch, path)]
         if path is None and shapes[0]:
             shapes += [self.shape(arch, other) for other in kernels.other_ctas(arch, shapes[0][0])]
-        return [KernelKey("decode", arch, *common, self.format, *shape, features=self.features)
+        return [kernels.decode_key(arch, *common, self.format, *shape, features=self.features)
                 for shape in shapes if shape]
 
 

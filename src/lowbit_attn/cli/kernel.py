@@ -104,12 +104,12 @@ def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head
     reasons = unnamed(fmt) + reasons
     if picked is None:
         return Served(target, reasons=tuple(reasons))
-    key = KernelKey("decode", arch, target, dtype, head_dim, fmt.name, *picked, features=features)
+    key = kernels.decode_key(arch, target, dtype, head_dim, fmt.name, *picked, features=features)
     passes = -(-rows // key.rows)
     key, splits = _launch(key, kv_heads, batch, passes, seqlen, q_len, path)
     entry = compile.manifest().get(str(key), {})
     is_built = bool(entry) and compile.so_path(key).exists()
-    return Served(target, key.name, key.variant, key.rows, passes, splits, is_built,
+    return Served(target, key.name, key.path, key.rows, passes, splits, is_built,
                   entry.get("registers") if is_built else None, entry.get("smem_total_bytes") if is_built else None,
                   tuple(reasons))
 
