@@ -14,8 +14,9 @@ from lowbit_attn.hopper.tile.config import COLUMNS, GROUP_WARPS, TILE_M, TILE_N 
 CONFIG = CONFIGS[128, COLUMNS]
 
 
-def lanes_of_group() -> list[masks.Lane]:
-    return [masks.Lane(32 * warp + lane, warp, lane // 4, lane % 4) for warp in range(GROUP_WARPS) for lane in LANES]
+def lanes_of_group() -> list[masks.MmaThread]:
+    return [masks.MmaThread(32 * warp + lane, warp, lane // 4, lane % 4)
+            for warp in range(GROUP_WARPS) for lane in LANES]
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -77,7 +77,7 @@ class Call:
         self.scratch = torch.full((scratch.header + math.prod(scratch.shapes[0]),), EMPTY, dtype=torch.int32)
         partials = self.scratch[scratch.header:].view(scratch.shapes[0])
         self.results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
-        counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.third_segment, cache.n_tok]
+        counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.has_mixed, cache.n_tok]
         tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
         tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens),
                    partials, *self.results, sink_logits]
@@ -116,7 +116,7 @@ def run(program, cfg, problem: testing.Problem, options: Attention, splits: int,
         in_clusters: bool = False) -> Call:
     """A call that has ended. The splits of a row block run at once.
 
-    reverse: the last CTA and the last warp have the first turn.
+    reverse: the last CTA and the last warp have the first cursor.
     """
     call = Call(cfg, problem, options, None, splits, in_clusters)
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
@@ -255,7 +255,7 @@ def test_integer_path_of_packed_keys_beside_values_in_16_bit(case, splits, optio
     """Boosted keys of a lone column tile of slots, of three and of two; third segments of all pages' rows."""
     text, cfg = compiled(key_of(case, options), scratch)
     problem = testing.build(case)
-    assert cfg.third_segment and (problem.cache.n_qk > problem.cache.n_qv).any()
+    assert cfg.has_mixed and (problem.cache.n_qk > problem.cache.n_qv).any()
     testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
 
 
@@ -266,10 +266,10 @@ def test_integer_path_of_packed_keys_beside_values_in_16_bit(case, splits, optio
     (Case("k8tv8+w128", head_dim=64, num_heads=2, num_heads_kv=1, lengths=(300,)), 1, 8, Attention()),
 ], ids=("kitty", "features", "groups", "per-token"))
 def test_packed_keys_beside_values_in_16_bit(case, splits, rows, options, scratch):
-    """The register path's third segment, shared out over the warps."""
+    """The register path's mixed segment, shared out over the warps."""
     text, cfg = compiled(key_of(case, options, "register", rows), scratch)
     problem = testing.build(case)
-    assert cfg.third_segment and (problem.cache.n_qk > problem.cache.n_qv).all()
+    assert cfg.has_mixed and (problem.cache.n_qk > problem.cache.n_qv).all()
     testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
 
 
@@ -382,7 +382,7 @@ def test_lines_of_pages_leave_l2_first_where_a_call_reads_little(path, run, q_le
 
 
 def test_the_plain_read_reads_all_bytes_and_nothing_else(scratch):
-    """What decode is compared with: CTAs that have several turns, one, and part of one."""
+    """What decode is compared with: CTAs that have several cursors, one, and part of one."""
     from lowbit_attn.device import ptx as instructions
 
     assert (bench.PLAIN, bench.HINTED) == (instructions.EVICT_UNCHANGED, instructions.EVICT_FIRST)

@@ -307,7 +307,7 @@ def test_only_formats_with_a_longer_window_of_v_have_the_third_segment():
     longer = dataclasses.replace(FORMATS["k4v4"], window_v=128)
     same = dataclasses.replace(longer, window_k=128)
     found = [make_config("register", fmt, 128, "float16", 8) for fmt in (FORMATS["k4v4"], same, longer)]
-    assert [cfg.third_segment for cfg in found] == [False, False, True]
+    assert [cfg.has_mixed for cfg in found] == [False, False, True]
     assert found[2].arithmetic.expected_counts(found[2])["HMMA"] > found[0].arithmetic.expected_counts(found[0])["HMMA"]
 
 

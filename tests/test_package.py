@@ -126,6 +126,14 @@ def test_folders_of_hopper_import_one_way(module):
             assert HOPPER_RANKS[theirs] < HOPPER_RANKS[mine], f"{module} imports {name}, which is not below it"
 
 
+@pytest.mark.parametrize("module", [name for name in MODULES if part(name) == "hopper"])
+def test_docstrings_stand_alone(module):
+    """They begin with what a thing is or does, not in the middle of a sentence that its name began."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            assert not text.startswith(("Of ", "The same", "By ")), f"{module}: {text.splitlines()[0]}"
+
+
 def test_upward_imports_would_be_seen(tmp_path):
     path = tmp_path / "x.py"
     path.write_text('def f(x):\n    from lowbit_attn.hopper.arith.int8 import steps\n'

@@ -1,6 +1,6 @@
 """Split-KV merge inside the launch: flash-decoding's combine, of which every split of a row block does a share.
 
-A row block's chunks of CHANNELS channels are dealt to its splits in order. A split leaves its sums of a chunk, with
+A row block's chunks of CHANNELS channels are dealt to its splits in order. A split stores its sums of a chunk, with
 maximum and sum of the row, in scratch, where the split that merges the chunk has those of all splits side by side: all
 CTAs come at about the same time, and what that takes is the number of requests, of a sector or of a line. Between calls
 all words are EMPTY, a NaN that no arithmetic gives. Who merges reads sums until no word is EMPTY, hence needs no fence,
@@ -19,7 +19,7 @@ from cutlass._mlir import ir
 
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.numbers import LN_2, LOG2_E, LOWEST, NEG_INF
-from lowbit_attn.hopper.common.rows import Rows, place
+from lowbit_attn.hopper.common.rows import Rows, query_and_head
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, EMPTY, LINE_WORDS, SLOT_WORDS
 
 CHANNELS = CHUNK_CHANNELS  # of one thread: 16 bytes of a split's o
@@ -30,7 +30,7 @@ WARP_LOG2 = 5
 WARP = 1 << WARP_LOG2
 MOST_LANES_LOG2 = 2  # of a chunk, where a split has enough chunks for the others: a line has 8 chunks
 QUOTIENT_LOG2 = 23  # x // n is x * ceil(2^23 / n) >> 23: x < 4,096 chunks, n <= 2,048 of a split, fewer than 512 splits
-LOOKS = 4  # of a lane that are under way: with 128 chunks of a row block each lane has about four splits
+SLOTS_AT_ONCE = 4  # of a lane that are under way: with 128 chunks of a row block each lane has about four splits
 
 
 class Outputs(NamedTuple):
@@ -49,11 +49,11 @@ class Outputs(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Of a row."""
+        """Chunks of a row."""
         return self.o.shape[3] // CHANNELS
 
 
-def place_of(block: tuple) -> Int32:
+def block_of(block: tuple) -> Int32:
     """``Outputs.place`` of a CTA."""
     return block[1] * cute.arch.grid_dim()[0] + block[0]
 
@@ -70,12 +70,12 @@ class Row(NamedTuple):
 
 def find_row(out: Outputs, rows: Rows, row: Int32) -> Row:
     """Row ``row`` of the CTA, counted from 0."""
-    query, head = place(rows, row)
+    query, head = query_and_head(rows, row)
     return Row(row, rows.batch_idx, query, head, out.sink_logits[head * Int32(out.sink_logits.shape[0] > 1)])
 
 
 class Sums(NamedTuple):
-    """Of CHANNELS channels of one query row over some tokens, fp32: weights are 2^(logit - top), logits in base 2."""
+    """What tokens add to CHANNELS channels of a query row, fp32: weights are 2^(logit - top), logits in base 2."""
 
     acc: cute.Tensor  # sums of weighted V
     top: Float32  # LOWEST if there are no tokens
@@ -87,19 +87,19 @@ def weight(x: Float32, origin: Float32) -> Float32:
 
 
 class Slot(NamedTuple):
-    """Where a split leaves its sums of a chunk, addresses. For a single split ``acc`` is o's, and there is no pair."""
+    """Where a split stores its sums of a chunk, addresses. For a single split ``acc`` is o's, and there is no pair."""
 
     acc: Int64
     pair: Int64  # maximum and sum
 
 
-def share(out: Outputs, count: Int32) -> Int32:
+def chunks_of_split(out: Outputs, count: Int32) -> Int32:
     """Chunks that a split merges, of ``count`` of a row block; the last splits may have fewer, or none."""
     return Int32((Uint32(count + out.num_splits) - Uint32(1)) // Uint32(out.num_splits))
 
 
 def slot(out: Outputs, merger: Int32, split: Int32, size: Int32, i: Int32) -> Slot:
-    """Of chunk ``i`` of the ``size`` ones that split ``merger`` of this place merges."""
+    """The slot of chunk ``i`` of the ``size`` ones that split ``merger`` of this place merges."""
     words = out.partials.shape[2]
     start = out.partials.iterator.toint() + Int64(out.place * out.num_splits) * (4 * words)
     at, count = (merger * out.num_splits + split) * size + i, out.num_splits * out.num_splits * size
@@ -107,19 +107,19 @@ def slot(out: Outputs, merger: Int32, split: Int32, size: Int32, i: Int32) -> Sl
 
 
 @cute.jit
-def home(out: Outputs, rows: Rows, row: Row, chunk: Int32) -> Slot:
-    """Where ``leave`` puts a chunk."""
+def slot_address(out: Outputs, rows: Rows, row: Row, chunk: Int32) -> Slot:
+    """Where ``store_partial`` puts a chunk."""
     acc, pair = o_address(out, row, chunk), Int64(0)
     if out.num_splits > 1:
-        size, unit = share(out, rows.count * out.chunks), row.idx * out.chunks + chunk
+        size, unit = chunks_of_split(out, rows.count * out.chunks), row.idx * out.chunks + chunk
         merger = Int32(Uint32(unit) // Uint32(size))
         acc, pair = slot(out, merger, out.split_idx, size, unit - merger * size)
     return Slot(acc, pair)
 
 
-def homes(out: Outputs, rows: Rows, row: Row, chunks: tuple) -> tuple:
-    """``home`` of several chunks of a row, with one division for all."""
-    size, is_single = share(out, rows.count * out.chunks), out.num_splits == 1
+def slot_addresses(out: Outputs, rows: Rows, row: Row, chunks: tuple) -> tuple:
+    """``slot_address`` of several chunks of a row, with one division for all."""
+    size, is_single = chunks_of_split(out, rows.count * out.chunks), out.num_splits == 1
     factor = (Uint32(1 << QUOTIENT_LOG2) + Uint32(size) - Uint32(1)) // Uint32(size)
     found = []
     for chunk in chunks:
@@ -131,16 +131,16 @@ def homes(out: Outputs, rows: Rows, row: Row, chunks: tuple) -> tuple:
 
 
 @cute.jit
-def leave(out: Outputs, row: Row, chunks: tuple, homes: tuple, sums: tuple):
+def store_partial(out: Outputs, row: Row, chunks: tuple, addresses: tuple, sums: tuple):
     """This split's sums of some chunks of a row, for ``merge``; a single split's are the result."""
     if out.num_splits == 1:
-        write_all(out, row, chunks, (at.acc for at in homes), sums)
+        write_all(out, row, chunks, (at.acc for at in addresses), sums)
     else:
-        for at, own in zip(homes, sums):
-            leave_slot(at, own)
+        for at, own in zip(addresses, sums):
+            store_slot(at, own)
 
 
-def leave_slot(at: Slot, sums: Sums) -> None:
+def store_slot(at: Slot, sums: Sums) -> None:
     pair = cute.make_rmem_tensor(SLOT_WORDS - CHANNELS, Float32)
     pair[0], pair[1] = sums.top, sums.total
     store(at.acc, sums.acc)
@@ -170,7 +170,7 @@ def join(accs: tuple, top: Float32, total: Float32, others: list) -> tuple[Float
 def prefetch(out: Outputs, rows: Rows, thread: Int32):
     """Bring the slots that ``merge`` reads to L2: a read of EMPTY words, and a write of a part, wait for DRAM."""
     if out.num_splits > 1:
-        size = share(out, rows.count * out.chunks)
+        size = chunks_of_split(out, rows.count * out.chunks)
         prefetch_slots(slot(out, out.split_idx, Int32(0), size, Int32(0)), out.num_splits * size, thread)
 
 
@@ -189,13 +189,13 @@ def prefetch_slots(first: Slot, count: Int32, thread: Int32):
 @cute.jit
 def merge(out: Outputs, rows: Rows, threads: cutlass.Constexpr[int], thread: Int32,
           most_lanes_log2: cutlass.Constexpr[int] = MOST_LANES_LOG2):
-    """This split's chunks, by ``threads`` threads of its CTA, whole warps; all of all splits call ``leave`` before.
+    """This split's chunks, by ``threads`` threads of its CTA, whole warps; all of all splits have stored before.
 
     The last warps come first: they have least to do before. A warp's lanes are neighbouring chunks times splits.
     most_lanes_log2: of a chunk; fewer where a split has more chunks than its CTA has threads.
     """
     total = rows.count * out.chunks
-    size = share(out, total)
+    size = chunks_of_split(out, total)
     first = size * out.split_idx
     count = cutlass.min(size, total - first)
     width_log2 = cutlass.min(ceil_log2(size, WARP_LOG2), WARP_LOG2 - ceil_log2(out.num_splits, most_lanes_log2))
@@ -222,8 +222,9 @@ def merge_chunk(out: Outputs, rows: Rows, size: Int32, start: Int32, count: Int3
     acc = cute.make_rmem_tensor(CHANNELS, Float32)
     acc.fill(0.0)
     lanes_log2 = WARP_LOG2 - width_log2
-    for split in cutlass.range(lane >> width_log2, out.num_splits * Int32(is_live), LOOKS << lanes_log2, unroll=1):
-        top, total = take(out, size, own, split, Int32(1) << lanes_log2, acc, top, total)
+    splits = out.num_splits * Int32(is_live)
+    for split in cutlass.range(lane >> width_log2, splits, SLOTS_AT_ONCE << lanes_log2, unroll=1):
+        top, total = add_partials(out, size, own, split, Int32(1) << lanes_log2, acc, top, total)
     # of all lanes of the chunk
     last = top
     for i in cutlass.range_constexpr(WARP_LOG2):
@@ -243,43 +244,42 @@ def merge_chunk(out: Outputs, rows: Rows, size: Int32, start: Int32, count: Int3
 
 
 @cute.jit
-def take(out: Outputs, size: Int32, own: Int32, first: Int32, apart: Int32, acc: cute.Tensor, top: Float32,
-         total: Float32) -> tuple[Float32, Float32]:
-    """Add the sums of up to LOOKS splits ``first``, ``first + apart``, ... to (acc, top, total); the new (top, total).
-    """
-    words = cute.make_rmem_tensor((SLOT_WORDS, LOOKS), Uint32)
+def add_partials(out: Outputs, size: Int32, own: Int32, first: Int32, apart: Int32, acc: cute.Tensor, top: Float32,
+                 total: Float32) -> tuple[Float32, Float32]:
+    """Add the sums of up to SLOTS_AT_ONCE splits ``first``, ``first + apart``, ... to acc; the new (top, total)."""
+    words = cute.make_rmem_tensor((SLOT_WORDS, SLOTS_AT_ONCE), Uint32)
     neutral = cute.make_rmem_tensor(SLOT_WORDS, Float32)
     neutral.fill(0.0)
     neutral[CHANNELS] = Float32(LOWEST)
-    slots = [slot(out, out.split_idx, first + i * apart, size, own) for i in range(LOOKS)]
-    for i in cutlass.range_constexpr(LOOKS):
+    slots = [slot(out, out.split_idx, first + i * apart, size, own) for i in range(SLOTS_AT_ONCE)]
+    for i in cutlass.range_constexpr(SLOTS_AT_ONCE):
         for e in cutlass.range_constexpr(SLOT_WORDS):
             words[e, i] = cutlass.select_(first + i * apart < out.num_splits, Uint32(EMPTY_BITS),
                                           neutral[e].bitcast(Uint32))
     waits = first < out.num_splits
     while waits:
-        for i in cutlass.range_constexpr(LOOKS):
+        for i in cutlass.range_constexpr(SLOTS_AT_ONCE):
             if has_empty(words[None, i]):
-                look(slots[i], words[None, i])
+                load_slot(slots[i], words[None, i])
         waits = has_empty(words[None, 0])
-        for i in cutlass.range_constexpr(1, LOOKS):
+        for i in cutlass.range_constexpr(1, SLOTS_AT_ONCE):
             waits = waits | has_empty(words[None, i])
-    for i in cutlass.range_constexpr(LOOKS):
+    for i in cutlass.range_constexpr(SLOTS_AT_ONCE):
         if first + i * apart < out.num_splits:
             clear(slots[i])
-    found = [from_words([words[e, i] for e in range(SLOT_WORDS)]) for i in range(LOOKS)]
+    found = [from_words([words[e, i] for e in range(SLOT_WORDS)]) for i in range(SLOTS_AT_ONCE)]
     return join((acc,), top, total, [(sums,) for sums in found])
 
 
 @cute.jit
-def take_all(slots: tuple) -> tuple:
+def load_slots(slots: tuple) -> tuple:
     """Wait for the sums of some slots, and clear them."""
     words = cute.make_rmem_tensor((SLOT_WORDS, len(slots)), Uint32)
     words.fill(EMPTY_BITS)
     waits = True
     while waits:
         for i, at in enumerate(slots):
-            look(at, words[None, i])
+            load_slot(at, words[None, i])
         waits = has_empty(words[None, 0])
         for i in cutlass.range_constexpr(1, len(slots)):
             waits = waits | has_empty(words[None, i])
@@ -288,7 +288,7 @@ def take_all(slots: tuple) -> tuple:
     return tuple(from_words([words[e, i] for e in range(SLOT_WORDS)]) for i in range(len(slots)))
 
 
-def look(at: Slot, words: cute.Tensor) -> None:
+def load_slot(at: Slot, words: cute.Tensor) -> None:
     """Ask for a slot's words."""
     for i, word in enumerate((*load(at.acc, CHANNELS), *load(at.pair, SLOT_WORDS - CHANNELS))):
         words[i] = word
@@ -340,7 +340,7 @@ def write(out: Outputs, row: Row, chunk: Int32, at: Int64, acc: cute.Tensor, sha
 
 
 def o_address(out: Outputs, row: Row, chunk: Int32) -> Int64:
-    """Of a chunk of a row of o."""
+    """Address of a chunk of a row of o."""
     _, q_len, heads = out.o.shape[:3]
     index = (Int64(row.batch_idx) * q_len + row.query) * heads + row.head
     return out.o.iterator.toint() + (index * out.chunks + chunk) * (2 * CHANNELS)

@@ -66,7 +66,7 @@ def over_lanes(x, distances, combine):
 
 
 def all_over_lanes(values: list, distances, combine) -> list:
-    """The same of several values, side by side."""
+    """``over_lanes`` of several values, side by side."""
     for distance in distances:
         others = [cute.arch.shuffle_sync_bfly(x, offset=distance) for x in values]
         values = [combine(*pair) for pair in zip(values, others)]

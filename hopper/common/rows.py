@@ -38,7 +38,7 @@ def block_rows(block, row_blocks, ratio, q_len, rows: int, divisor=None) -> Rows
     return make_rows(block[1], block[0] // row_blocks, block[0] % row_blocks, ratio, q_len, rows, divisor)
 
 
-def place(rows: Rows, row):
+def query_and_head(rows: Rows, row):
     """(query, head) of a row of this CTA, counted from 0; beyond the last row, those that would follow."""
     row = rows.first + row
     query = Int32(Uint32(row) // Uint32(rows.ratio)) if rows.divisor is None else row // rows.divisor

@@ -14,7 +14,7 @@ HEADER_WORDS = PACE_COUNTS * LINE_WORDS  # in front of all paths' scratch, also 
 
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:
-    """Of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
+    """Scratch of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
     words = slot_words(splits * -(-rows * chunks(q_shape) // splits))
     return Scratch(((places if splits > 1 else 1, splits, words),), EMPTY if splits > 1 else None, header=HEADER_WORDS)
 
@@ -26,7 +26,7 @@ def fits_clusters(places: int, splits: int, sms: int) -> bool:
 
 
 def cluster_scratch(splits: int) -> Scratch:
-    """The same of a call whose blocks are clusters of so many splits."""
+    """Scratch of a call whose blocks are clusters of so many splits."""
     return Scratch(((1, splits, CLUSTER_WORDS),), EMPTY, header=HEADER_WORDS)
 
 
@@ -41,5 +41,5 @@ def slot_words(count: int) -> int:
 
 
 def chunks(q_shape: tuple[int, ...]) -> int:
-    """Of a query row."""
+    """Chunks of a query row."""
     return q_shape[-1] // CHUNK_CHANNELS

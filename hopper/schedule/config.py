@@ -4,8 +4,8 @@ from lowbit_attn import kernels
 from lowbit_attn.hopper.warp.config import PLAN_WORDS, WORD, WarpConfig
 from lowbit_attn.hopper.warp.contract import Rule, Schedule
 
-TURN_WORDS, NOTE_WORDS = 8, 4  # of an even share: where a warp is, and what it says of sums it leaves
-PLANS_WORDS = PLAN_WORDS + TURN_WORDS + 2 * NOTE_WORDS
+CURSOR_WORDS, RECORD_WORDS = 8, 4  # of an even share: where a warp is, and what it says of sums it leaves
+PLANS_WORDS = PLAN_WORDS + CURSOR_WORDS + 2 * RECORD_WORDS
 
 
 class Splits(Schedule):

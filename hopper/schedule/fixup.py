@@ -14,8 +14,8 @@ from cutlass import Float32, Int32, Uint32
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.numbers import LOWEST
 from lowbit_attn.hopper.common.rows import Rows
-from lowbit_attn.hopper.schedule.config import NOTE_WORDS, TURN_WORDS
-from lowbit_attn.hopper.schedule.items import Turn
+from lowbit_attn.hopper.schedule.config import CURSOR_WORDS, RECORD_WORDS
+from lowbit_attn.hopper.schedule.items import Cursor
 from lowbit_attn.hopper.warp import merge as warps
 from lowbit_attn.hopper.warp.config import PLAN_WORDS, WARP, WarpConfig
 from lowbit_attn.hopper.warp.page_loop import Call, rows_of
@@ -28,43 +28,43 @@ UNIT_CHUNKS = 2  # of a row, which a thread adds up together
 TOGETHER = 4  # heads of an item, which it looks at together
 
 
-class Shared(NamedTuple):
+class RunSums(NamedTuple):
     """What warps keep for themselves and for the CTA's end."""
 
-    turns: cute.Tensor  # int32 (TURN_WORDS, warps)
-    notes: cute.Tensor  # int32 (NOTE_WORDS, parts): 1 if there are sums, sequence, block of rows, last CTA of the item
-    sums: warps.Shared  # by part
+    cursors: cute.Tensor  # int32 (CURSOR_WORDS, warps)
+    records: cute.Tensor  # int32 (RECORD_WORDS, parts): 1 if there are sums; the item and its last CTA
+    sums: warps.WarpSums  # by part
 
-    def keep(self, warp: Int32, turn: Turn) -> None:
-        """By one lane."""
-        own = cute.make_rmem_tensor(TURN_WORDS, Int32)
+    def keep(self, warp: Int32, cursor: Cursor) -> None:
+        """Write a warp's cursor; one lane does it."""
+        own = cute.make_rmem_tensor(CURSOR_WORDS, Int32)
         own.fill(0)
-        for i, value in enumerate(turn):
+        for i, value in enumerate(cursor):
             own[i] = Int32(value)
-        cute.autovec_copy(own, self.turns[None, warp])
+        cute.autovec_copy(own, self.cursors[None, warp])
 
-    def turn(self, warp: Int32) -> Turn:
-        own = cute.make_rmem_tensor(TURN_WORDS, Int32)
-        cute.autovec_copy(self.turns[None, warp], own)
-        return Turn(*(own[i] for i in range(len(Turn._fields))))
+    def cursor(self, warp: Int32) -> Cursor:
+        own = cute.make_rmem_tensor(CURSOR_WORDS, Int32)
+        cute.autovec_copy(self.cursors[None, warp], own)
+        return Cursor(*(own[i] for i in range(len(Cursor._fields))))
 
-    def forget(self, warp: Int32) -> None:
+    def clear(self, warp: Int32) -> None:
         """No sums yet; by one lane."""
         for i in range(2):
-            self.notes[0, 2 * warp + i] = Int32(0)
+            self.records[0, 2 * warp + i] = Int32(0)
 
-    def note(self, part: Int32, turn: Turn, is_shared: Int32, last_cta: Int32) -> None:
+    def record(self, part: Int32, cursor: Cursor, is_shared: Int32, last_cta: Int32) -> None:
         """Whether a part has sums for the CTA's end, and of what; by one lane."""
-        for i, value in enumerate((is_shared, turn.batch_idx, turn.block, last_cta)):
-            self.notes[i, part] = Int32(value)
+        for i, value in enumerate((is_shared, cursor.batch_idx, cursor.block, last_cta)):
+            self.records[i, part] = Int32(value)
 
 
-def views(cfg: WarpConfig, plans: cute.Pointer, sums: cute.Pointer) -> Shared:
+def views(cfg: WarpConfig, plans: cute.Pointer, sums: cute.Pointer) -> RunSums:
     """plans: int32, of the CTA, behind the warps' walks; sums: fp32."""
-    turns = plans + PLAN_WORDS * cfg.warps
-    notes = turns + TURN_WORDS * cfg.warps
-    return Shared(cute.make_tensor(turns, cute.make_layout((TURN_WORDS, cfg.warps))),
-                  cute.make_tensor(notes, cute.make_layout((NOTE_WORDS, 2 * cfg.warps))),
+    cursors = plans + PLAN_WORDS * cfg.warps
+    records = cursors + CURSOR_WORDS * cfg.warps
+    return RunSums(cute.make_tensor(cursors, cute.make_layout((CURSOR_WORDS, cfg.warps))),
+                  cute.make_tensor(records, cute.make_layout((RECORD_WORDS, 2 * cfg.warps))),
                   warps.sums_views(cfg, sums, 2 * cfg.warps, cfg.merge_bytes // 4))
 
 
@@ -77,17 +77,17 @@ def prefetch(cfg: cutlass.Constexpr[WarpConfig], out: combine.Outputs, ctas: Int
 
 
 @cute.jit
-def leave(cfg: cutlass.Constexpr[WarpConfig], shared: Shared, part: Int32, me: Lane, state: State):
+def store_sums(cfg: cutlass.Constexpr[WarpConfig], shared: RunSums, part: Int32, me: Lane, state: State):
     """This warp's O, maximum and sum of an item."""
-    warps.leave(cfg, shared.sums, me._replace(warp=part), state)
+    warps.store_sums(cfg, shared.sums, me._replace(warp=part), state)
 
 
 @cute.jit
-def write_whole(cfg: cutlass.Constexpr[WarpConfig], shared: Shared, part: Int32, rows: Rows, out: combine.Outputs,
+def write_whole(cfg: cutlass.Constexpr[WarpConfig], shared: RunSums, part: Int32, rows: Rows, out: combine.Outputs,
                 me: Lane):
     """The result of an item of which this warp has all."""
     for unit in cutlass.range(Int32(me.lane), rows.count * row_units(out), WARP, unroll=1):
-        row, chunks = place_of(out, unit)
+        row, chunks = unit_place(out, unit)
         write(out, combine.find_row(out, rows, row), chunks, sums_of(shared, part, row, chunks))
 
 
@@ -96,15 +96,15 @@ def row_units(out: combine.Outputs) -> int:
     return out.chunks // UNIT_CHUNKS
 
 
-def place_of(out: combine.Outputs, unit: Int32) -> tuple[Int32, tuple]:
+def unit_place(out: combine.Outputs, unit: Int32) -> tuple[Int32, tuple]:
     """(row, chunks) of a unit."""
     first = unit % row_units(out) * UNIT_CHUNKS
     return unit // row_units(out), tuple(first + i for i in range(UNIT_CHUNKS))
 
 
 @cute.jit
-def sums_of(shared: Shared, part: Int32, row: Int32, chunks: tuple, is_there=True) -> tuple:
-    """Of a part's tokens, or of none."""
+def sums_of(shared: RunSums, part: Int32, row: Int32, chunks: tuple, is_there=True) -> tuple:
+    """Sums of a part's tokens, or of none."""
     accs = cute.make_rmem_tensor((CHANNELS, len(chunks)), Float32)
     accs.fill(0.0)
     pair = cute.make_rmem_tensor(2, Float32)
@@ -121,13 +121,13 @@ def write(out: combine.Outputs, row: combine.Row, chunks: tuple, sums: tuple) ->
 
 
 @cute.jit
-def merge(cfg: cutlass.Constexpr[WarpConfig], call: Call, shared: Shared, out: combine.Outputs):
+def merge(cfg: cutlass.Constexpr[WarpConfig], call: Call, shared: RunSums, out: combine.Outputs):
     """All items that the CTA's warps have shared, after a barrier; what another CTA waits for comes first."""
     thread, parts = cute.arch.thread_idx()[0], 2 * cfg.warps
     lane = thread % WARP
     has = Int32(0)
     if lane < parts:
-        has = shared.notes[0, lane]
+        has = shared.records[0, lane]
     present = Uint32(cute.arch.vote_ballot_sync(has != 0))
     starts = present & Uint32(TAILS | 1)
     units = cfg.rows * row_units(out)
@@ -139,7 +139,7 @@ def merge(cfg: cutlass.Constexpr[WarpConfig], call: Call, shared: Shared, out: c
 
 
 def slot_of(cfg: WarpConfig, out: combine.Outputs, i: Int32) -> combine.Slot:
-    """Of chunk ``i`` of the one item that goes from a CTA to those before it."""
+    """The slot of chunk ``i`` of the one item that goes from a CTA to those before it."""
     return combine.slot(out, Int32(0), Int32(0), Int32(cfg.rows * out.chunks), i)
 
 
@@ -157,13 +157,13 @@ def heads_of(part: Int32, present: Uint32) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def merge_run(cfg: cutlass.Constexpr[WarpConfig], call: Call, shared: Shared, out: combine.Outputs, part: Int32,
+def merge_run(cfg: cutlass.Constexpr[WarpConfig], call: Call, shared: RunSums, out: combine.Outputs, part: Int32,
               present: Uint32, unit: Int32):
     """One unit of the item whose first part here is ``part``."""
-    rows = rows_of(cfg, call, (shared.notes[2, part], shared.notes[1, part]))
-    row, chunks = place_of(out, unit)
+    rows = rows_of(cfg, call, (shared.records[2, part], shared.records[1, part]))
+    row, chunks = unit_place(out, unit)
     if row < rows.count:
-        own, last_cta = combine.find_row(out, rows, row), shared.notes[3, part]
+        own, last_cta = combine.find_row(out, rows, row), shared.records[3, part]
         first = sums_of(shared, part, row, chunks)
         accs, top, total = tuple(sums.acc for sums in first), first[0].top, first[0].total
         head, end = heads_of(part, present)
@@ -174,10 +174,10 @@ def merge_run(cfg: cutlass.Constexpr[WarpConfig], call: Call, shared: Shared, ou
         numbers = [row * out.chunks + chunk for chunk in chunks]
         if part == 0:
             for i, acc in zip(numbers, accs):
-                combine.leave_slot(slot_of(cfg, out, i), combine.Sums(acc, top, total))
+                combine.store_slot(slot_of(cfg, out, i), combine.Sums(acc, top, total))
         else:
             for place in cutlass.range(out.place + 1, last_cta + 1, unroll=1):
                 there = out._replace(place=place)
-                found = combine.take_all(tuple(slot_of(cfg, there, i) for i in numbers))
+                found = combine.load_slots(tuple(slot_of(cfg, there, i) for i in numbers))
                 top, total = combine.join(accs, top, total, [found])
             write(out, own, chunks, tuple(combine.Sums(acc, top, total) for acc in accs))

@@ -14,12 +14,12 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.hopper.common.rows import at_most, clamp_unit
 from lowbit_attn.hopper.warp.config import WARP
-from lowbit_attn.hopper.warp.walk import PAGE_LOG2, THIRD_UNITS, Walk, units_of
+from lowbit_attn.hopper.warp.walk import MIXED_UNITS, PAGE_LOG2, Walk, units_of
 
 PAIRS = 2 * WARP  # sequences that a warp looks at together, two a lane
 
 
-class Turn(NamedTuple):
+class Cursor(NamedTuple):
     """Where a warp is in its run, Int32."""
 
     batch_idx: Int32
@@ -32,34 +32,34 @@ class Turn(NamedTuple):
     done: Int32  # positions of the run before this one
 
 
-class Item(NamedTuple):
+class WorkItem(NamedTuple):
     """An item's things, Int32: units are of 16 tokens."""
 
     pages: Int32
-    third_units: Int32
+    mixed_units: Int32
     sink_units: Int32
     residual_units: Int32
 
     @property
     def positions(self):
         """One at least: rows without tokens have a result too."""
-        found = self.pages + self.third_units + self.sink_units + self.residual_units
+        found = self.pages + self.mixed_units + self.sink_units + self.residual_units
         return found + Int32(found == 0)
 
 
-def item_of(n_sink, n_qk, n_qv, n_tok) -> Item:
+def work_item(n_sink, n_qk, n_qv, n_tok) -> WorkItem:
     """From a sequence's token counts."""
     packed_k, packed_v = n_qk >> PAGE_LOG2, n_qv >> PAGE_LOG2
-    return Item(packed_v, (packed_k - packed_v) * THIRD_UNITS, units_of(n_sink), units_of(n_tok - n_sink - n_qk))
+    return WorkItem(packed_v, (packed_k - packed_v) * MIXED_UNITS, units_of(n_sink), units_of(n_tok - n_sink - n_qk))
 
 
 def walk_of(n_sink, n_qk, n_qv, n_tok, first, count) -> Walk:
     """What a warp visits of positions ``first`` to ``first + count - 1`` of an item, in turn."""
-    item = item_of(n_sink, n_qk, n_qv, n_tok)
-    num_units, units_start = item.sink_units + item.residual_units, item.pages + item.third_units
+    item = work_item(n_sink, n_qk, n_qv, n_tok)
+    num_units, units_start = item.sink_units + item.residual_units, item.pages + item.mixed_units
     end, first_page = first + count, at_most(first, item.pages)
     third, units = ([clamp_unit(position - start, limit) for position in (first, end)]
-                    for start, limit in ((item.pages, item.third_units), (units_start, num_units)))
+                    for start, limit in ((item.pages, item.mixed_units), (units_start, num_units)))
     return Walk(first_page, at_most(end, item.pages) - first_page, item.pages, *third, *units, item.sink_units, n_sink,
                 n_tok - n_sink - n_qk, n_qk, 0 * n_tok)
 
@@ -79,7 +79,7 @@ def part_of(total, parts, thing):
 
 
 @cute.jit
-def ask(counters: tuple, base: Int32, lane: Uint32) -> tuple:
+def load_counts(counters: tuple, base: Int32, lane: Uint32) -> tuple:
     """Counts of sequences base + 2 * lane and the next, of which those beyond the last are nothing."""
     found = cute.make_rmem_tensor((len(counters), 2), Int32)
     found.fill(0)
@@ -91,22 +91,25 @@ def ask(counters: tuple, base: Int32, lane: Uint32) -> tuple:
     return tuple(tuple(found[i, j] for i in range(len(counters))) for j in range(2))
 
 
-def sizes_of(asked: tuple, counters: tuple, base: Int32, lane: Uint32) -> tuple:
-    """Positions of an item of either sequence that ``ask`` looked at, 0 beyond the last."""
+def sizes_of(early: tuple, counters: tuple, base: Int32, lane: Uint32) -> tuple:
+    """Positions of an item of either sequence that ``load_counts`` looked at, 0 beyond the last."""
     first, batch = base + 2 * Int32(lane), counters[0].shape[0]
-    return tuple(item_of(*counts).positions * Int32(first + j < batch) for j, counts in enumerate(asked))
+    return tuple(work_item(*counts).positions * Int32(first + j < batch) for j, counts in enumerate(early))
 
 
 @cute.jit
-def begin(counters: tuple, asked: tuple, blocks: Int32, cta: Int32, ctas: cute.FastDivmodDivisorV2, warp: Int32,
-          warps: cutlass.Constexpr[int], lane: Uint32) -> Turn:
-    """The turn of a warp at its start; counters: n_sink, n_qk, n_qv, n_tok, int32 (sequences), asked: of the first."""
-    one, two = sizes_of(asked, counters, Int32(0), lane)
+def begin(counters: tuple, early: tuple, blocks: Int32, cta: Int32, ctas: cute.FastDivmodDivisorV2, warp: Int32,
+          warps: cutlass.Constexpr[int], lane: Uint32) -> Cursor:
+    """The cursor of a warp at its start; counters: n_sink, n_qk, n_qv, n_tok, int32 (sequences).
+
+    early: of ``load_counts``, of the first sequences.
+    """
+    one, two = sizes_of(early, counters, Int32(0), lane)
     through = through_lane(one + two, lane)
     last = cute.arch.shuffle_sync(through, WARP - 1)
     total = last
     for base in cutlass.range(PAIRS, counters[0].shape[0], PAIRS, unroll=1):
-        sizes = sizes_of(ask(counters, base, lane), counters, base, lane)
+        sizes = sizes_of(load_counts(counters, base, lane), counters, base, lane)
         total = total + Int32(cute.arch.warp_redux_sync(sum(sizes), "add"))
     total = total * blocks
     cta_first, cta_count = share(total, ctas, cta)
@@ -114,7 +117,7 @@ def begin(counters: tuple, asked: tuple, blocks: Int32, cta: Int32, ctas: cute.F
     first, base = first + cta_first, Int32(0)
     while (left > 0) & (last * blocks <= first):
         base = base + PAIRS
-        one, two = sizes_of(ask(counters, base, lane), counters, base, lane)
+        one, two = sizes_of(load_counts(counters, base, lane), counters, base, lane)
         through = last + through_lane(one + two, lane)
         last = cute.arch.shuffle_sync(through, WARP - 1)
     # of the lane that has the run's first sequence
@@ -124,7 +127,7 @@ def begin(counters: tuple, asked: tuple, blocks: Int32, cta: Int32, ctas: cute.F
     is_two = Int32(first >= (start + one) * blocks)
     size = cutlass.max(cutlass.select_(is_two != 0, two, one), Int32(1))
     block, position = divided(first - (start + is_two * one) * blocks, size)
-    return Turn(base + 2 * at + is_two, block, position, left, first, total, Int32(0), Int32(0))
+    return Cursor(base + 2 * at + is_two, block, position, left, first, total, Int32(0), Int32(0))
 
 
 def divided(x: Int32, n: Int32) -> tuple[Int32, Int32]:
@@ -145,9 +148,9 @@ def through_lane(x: Int32, lane: Uint32) -> Int32:
     return x
 
 
-def after(turn: Turn, count, blocks) -> Turn:
+def after(cursor: Cursor, count, blocks) -> Cursor:
     """Behind ``count`` positions of the item: the next item."""
-    block = turn.block + 1
+    block = cursor.block + 1
     is_last = Int32(block == blocks)
-    return turn._replace(batch_idx=turn.batch_idx + is_last, block=block * (1 - is_last), first=0 * count,
-                         left=turn.left - count, position=turn.position + count, done=turn.done + count)
+    return cursor._replace(batch_idx=cursor.batch_idx + is_last, block=block * (1 - is_last), first=0 * count,
+                         left=cursor.left - count, position=cursor.position + count, done=cursor.done + count)

@@ -23,9 +23,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.rows import Rows, grid_of
-from lowbit_attn.hopper.warp import cluster, fetch, half_packed, masks, merge, pace, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import FEW_PAGES, WARP, WORD, WarpConfig
-from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, plain_of, rows_of
+from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, rows_of, token_rows
 
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
 
@@ -66,11 +66,11 @@ class SplitsSm90:
                  ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
                  sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
                  sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
-        splits, in_clusters = partials.shape[1], cluster.meet(self.cfg, partials)
+        splits, in_clusters = partials.shape[1], cluster.is_cluster(self.cfg, partials)
         grid, ratio, row_blocks = grid_of(q, ring_k, splits, self.cfg.rows)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, splits))
-        # without a third segment n_qv equals n_qk
-        packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
+        # without a mixed segment n_qv equals n_qk
+        packed_v = n_qv if cutlass.const_expr(self.cfg.has_mixed) else None
         self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
                     sink_logits, softmax_scale_log2, *masks.cap_constants(softcap_log2), window, sink_window,
                     page_stride, head_stride, table_b, table_h, *divisors).launch(
@@ -95,9 +95,9 @@ class SplitsSm90:
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
         on_pace = pace.make(cfg, partials)
-        base = pace.ask(on_pace)
+        base = pace.load_base(on_pace)
         apart = walk.pages_apart(partials.shape[1], cfg.page_warps)
-        ids, counts, words = ask(cfg, call, rows, sink_logits, me,
+        ids, counts, words = load_inputs(cfg, call, rows, sink_logits, me,
                                  walk.page_place(block[2], partials.shape[1], me.warp), apart)
         work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
                          cfg.warps, cfg.page_warps, splits)
@@ -127,20 +127,19 @@ class SplitsSm90:
         on_pace = on_pace._replace(words=smem.pace.data_ptr())
         if cute.arch.thread_idx()[0] == 0:
             on_pace.begin(base)
-        # a thread number of its own: what the merge works out of another would stay in registers till then
-        own_lane = Int32(cute.arch.shuffle_sync_bfly(me.lane, offset=0))
-        outputs = combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), block[2])
+        own_lane = Int32(unpack.fresh(me).lane)  # the merge works with the other
+        outputs = combine.Outputs(partials, out, lse, sink_logits, combine.block_of(block), block[2])
         inbox = None
         if cutlass.const_expr(cfg.has_clusters):
             inbox = cluster.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * cfg.warp_barriers)
             cluster.begin(cfg, inbox, outputs, rows)
-        if ~cluster.meet(cfg, partials):
+        if ~cluster.is_cluster(cfg, partials):
             combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         queries = cfg.arithmetic.steps.prepare_query(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         cute.arch.sync_threads()
-        if cluster.meet(cfg, partials):
+        if cluster.is_cluster(cfg, partials):
             cute.arch.cluster_wait()  # all splits' inboxes are there; the first pages are still on their way
         # V behind all warps' first K: S is formed while it comes
         if (pages.count < FEW_PAGES) & ~fetch.is_single(cfg, pages):
@@ -148,19 +147,19 @@ class SplitsSm90:
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
         cfg.arithmetic.steps.finish(cfg, state)
 
-        # values of their own: those of above would stay in registers over the page loop, or be spilled
+        # values of their own, as unpack.fresh has them
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
-        if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.third_segment):
-            me = unpack.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
+        if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.has_mixed):
+            me = unpack.fresh(me)
         cute.arch.sync_warp()
         rows, work = plans.recall(rows)
-        source, takers = plain_of(cfg, call, rows), cfg.warps * partials.shape[1]
-        if cutlass.const_expr(cfg.third_segment):
-            pages = pages._replace(first=first_entry(call, rows) + work.third_page)
-            half_packed.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), takers)
+        source, takers = token_rows(cfg, call, rows), cfg.warps * partials.shape[1]
+        if cutlass.const_expr(cfg.has_mixed):
+            pages = pages._replace(first=first_entry(call, rows) + work.mixed_page)
+            mixed.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), takers)
         residual.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, takers)
         merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(
-            partials, out, lse, sink_logits, combine.place_of(block), block[2]))
+            partials, out, lse, sink_logits, combine.block_of(block), block[2]))
 
 
 def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:
@@ -170,7 +169,7 @@ def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:
 
 
 @cute.jit
-def ask(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: unpack.Lane,
+def load_inputs(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: unpack.Lane,
         place: Int32, apart: Int32) -> tuple[Int32, tuple, cute.Tensor | None]:
     """(page ids, counters, q words of the integer path). Page ids and pages are two reads in a row; all others go
     beside them. With a window, pages depend on the counters, so there are no ids yet.
@@ -182,8 +181,8 @@ def ask(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink_logits:
     if cutlass.const_expr(not cfg.has_window):
         ids = fetch.early_ids(call.table, first, entries, place, apart, me.lane)
         entries = entries * Int32(entries > WARP * apart)  # others are asked for later
-    words = cfg.arithmetic.steps.ask_query(cfg, call.q, rows, me, thread)
+    words = cfg.arithmetic.steps.prefetch_query(cfg, call.q, rows, me, thread)
     fetch.prefetch(call.table, first, entries, thread)
     fetch.prefetch(sink_logits, rows.head_idx * rows.ratio * Int32(sink_logits.shape[0] > 1), 1, thread)
-    cute.arch.sync_warp()  # else ptxas asks for all this when the counters are there
+    unpack.fence()  # before the counters are waited for
     return ids, tuple(x[rows.batch_idx] for x in call.counters), words

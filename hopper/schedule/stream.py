@@ -16,9 +16,9 @@ from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.rows import Rows, grid_of
 from lowbit_attn.hopper.schedule import fixup, items
 from lowbit_attn.hopper.schedule.splits import SplitsSm90
-from lowbit_attn.hopper.warp import fetch, half_packed, masks, pace, query, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp import fetch, masks, mixed, pace, query, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
-from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, plain_of, rows_of
+from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, rows_of, token_rows
 
 
 class StreamSm90(SplitsSm90):
@@ -32,7 +32,7 @@ class StreamSm90(SplitsSm90):
                  sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
         (blocks, _, _), ratio, row_blocks = grid_of(q, ring_k, 1, self.cfg.rows)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, partials.shape[0]))
-        packed_v = n_qv if cutlass.const_expr(self.cfg.third_segment) else None
+        packed_v = n_qv if cutlass.const_expr(self.cfg.has_mixed) else None
         self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
                     sink_logits, softmax_scale_log2, page_stride, head_stride, table_b, table_h, blocks,
                     *divisors).launch(grid=(partials.shape[0], 1, 1), block=(self.cfg.threads, 1, 1), stream=stream,
@@ -55,9 +55,9 @@ class StreamSm90(SplitsSm90):
             first = fetch.line_of(x) * cta
             fetch.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
         cute.arch.sync_warp()
-        asked = items.ask(call.counters, Int32(0), me.lane)
+        early = items.load_counts(call.counters, Int32(0), me.lane)
         on_pace = pace.make(cfg, partials)
-        base = pace.ask(on_pace)
+        base = pace.load_base(on_pace)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         own = Own(fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp),
@@ -68,21 +68,20 @@ class StreamSm90(SplitsSm90):
                   on_pace._replace(words=smem.pace.data_ptr()))
         with cute.arch.elect_one():
             fetch.init(cfg, own.ring)
-            own.runs.forget(me.warp)
+            own.runs.clear(me.warp)
         cute.arch.mbarrier_init_fence()
         out_to = combine.Outputs(partials, out, lse, sink_logits, cta, Int32(0))
         fixup.prefetch(cfg, out_to, ctas)
-        turn = items.begin(call.counters, asked, blocks, cta, parts, me.warp, cfg.warps, me.lane)
+        cursor = items.begin(call.counters, early, blocks, cta, parts, me.warp, cfg.warps, me.lane)
         with cute.arch.elect_one():
-            own.runs.keep(me.warp, turn)
+            own.runs.keep(me.warp, cursor)
         if cute.arch.thread_idx()[0] == 0:
             own.pace.begin(base)
         cute.arch.sync_threads()
         place = Place(pool, page_stride, head_stride, blocks, parts, scale_log2)
-        left, slot, phase = turn.left, Int32(0), Int32(0)
+        left, slot, phase = cursor.left, Int32(0), Int32(0)
         while left > 0:
-            # a lane of its own for every item: what follows from it would stay in registers from item to item
-            now = unpack.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
+            now = unpack.fresh(me)  # for every item
             left, slot, phase = attend(cfg, call, place, own, now, out_to, slot, phase)
         cute.arch.sync_threads()
         fixup.merge(cfg, call, own.runs, out_to)
@@ -95,7 +94,7 @@ class Own(NamedTuple):
     query: cute.Pointer
     channels: cute.Pointer
     plans: walk.Plans
-    runs: fixup.Shared
+    runs: fixup.RunSums
     pace: pace.Pace
 
 
@@ -113,15 +112,15 @@ class Place(NamedTuple):
 @cute.jit
 def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, place: Place, own: Own, me: unpack.Lane,
            out: combine.Outputs, slot: Int32, phase: Int32) -> tuple[Int32, Int32, Int32]:
-    """The item at which the warp's turn is; (positions left, slot and phase of the ring)."""
-    turn = own.runs.turn(me.warp)
-    counts = tuple(x[turn.batch_idx] for x in call.counters)
-    rows = rows_of(cfg, call, (turn.block, turn.batch_idx))
-    count = cutlass.min(turn.left, items.item_of(*counts).positions - turn.first)
-    work = items.walk_of(*counts, turn.first, count)
+    """The item at which the warp's cursor is; (positions left, slot and phase of the ring)."""
+    cursor = own.runs.cursor(me.warp)
+    counts = tuple(x[cursor.batch_idx] for x in call.counters)
+    rows = rows_of(cfg, call, (cursor.block, cursor.batch_idx))
+    count = cutlass.min(cursor.left, items.work_item(*counts).positions - cursor.first)
+    work = items.walk_of(*counts, cursor.first, count)
     pages = fetch.Pages(place.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
                        place.page_stride, Int64(rows.head_idx) * Int64(place.head_stride), 1,
-                       fetch.policy_of(cfg, turn.total, call.row_blocks.divisor))
+                       fetch.policy_of(cfg, cursor.total, call.row_blocks.divisor))
     ids = fetch.page_ids(pages, Int32(0), me.lane)
     fetch.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
     words = query.load(cfg, call.q, rows, me)
@@ -131,50 +130,49 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, place: Place, own: Ow
     queries = cfg.arithmetic.steps.prepare_own_query(cfg, words, place.scale_log2, me, own.query, own.channels)
     cute.arch.sync_warp()
     limits = masks.Limits(Float32(0.0), Float32(0.0), Int32(0), Int32(0))  # of no feature
-    on_pace = own.pace._replace(own=turn.done + turn.left, before=turn.done,
-                                total=items.share(turn.total, place.parts, out.place)[1])
+    on_pace = own.pace._replace(own=cursor.done + cursor.left, before=cursor.done,
+                                total=items.share(cursor.total, place.parts, out.place)[1])
     slot, phase = packed_pages(cfg, pages, work, own.ring, me, ids, queries, rows, state, limits,
                                on_pace, slot, phase)
 
-    # values of their own: those of above would stay in registers over the page loop, or be spilled
-    me = unpack.lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
+    me = unpack.fresh(me)
     cute.arch.sync_warp()
     rows, work = own.plans.recall(rows)
-    turn = own.runs.turn(me.warp)
-    source = plain_of(cfg, call, rows)
-    if cutlass.const_expr(cfg.third_segment):
-        pages = pages._replace(first=first_entry(call, rows) + work.third_page)
-        turn = turn._replace(unit_phase=half_packed.run(cfg, pages, work, source, own.ring, me, queries, rows, state,
-                                                        limits, turn.unit_phase, 1))
+    cursor = own.runs.cursor(me.warp)
+    source = token_rows(cfg, call, rows)
+    if cutlass.const_expr(cfg.has_mixed):
+        pages = pages._replace(first=first_entry(call, rows) + work.mixed_page)
+        cursor = cursor._replace(unit_phase=mixed.run(cfg, pages, work, source, own.ring, me, queries, rows, state,
+                                                        limits, cursor.unit_phase, 1))
     residual.run(cfg, work, source, own.ring, me, call.q, rows, state, place.scale_log2, limits, 1)
-    return finish(cfg, call, place, own, me, rows, turn, work.num_pages, state, out), slot, phase
+    return finish(cfg, call, place, own, me, rows, cursor, work.num_pages, state, out), slot, phase
 
 
 @cute.jit
 def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, place: Place, own: Own, me: unpack.Lane, rows: Rows,
-           turn: items.Turn, num_pages: Int32, state: softmax.State, out: combine.Outputs) -> Int32:
+           cursor: items.Cursor, num_pages: Int32, state: softmax.State, out: combine.Outputs) -> Int32:
     """Leave an item's sums, or write its result if the run has all of it; returns the positions left.
 
     num_pages: of the item's positions in the run, those that the warp has counted.
     """
-    size = items.item_of(*(x[rows.batch_idx] for x in call.counters)).positions
-    count = cutlass.min(turn.left, size - turn.first)
-    is_head, goes_on = turn.first > 0, turn.first + count < size
-    part = 2 * me.warp + Int32(turn.first == 0)
-    fixup.leave(cfg, own.runs, part, me, state)
+    size = items.work_item(*(x[rows.batch_idx] for x in call.counters)).positions
+    count = cutlass.min(cursor.left, size - cursor.first)
+    is_head, goes_on = cursor.first > 0, cursor.first + count < size
+    part = 2 * me.warp + Int32(cursor.first == 0)
+    fixup.store_sums(cfg, own.runs, part, me, state)
     last = out.place
     if goes_on:
-        last = items.part_of(turn.total, place.parts, turn.position + size - turn.first - 1)
-    cute.arch.sync_warp()  # all lanes have read the turn
+        last = items.part_of(cursor.total, place.parts, cursor.position + size - cursor.first - 1)
+    cute.arch.sync_warp()  # all lanes have read the cursor
     with cute.arch.elect_one():
-        own.runs.note(part, turn, Int32(is_head | goes_on), last)
-        own.runs.keep(me.warp, items.after(turn, count, place.blocks))
-        pace.count(cfg, own.pace, me, turn.done + num_pages, count - num_pages)
+        own.runs.record(part, cursor, Int32(is_head | goes_on), last)
+        own.runs.keep(me.warp, items.after(cursor, count, place.blocks))
+        pace.count(cfg, own.pace, me, cursor.done + num_pages, count - num_pages)
     cute.arch.sync_warp()
-    # for the merge: what was asked for at the start is not in L2 any more
+    # for the merge: what was read at the start is not in L2 any more
     fetch.prefetch(out.sink_logits, rows.head_idx * rows.ratio * Int32(out.sink_logits.shape[0] > 1), Int32(1),
                   Int32(me.lane))
-    if (turn.first == 0) & (turn.first + count == size):
+    if (cursor.first == 0) & (cursor.first + count == size):
         fixup.write_whole(cfg, own.runs, part, rows, out, me)
     cute.arch.sync_warp()
-    return turn.left - count
+    return cursor.left - count

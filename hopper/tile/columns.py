@@ -25,10 +25,10 @@ from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile import softmax
 from lowbit_attn.hopper.tile.config import CHUNK, GROUP_WARPS, TILE_M, TILE_N, WARP, DecodeConfig, tile_chunk
-from lowbit_attn.hopper.tile.masks import Lane, Scores, Sight, to_logits
+from lowbit_attn.hopper.tile.masks import LogitScale, MmaThread, Visible, to_logits
 from lowbit_attn.hopper.tile.mma import GROUP_BARRIER, Tiles, issue, lane_of, make_mma, stage_q
-from lowbit_attn.hopper.tile.ring import Ring
-from lowbit_attn.hopper.tile.walk import Walk
+from lowbit_attn.hopper.tile.ring import StageRing
+from lowbit_attn.hopper.tile.walk import TileWalk
 
 SLACK = 8.0  # base 2; fp16 holds weights up to 2^16
 LANES_OF_COLUMN = (4, 8, 16)  # bits of a lane's number that its columns do not depend on
@@ -36,14 +36,14 @@ PAD = 4  # fp32 numbers between the sums of query rows: a warp's accesses meet n
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Rows, sight: Sight, scores: Scores,
-        q: cute.Tensor, tiles: Tiles, k_tiles: Ring, v_tiles: Ring, out: combine.Outputs):
-    """Attend to this group's tiles of the walk, join the groups' sums, then leave and merge this split's result."""
+def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: TileWalk, rows: Rows, visible: Visible,
+        scores: LogitScale, q: cute.Tensor, tiles: Tiles, k_tiles: StageRing, v_tiles: StageRing, out: combine.Outputs):
+    """Attend to this group's tiles of the walk, join the groups' sums, then store and merge this split's result."""
     element = numbers.ELEMENT[cfg.dtype]
     mma_thread = cute.arch.thread_idx()[0] - cfg.first_mma_group * GROUP_WARPS * WARP
     me = lane_of(mma_thread)
     stage_q(cfg, q, rows, mma_thread, tiles.q_smem)
-    meet(tiles, 0)
+    barrier(tiles, 0)
     mma_qk, mma_pv = (make_mma(cfg.rows, element, True) for _ in range(2))
     rK = mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(tiles.k))[None, None, None, group]
     rQ = mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(tiles.q))[None, None, None, 0]
@@ -53,10 +53,10 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Ro
     acc_o = cute.make_rmem_tensor(mma_pv.partition_shape_C((cfg.v.tile_rows, cfg.rows)), Float32)
     acc_o.fill(0.0)
     mma_pv.set(warpgroup.Field.ACCUMULATE, True)
-    tops, sums = (cute.make_rmem_tensor(cfg.rows // 4, Float32) for _ in range(2))
-    tops.fill(numbers.LOWEST)
+    maxima, sums = (cute.make_rmem_tensor(cfg.rows // 4, Float32) for _ in range(2))
+    maxima.fill(numbers.LOWEST)
     sums.fill(0.0)
-    for i in cutlass.range(group, walk.num_pages + walk.plain_tiles, cfg.mma_groups, unroll=1):
+    for i in cutlass.range(group, walk.num_pages + walk.token_tiles, cfg.mma_groups, unroll=1):
         fill = Uint32(i)
         # S^T = K Q^T
         rings.wait_full(k_tiles, fill)
@@ -64,22 +64,22 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Ro
         warpgroup.wait_group(0)
         rings.release(k_tiles, fill)
         # P = softmax(S), O^T scaled to the new maximum
-        scale_log2 = to_logits(cfg, acc_s, walk, rows, sight, scores, me, i)
-        raise_tops(cfg, me, group, tiles, acc_s, scale_log2, tops, sums, acc_o)
-        leave_weights(cfg, me, group, tiles, acc_s, scale_log2, tops, sums)
+        scale_log2 = to_logits(cfg, acc_s, walk, rows, visible, scores, me, i)
+        raise_maxima(cfg, me, group, tiles, acc_s, scale_log2, maxima, sums, acc_o)
+        store_weights(cfg, me, group, tiles, acc_s, scale_log2, maxima, sums)
         # O^T += V^T P^T
         rings.wait_full(v_tiles, fill)
         issue(mma_pv, acc_o, rV, rP, False)
         warpgroup.wait_group(0)
         rings.release(v_tiles, fill)
-    share_sums(cfg, me, group, tiles, acc_o, tops, sums)
-    meet(tiles, 1)
-    leave(cfg, tiles, rows, out, mma_thread)
+    share_sums(cfg, me, group, tiles, acc_o, maxima, sums)
+    barrier(tiles, 1)
+    store_partials(cfg, tiles, rows, out, mma_thread)
     if out.num_splits > 1:
         combine.merge(out, rows, cfg.mma_threads, mma_thread)
 
 
-def meet(tiles: Tiles, phase: int) -> None:
+def barrier(tiles: Tiles, phase: int) -> None:
     """All MMA groups' lanes: what each wrote to shared memory before is there."""
     cute.arch.mbarrier_arrive(tiles.joined)
     cute.arch.mbarrier_wait(tiles.joined, phase)
@@ -96,8 +96,8 @@ def column_lists(cfg: DecodeConfig, blocks: int) -> list[list[int]]:
 
 
 @cute.jit
-def raise_tops(cfg: cutlass.Constexpr[DecodeConfig], me: Lane, group: Int32, tiles: Tiles, acc_s: cute.Tensor,
-               scale_log2: Float32, tops: cute.Tensor, sums: cute.Tensor, acc_o: cute.Tensor):
+def raise_maxima(cfg: cutlass.Constexpr[DecodeConfig], me: MmaThread, group: Int32, tiles: Tiles, acc_s: cute.Tensor,
+               scale_log2: Float32, maxima: cute.Tensor, sums: cute.Tensor, acc_o: cute.Tensor):
     """Where a logit exceeds its column's maximum by SLACK, all columns' maxima become those of this tile or before.
 
     Behind it no warp of the group reads the last tile's P any more.
@@ -106,22 +106,22 @@ def raise_tops(cfg: cutlass.Constexpr[DecodeConfig], me: Lane, group: Int32, til
     exceeds = cutlass.Boolean(False)
     for c, at in enumerate(column_lists(cfg, TILE_N // TILE_M)):
         found[c] = numbers.tree([acc_s[i] for i in at], cute.arch.fmax) * scale_log2
-        exceeds = exceeds | (found[c] > tops[c] + Float32(SLACK))
+        exceeds = exceeds | (found[c] > maxima[c] + Float32(SLACK))
     if ptx.any_of(group_barrier(group), GROUP_WARPS * WARP, Uint32(exceeds)) != 0:
         agree(cfg, me, group, tiles, found)
         for c, at in enumerate(column_lists(cfg, cfg.v.tile_rows // TILE_M)):
-            top = cute.arch.fmax(tops[c], found[c])
-            shrink = combine.weight(tops[c], top)
-            tops[c] = top
+            top = cute.arch.fmax(maxima[c], found[c])
+            shrink = combine.weight(maxima[c], top)
+            maxima[c] = top
             sums[c] = sums[c] * shrink
             for i in at:
                 acc_o[i] = acc_o[i] * shrink
 
 
 @cute.jit
-def agree(cfg: cutlass.Constexpr[DecodeConfig], me: Lane, group: Int32, tiles: Tiles, found: cute.Tensor):
+def agree(cfg: cutlass.Constexpr[DecodeConfig], me: MmaThread, group: Int32, tiles: Tiles, found: cute.Tensor):
     """Each column's maximum over the group. The vote before, by all lanes, is behind the last reads here."""
-    shared = cute.make_tensor(tiles.tops, cute.make_layout((GROUP_WARPS, cfg.rows, cfg.mma_groups)))
+    shared = cute.make_tensor(tiles.maxima, cute.make_layout((GROUP_WARPS, cfg.rows, cfg.mma_groups)))
     for c in cutlass.range_constexpr(cfg.rows // 4):
         found[c] = softmax.across(found[c], cute.arch.fmax, LANES_OF_COLUMN)
         if me.g == 0:
@@ -139,8 +139,8 @@ def weights_chunk(cfg: DecodeConfig, warp, lane, eight: int):
 
 
 @cute.jit
-def leave_weights(cfg: cutlass.Constexpr[DecodeConfig], me: Lane, group: Int32, tiles: Tiles, acc_s: cute.Tensor,
-                  scale_log2: Float32, tops: cute.Tensor, sums: cute.Tensor):
+def store_weights(cfg: cutlass.Constexpr[DecodeConfig], me: MmaThread, group: Int32, tiles: Tiles, acc_s: cute.Tensor,
+                  scale_log2: Float32, maxima: cute.Tensor, sums: cute.Tensor):
     """P to shared memory, K-major [rows, 128 tokens] for WGMMA, and this lane's share of its columns' sums."""
     chunks = cfg.weight_bytes // (2 * CHUNK)
     out = cute.make_tensor(cute.recast_ptr(tiles.p_smem, dtype=Float16), cute.make_layout(
@@ -150,7 +150,7 @@ def leave_weights(cfg: cutlass.Constexpr[DecodeConfig], me: Lane, group: Int32, 
     for eight in cutlass.range_constexpr(cfg.rows // 8):
         pair = []
         for c in (2 * eight, 2 * eight + 1):
-            weights = [cute.math.exp2(acc_s[i] * scale_log2 - tops[c], fastmath=True)
+            weights = [cute.math.exp2(acc_s[i] * scale_log2 - maxima[c], fastmath=True)
                        for i, _, _ in softmax.column_values(TILE_N // TILE_M, cfg.rows, c)]
             sums[c] = sums[c] + numbers.tree(weights, operator.add)
             pair.append(weights)
@@ -172,8 +172,8 @@ def sums_of(cfg: DecodeConfig, tiles: Tiles, group) -> tuple[cute.Tensor, cute.T
 
 
 @cute.jit
-def share_sums(cfg: cutlass.Constexpr[DecodeConfig], me: Lane, group: Int32, tiles: Tiles, acc_o: cute.Tensor,
-               tops: cute.Tensor, sums: cute.Tensor):
+def share_sums(cfg: cutlass.Constexpr[DecodeConfig], me: MmaThread, group: Int32, tiles: Tiles, acc_o: cute.Tensor,
+               maxima: cute.Tensor, sums: cute.Tensor):
     """This group's O, sums and maxima to shared memory, through its tiles, which none of its warps reads any more."""
     o, totals = sums_of(cfg, tiles, group)
     cute.arch.barrier(barrier_id=group_barrier(group), number_of_threads=GROUP_WARPS * WARP)
@@ -185,18 +185,19 @@ def share_sums(cfg: cutlass.Constexpr[DecodeConfig], me: Lane, group: Int32, til
         if me.g == 0:
             totals[me.warp, row] = total
             if me.warp == 0:
-                totals[GROUP_WARPS, row] = tops[c]
+                totals[GROUP_WARPS, row] = maxima[c]
 
 
 @cute.jit
-def leave(cfg: cutlass.Constexpr[DecodeConfig], tiles: Tiles, rows: Rows, out: combine.Outputs, mma_thread: Int32):
+def store_partials(cfg: cutlass.Constexpr[DecodeConfig], tiles: Tiles, rows: Rows, out: combine.Outputs,
+                   mma_thread: Int32):
     """This split's sums, of all groups, a chunk a thread."""
     for unit in cutlass.range(mma_thread, rows.count * out.chunks, cfg.mma_threads, unroll=1):
         row, chunk = combine.find_row(out, rows, unit // out.chunks), unit % out.chunks
         found = [group_sums(cfg, tiles, group, row.idx, chunk) for group in range(cfg.mma_groups)]
         acc, top, total = found[0]
         top, total = combine.join((acc,), top, total, [(other,) for other in found[1:]])
-        combine.leave(out, row, (chunk,), combine.homes(out, rows, row, (chunk,)),
+        combine.store_partial(out, row, (chunk,), combine.slot_addresses(out, rows, row, (chunk,)),
                       (combine.Sums(acc, top, total),))
 
 

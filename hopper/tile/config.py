@@ -1,6 +1,6 @@
 """Everything a decode kernel fixes at compile time: tiles, warp roles, register budgets, shared memory.
 
-A side (K or V) is described once, by ``SidePlan``: where its bytes lie in a record, and which word, shift
+A side (K or V) is described once, by ``TileSide``: where its bytes lie in a record, and which word, shift
 and bit position give each register of a tile. The positions come from ``layout``.
 """
 
@@ -50,7 +50,7 @@ def tile_chunk(row, chunk_col, rows, atom_chunks=8):
 
 
 @dataclass(frozen=True)
-class SidePlan:
+class TileSide:
     """One side of a record, and the share of its 16x16 tiles that each of four dequant warps unpacks.
 
     A warp unpacks runs of contiguous words: ``run_cols`` column tiles, or one of ``row_parts`` parts of a column tile's
@@ -201,8 +201,8 @@ class SidePlan:
 class DecodeConfig:
     """Compile-time constants of one decode kernel; ``check`` raises ValueError with the reasons."""
 
-    k: SidePlan
-    v: SidePlan
+    k: TileSide
+    v: TileSide
     head_dim: int
     dtype: str = "float16"
     rows: int = COLUMNS  # query rows of a CTA
@@ -266,7 +266,7 @@ class DecodeConfig:
 
     @property
     def staged_rows(self) -> int:
-        """Of Q in shared memory."""
+        """Rows of Q in shared memory."""
         return self.rows if self.in_columns else TILE_M * self.is_wide
 
     @property
@@ -279,7 +279,7 @@ class DecodeConfig:
         return self.rows * TILE_N * 2 * self.in_columns
 
     @property
-    def tops_bytes(self) -> int:
+    def maxima_bytes(self) -> int:
         """Maxima of an MMA group's warps."""
         return self.rows * GROUP_WARPS * WORD * self.in_columns
 
@@ -293,7 +293,7 @@ class DecodeConfig:
         """Bytes between 16-bit rows in a stage: 16 more than a row, so that ldmatrix has no bank conflict."""
         return self.row_bytes + 16
 
-    def stage_bytes(self, side: SidePlan) -> int:
+    def stage_bytes(self, side: TileSide) -> int:
         """Bytes of a packed stage: one part of a record, or UNIT_TOKENS rows of 16 bit."""
         return layout.align_record(max(side.part_bytes, UNIT_TOKENS * self.row_pitch))
 
@@ -307,7 +307,7 @@ class DecodeConfig:
             "v_tiles": self.mma_groups * self.v.tile_bytes,
             "k_packed": self.packed_stages * self.stage_bytes(self.k),
             "v_packed": self.packed_stages * self.stage_bytes(self.v),
-            "tops": self.mma_groups * self.tops_bytes,
+            "maxima": self.mma_groups * self.maxima_bytes,
             "barriers": BARRIER_BYTES * (4 * (self.packed_stages + self.mma_groups) + 1),
         }
 
@@ -343,7 +343,7 @@ class DecodeConfig:
         return self
 
 
-def plan_sides(fmt: Format, head_dim: int, dtype: str, in_columns: bool = False) -> list[SidePlan]:
+def plan_sides(fmt: Format, head_dim: int, dtype: str, in_columns: bool = False) -> list[TileSide]:
     """K's and V's plans; in_columns: query rows are WGMMA's columns."""
     record = fmt.record(head_dim)
     plans = []
@@ -351,7 +351,7 @@ def plan_sides(fmt: Format, head_dim: int, dtype: str, in_columns: bool = False)
                                            (fmt.v, record.v_planes, record.v_offset, record.nbytes, True)):
         storage = str(side.storage).removeprefix("torch.")
         rows = head_dim if is_v else TILE_N
-        plans.append(SidePlan(side.bits, is_v, head_dim, isinstance(side, PerToken), side.group_size or head_dim,
+        plans.append(TileSide(side.bits, is_v, head_dim, isinstance(side, PerToken), side.group_size or head_dim,
                               storage, storage == dtype == "float16", start, end - start, planes[1].offset - start,
                               -(-rows // TILE_M) * TILE_M if in_columns else rows))
     return plans
@@ -400,7 +400,7 @@ def expected_counts(cfg: DecodeConfig) -> dict[str, int]:
 
 
 def expected_hgmma(cfg: DecodeConfig) -> int:
-    """Of one tile: k16 blocks of S and of O, for each TILE_M rows or each MAX_N columns."""
+    """WGMMAs of one tile: k16 blocks of S and of O, for each TILE_M rows or each MAX_N columns."""
     s, o = cfg.head_dim // layout.TILE, TILE_N // layout.TILE
     if cfg.in_columns:
         return s * cfg.k.tile_rows // TILE_M + o * cfg.v.tile_rows // TILE_M

@@ -32,8 +32,8 @@ from lowbit_attn.hopper.common import rows as query_rows
 from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.tile import columns, dequant, load, mma, walk
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, SMEM_ALIGN, TILE_N, DecodeConfig
-from lowbit_attn.hopper.tile.masks import Scores, Sight
-from lowbit_attn.hopper.tile.ring import Ring, init
+from lowbit_attn.hopper.tile.masks import LogitScale, Visible
+from lowbit_attn.hopper.tile.ring import StageRing, init
 
 
 def tile_layout(rows: int, cols: int, stages: int, element=Float16):
@@ -67,7 +67,7 @@ class DecodeSm90:
             k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, k_words], 128]
             v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, v_words], 128]
             if cfg.in_columns:
-                tops: cute.struct.Align[cute.struct.MemRange[Float32, tiles * cfg.tops_bytes // 4], 128]
+                maxima: cute.struct.Align[cute.struct.MemRange[Float32, tiles * cfg.maxima_bytes // 4], 128]
             k_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
             v_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
             k_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
@@ -135,9 +135,9 @@ class DecodeSm90:
             cute.arch.setmaxregister_increase(cfg.mma_regs)
             attend = columns.run if cfg.in_columns else mma.run
             attend(cfg, group - cfg.first_mma_group, k_walk, rows,
-                   Sight(n_tok[batch_idx] - rows.q_len, window, sink_window), Scores(scale_log2, softcap_log2), q,
+                   Visible(n_tok[batch_idx] - rows.q_len, window, sink_window), LogitScale(scale_log2, softcap_log2), q,
                    self.tiles(smem), k_tiles, v_tiles,
-                   combine.Outputs(partials, out, lse, sink_logits, combine.place_of(block), split_idx))
+                   combine.Outputs(partials, out, lse, sink_logits, combine.block_of(block), split_idx))
 
     def tiles(self, smem) -> mma.Tiles:
         """WGMMA's operands in shared memory."""
@@ -154,7 +154,7 @@ class DecodeSm90:
                          view(smem.query, cfg.staged_rows, cfg.head_dim, 1) if cfg.staged_rows else None,
                          smem.weights.data_ptr() if cfg.in_columns else None,
                          view(smem.weights, cfg.rows, TILE_N, cfg.mma_groups) if cfg.in_columns else None,
-                         smem.tops.data_ptr() if cfg.in_columns else None)
+                         smem.maxima.data_ptr() if cfg.in_columns else None)
 
     @cute.jit
     def make_rings(self, smem, warp_idx: Int32):
@@ -162,7 +162,7 @@ class DecodeSm90:
         cfg = self.cfg
 
         def ring(bars, stages):
-            return Ring(bars.data_ptr(), bars.data_ptr() + stages, stages)
+            return StageRing(bars.data_ptr(), bars.data_ptr() + stages, stages)
 
         packed = [ring(b, cfg.packed_stages) for b in (smem.k_packed_bars, smem.v_packed_bars)]
         tiles = [ring(b, cfg.mma_groups) for b in (smem.k_tile_bars, smem.v_tile_bars)]

@@ -1,4 +1,4 @@
-"""Dequant role: a warpgroup turns packed parts and 16-bit rows, of both sides or of one, into WGMMA's B tiles.
+"""Dequant role: a warpgroup cursors packed parts and 16-bit rows, of both sides or of one, into WGMMA's B tiles.
 
 A tile is K-major with the 128-byte swizzle: K as [128 tokens, D channels], V as [D channels, 128 tokens].
 The 8x8 matrix that one masked word gives is exactly stmatrix's, so no lane ever exchanges data.
@@ -24,18 +24,18 @@ from lowbit_attn.hopper.tile.config import (
     WARP,
     WORD,
     DecodeConfig,
-    SidePlan,
+    TileSide,
     tile_chunk,
 )
-from lowbit_attn.hopper.tile.ring import Ring
-from lowbit_attn.hopper.tile.walk import Walk, plain_tile
+from lowbit_attn.hopper.tile.ring import StageRing
+from lowbit_attn.hopper.tile.walk import TileWalk, token_tile_of
 
 BOTH = 0x0001_0001  # a 16-bit pattern in both halves of a word
 FP16_MAX = 65504.0
 FP16_MAGIC = 0x6400  # bits of 1024: ORing a code at bit k of the mantissa gives 1024 + code * 2**k
 
 
-class Lane(NamedTuple):
+class DequantThread(NamedTuple):
     """This thread's place: warp of the group, lane, and the row and column (in 8x8 matrices) it addresses."""
 
     warp: Uint32
@@ -45,12 +45,12 @@ class Lane(NamedTuple):
 
 
 class Pipe(NamedTuple):
-    """Of one side: its walk, the rings that its tiles come from and go to, and their shared memory."""
+    """What a side has: its walk, the rings that its tiles come from and go to, and their shared memory."""
 
-    walk: Walk
-    packed: Ring
+    walk: TileWalk
+    packed: StageRing
     packed_smem: cute.Pointer
-    tiles: Ring
+    tiles: StageRing
     tile_smem: cute.Pointer
 
 
@@ -83,14 +83,15 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], sides: cutlass.Constexpr[tuple], p
     Tiles are bits of 16, fp16 or bf16. K and V have as many.
     """
     lane = Uint32(cute.arch.lane_idx())
-    me = Lane(Uint32(cute.arch.make_warp_uniform(cute.arch.warp_idx())) % GROUP_WARPS, lane, *lane_place(lane))
-    for i in cutlass.range(pipes[0].walk.num_pages + pipes[0].walk.plain_tiles, unroll=1):
+    me = DequantThread(Uint32(cute.arch.make_warp_uniform(cute.arch.warp_idx())) % GROUP_WARPS, lane, *lane_place(lane))
+    for i in cutlass.range(pipes[0].walk.num_pages + pipes[0].walk.token_tiles, unroll=1):
         for side, pipe in zip(sides, pipes):
             fill_tile(cfg, side, me, pipe, i)
 
 
 @cute.jit
-def fill_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], me: Lane, pipe: Pipe, i: Int32):
+def fill_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide], me: DequantThread, pipe: Pipe,
+              i: Int32):
     """Tile ``i`` of a side."""
     tile_chunks = side.tile_bytes // (2 * CHUNK)
     out = cute.make_tensor(cute.recast_ptr(pipe.tile_smem, dtype=Float16), cute.make_layout(
@@ -103,7 +104,7 @@ def fill_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Side
         dequant_page(cfg, side, me, pipe.packed_smem, rings.stage(pipe.packed, fill), out)
         rings.release(pipe.packed, fill)
     else:
-        tile = plain_tile(pipe.walk, i - pages)
+        tile = token_tile_of(pipe.walk, i - pages)
         rings.wait_empty(pipe.tiles, fill)
         for u in cutlass.range(UNITS, unroll=1):
             piece = Uint32(pages + (i - pages) * UNITS + u)
@@ -115,7 +116,7 @@ def fill_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Side
 
 
 @cute.jit
-def dequant_page(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], me: Lane,
+def dequant_page(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide], me: DequantThread,
                  packed_smem: cute.Pointer, stage: Int32, out: cute.Tensor):
     """One part of a record -> one tile: this warp's runs of column tiles."""
     part = Part(packed_smem, stage, cfg.packed_stages, cfg.stage_bytes(side) // WORD)
@@ -126,7 +127,8 @@ def dequant_page(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[S
             dequant_run(cfg, side, me, part, Uint32(run), out)
 
 
-def dequant_run(cfg: DecodeConfig, side: SidePlan, me: Lane, part: Part, run: Uint32, out: cute.Tensor) -> None:
+def dequant_run(cfg: DecodeConfig, side: TileSide, me: DequantThread, part: Part, run: Uint32,
+                out: cute.Tensor) -> None:
     """One run of column tiles: code * scale + zero, rounded once to the tile's type."""
     words = load_words(side, me, part, run)
     first_row, first_col = side.run_place(run)
@@ -146,7 +148,7 @@ def dequant_run(cfg: DecodeConfig, side: SidePlan, me: Lane, part: Part, run: Ui
             cute.copy(store, frag, out[None, chunks[col_tile] + row_tile * layout.TILE * side.atom_chunks])
 
 
-def load_words(side: SidePlan, me: Lane, part: Part, run: Uint32) -> list[Uint32]:
+def load_words(side: TileSide, me: DequantThread, part: Part, run: Uint32) -> list[Uint32]:
     """This lane's words of a run."""
     width, split = side.width, layout.BLOCK_WORDS // side.width
     packed = cute.make_tensor(part.smem, cute.make_layout(
@@ -160,8 +162,8 @@ def load_words(side: SidePlan, me: Lane, part: Part, run: Uint32) -> list[Uint32
     return [words[i] for i in range(side.run_words)]
 
 
-def load_meta(side: SidePlan, me: Lane, part: Part, run: Uint32, block: int):
-    """(scales, zeros) of a block of rows of a run, by ``SidePlan.meta_index``, as ``affine`` takes them."""
+def load_meta(side: TileSide, me: DequantThread, part: Part, run: Uint32, block: int):
+    """(scales, zeros) of a block of rows of a run, by ``TileSide.meta_index``, as ``affine`` takes them."""
     count = side.meta_bytes // WORD
     meta = cute.make_tensor(part.smem + side.meta_offset // WORD, cute.make_layout(
         (count, (side.part_bytes - side.meta_offset) // side.meta_bytes, part.stages),
@@ -181,15 +183,15 @@ def load_meta(side: SidePlan, me: Lane, part: Part, run: Uint32, block: int):
     return wide
 
 
-def half_meta(side: SidePlan, loads: list[list[Uint32]]):
-    """The same as fp16 pairs of the low and the high column."""
+def half_meta(side: TileSide, loads: list[list[Uint32]]):
+    """Scales and zero-points as fp16 pairs of the low and the high column."""
     if not side.transposed and len(loads) == 2:
         return loads
     low, high = loads[0], loads[-1]
     return ([ptx.low_halves(a, b) for a, b in zip(low, high)], [ptx.high_halves(a, b) for a, b in zip(low, high)])
 
 
-def affine(cfg: DecodeConfig, side: SidePlan, codes: Uint32, scale, zero) -> Uint32:
+def affine(cfg: DecodeConfig, side: TileSide, codes: Uint32, scale, zero) -> Uint32:
     """code * scale + zero of two fp16 codes, in the tile's type, one rounding but for fp32's own."""
     if side.is_half:
         return ptx.fma_f16x2(codes, scale, zero)
@@ -206,7 +208,7 @@ def finite_f16(x: Float32) -> Float32:
 
 
 @cute.jit
-def copy_unit(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], me: Lane,
+def copy_unit(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide], me: DequantThread,
               packed_smem: cute.Pointer, stage: Int32, out: cute.Tensor, unit: Uint32, live: Uint32):
     """32 rows of 16 bit -> their part of a tile; V is transposed and its tokens from ``live`` on are zeroed."""
     row_chunks = cfg.row_pitch // (2 * CHUNK)
@@ -232,12 +234,12 @@ def copy_unit(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Side
         cute.copy(store, frag, out[None, chunk])
 
 
-def unit_tiles(side: SidePlan) -> int:
+def unit_tiles(side: TileSide) -> int:
     """16x16 tiles of a unit of 16-bit rows."""
     return UNIT_TOKENS * side.head_dim // layout.TILE**2
 
 
-def unit_tile(side: SidePlan, warp, j: int):
+def unit_tile(side: TileSide, warp, j: int):
     """(token tile, channel tile) of the ``j``-th tile of a unit that a warp copies; channel tiles run fastest."""
     channel_tiles = side.head_dim // layout.TILE
     if channel_tiles % GROUP_WARPS == 0:

@@ -33,4 +33,4 @@ def write(out: Outputs, rows: Rows, row: Row, found: tuple, row_max: Float32, ro
     """What ``chunks`` found of a query row."""
     numbers, values = found
     sums = tuple(Sums(acc, row_max, row_sum) for acc in values)
-    combine.leave(out, row, numbers, combine.homes(out, rows, row, numbers), sums)
+    combine.store_partial(out, row, numbers, combine.slot_addresses(out, rows, row, numbers), sums)

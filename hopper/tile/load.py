@@ -9,9 +9,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn.hopper.common.rows import clamp_unit
 from lowbit_attn.hopper.tile import ring as rings
-from lowbit_attn.hopper.tile.config import UNIT_TOKENS, UNITS, WARP, WORD, DecodeConfig, SidePlan
-from lowbit_attn.hopper.tile.ring import Ring
-from lowbit_attn.hopper.tile.walk import Walk, plain_tile
+from lowbit_attn.hopper.tile.config import UNIT_TOKENS, UNITS, WARP, WORD, DecodeConfig, TileSide
+from lowbit_attn.hopper.tile.ring import StageRing
+from lowbit_attn.hopper.tile.walk import TileWalk, token_tile_of
 
 UNIT_WORDS = 32  # 32-bit words in one unit (128 bytes) of the pool
 
@@ -31,18 +31,18 @@ class Source(NamedTuple):
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], src: Source, walk: Walk,
-        packed: Ring, packed_smem: cute.Pointer):
+def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide], src: Source, walk: TileWalk,
+        packed: StageRing, packed_smem: cute.Pointer):
     """Fill the ring in the walk's order: one part of a record a page, UNITS pieces a 16-bit tile."""
     lane = cute.arch.lane_idx()
     fill = load_pages(cfg, side, src, walk, packed, packed_smem, lane)
-    for i in cutlass.range(walk.plain_tiles, unroll=1):
-        load_plain_tile(cfg, side, src, walk, packed, packed_smem, lane, i, fill + Uint32(i * UNITS))
+    for i in cutlass.range(walk.token_tiles, unroll=1):
+        load_token_tile(cfg, side, src, walk, packed, packed_smem, lane, i, fill + Uint32(i * UNITS))
 
 
 @cute.jit
-def load_pages(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], src: Source, walk: Walk,
-               packed: Ring, packed_smem: cute.Pointer, lane: Int32):
+def load_pages(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide], src: Source, walk: TileWalk,
+               packed: StageRing, packed_smem: cute.Pointer, lane: Int32):
     """One bulk copy a page; a lane looks up the page id of every 32nd page, 32 pages ahead at a time."""
     words = side.part_bytes // WORD
     stages = cute.make_tensor(packed_smem, cute.make_layout((words, cfg.packed_stages),
@@ -69,10 +69,10 @@ def load_pages(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Sid
 
 
 @cute.jit
-def load_plain_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[SidePlan], src: Source, walk: Walk,
-                    packed: Ring, packed_smem: cute.Pointer, lane: Int32, i: Int32, fill: Uint32):
+def load_token_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide], src: Source,
+                    walk: TileWalk, packed: StageRing, packed_smem: cute.Pointer, lane: Int32, i: Int32, fill: Uint32):
     """A 16-bit tile as UNITS pieces of 32 rows, a bulk copy for each live row; dead rows are not touched."""
-    tile = plain_tile(walk, i)
+    tile = token_tile_of(walk, i)
     words = cfg.row_bytes // WORD
     stages = cute.make_tensor(packed_smem, cute.make_layout(
         (words, UNIT_TOKENS, cfg.packed_stages), stride=(1, cfg.row_pitch // WORD, cfg.stage_bytes(side) // WORD)))

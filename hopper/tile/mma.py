@@ -12,7 +12,7 @@ from cutlass.utils import hopper_helpers
 
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.numbers import ELEMENT, LOWEST
-from lowbit_attn.hopper.common.rows import Rows, place
+from lowbit_attn.hopper.common.rows import Rows, query_and_head
 from lowbit_attn.hopper.tile import epilogue, softmax
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import (
@@ -23,12 +23,12 @@ from lowbit_attn.hopper.tile.config import (
     TILE_N,
     WARP,
     DecodeConfig,
-    SidePlan,
+    TileSide,
     tile_chunk,
 )
-from lowbit_attn.hopper.tile.masks import Lane, Scores, Sight, to_logits
-from lowbit_attn.hopper.tile.ring import Ring
-from lowbit_attn.hopper.tile.walk import Walk
+from lowbit_attn.hopper.tile.masks import LogitScale, MmaThread, Visible, to_logits
+from lowbit_attn.hopper.tile.ring import StageRing
+from lowbit_attn.hopper.tile.walk import TileWalk
 
 GROUP_BARRIER = 1  # named, of one MMA warpgroup; 0 is the CTA's
 HALVES = 2  # rows of the accumulators that a thread has values of
@@ -46,14 +46,14 @@ class Tiles(NamedTuple):
     q: cute.Tensor | None  # (64 or columns, head_dim, 1)
     p_smem: cute.Pointer | None
     p: cute.Tensor | None  # (columns, 128, mma_groups)
-    tops: cute.Pointer | None  # fp32 (4, columns, mma_groups): maxima of a group's warps
+    maxima: cute.Pointer | None  # fp32 (4, columns, mma_groups): maxima of a group's warps
 
 
-def lane_of(mma_thread: Int32) -> Lane:
+def lane_of(mma_thread: Int32) -> MmaThread:
     """Place of one of the MMA groups' threads."""
     thread = mma_thread % (GROUP_WARPS * WARP)
     lane = thread % WARP
-    return Lane(thread, thread // WARP, lane // 4, lane % 4)
+    return MmaThread(thread, thread // WARP, lane // 4, lane % 4)
 
 
 def make_mma(tile_n: int, element, is_a_shared: bool = False) -> cute.TiledMma:
@@ -64,9 +64,9 @@ def make_mma(tile_n: int, element, is_a_shared: bool = False) -> cute.TiledMma:
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Rows, sight: Sight, scores: Scores,
-        q: cute.Tensor, tiles: Tiles, k_tiles: Ring, v_tiles: Ring, out: combine.Outputs):
-    """Attend to this group's tiles of the walk, join the groups' sums, then leave and merge this split's result."""
+def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: TileWalk, rows: Rows, visible: Visible,
+        scores: LogitScale, q: cute.Tensor, tiles: Tiles, k_tiles: StageRing, v_tiles: StageRing, out: combine.Outputs):
+    """Attend to this group's tiles of the walk, join the groups' sums, then store and merge this split's result."""
     element = ELEMENT[cfg.dtype]
     mma_thread = cute.arch.thread_idx()[0] - cfg.first_mma_group * GROUP_WARPS * WARP
     me = lane_of(mma_thread)
@@ -87,7 +87,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Ro
     row_max, row_sum = (cute.make_rmem_tensor(HALVES, Float32) for _ in range(2))
     row_max.fill(LOWEST)
     row_sum.fill(0.0)
-    for i in cutlass.range(group, walk.num_pages + walk.plain_tiles, cfg.mma_groups, unroll=1):
+    for i in cutlass.range(group, walk.num_pages + walk.token_tiles, cfg.mma_groups, unroll=1):
         fill = Uint32(i)
         # S = Q K^T
         rings.wait_full(k_tiles, fill)
@@ -95,7 +95,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: Walk, rows: Ro
         warpgroup.wait_group(0)
         rings.release(k_tiles, fill)
         # P = softmax(S), O scaled to the new maximum
-        scale_log2 = to_logits(cfg, acc_s, walk, rows, sight, scores, me, i)
+        scale_log2 = to_logits(cfg, acc_s, walk, rows, visible, scores, me, i)
         for half in cutlass.range_constexpr(HALVES):
             correction = softmax.online_step(half, acc_s, rP, row_max, row_sum, scale_log2, element)
             softmax.rescale(half, acc_o, correction)
@@ -138,7 +138,7 @@ def join_groups(cfg: cutlass.Constexpr[DecodeConfig], tiles: Tiles, group: Int32
                 acc_o[i] = acc_o[i] * own + sums[thread, i] * other
 
 
-def second_tile(smem: cute.Pointer, side: SidePlan, count: int) -> cute.Tensor:
+def second_tile(smem: cute.Pointer, side: TileSide, count: int) -> cute.Tensor:
     """Group 1's tile of a side as (threads, count) fp32."""
     return cute.make_tensor(cute.recast_ptr(smem + side.tile_bytes // 2, dtype=Float32),
                             cute.make_layout((GROUP_WARPS * WARP, count)))
@@ -156,21 +156,21 @@ def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Te
     warpgroup.commit_group()
 
 
-def row_of(me: Lane, half: int) -> Int32:
+def row_of(me: MmaThread, half: int) -> Int32:
     """Query row of the CTA that this thread has values of."""
     return 16 * me.warp + me.g + 8 * half
 
 
 @cute.jit
 def load_q(cfg: cutlass.Constexpr[DecodeConfig], mma_qk: cute.TiledMma, q: cute.Tensor, rows: Rows,
-           me: Lane):
+           me: MmaThread):
     """Q as the A operand: tile row r is query row ``rows.first + r``, rows from ``rows.count`` on are zero."""
     rQ = cute.make_rmem_tensor(mma_qk.partition_shape_A((TILE_M, cfg.head_dim)), ELEMENT[cfg.dtype])
     rQ.fill(0.0)
     words, q_words = cute.recast_tensor(rQ, Uint32), cute.recast_tensor(q, Uint32)
     for half in cutlass.range_constexpr(HALVES):
         if row_of(me, half) < rows.count:
-            query, head = place(rows, row_of(me, half))
+            query, head = query_and_head(rows, row_of(me, half))
             for k in cutlass.range_constexpr(cfg.head_dim // 8):  # words of row g + 8 lie between those of row g
                 words[2 * k + half] = q_words[rows.batch_idx, query, head, 4 * k + me.t]
     return rQ
@@ -191,7 +191,7 @@ def stage_q(cfg: cutlass.Constexpr[DecodeConfig], q: cute.Tensor, rows: Rows, th
             words = cute.make_rmem_tensor(4, Uint32)
             words.fill(0)
             if row < rows.count:
-                query, head = place(rows, row)
+                query, head = query_and_head(rows, row)
                 for e in cutlass.range_constexpr(4):
                     words[e] = q_words[rows.batch_idx, query, head, 4 * chunk + e]
             cute.autovec_copy(words, tile[None, tile_chunk(row, chunk, cfg.staged_rows, cfg.k.atom_chunks)])
@@ -199,7 +199,7 @@ def stage_q(cfg: cutlass.Constexpr[DecodeConfig], q: cute.Tensor, rows: Rows, th
 
 
 @cute.jit
-def write_row(half: cutlass.Constexpr[int], out: combine.Outputs, rows: Rows, me: Lane, acc_o: cute.Tensor,
+def write_row(half: cutlass.Constexpr[int], out: combine.Outputs, rows: Rows, me: MmaThread, acc_o: cute.Tensor,
               row_max: Float32, row_sum: Float32):
     """This thread's row of a half, if it is a query row."""
     found = epilogue.chunks(half, acc_o, me.t)

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 
-class Ring(NamedTuple):
+class StageRing(NamedTuple):
     """Barriers of one ring; ``full`` and ``empty`` point to ``stages`` mbarriers each."""
 
     full: cute.Pointer
@@ -18,41 +18,41 @@ class Ring(NamedTuple):
     stages: int
 
 
-def stage(ring: Ring, fill: Uint32) -> Int32:
+def stage(ring: StageRing, fill: Uint32) -> Int32:
     return Int32(fill % ring.stages)
 
 
-def parity(ring: Ring, fill: Uint32) -> Int32:
+def parity(ring: StageRing, fill: Uint32) -> Int32:
     return Int32((fill // ring.stages) % 2)
 
 
-def init(ring: Ring, full_arrivals: int, empty_arrivals: int) -> None:
-    """By one thread, before the CTA's first barrier."""
+def init(ring: StageRing, full_arrivals: int, empty_arrivals: int) -> None:
+    """Make the barriers; one thread does it, before the CTA's first barrier."""
     for i in range(ring.stages):
         cute.arch.mbarrier_init(ring.full + i, full_arrivals)
         cute.arch.mbarrier_init(ring.empty + i, empty_arrivals)
 
 
-def wait_full(ring: Ring, fill: Uint32) -> None:
+def wait_full(ring: StageRing, fill: Uint32) -> None:
     cute.arch.mbarrier_wait(ring.full + stage(ring, fill), parity(ring, fill))
 
 
-def wait_empty(ring: Ring, fill: Uint32) -> None:
+def wait_empty(ring: StageRing, fill: Uint32) -> None:
     """Passes at once in the first round: the phase before an mbarrier's first counts as complete."""
     cute.arch.mbarrier_wait(ring.empty + stage(ring, fill), parity(ring, fill) ^ 1)
 
 
-def expect(ring: Ring, fill: Uint32, nbytes) -> None:
+def expect(ring: StageRing, fill: Uint32, nbytes) -> None:
     """The producer's only arrival on the fill, with the bytes that bulk copies will bring; by one lane."""
     cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage(ring, fill), nbytes)
 
 
-def release(ring: Ring, fill: Uint32) -> None:
+def release(ring: StageRing, fill: Uint32) -> None:
     """This lane has read the stage. Each lane arrives: racecheck then sees every read before the next fill."""
     cute.arch.mbarrier_arrive(ring.empty + stage(ring, fill))
 
 
-def publish(ring: Ring, fill: Uint32) -> None:
+def publish(ring: StageRing, fill: Uint32) -> None:
     """This lane has written its share of a tile for WGMMA. Each lane arrives, as for ``release``."""
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.mbarrier_arrive(ring.full + stage(ring, fill))

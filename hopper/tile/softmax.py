@@ -16,7 +16,7 @@ SUMS = 4  # of a row's weights, added up side by side
 
 
 def row_values(count: int, half: int) -> list[int]:
-    """Of ``count`` accumulator values of a thread, those of row g + 8 * half."""
+    """Those of ``count`` accumulator values of a thread that belong to row g + 8 * half."""
     return [i for i in range(count) if i // 2 % 2 == half]
 
 
@@ -44,7 +44,7 @@ def quad_sum(x: Float32) -> Float32:
 
 
 def cap_scores(acc_s: cute.Tensor, scale_log2: Float32, cap_log2: Float32) -> None:
-    """Scores become cap_log2 * tanh(score * scale_log2 / cap_log2), with tanh y = 1 - 2 / (e^2y + 1)."""
+    """LogitScale become cap_log2 * tanh(score * scale_log2 / cap_log2), with tanh y = 1 - 2 / (e^2y + 1)."""
     slope = scale_log2 * (Float32(2.0 * numbers.LOG2_E) / cap_log2)
     for i in range(cute.size(acc_s)):
         grown = cute.math.exp2(acc_s[i] * slope, fastmath=True)

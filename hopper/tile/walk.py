@@ -14,21 +14,21 @@ from lowbit_attn.hopper.common.rows import at_most
 from lowbit_attn.hopper.tile.config import TILE_N
 
 
-class Walk(NamedTuple):
+class TileWalk(NamedTuple):
     """Run-time counts of one CTA and side, Int32."""
 
     first_page: Int32
     num_pages: Int32  # of this side's packed parts
-    third_tiles: Int32  # V: 16-bit tiles that stand beside packed pages of K; K: 0
+    mixed_tiles: Int32  # V: 16-bit tiles that stand beside packed pages of K; K: 0
     sink_tiles: Int32
-    plain_tiles: Int32  # 16-bit tiles, all kinds
+    token_tiles: Int32  # 16-bit tiles, all kinds
     n_sink: Int32
     n_residual: Int32
     n_packed: Int32  # tokens of K in pages
     packed_start: Int32  # position of packed token 0
 
 
-class PlainTile(NamedTuple):
+class TokenTile(NamedTuple):
     """A 16-bit tile: tokens ``start .. start + live - 1`` of its segment; is_sink is 1 or 0.
 
     Of the residual, token 0 is the first that K has not packed: tokens of V's 16-bit pages count from below 0.
@@ -39,27 +39,27 @@ class PlainTile(NamedTuple):
     is_sink: Int32
 
 
-def plan(n_sink, n_qk, n_qv, n_tok, hidden_pages, split_idx, num_splits) -> tuple[Walk, Walk]:
+def plan(n_sink, n_qk, n_qv, n_tok, hidden_pages, split_idx, num_splits) -> tuple[TileWalk, TileWalk]:
     """K's and V's walk of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
     n_qk, n_qv: packed tokens of K and of V, n_qv <= n_qk; hidden_pages: the first pages, which no query sees.
     """
     pages = n_qv // TILE_N
     hidden = at_most(hidden_pages, pages)
-    hidden_third = at_most(hidden_pages, n_qk // TILE_N) - hidden
+    hidden_mixed = at_most(hidden_pages, n_qk // TILE_N) - hidden
     seen = pages - hidden
     first = seen * split_idx // num_splits
     count = seen * (split_idx + 1) // num_splits - first
     is_last = Int32(split_idx == num_splits - 1)
-    third = is_last * (n_qk // TILE_N - pages - hidden_third)
+    third = is_last * (n_qk // TILE_N - pages - hidden_mixed)
     n_residual = is_last * (n_tok - n_sink - n_qk)
     sink_tiles = is_last * tiles_of(n_sink)
     plain = sink_tiles + tiles_of(n_residual)
-    # where pages of the third segment are hidden, all before them are, so that K's pages are one run
-    first = first + hidden + hidden_third
+    # where pages of the mixed segment are hidden, all before them are, so that K's pages are one run
+    first = first + hidden + hidden_mixed
     common = (is_last * n_sink, n_residual, n_qk, n_sink)
-    return (Walk(first, count + third, Int32(0), sink_tiles, plain, *common),
-            Walk(first, count, third, sink_tiles, plain + third, *common))
+    return (TileWalk(first, count + third, Int32(0), sink_tiles, plain, *common),
+            TileWalk(first, count, third, sink_tiles, plain + third, *common))
 
 
 def hidden_pages(n_sink, n_tok, q_len, window):
@@ -72,10 +72,10 @@ def tiles_of(tokens):
     return (tokens + TILE_N - 1) // TILE_N
 
 
-def plain_tile(walk: Walk, i) -> PlainTile:
-    """16-bit tile ``i`` of the walk, 0 <= i < plain_tiles; at least one token is live."""
-    i = i - walk.third_tiles
+def token_tile_of(walk: TileWalk, i) -> TokenTile:
+    """16-bit tile ``i`` of the walk, 0 <= i < token_tiles; at least one token is live."""
+    i = i - walk.mixed_tiles
     is_sink = Int32(i < walk.sink_tiles) * Int32(i >= 0)
     start = (i - (1 - is_sink) * Int32(i >= 0) * walk.sink_tiles) * TILE_N
     left = is_sink * walk.n_sink + (1 - is_sink) * walk.n_residual - start
-    return PlainTile(start, at_most(left, TILE_N), is_sink)
+    return TokenTile(start, at_most(left, TILE_N), is_sink)

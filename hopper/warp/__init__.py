@@ -1,1 +1,1 @@
-"""The register path (design notes: raw integer codes as the A operand): one warp owns its pages from load to merge."""
+"""A warp that owns its pages from their copies to the merge, whatever its arithmetic and its schedule."""

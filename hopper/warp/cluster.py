@@ -29,37 +29,37 @@ class Inbox(NamedTuple):
     full: cute.Pointer  # barrier: 1 arrival + bytes
 
 
-class Place(NamedTuple):
-    """Of a chunk: the split that merges it, and the slot of this split's sums or of the first other's, in its inbox."""
+class Destination(NamedTuple):
+    """Where a chunk goes: the split that merges it, and the slot in its inbox of this, or the first other, split."""
 
     merger: Int32
     slot: Int32
     apart: Int32  # slots of one split's chunk and the next one's
 
 
-def meet(cfg: WarpConfig, partials: cute.Tensor):
+def is_cluster(cfg: WarpConfig, partials: cute.Tensor):
     """Whether the splits of the call are clusters."""
     return partials.shape[2] == CLUSTER_WORDS if cfg.has_clusters else Boolean(False)
 
 
-def share(out: combine.Outputs, rows: Rows) -> Int32:
+def chunks_of_split(out: combine.Outputs, rows: Rows) -> Int32:
     """Chunks that a split merges, in whole warps; the last splits may have fewer, or none."""
-    return combine.share(out, Int32(Uint32(rows.count * out.chunks + (WARP - 1)) // Uint32(WARP))) * WARP
+    return combine.chunks_of_split(out, Int32(Uint32(rows.count * out.chunks + (WARP - 1)) // Uint32(WARP))) * WARP
 
 
-def place_of(out: combine.Outputs, rows: Rows, row: Int32, chunk: Int32) -> Place:
-    unit, size = row * out.chunks + chunk, share(out, rows)
+def place_of(out: combine.Outputs, rows: Rows, row: Int32, chunk: Int32) -> Destination:
+    unit, size = row * out.chunks + chunk, chunks_of_split(out, rows)
     merger = Int32(Uint32(unit) // Uint32(size))
     sender = (out.split_idx - Int32(out.split_idx > merger)) * Int32(out.split_idx != merger)
-    return Place(merger, unit - merger * size + sender * size, size)
+    return Destination(merger, unit - merger * size + sender * size, size)
 
 
 @cute.jit
 def begin(cfg: cutlass.Constexpr[WarpConfig], inbox: Inbox, out: combine.Outputs, rows: Rows):
-    """By all threads: say that sums may come."""
-    if meet(cfg, out.partials):
+    """Say that sums may come; all threads call it."""
+    if is_cluster(cfg, out.partials):
         if cute.arch.thread_idx()[0] == 0:
-            size = share(out, rows)
+            size = chunks_of_split(out, rows)
             count = cutlass.min(size, cutlass.max(rows.count * out.chunks - out.split_idx * size, Int32(0)))
             cute.arch.mbarrier_init(inbox.full, 1)
             cute.arch.mbarrier_init_fence()
@@ -69,7 +69,7 @@ def begin(cfg: cutlass.Constexpr[WarpConfig], inbox: Inbox, out: combine.Outputs
 
 @cute.jit
 def exchange(cfg: cutlass.Constexpr[WarpConfig], inbox: Inbox, out: combine.Outputs, row: combine.Row, chunk: Int32,
-             place: Place, at, sums: combine.Sums):
+             place: Destination, at, sums: combine.Sums):
     """A chunk's sums go to the split that merges it, which writes the result to ``at``."""
     if place.merger != out.split_idx:
         send(cfg, inbox, place.slot, place.merger, sums)
@@ -100,7 +100,7 @@ def send(cfg: WarpConfig, inbox: Inbox, i: Int32, to: Int32, sums: combine.Sums)
 
 @cute.jit
 def received(cfg: cutlass.Constexpr[WarpConfig], inbox: Inbox, i: Int32, is_there) -> combine.Sums:
-    """Of a slot, or of no token."""
+    """Sums that have come to a slot, or those of no token."""
     words = cute.make_rmem_tensor(SLOT_WORDS, Uint32)
     words.fill(0)
     words[CHUNK_CHANNELS] = Float32(LOWEST).bitcast(Uint32)

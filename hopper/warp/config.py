@@ -155,7 +155,7 @@ class WarpConfig:
     dtype: str = "float16"
     warps: int = MAX_WARPS
     slots: int = MIN_SLOTS
-    third_segment: bool = False  # tokens whose K is packed while V is still in 16 bit
+    has_mixed: bool = False  # tokens whose K is packed while V is still in 16 bit
     features: tuple[str, ...] = ()  # of kernels.FEATURES
     boost: BoostPlan | None = None
 
@@ -185,7 +185,7 @@ class WarpConfig:
 
     @property
     def warp_barriers(self) -> int:
-        """Of a warp's ring: one a slot, a unit's beside packed K, and half of V's."""
+        """Barriers of a warp's ring: one a slot, one of mixed.py's units, and one of half of V."""
         return self.slots + 1 + self.has_halves
 
     @property
@@ -261,14 +261,14 @@ class WarpConfig:
         return 2 * UNIT_TOKENS * self.row_pitch
 
     @property
-    def third_row(self) -> int:
+    def mixed_row(self) -> int:
         """First row of the ring where a unit's 16-bit V lies beside packed K: behind K's part, at the ring's start."""
         return -(-self.k.part_bytes // self.row_pitch)
 
     @property
-    def third_bytes(self) -> int:
+    def mixed_bytes(self) -> int:
         """Such a unit: a page's K part, then 16 rows of V; it reuses the warp's ring."""
-        return (self.third_row + UNIT_TOKENS) * self.row_pitch if self.third_segment else 0
+        return (self.mixed_row + UNIT_TOKENS) * self.row_pitch if self.has_mixed else 0
 
     @property
     def merge_pitch(self) -> int:
@@ -288,12 +288,12 @@ class WarpConfig:
 
     @property
     def reuse_bytes(self) -> int:
-        """Of a warp's ring, by what reuses it."""
-        return max(self.unit_bytes, self.third_bytes, self.merge_bytes * (not self.own_queries))
+        """Bytes that a warp's ring must have for what reuses it."""
+        return max(self.unit_bytes, self.mixed_bytes, self.merge_bytes * (not self.own_queries))
 
     @property
     def own_bytes(self) -> int:
-        """Of a warp, beside its ring."""
+        """Bytes of a warp's shared memory beside its ring."""
         return sum(self.schedule.own_plan(self).values())
 
     @property
@@ -393,10 +393,10 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, arithmetic: A
     queries = rows * head_dim * arithmetic.query_width * (2 if boost else 1)  # once more by channel
     free = smem_limit(schedule.ctas_per_sm) - queries * (not schedule.own_queries)
     free -= layout.RECORD_ALIGN * 8  # pace, and barriers: room for 112 of 8 bytes
-    has_third = fmt.window_v > fmt.window_k
+    has_mixed = fmt.window_v > fmt.window_k
     is_slim = not features and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
-    is_slim = is_slim and not (has_third and k.is_per_token)  # would spill 5 words
-    found = WarpConfig(k, v, head_dim, rows, arithmetic, schedule, dtype, 1, MIN_SLOTS, has_third, features, boost)
+    is_slim = is_slim and not (has_mixed and k.is_per_token)  # would spill 5 words
+    found = WarpConfig(k, v, head_dim, rows, arithmetic, schedule, dtype, 1, MIN_SLOTS, has_mixed, features, boost)
     free -= found.smem_plan.get("inbox", 0)
     fitting, many = free // (MIN_SLOTS * slot + found.own_bytes), MANY_WARPS // schedule.ctas_per_sm
     warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // schedule.ctas_per_sm, fitting))

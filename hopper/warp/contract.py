@@ -23,13 +23,15 @@ class Arithmetic:
     """How a warp multiplies packed pages; cfg: the WarpConfig that has it. One instance of each subclass.
 
     steps, functions of a module, in the order in which a kernel takes them:
-        ask_query(cfg, q, rows, me, thread)                  start reads of q; its words, or None if they come later
-        load_query(cfg, q, rows, me, asked)                  q's words of this lane
-        prepare_query(cfg, words, scale_log2, me, shared, channels)   the operand of ``scores``; a CTA barrier follows
-        scores(cfg, piece, me, query, tile=None)             S of a page, or of one row tile of it
-        before_values(cfg, state, maxima)                    while V is on its way
-        add_values(cfg, piece, me, state, p, maxima, arrival)   O += P V of a page
-        finish(cfg, state)                                   after the last page: O in its own units
+        prefetch_query(cfg, q, rows, me, thread)     start reads of q; its words, or None if they come later
+        load_query(cfg, q, rows, me, early)          q's words of this lane; early: of ``prefetch_query``
+        prepare_query(cfg, words, scale_log2, me, shared, channels)
+                                                     the operand of ``scores``; a barrier of the CTA must follow
+        scores(cfg, piece, me, query, tile=None)     S of a page, or of one row tile of it
+        before_values(cfg, state, maxima)            while V is on its way
+        add_values(cfg, piece, me, state, p, maxima, arrival)
+                                                     O += P V of a page
+        finish(cfg, state)                           after the last page: O in its own units
     """
 
     name: str

@@ -37,7 +37,7 @@ class Pages(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared memory of this warp: ``slots`` record parts and their full barriers, then the barrier of half_packed.py's
+    """Shared memory of this warp: ``slots`` record parts and their full barriers, then the barrier of mixed.py's
     units and, where the configuration has_halves, that of half of V."""
 
     buffer: cute.Pointer  # of the CTA, uint32
@@ -62,7 +62,7 @@ def ring_of(cfg: WarpConfig, buffer: cute.Pointer, barriers: cute.Pointer, warp:
 
 
 def init(cfg: WarpConfig, ring: Ring) -> None:
-    """By one lane of the warp."""
+    """Make the ring's barriers; one lane of the warp does it."""
     for i in range(cfg.warp_barriers):
         cute.arch.mbarrier_init(ring.full + i, 1)
 
@@ -84,7 +84,7 @@ def page_ids(pages: Pages, start: Int32, lane: Uint32) -> Int32:
 
 @cute.jit
 def early_ids(table: cute.Tensor, first: Int32, entries: Int32, place: Int32, apart: Int32, lane: Uint32) -> Int32:
-    """The same of the warp's first 32 pages before their number is known: of the ``entries`` from ``first`` on, those
+    """Page ids of the warp's first 32 pages before their number is known: of ``entries`` from ``first`` on, those
     from ``place`` on; what stands behind the last page is not used."""
     found = Int32(0)
     at = place + Int32(lane) * apart

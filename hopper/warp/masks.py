@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.rows import Rows, place
+from lowbit_attn.hopper.common.rows import Rows, query_and_head
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane
@@ -45,7 +45,7 @@ def of_page(cfg: WarpConfig, found: softmax.Scores, page: Int32, walk: Walk, row
 
 def of_tokens(cfg: WarpConfig, found: softmax.Scores, first_token: Int32, walk: Walk, rows: Rows, limits: Limits,
               me: Lane) -> softmax.Scores:
-    """The same of a run of packed tokens, from number ``first_token`` on."""
+    """The scores of a run of packed tokens, from number ``first_token`` on, with the kernel's features."""
     if cfg.has_softcap:
         found = cap_page(cfg, found, limits)
     elif cfg.has_window and found.slope is not None:
@@ -68,7 +68,7 @@ def hide(cfg: cutlass.Constexpr[WarpConfig], acc: cute.Tensor, first_seen: Int32
     """Tokens of a page below number first_seen + j become -inf for query j; pages without any such token skip this."""
     if first_seen + rows.q_len > 1:
         for column in cutlass.range_constexpr(cfg.lane_rows):
-            query, _ = place(rows, Int32(cfg.arithmetic.column_row(me.t, column)))
+            query, _ = query_and_head(rows, Int32(cfg.arithmetic.column_row(me.t, column)))
             hidden = first_seen + query - Int32(me.g)
             for row, at in enumerate(softmax.places(acc, column, cfg.col_blocks)):
                 acc[at] = cutlass.select_(8 * row < hidden, Float32(numbers.NEG_INF), acc[at])
@@ -76,7 +76,7 @@ def hide(cfg: cutlass.Constexpr[WarpConfig], acc: cute.Tensor, first_seen: Int32
 
 def queries_of(cfg: WarpConfig, rows: Rows, me: Lane) -> list[Int32]:
     """[column] the query of each row of this lane."""
-    return [place(rows, Int32(cfg.arithmetic.column_row(me.t, column)))[0] for column in range(cfg.lane_rows)]
+    return [query_and_head(rows, Int32(cfg.arithmetic.column_row(me.t, column)))[0] for column in range(cfg.lane_rows)]
 
 
 def of_unit(cfg: WarpConfig, unit: Unit, query: Int32, token: Int32, limits: Limits):

@@ -17,7 +17,7 @@ from lowbit_attn.hopper.warp.unpack import Lane, read
 CHANNELS = combine.CHANNELS
 
 
-class Shared(NamedTuple):
+class WarpSums(NamedTuple):
     """What each warp leaves, fp32: O, then a pair a row."""
 
     o: cute.Tensor  # (head_dim, rows, warps)
@@ -25,11 +25,11 @@ class Shared(NamedTuple):
     pairs: cute.Tensor  # (maximum and sum, (rows, warps))
 
 
-def sums_views(cfg: WarpConfig, base: cute.Pointer, count: int, apart: int) -> Shared:
+def sums_views(cfg: WarpConfig, base: cute.Pointer, count: int, apart: int) -> WarpSums:
     """``count`` of them, ``apart`` floats from one to the next."""
     pitch = cfg.merge_pitch
     shape, stride = (cfg.rows, count), (pitch, apart)
-    return Shared(
+    return WarpSums(
         cute.make_tensor(base, cute.make_layout((cfg.head_dim, *shape), stride=(1, *stride))),
         cute.make_tensor(base, cute.make_layout((CHANNELS, (cfg.head_dim // CHANNELS, *shape)),
                                                 stride=(1, (CHANNELS, *stride)))),
@@ -47,31 +47,31 @@ def run(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, inbox: cluster.Inbox | N
     unit = unit - cfg.threads * Int32(unit >= cfg.threads)
     row, chunk = unit // chunks, unit % chunks
     sink_logit, query, head, acc_at, pair_at = Float32(0.0), Int32(0), Int32(0), Int64(0), Int64(0)
-    merger, slot, apart, is_cluster = Int32(0), Int32(0), Int32(0), cluster.meet(cfg, out.partials)
+    merger, slot, apart, is_cluster = Int32(0), Int32(0), Int32(0), cluster.is_cluster(cfg, out.partials)
     if row < rows.count:
         own = combine.find_row(out, rows, row)
-        query, head, (acc_at, pair_at) = own.query, own.head, home(cfg, out, rows, own, chunk)
+        query, head, (acc_at, pair_at) = own.query, own.head, address_of(cfg, out, rows, own, chunk)
         if is_cluster:
             merger, slot, apart = cluster.place_of(out, rows, row, chunk)
         if is_cluster | (out.num_splits == 1):
             sink_logit = combine.find_row(out, rows, row).sink_logit
     cute.arch.sync_warp()
-    leave(cfg, shared, me, state)
+    store_sums(cfg, shared, me, state)
     cute.arch.sync_threads()
     if row < rows.count:
         write(cfg, shared, inbox, out, combine.Row(row, rows.batch_idx, query, head, sink_logit), chunk,
-              cluster.Place(merger, slot, apart), combine.Slot(acc_at, pair_at))
+              cluster.Destination(merger, slot, apart), combine.Slot(acc_at, pair_at))
     if cutlass.const_expr(cfg.rows * chunks > cfg.threads):
         for later in cutlass.range(unit + cfg.threads, rows.count * chunks, cfg.threads, unroll=1):
             own = combine.find_row(out, rows, later // chunks)
             write(cfg, shared, inbox, out, own, later % chunks,
-                  cluster.place_of(out, rows, own.idx, later % chunks), home(cfg, out, rows, own, later % chunks))
+                  cluster.place_of(out, rows, own.idx, later % chunks), address_of(cfg, out, rows, own, later % chunks))
     if (out.num_splits > 1) & ~is_cluster:
         combine.merge(out, rows, cfg.threads, thread)
 
 
 @cute.jit
-def leave(cfg: cutlass.Constexpr[WarpConfig], shared: Shared, me: Lane, state: State):
+def store_sums(cfg: cutlass.Constexpr[WarpConfig], shared: WarpSums, me: Lane, state: State):
     """This warp's O, maximum and sum. O in true scale takes the zero-points now."""
     groups = cfg.v.groups if cutlass.const_expr(cfg.arithmetic.has_true_scale) else 0
     lanes = [state.row_sum[column] for column in range(cfg.lane_rows)] + [state.zeros[0, j] for j in range(groups)]
@@ -89,19 +89,19 @@ def leave(cfg: cutlass.Constexpr[WarpConfig], shared: Shared, me: Lane, state: S
 
 
 @cute.jit
-def home(cfg: cutlass.Constexpr[WarpConfig], out: combine.Outputs, rows: Rows, row: combine.Row,
+def address_of(cfg: cutlass.Constexpr[WarpConfig], out: combine.Outputs, rows: Rows, row: combine.Row,
          chunk: Int32) -> combine.Slot:
     """Where a chunk goes: to scratch, or at last to o."""
     acc, pair_at = combine.o_address(out, row, chunk), Int64(0)
-    if (out.num_splits > 1) & ~cluster.meet(cfg, out.partials):
-        acc, pair_at = combine.home(out, rows, row, chunk)
+    if (out.num_splits > 1) & ~cluster.is_cluster(cfg, out.partials):
+        acc, pair_at = combine.slot_address(out, rows, row, chunk)
     return combine.Slot(acc, pair_at)
 
 
 @cute.jit
-def write(cfg: cutlass.Constexpr[WarpConfig], shared: Shared, inbox: cluster.Inbox | None, out: combine.Outputs,
-          own: combine.Row, chunk: Int32, place: cluster.Place, at: combine.Slot):
-    """CHANNELS channels of one query row, added up over the warps; at: ``home``."""
+def write(cfg: cutlass.Constexpr[WarpConfig], shared: WarpSums, inbox: cluster.Inbox | None, out: combine.Outputs,
+          own: combine.Row, chunk: Int32, place: cluster.Destination, at: combine.Slot):
+    """CHANNELS channels of one query row, added up over the warps; at: ``address_of``."""
     pairs = [read(shared.pairs, (own.idx, w)) for w in range(cfg.warps)]
     tops = [pair[0] for pair in pairs]
     top = numbers.tree(tops, cute.arch.fmax)
@@ -113,9 +113,9 @@ def write(cfg: cutlass.Constexpr[WarpConfig], shared: Shared, inbox: cluster.Inb
         values[e] = numbers.tree([w * part[e] for w, part in zip(weights, parts)], numbers.add)
     sums = combine.Sums(values, top, total)
     if cutlass.const_expr(cfg.has_clusters):
-        if cluster.meet(cfg, out.partials):
+        if cluster.is_cluster(cfg, out.partials):
             cluster.exchange(cfg, inbox, out, own, chunk, place, at.acc, sums)
         else:
-            combine.leave(out, own, (chunk,), (at,), (sums,))
+            combine.store_partial(out, own, (chunk,), (at,), (sums,))
     else:
-        combine.leave(out, own, (chunk,), (at,), (sums,))
+        combine.store_partial(out, own, (chunk,), (at,), (sums,))

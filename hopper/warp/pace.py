@@ -45,7 +45,7 @@ class Pace(NamedTuple):
         return cute.make_tensor(self.words + i, cute.make_layout(1))
 
     def begin(self, base: Int32) -> None:
-        """By one thread, before a barrier of the CTA; base: of ``ask``."""
+        """Start counting; one thread does it, before a barrier of the CTA. base: of ``load_base``."""
         for i in range(WORDS):
             self.word(i)[0] = base if i == BASE else Int32(0)
 
@@ -84,7 +84,7 @@ def make(cfg: WarpConfig, partials: cute.Tensor) -> Pace:
 
 
 @cute.jit
-def ask(pace: Pace) -> Int32:
+def load_base(pace: Pace) -> Int32:
     """What ``begin`` wants, by the thread that begins."""
     base = Int32(0)
     if cutlass.const_expr(pace.common is not None):
@@ -93,7 +93,7 @@ def ask(pace: Pace) -> Int32:
     return base
 
 
-def tells(cfg: WarpConfig, me: Lane, number):
+def reports(cfg: WarpConfig, me: Lane, number):
     """Whether this warp tells the other CTAs that its own has come to page, or position, ``number`` of each warp."""
     return me.warp == number % cfg.page_warps
 
@@ -112,19 +112,19 @@ def count(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, first: Int32
 
 @cute.jit
 def count_page(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: Int32, pages: Int32) -> Int32:
-    """Page ``page`` of ``pages`` has come; the first lanes get what ``look`` wants, which takes a while."""
+    """Page ``page`` of ``pages`` has come; the first lanes get what ``is_behind`` wants, which takes a while."""
     come = Int32(0)
     if counts(cfg, pages):
         if me.lane <= LEAD:
             come = cute.arch.atomic_add(pace.words + me.lane, Int32(1) - Int32(me.lane), sem="relaxed", scope="cta")
         if cutlass.const_expr(pace.common is not None):
-            if (me.lane == TELLER_LANE) & tells(cfg, me, pace.before + page):
+            if (me.lane == TELLER_LANE) & reports(cfg, me, pace.before + page):
                 come = cute.arch.atomic_add(pace.common, Int32(cfg.page_warps), sem="relaxed", scope="gpu")
     return come
 
 
 @cute.jit
-def look(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: Int32, pages: Int32, come: Int32):
+def is_behind(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: Int32, pages: Int32, come: Int32):
     """Before page ``page`` of ``pages``: whether this warp is clearly behind the others; ahead of them, wait.
 
     come: of ``count_page``, at the page before.
@@ -133,7 +133,7 @@ def look(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: Int32, 
     own, lead = (cute.arch.shuffle_sync(come, i) for i in (COUNT, LEAD))
     lag = (own + lead) * pace.own - (pace.before + page) * pace.total
     if cutlass.const_expr(pace.common is not None):
-        if knows & tells(cfg, me, pace.before + page - 1) & pace.is_single_wave:
+        if knows & reports(cfg, me, pace.before + page - 1) & pace.is_single_wave:
             if me.lane == TELLER_LANE:
                 told = Float32(come + cfg.page_warps - pace.word(BASE)[0])
                 found = Int32(told * cute.arch.rcp_approx(Float32(pace.ctas))) - (own + 1)

@@ -29,15 +29,15 @@ def rows_of(cfg: WarpConfig, call: Call, block: tuple) -> Rows:
 
 
 def first_entry(call: Call, rows: Rows) -> Int32:
-    """Of the table: the sequence's and head's page 0."""
+    """Entry of the table with the sequence's and head's page 0."""
     return rows.batch_idx * call.table_b + rows.head_idx * call.table_h
 
 
-def plain_of(cfg: WarpConfig, call: Call, rows: Rows) -> residual.Plain:
+def token_rows(cfg: WarpConfig, call: Call, rows: Rows) -> residual.TokenRows:
     def start(x):
         return x.iterator.toint() + Int64((rows.batch_idx * x.shape[1] + rows.head_idx) * x.shape[2]) * cfg.row_bytes
 
-    return residual.Plain(*map(start, call.tokens), *(x.shape[2] for x in call.tokens[2:]))
+    return residual.TokenRows(*map(start, call.tokens), *(x.shape[2] for x in call.tokens[2:]))
 
 
 @cute.jit
@@ -47,7 +47,7 @@ def packed_pages(cfg: cutlass.Constexpr[WarpConfig], pages: fetch.Pages, work: w
     """The warp's pages, one after the other; slot and phase follow the pieces, and go on behind the last."""
     come = Int32(0)
     for page in cutlass.range(pages.count, unroll=1):
-        behind = pace.look(cfg, on_pace, me, page, pages.count, come)
+        behind = pace.is_behind(cfg, on_pace, me, page, pages.count, come)
         ids = fetch.refill_early(cfg, 0, pages, ring, me, page, slot, ids, behind)
         ids = fetch.wait(cfg, 0, pages, ring, me, page, slot, phase, ids, behind)
         piece = unpack.Piece(ring.buffer, me.warp, slot)

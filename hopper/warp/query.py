@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.common.rows import Rows, place
+from lowbit_attn.hopper.common.rows import Rows, query_and_head
 from lowbit_attn.hopper.common.scratch import LINE_WORDS
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane
@@ -16,7 +16,7 @@ LINE_BYTES = LINE_WORDS * WORD
 
 
 class Query(NamedTuple):
-    """What an arithmetic multiplies K with, and what turns accumulators into base-2 logits."""
+    """What an arithmetic multiplies K with, and what cursors accumulators into base-2 logits."""
 
     operand: cute.Tensor  # in registers: fp16 (4, column tile * col_blocks + block); else its words in shared memory
     factor: tuple  # [query column of this lane] softmax_scale_log2 * 2^-(e_q + 11)
@@ -35,7 +35,7 @@ def prefetch(cfg: cutlass.Constexpr[WarpConfig], q: cute.Tensor, rows: Rows, thr
 
 def row_offset(cfg: WarpConfig, q: cute.Tensor, rows: Rows, row) -> Int64:
     """Bytes of q before a row of this CTA."""
-    query, head = place(rows, row)
+    query, head = query_and_head(rows, row)
     return Int64((rows.batch_idx * q.shape[1] + query) * q.shape[2] + head) * cfg.row_bytes
 
 

@@ -23,7 +23,7 @@ from lowbit_attn.hopper.warp.unpack import Lane
 from lowbit_attn.hopper.warp.walk import Unit, Walk, unit
 
 
-class Plain(NamedTuple):
+class TokenRows(NamedTuple):
     """16-bit K and V of this sequence and KV head: sinks and ring, as addresses of row 0 and slots of the rings."""
 
     sink_k: Int64
@@ -35,10 +35,10 @@ class Plain(NamedTuple):
 
 
 @cute.jit
-def load_unit(cfg: cutlass.Constexpr[WarpConfig], plain: Plain, walk: Walk, unit: Unit, ring: Ring, me: Lane):
+def load_unit(cfg: cutlass.Constexpr[WarpConfig], tokens: TokenRows, walk: Walk, unit: Unit, ring: Ring, me: Lane):
     """Start copies of a unit's rows of K, then of V, to the start of the ring: a group of cp.async."""
     # rings hold whole blocks of 64 tokens, so 16 aligned tokens never wrap around
-    sides = ((plain.sink_k, plain.ring_k, plain.slots_k), (plain.sink_v, plain.ring_v, plain.slots_v))
+    sides = ((tokens.sink_k, tokens.ring_k, tokens.slots_k), (tokens.sink_v, tokens.ring_v, tokens.slots_v))
     cute.arch.sync_warp()  # all lanes have read what lies there
     for side, (sink, residual, slots) in enumerate(sides):
         source = residual + Int64((walk.n_packed + unit.start) % slots) * cfg.row_bytes
@@ -73,7 +73,7 @@ def copy_rows(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, me: Lane, source: 
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, plain: Plain, ring: Ring, me: Lane, q: cute.Tensor,
+def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring: Ring, me: Lane, q: cute.Tensor,
         rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, takers: Int32 | int):
     """Units first_unit, first_unit + takers, ..., one at a time through the warp's ring."""
     if walk.first_unit < walk.num_units:
@@ -83,7 +83,7 @@ def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, plain: Plain, ring: Ring
         queries = masks.queries_of(cfg, rows, me)
         for i in cutlass.range(walk.first_unit, walk.num_units, takers, unroll=1):
             now = unit(walk, i, rows.q_len)
-            load_unit(cfg, plain, walk, now, ring, me)
+            load_unit(cfg, tokens, walk, now, ring, me)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             attend(cfg, ring, me, operand, state, now, queries, scale_log2, limits)

@@ -25,6 +25,18 @@ def lane_of(warp: Int32, lane: Uint32) -> Lane:
     return Lane(warp, lane, lane // 4, lane % 4)
 
 
+def fresh(me: Lane) -> Lane:
+    """This thread once more, as values of its own: what ptxas worked out of the old ones would stay in registers over
+    a long loop, or be spilled."""
+    return lane_of(me.warp, Uint32(cute.arch.shuffle_sync_bfly(me.lane, offset=0)))
+
+
+def fence() -> None:
+    """Keep loads on their side: else ptxas brings the next ones forward, until registers are short, or puts early ones
+    off."""
+    cute.arch.sync_warp()
+
+
 class Piece(NamedTuple):
     """A record part in shared memory."""
 

@@ -1,6 +1,6 @@
 """What one warp of one CTA visits: its packed pages, then its share of 16-bit units.
 
-A unit has 16 tokens: of pages whose K is packed while their V is in 16 bit (third.py), then of sinks and residual
+A unit has 16 tokens: of pages whose K is packed while their V is in 16 bit (mixed.py), then of sinks and residual
 (plain.py). The units are dealt one by one to the warps of all splits, the late warps first, which have the fewer pages.
 """
 
@@ -13,7 +13,7 @@ from lowbit_attn import layout
 from lowbit_attn.hopper.common.rows import Rows, at_most
 from lowbit_attn.hopper.warp.config import PLAN_WORDS, UNIT_TOKENS
 
-THIRD_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page
+MIXED_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page
 PAGE_LOG2, UNIT_LOG2 = (n.bit_length() - 1 for n in (layout.PAGE_TOKENS, UNIT_TOKENS))  # a shift is one instruction
 
 
@@ -23,9 +23,9 @@ class Walk(NamedTuple):
 
     first_page: Int32
     num_pages: Int32
-    third_page: Int32  # the first page with V in 16 bit; its first unit is unit 0 of the third segment
-    first_third: Int32  # units first_third, first_third + takers, ... below num_third; takers: the warps of all splits
-    num_third: Int32  # of the sequence
+    mixed_page: Int32  # the first page with V in 16 bit; its first unit is unit 0 of the mixed segment
+    first_mixed: Int32  # units first_mixed, first_mixed + takers, ... below num_mixed; takers: the warps of all splits
+    num_mixed: Int32  # of the sequence
     first_unit: Int32  # the same of sinks and residual: units first_unit, first_unit + takers, ... below num_units
     num_units: Int32  # of the sequence: units of sinks, then of the residual
     sink_units: Int32
@@ -53,7 +53,7 @@ class Plans(NamedTuple):
     words: cute.Tensor  # int32 (PLAN_WORDS), of this warp
 
     def keep(self, rows: Rows, walk: Walk) -> None:
-        """By one lane."""
+        """Write rows and walk; one lane does it."""
         own = cute.make_rmem_tensor(PLAN_WORDS, Int32)
         for i, value in enumerate((*rows[:4], *walk)):
             own[i] = Int32(value)
@@ -68,7 +68,7 @@ class Plans(NamedTuple):
 
 
 def plans(place: cute.Pointer, warp_idx: Int32, warps: int) -> Plans:
-    """Of one warp; place: int32 of the CTA."""
+    """The plan of one warp; place: int32 of the CTA."""
     return Plans(cute.make_tensor(place, cute.make_layout((PLAN_WORDS, warps)))[None, warp_idx])
 
 
@@ -85,22 +85,22 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     divisor = num_splits if divisor is None else divisor
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
     packed_k, packed_v = n_qk >> PAGE_LOG2, n_qv >> PAGE_LOG2
-    start, third_start = 0, packed_v
+    start, mixed_start = 0, packed_v
     if window is not None:
         hidden = at_most(first_seen * Int32(first_seen > 0) >> PAGE_LOG2, packed_k)
         start = at_most(hidden, packed_v)
-        third_start = packed_v + hidden - start
-    num_third, n_residual = (packed_k - third_start) * THIRD_UNITS, n_tok - n_sink - n_qk
+        mixed_start = packed_v + hidden - start
+    num_mixed, n_residual = (packed_k - mixed_start) * MIXED_UNITS, n_tok - n_sink - n_qk
     sink_units, residual_units = units_of(n_sink), units_of(n_residual)
     takers = warps * num_splits
-    first_third = (warps - 1 - warp_idx) * num_splits + split_idx
-    first_unit = first_third - num_third % takers  # the next taker's
+    first_mixed = (warps - 1 - warp_idx) * num_splits + split_idx
+    first_unit = first_mixed - num_mixed % takers  # the next taker's
     first_unit = first_unit + takers * Int32(first_unit < 0)
     place = page_place(split_idx, num_splits, warp_idx)
     own = (packed_v - start + pages_apart(num_splits, page_warps) - 1 - place) // divisor // page_warps
     if page_warps < warps:
         own = own * Int32(warp_idx < page_warps)
-    return Walk(start + place, own, third_start, first_third, num_third,
+    return Walk(start + place, own, mixed_start, first_mixed, num_mixed,
                 first_unit, sink_units + residual_units, sink_units, n_sink, n_residual, n_qk, first_seen)
 
 

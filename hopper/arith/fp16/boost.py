@@ -37,7 +37,7 @@ def channel_view(cfg: WarpConfig, channels: cute.Pointer, element) -> cute.Tenso
         (count, cfg.head_dim, cfg.col_blocks), stride=(1, count, count * cfg.head_dim)))
 
 
-def leave_channels(cfg: WarpConfig, words: cute.Tensor, me: Lane, channels: cute.Pointer) -> None:
+def store_channels(cfg: WarpConfig, words: cute.Tensor, me: Lane, channels: cute.Pointer) -> None:
     """4 q' by channel, from q' as B operand (2, column tile * col_blocks + block); by one warp, before a barrier."""
     view = channel_view(cfg, channels, Uint32)
     for ct in range(cfg.k.col_tiles):
@@ -59,7 +59,7 @@ def add(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s
     atom = numbers.multiply_atom()
     for step in range(cfg.boost.steps):
         if step and step % (2 // blocks) == 0:
-            cute.arch.sync_warp()  # keeps the next steps' loads, hence registers, behind these steps' multiplies
+            unpack.fence()  # between these steps' multiplies and the next steps' loads
         queries, query_words, scales = gather(cfg, piece, me, channels, step)
         scaled, scaled_words = numbers.fragments(blocks)
         for col8, word in enumerate(scales):
@@ -88,7 +88,7 @@ def centre(cfg: WarpConfig, word: Uint32 | None, e_s: Int32) -> Uint32:
 
 
 def gather(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, step: int):
-    """Of a step's channels: 4 q' as B operand, fp16 (4, block) and words (2, block), and [col8] words of scales.
+    """Gather a step's channels: 4 q' as B operand, fp16 (4, block) and words (2, block), and [col8] words of scales.
 
     Scales are those of slots 2t, 2t + 1 of each 8, or None where these are not in use.
     """

@@ -54,11 +54,11 @@ class Fp16(Arithmetic):
         return cfg.col_blocks > 1 or cfg.head_dim > 128
 
     def may_spill(self, cfg: WarpConfig) -> bool:
-        """Several groups of K and of O's 256 channels or, with 16 rows, a third segment or features and groups of V.
+        """Several groups of K and of O's 256 channels or, with 16 rows, a mixed segment or features and groups of V.
 
         255 registers fall a few short; in 16 rows also for boosted channels, and for groups of V with one of these two.
         """
-        is_full = cfg.third_segment or (cfg.v.groups > 1 and bool(cfg.features))
+        is_full = cfg.has_mixed or (cfg.v.groups > 1 and bool(cfg.features))
         if cfg.col_blocks > 1 and (cfg.boost or (is_full and cfg.v.groups > 1)):
             return True
         return cfg.k.groups > 1 and (cfg.head_dim > 128 or (cfg.col_blocks > 1 and is_full))
@@ -95,7 +95,7 @@ class Fp16(Arithmetic):
         if not cfg.k.is_per_token and cfg.k.storage == "float16":
             exact = 1  # multiply of two scales by a power of two; products with bf16 scales are formed in fp32
             counts["HMUL2"] = 2 * (cfg.k.col_tiles * cfg.k.groups + steps) * (exact + cfg.col_blocks)
-        if cfg.third_segment:
+        if cfg.has_mixed:
             k_tiles = (k.col_tiles + steps) // shown
             counts["HMMA"] += cfg.col_blocks * (around + k_tiles + v.row_tiles)
             counts["LDSM"] += v.row_tiles + steps
@@ -107,7 +107,7 @@ class Fp16(Arithmetic):
             if "HMUL2" in counts:
                 counts["HMUL2"] *= 2
         if cfg.has_softcap:
-            logits = 2 * cfg.col_blocks * (k.row_tiles + cfg.third_segment + 1) * 2
+            logits = 2 * cfg.col_blocks * (k.row_tiles + cfg.has_mixed + 1) * 2
             counts["MUFU.EX2"] += logits
             counts["MUFU.RCP"] = logits + DIVISIONS
         return counts

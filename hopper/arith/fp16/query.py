@@ -25,7 +25,7 @@ def prepare(cfg: cutlass.Constexpr[WarpConfig], words: cute.Tensor, scale_log2: 
     operand, factors = round_rows(cfg, words, scale_log2, me)
     if cutlass.const_expr(cfg.boost is not None):
         if me.warp == 0:
-            boost.leave_channels(cfg, cute.recast_tensor(operand, Uint32), me, channels)
+            boost.store_channels(cfg, cute.recast_tensor(operand, Uint32), me, channels)
     if cutlass.const_expr(cfg.has_shared_query):
         view = shared_view(cfg, shared)
         if me.warp == 0:

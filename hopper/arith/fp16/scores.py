@@ -51,7 +51,7 @@ def per_channel(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, tile: Uin
     ups = [scale_up(side.storage, e) for e in e_s]
     for ct in range(side.col_tiles):
         if groups > 1:
-            cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
+            unpack.fence()  # between this tile's multiplies and the next tiles' loads
         words = unpack.column_codes(cfg, side, piece, me, ct, tile)
         scaled, scaled_words = numbers.fragments(groups * blocks)
         _, query_words = query_operand(cfg, query, me, ct)
@@ -211,7 +211,7 @@ def add_group(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, acc: cute.T
     sums = [x * Float32(2.0**-registers.SUBNORMAL_SHIFT) for x in query_sums(cfg, me, query, j)]
     for first in range(0, row_tiles, chunk):
         if chunk < row_tiles:
-            cute.arch.sync_warp()  # keeps the next chunk's loads, hence registers, behind this chunk's multiplies
+            unpack.fence()  # between this chunk's multiplies and the next chunk's loads
         part = cute.make_rmem_tensor((4, chunk * blocks), Float32)
         part.fill(0.0)
         for i_ct in range(tiles):

@@ -13,15 +13,15 @@ from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.fetch import Arrival
 from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
-__all__ = ["add_values", "ask_query", "before_values", "finish", "load_query", "prepare_query", "scores"]
+__all__ = ["add_values", "prefetch_query", "before_values", "finish", "load_query", "prepare_query", "scores"]
 
 
-def ask_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> None:
+def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> None:
     """All warps need all of q, and read it behind their first pages: bring it to L2."""
     query.prefetch(cfg, q, rows, thread)
 
 
-def load_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, asked: None) -> cute.Tensor:
+def load_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, early: None) -> cute.Tensor:
     return query.load(cfg, q, rows, me)
 
 

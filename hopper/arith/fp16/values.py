@@ -20,7 +20,7 @@ from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 
 def largest_scale(cfg: WarpConfig, piece: Piece, me: Lane) -> Float32:
-    """Of this lane's share of the page's tokens."""
+    """The largest scale of this lane's share of the page's tokens."""
     largest = numbers.tree(unpack.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
     return numbers.widen(largest & Uint32(numbers.LOW_HALF), cfg.v.storage)[0]
 
@@ -34,7 +34,7 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     group_tiles = side.group // layout.TILE
     for ct in range(side.col_tiles):
         if side.groups > 1:
-            cute.arch.sync_warp()  # keeps the next tiles' loads, hence registers, behind this tile's multiplies
+            unpack.fence()  # between this tile's multiplies and the next tiles' loads
         first = ct * side.row_tiles
         words = unpack.codes(cfg, side, piece, me, first, side.row_tiles)
         for j in range(side.groups):

@@ -39,7 +39,7 @@ def queries_view(cfg: WarpConfig, channels: cute.Pointer) -> cute.Tensor:
                             cute.make_layout((ROWS, cfg.head_dim), stride=(1, ROWS)))
 
 
-def leave_channels(cfg: WarpConfig, own: cute.Tensor, step: int, me: Lane, channels: cute.Pointer) -> None:
+def store_channels(cfg: WarpConfig, own: cute.Tensor, step: int, me: Lane, channels: cute.Pointer) -> None:
     """The lane's values of its column tile of a step, in the order of a word; by one warp, before a barrier."""
     view = queries_view(cfg, channels)
     for col8 in range(2):

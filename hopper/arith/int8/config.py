@@ -54,7 +54,7 @@ class Int8(Arithmetic):
         return Rule(8, 4)
 
     def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
-        k, v, third = cfg.k, cfg.v, int(cfg.third_segment)
+        k, v, third = cfg.k, cfg.v, int(cfg.has_mixed)
         boost_tiles = cfg.boost.steps if cfg.boost else 0
         key_tiles = k.col_tiles + boost_tiles
         full_steps, lone = key_tiles // STEP_TILES, boost_tiles % STEP_TILES

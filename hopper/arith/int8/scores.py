@@ -36,7 +36,7 @@ def prepare(cfg: cutlass.Constexpr[WarpConfig], words: cute.Tensor, scale_log2: 
     """
     view = shared_view(cfg, shared)
     if me.warp == cfg.warps - 1:
-        leave(cfg, words, scale_log2, me, view, channels)
+        store_query(cfg, words, scale_log2, me, view, channels)
     return Query(view, (), channels)
 
 
@@ -47,7 +47,7 @@ def shared_view(cfg: WarpConfig, shared: cute.Pointer) -> cute.Tensor:
         stride=(1, layout.WORD_BYTES, layout.WORD_BYTES * WARP)))
 
 
-def leave(cfg: WarpConfig, words: cute.Tensor, scale_log2: Float32, me: Lane, view: cute.Tensor,
+def store_query(cfg: WarpConfig, words: cute.Tensor, scale_log2: Float32, me: Lane, view: cute.Tensor,
           channels: cute.Pointer) -> None:
     """``prepare``'s part of one warp."""
     is_odd = me.g % 2 != 0
@@ -60,7 +60,7 @@ def leave(cfg: WarpConfig, words: cute.Tensor, scale_log2: Float32, me: Lane, vi
                 own[col8 + 2 * e] = halves[e] * scale_log2
         cute.autovec_copy(own, view[None, Int32(me.lane), step])
         if cfg.boost:
-            boost.leave_channels(cfg, own, step, me, channels)
+            boost.store_channels(cfg, own, step, me, channels)
 
 
 def of_page(cfg: WarpConfig, piece: Piece, me: Lane, queries: Query, tile: Uint32 | None = None) -> Scores:

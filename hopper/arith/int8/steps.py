@@ -4,27 +4,26 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from lowbit_attn.hopper.arith.int8 import values
-from lowbit_attn.hopper.arith.int8.scores import leave as store_query
 from lowbit_attn.hopper.arith.int8.scores import of_page as scores
 from lowbit_attn.hopper.arith.int8.scores import prepare as prepare_query
-from lowbit_attn.hopper.arith.int8.scores import shared_view
+from lowbit_attn.hopper.arith.int8.scores import shared_view, store_query
 from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.warp import query, softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.fetch import Arrival
 from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
-__all__ = ["add_values", "ask_query", "before_values", "finish", "load_query", "prepare_own_query", "prepare_query",
-           "scores"]
+__all__ = ["add_values", "before_values", "finish", "load_query", "prefetch_query", "prepare_own_query",
+           "prepare_query", "scores"]
 
 
-def ask_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> cute.Tensor:
+def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> cute.Tensor:
     """q words for ``prepare_query``, by the last warp: none has fewer pages."""
     return query.load(cfg, q, rows._replace(count=rows.count * Int32(me.warp == cfg.warps - 1)), me)
 
 
-def load_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, asked: cute.Tensor) -> cute.Tensor:
-    return asked
+def load_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, early: cute.Tensor) -> cute.Tensor:
+    return early
 
 
 def prepare_own_query(cfg: WarpConfig, words: cute.Tensor, scale_log2: Float32, me: Lane, shared: cute.Pointer,

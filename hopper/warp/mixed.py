@@ -16,20 +16,20 @@ from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Pages, Ring
 from lowbit_attn.hopper.warp.softmax import State
 from lowbit_attn.hopper.warp.unpack import Lane
-from lowbit_attn.hopper.warp.walk import THIRD_UNITS, Walk
+from lowbit_attn.hopper.warp.walk import MIXED_UNITS, Walk
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, work: Walk, source: residual.Plain, ring: Ring, me: Lane,
+def run(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, work: Walk, source: residual.TokenRows, ring: Ring, me: Lane,
         queries: query.Query, rows: Rows, state: State, limits: masks.Limits, phase: Int32,
         takers: Int32 | int) -> Int32:
-    """Units first_third, first_third + takers, ...; returns the parity that ring.unit_full waits for next.
+    """Units first_mixed, first_mixed + takers, ...; returns the parity that ring.unit_full waits for next.
 
-    pages.first: entry of page ``work.third_page``; phase: the parity that it waits for first.
+    pages.first: entry of page ``work.mixed_page``; phase: the parity that it waits for first.
     """
-    for i in cutlass.range(work.first_third, work.num_third, takers, unroll=1):
+    for i in cutlass.range(work.first_mixed, work.num_mixed, takers, unroll=1):
         page, tile = unit_place(Uint32(i))
-        first_token = work.third_page * layout.PAGE_TOKENS + i * UNIT_TOKENS
+        first_token = work.mixed_page * layout.PAGE_TOKENS + i * UNIT_TOKENS
         load_unit(cfg, pages, source, Int32(page), first_token, ring, me)
         cute.arch.mbarrier_wait(ring.unit_full, phase)
         phase = phase ^ 1
@@ -38,13 +38,13 @@ def run(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, work: Walk, source: re
         found = masks.of_tokens(cfg, found, first_token, work, rows, limits, me)
         probabilities(cfg, found, state)
         operand = residual.probabilities(cfg, found.acc, 0)
-        residual.add_values(cfg, ring, me, operand, cfg.third_row, cfg.third_row + UNIT_TOKENS, state, None)
+        residual.add_values(cfg, ring, me, operand, cfg.mixed_row, cfg.mixed_row + UNIT_TOKENS, state, None)
     return phase
 
 
 def unit_place(i):
     """(page of the segment, row tile of K) of unit ``i``."""
-    return i // THIRD_UNITS, i % THIRD_UNITS
+    return i // MIXED_UNITS, i % MIXED_UNITS
 
 
 def probabilities(cfg: WarpConfig, found: softmax.Scores, state: State) -> None:
@@ -55,11 +55,11 @@ def probabilities(cfg: WarpConfig, found: softmax.Scores, state: State) -> None:
 
 
 @cute.jit
-def load_unit(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, source: residual.Plain, page: Int32, first_token: Int32,
-              ring: Ring, me: Lane):
+def load_unit(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, source: residual.TokenRows, page: Int32,
+              first_token: Int32, ring: Ring, me: Lane):
     """The page's K part to slot 0 and, by lanes 0..15, a row of V each behind it; one phase of ring.unit_full."""
     words = cfg.row_bytes // WORD
-    target = residual.row_view(cfg, ring, Uint32, words, cfg.third_row + UNIT_TOKENS)
+    target = residual.row_view(cfg, ring, Uint32, words, cfg.mixed_row + UNIT_TOKENS)
     on_unit = ring._replace(full=ring.unit_full)
     cute.arch.sync_warp()  # all lanes have read what lies in the ring
     fetch.issue(cfg, cfg.k, pages, on_unit, me.warp, Int32(0), pages.table[pages.first + page],
@@ -69,7 +69,7 @@ def load_unit(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, source: residual
         row = value_row(first_token, source.slots_v, Int32(me.lane))
         cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32),
                   fetch.words_at(source.ring_v + Int64(row) * cfg.row_bytes, cfg.row_bytes, "gmem"),
-                  target[None, 0, cfg.third_row + Int32(me.lane), me.warp], mbar_ptr=ring.unit_full)
+                  target[None, 0, cfg.mixed_row + Int32(me.lane), me.warp], mbar_ptr=ring.unit_full)
 
 
 def value_row(first_token, slots, lane):
