@@ -18,6 +18,7 @@ from lowbit_attn.hopper import (
     decode,  # noqa: E402
 )
 from lowbit_attn.hopper.arith.int8 import boost, config, multiply, scores, values  # noqa: E402
+from lowbit_attn.hopper.common import tuning  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.warp import config as register  # noqa: E402
 from lowbit_attn.hopper.warp import unpack  # noqa: E402
@@ -196,7 +197,7 @@ def test_selectors_order_the_digits():
 def test_shared_memory_plan(name, head_dim, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     cfg = config_of(name, head_dim)
-    assert cfg.warps >= (3 if head_dim == 256 else 4) and cfg.slots >= register.MIN_SLOTS
+    assert cfg.warps >= (3 if head_dim == 256 else 4) and cfg.slots >= tuning.MIN_SLOTS
     assert cfg.smem_bytes <= register.SMEM_LIMIT
     assert decode.kernel_of(cfg).storage().size_in_bytes() == cfg.smem_bytes
     banks = {int((g + cfg.merge_pitch * t) % 32) for g, t in itertools.product(range(8), range(4))}
@@ -208,7 +209,7 @@ def test_four_ctas_fit_an_sm(kernel, monkeypatch):
     """By shared memory, and by the 168 registers a lane that four blocks an SM of the launch leave."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     cfg = make_config("small", FORMATS[kernel.format], kernel.head_dim, kernel.dtype, 4)
-    assert 4 * cfg.warps == register.MANY_WARPS and cfg.slots >= register.MIN_SLOTS
+    assert 4 * cfg.warps == tuning.MANY_WARPS and cfg.slots >= tuning.MIN_SLOTS
     assert 4 * (decode.kernel_of(cfg).storage().size_in_bytes() + register.BLOCK_SMEM) <= register.SM_SMEM
     key, = kernel.keys("hopper", "small")
     assert kernels.ctas_per_sm(key) == 4 == 65_536 // (168 * cfg.threads)

@@ -24,6 +24,7 @@ from lowbit_attn.hopper import (
 )
 from lowbit_attn.hopper.arith.fp16 import boost  # noqa: E402
 from lowbit_attn.hopper.arith.fp16 import config as fp16  # noqa: E402
+from lowbit_attn.hopper.common import tuning  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.schedule.config import SPLITS  # noqa: E402
 from lowbit_attn.hopper.warp import config, fetch, unpack  # noqa: E402
@@ -330,7 +331,7 @@ def test_shared_memory_plan(name, rows, head_dim, monkeypatch):
             make_config("register", FORMATS[name], head_dim, "float16", rows)
         return
     cfg = make_config("register", FORMATS[name], head_dim, "float16", rows)
-    assert cfg.warps >= (3 if head_dim == 256 else 4) and cfg.slots >= config.MIN_SLOTS
+    assert cfg.warps >= (3 if head_dim == 256 else 4) and cfg.slots >= tuning.MIN_SLOTS
     assert cfg.smem_bytes <= config.SMEM_LIMIT
     assert decode.kernel_of(cfg).storage().size_in_bytes() == cfg.smem_bytes
     with pytest.raises(ValueError, match="shared memory"):

@@ -12,6 +12,7 @@ from lowbit_attn.formats import FORMATS
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import decode  # noqa: E402
+from lowbit_attn.hopper.common import tuning  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.schedule import items, stream  # noqa: E402
 from lowbit_attn.hopper.warp import config as register  # noqa: E402
@@ -71,7 +72,7 @@ def test_shared_memory_plan(kernel, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     cfg = make_config("stream", FORMATS[kernel.format], kernel.head_dim, kernel.dtype, 4)
     assert stream.StreamSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes <= register.SMEM_LIMIT
-    assert cfg.slots >= register.MIN_SLOTS and 4 <= cfg.warps <= register.MANY_WARPS
+    assert cfg.slots >= tuning.MIN_SLOTS and 4 <= cfg.warps <= tuning.MANY_WARPS
     assert cfg.warp_bytes >= max(cfg.unit_bytes, cfg.mixed_bytes)
     assert 2 * cfg.warps < 32, "parts are numbered by the lanes of a warp"
     assert cfg.rows * cfg.head_dim // 4 % 32 == 0, "a warp's lanes add up parts of one item"

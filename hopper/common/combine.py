@@ -21,6 +21,7 @@ from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.numbers import LN_2, LOG2_E, LOWEST, NEG_INF
 from lowbit_attn.hopper.common.rows import Rows, query_and_head
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, EMPTY, LINE_WORDS, SLOT_WORDS
+from lowbit_attn.hopper.common.tuning import MOST_LANES_LOG2, SLOTS_AT_ONCE
 
 CHANNELS = CHUNK_CHANNELS  # of one thread: 16 bytes of a split's o
 EMPTY_BITS = EMPTY & 0xFFFF_FFFF
@@ -28,9 +29,7 @@ LINE_BYTES = 4 * LINE_WORDS
 LINE_LOG2 = LINE_BYTES.bit_length() - 1
 WARP_LOG2 = 5
 WARP = 1 << WARP_LOG2
-MOST_LANES_LOG2 = 2  # of a chunk, where a split has enough chunks for the others: a line has 8 chunks
 QUOTIENT_LOG2 = 23  # x // n is x * ceil(2^23 / n) >> 23: x < 4,096 chunks, n <= 2,048 of a split, fewer than 512 splits
-SLOTS_AT_ONCE = 4  # of a lane that are under way: with 128 chunks of a row block each lane has about four splits
 
 
 class Outputs(NamedTuple):

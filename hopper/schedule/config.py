@@ -1,8 +1,9 @@
 """The schedules: what follows from them for a kernel, without the DSL."""
 
 from lowbit_attn import kernels
+from lowbit_attn.hopper.common.tuning import PACE_SMALL, PACE_STREAM
 from lowbit_attn.hopper.warp.config import PLAN_WORDS, WORD, WarpConfig
-from lowbit_attn.hopper.warp.contract import Rule, Schedule
+from lowbit_attn.hopper.warp.contract import Schedule
 
 CURSOR_WORDS, RECORD_WORDS = 8, 4  # of an even share: where a warp is, and what it says of sums it leaves
 PLANS_WORDS = PLAN_WORDS + CURSOR_WORDS + 2 * RECORD_WORDS
@@ -26,7 +27,7 @@ class Small(Splits):
     name = kernels.SMALL
     ctas_per_sm = 4
     may_cluster = False
-    pace = Rule(2, 2)  # three warps: the least that one can be ahead is a third of a page
+    pace = PACE_SMALL
 
 
 class Stream(Schedule):
@@ -34,7 +35,7 @@ class Stream(Schedule):
 
     name = kernels.STREAM
     own_queries = is_even = True
-    pace = Rule(8, 8, 2000, 1000)
+    pace = PACE_STREAM
 
     def kernel(self, cfg: WarpConfig):
         from lowbit_attn.hopper.schedule.stream import StreamSm90

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Uint32
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.numbers import LOWEST
 from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.common.tuning import PARTS_AT_ONCE, UNIT_CHUNKS
 from lowbit_attn.hopper.schedule.config import CURSOR_WORDS, RECORD_WORDS
 from lowbit_attn.hopper.schedule.items import Cursor
 from lowbit_attn.hopper.warp import merge as warps
@@ -24,8 +25,6 @@ from lowbit_attn.hopper.warp.unpack import Lane
 
 CHANNELS = combine.CHANNELS
 TAILS = 0xAAAA_AAAA  # parts that are tails
-UNIT_CHUNKS = 2  # of a row, which a thread adds up together
-TOGETHER = 4  # heads of an item, which it looks at together
 
 
 class RunSums(NamedTuple):
@@ -167,8 +166,8 @@ def merge_run(cfg: cutlass.Constexpr[WarpConfig], call: Call, shared: RunSums, o
         first = sums_of(shared, part, row, chunks)
         accs, top, total = tuple(sums.acc for sums in first), first[0].top, first[0].total
         head, end = heads_of(part, present)
-        for later in cutlass.range(head, end, 2 * TOGETHER, unroll=1):
-            heads = [later + 2 * i for i in range(TOGETHER)]
+        for later in cutlass.range(head, end, 2 * PARTS_AT_ONCE, unroll=1):
+            heads = [later + 2 * i for i in range(PARTS_AT_ONCE)]
             found = [sums_of(shared, at, row, chunks, at < end) for at in heads]
             top, total = combine.join(accs, top, total, found)
         numbers = [row * out.chunks + chunk for chunk in chunks]

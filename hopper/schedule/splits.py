@@ -23,8 +23,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.rows import Rows, grid_of
+from lowbit_attn.hopper.common.tuning import FEW_PAGES
 from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk
-from lowbit_attn.hopper.warp.config import FEW_PAGES, WARP, WORD, WarpConfig
+from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
 from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, rows_of, token_rows
 
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver

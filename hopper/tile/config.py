@@ -14,6 +14,7 @@ from lowbit_attn.formats.contract import Format
 from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.hopper.common.matrices import CHUNK, matrix_place
 from lowbit_attn.hopper.common.support import PATHS
+from lowbit_attn.hopper.common.tuning import IN_FLIGHT_BYTES, MAX_STAGES
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES
 
 TARGET = "sm_90a"
@@ -25,8 +26,6 @@ TILE_M = 64  # rows of one WGMMA: query rows, the last ones zero, or tokens and 
 TILE_N = layout.PAGE_TOKENS  # tokens of a tile, packed or 16 bit
 MAX_N = 128  # ptxas refuses m64n256k16: its accumulators alone are the 128 registers of a kernel of 512 threads
 COLUMNS = 8  # query rows of a kernel where they are WGMMA's columns, so that they are not padded to TILE_M
-MAX_STAGES = 8
-IN_FLIGHT_BYTES = 68 * 1024  # packed bytes in flight an SM that keep its memory busy
 UNIT_TOKENS = 32  # tokens of a 16-bit tile in one packed stage; each lane of the load warp copies one row
 UNITS = TILE_N // UNIT_TOKENS
 MAX_RUN_TILES = 16  # 16x16 tiles that a dequant warp unpacks in one piece of straight code, else registers spill

@@ -11,6 +11,7 @@ from lowbit_attn.formats.contract import Format, Plane, Side
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerToken
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
+from lowbit_attn.hopper.common.tuning import MANY_WARPS, MAX_SLOTS, MAX_WARPS, MIN_SLOTS, PAGE_WARPS, UNDER_WAY
 from lowbit_attn.hopper.warp.contract import Arithmetic, Schedule
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, WIDE_HEAD_DIM
 
@@ -21,12 +22,7 @@ WARP = 32
 WORD = 4  # bytes
 META_BYTES = 8  # of one access to metadata
 COLUMNS = 8  # query rows of one m16n8k16
-MAX_WARPS, MIN_SLOTS, MAX_SLOTS = 8, 2, 8
-MANY_WARPS = 12  # where 168 registers a lane are enough: more warps hide more latency
-PAGE_WARPS = 8  # take packed pages where these are large: a page's arithmetic hides behind the others' copies
-UNDER_WAY = 48 << 10  # bytes that an SM must have under way to take its share of DRAM's rate (perf/NOTES.md)
 HEAD_DIMS = (64, 96, 128, 256)
-FEW_PAGES = 4  # of a warp: with fewer, a call is as long as its start and its end, and page counts come too late
 UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time
 PLAN_WORDS = 16  # of shared memory in which a warp keeps its rows and its walk
 PIECES = 2  # of a page: the K part, then the V part

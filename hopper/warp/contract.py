@@ -6,17 +6,8 @@ what follows from them before anything is traced, without the DSL; their steps i
 """
 
 from types import ModuleType
-from typing import NamedTuple
 
-
-class Rule(NamedTuple):
-    """When a warp hurries or waits (pace.py): one that is this part of a page behind is helped; one that is this part
-    of a page ahead waits. Found by trying (perf/NOTES.md)."""
-
-    behind: int = 4
-    ahead: int = 2
-    wait_ns: int = 600
-    page_ns: int | None = None  # so long for a page that it is ahead, up to wait_ns; None: always wait_ns
+from lowbit_attn.hopper.common.tuning import Rule
 
 
 class Arithmetic:

@@ -2,7 +2,7 @@
 
 Pieces run K part, V part, K part, ... of the warp's pages; piece n lies in slot n % slots. When piece n has come, the
 copy to the slot read before it starts: ``slots - 1`` pieces are under way while a warp waits, and no more than memory
-needs (config.UNDER_WAY). What is beyond that queues up, and the queue serves some SMs a fifth faster than others. A
+needs (tuning.UNDER_WAY). What is beyond that queues up, and the queue serves some SMs a fifth faster than others. A
 warp that is behind the others (pace.py) does not wait for piece n.
 """
 
@@ -15,12 +15,12 @@ from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common.scratch import LINE_WORDS
+from lowbit_attn.hopper.common.tuning import PASSING_BYTES
 from lowbit_attn.hopper.warp.config import PIECES, WARP, WORD, SidePlan, WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane
 
 UNIT_BYTES = 128  # the pool's unit of addresses
 CHUNK_BYTES = 16  # of a bulk copy's alignment, and of a cp.async
-PASSING_BYTES = 200 << 20  # of a call whose lines L2 need not keep: more than three times what it holds
 
 
 class Pages(NamedTuple):

@@ -19,13 +19,12 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass._mlir.dialects import nvvm
 
 from lowbit_attn.hopper.common.scratch import LINE_WORDS
-from lowbit_attn.hopper.warp.config import FEW_PAGES, WarpConfig
-from lowbit_attn.hopper.warp.contract import Rule
+from lowbit_attn.hopper.common.tuning import FAR, FEW_PAGES, Rule
+from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane
 
 COUNT, LEAD, BASE, WORDS = range(4)  # words of shared memory
 TELLER_LANE = 2  # lanes COUNT and LEAD use their words
-FAR = 16  # pages of a warp: CTAs that are further apart have sequences of other lengths, and say nothing
 
 
 class Pace(NamedTuple):

@@ -1,8 +1,9 @@
 """fp16 on raw codes (registers.py): 8 or 16 query rows, the columns of m16n8k16; what follows from it for a kernel."""
 
 from lowbit_attn import layout, registers
+from lowbit_attn.hopper.common.tuning import PACE_FP16, PACE_FP16_LARGE_PAGES, Rule
 from lowbit_attn.hopper.warp.config import COLUMNS, DIVISIONS, WarpConfig
-from lowbit_attn.hopper.warp.contract import Arithmetic, Rule
+from lowbit_attn.hopper.warp.contract import Arithmetic
 
 MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
 CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
@@ -68,7 +69,7 @@ class Fp16(Arithmetic):
         return registers.RECENTRED_PAGES if cfg.v.groups == 1 and not cfg.k.is_per_token else 1
 
     def pace(self, cfg: WarpConfig) -> Rule:
-        return Rule(16, 4, 800) if cfg.page_warps < cfg.warps else Rule(16, 1, 300)
+        return PACE_FP16_LARGE_PAGES if cfg.page_warps < cfg.warps else PACE_FP16
 
     def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
         k, v = cfg.k, cfg.v

@@ -1,8 +1,9 @@
 """int8 on masked bytes, up to 4 query rows, each in two digits; what follows from it for a kernel."""
 
 from lowbit_attn import layout
+from lowbit_attn.hopper.common.tuning import PACE_INT8, Rule
 from lowbit_attn.hopper.warp.config import DIVISIONS, WarpConfig
-from lowbit_attn.hopper.warp.contract import Arithmetic, Rule
+from lowbit_attn.hopper.warp.contract import Arithmetic
 from lowbit_attn.registers import BYTE_STEP
 
 ROWS = 4  # query rows: two columns each
@@ -51,7 +52,7 @@ class Int8(Arithmetic):
                 and cfg.ctas_per_sm == 1 and not cfg.own_queries)
 
     def pace(self, cfg: WarpConfig) -> Rule:
-        return Rule(8, 4)
+        return PACE_INT8
 
     def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
         k, v, third = cfg.k, cfg.v, int(cfg.has_mixed)
