@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,12 @@ def test_docstrings_stand_alone(module):
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
             assert not text.startswith(("Of ", "The same", "By ")), f"{module}: {text.splitlines()[0]}"
+
+
+def test_a_name_of_hopper_means_one_thing():
+    classes = Counter(node.name for name, path in MODULES.items() if part(name) == "hopper"
+                      for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    assert len(classes) > 40 and not [name for name, count in classes.items() if count > 1 and name != "Smem"]
 
 
 def test_upward_imports_would_be_seen(tmp_path):

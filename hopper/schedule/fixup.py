@@ -34,7 +34,7 @@ class RunSums(NamedTuple):
     records: cute.Tensor  # int32 (RECORD_WORDS, parts): 1 if there are sums; the item and its last CTA
     sums: warps.WarpSums  # by part
 
-    def keep(self, warp: Int32, cursor: Cursor) -> None:
+    def store_cursor(self, warp: Int32, cursor: Cursor) -> None:
         """Write a warp's cursor; one lane does it."""
         own = cute.make_rmem_tensor(CURSOR_WORDS, Int32)
         own.fill(0)

@@ -58,9 +58,9 @@ def walk_of(n_sink, n_qk, n_qv, n_tok, first, count) -> Walk:
     item = work_item(n_sink, n_qk, n_qv, n_tok)
     num_units, units_start = item.sink_units + item.residual_units, item.pages + item.mixed_units
     end, first_page = first + count, at_most(first, item.pages)
-    third, units = ([clamp_unit(position - start, limit) for position in (first, end)]
+    mixed, units = ([clamp_unit(position - start, limit) for position in (first, end)]
                     for start, limit in ((item.pages, item.mixed_units), (units_start, num_units)))
-    return Walk(first_page, at_most(end, item.pages) - first_page, item.pages, *third, *units, item.sink_units, n_sink,
+    return Walk(first_page, at_most(end, item.pages) - first_page, item.pages, *mixed, *units, item.sink_units, n_sink,
                 n_tok - n_sink - n_qk, n_qk, 0 * n_tok)
 
 

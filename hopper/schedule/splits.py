@@ -1,4 +1,4 @@
-"""Decode attention over packed pages, register path: the kernel shell.
+"""Decode attention over packed pages, by warps: the kernel whose CTAs are splits.
 
 One CTA serves one (split, row block, KV head, sequence); more than ``cfg.rows`` query rows make several row blocks,
 each of which reads the pages. Its warps share nothing but the query rows: each walks over its own pages (walk.py) with
@@ -6,13 +6,12 @@ a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
 
     for each page:  wait K part, refill last slot -> S^T = K Q^T (scores) -> maximum, P (softmax)
                     wait V part, refill last slot -> O^T += V^T P^T (values)
-    then:           O to true scale -> pages with V in 16 bit (third) -> 16-bit units (plain) -> merge
+    then:           O to true scale -> pages with V in 16 bit (mixed) -> 16-bit units (residual) -> merge
 
     ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
 
-Operands of m16n8k16: K and V^T are A, straight from masked words (raw codes, fp16 subnormals); query rows are N.
-P is formed while V comes. With an WarpConfig packed pages take the arithmetic of arith/int8 (m16n8k32 on bytes),
-and V comes in two halves where a warp has one page; the rest is the same.
+K and V^T are the A operands of the multiplies, straight from masked words; query rows are N. What a step does is its
+arithmetic's (warp/contract.py). P is formed while V comes.
 """
 
 
@@ -124,7 +123,7 @@ class SplitsSm90:
 
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
-            plans.keep(rows, work)
+            plans.store(rows, work)
         on_pace = on_pace._replace(words=smem.pace.data_ptr())
         if cute.arch.thread_idx()[0] == 0:
             on_pace.begin(base)
@@ -153,7 +152,7 @@ class SplitsSm90:
         if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.has_mixed):
             me = unpack.fresh(me)
         cute.arch.sync_warp()
-        rows, work = plans.recall(rows)
+        rows, work = plans.load(rows)
         source, takers = token_rows(cfg, call, rows), cfg.warps * partials.shape[1]
         if cutlass.const_expr(cfg.has_mixed):
             pages = pages._replace(first=first_entry(call, rows) + work.mixed_page)

@@ -74,15 +74,15 @@ class StreamSm90(SplitsSm90):
         fixup.prefetch(cfg, out_to, ctas)
         cursor = items.begin(call.counters, early, blocks, cta, parts, me.warp, cfg.warps, me.lane)
         with cute.arch.elect_one():
-            own.runs.keep(me.warp, cursor)
+            own.runs.store_cursor(me.warp, cursor)
         if cute.arch.thread_idx()[0] == 0:
             own.pace.begin(base)
         cute.arch.sync_threads()
-        place = Place(pool, page_stride, head_stride, blocks, parts, scale_log2)
+        common = Common(pool, page_stride, head_stride, blocks, parts, scale_log2)
         left, slot, phase = cursor.left, Int32(0), Int32(0)
         while left > 0:
             now = unpack.fresh(me)  # for every item
-            left, slot, phase = attend(cfg, call, place, own, now, out_to, slot, phase)
+            left, slot, phase = attend(cfg, call, common, own, now, out_to, slot, phase)
         cute.arch.sync_threads()
         fixup.merge(cfg, call, own.runs, out_to)
 
@@ -98,7 +98,7 @@ class Own(NamedTuple):
     pace: pace.Pace
 
 
-class Place(NamedTuple):
+class Common(NamedTuple):
     """Where packed pages are, and what else all items have in common."""
 
     pool: cute.Tensor
@@ -110,7 +110,7 @@ class Place(NamedTuple):
 
 
 @cute.jit
-def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, place: Place, own: Own, me: unpack.Lane,
+def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: Own, me: unpack.Lane,
            out: combine.Outputs, slot: Int32, phase: Int32) -> tuple[Int32, Int32, Int32]:
     """The item at which the warp's cursor is; (positions left, slot and phase of the ring)."""
     cursor = own.runs.cursor(me.warp)
@@ -118,38 +118,38 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, place: Place, own: Ow
     rows = rows_of(cfg, call, (cursor.block, cursor.batch_idx))
     count = cutlass.min(cursor.left, items.work_item(*counts).positions - cursor.first)
     work = items.walk_of(*counts, cursor.first, count)
-    pages = fetch.Pages(place.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
-                       place.page_stride, Int64(rows.head_idx) * Int64(place.head_stride), 1,
+    pages = fetch.Pages(common.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
+                       common.page_stride, Int64(rows.head_idx) * Int64(common.head_stride), 1,
                        fetch.policy_of(cfg, cursor.total, call.row_blocks.divisor))
     ids = fetch.page_ids(pages, Int32(0), me.lane)
     fetch.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
     words = query.load(cfg, call.q, rows, me)
     with cute.arch.elect_one():
-        own.plans.keep(rows, work)
+        own.plans.store(rows, work)
     state = softmax.make_state(cfg)
-    queries = cfg.arithmetic.steps.prepare_own_query(cfg, words, place.scale_log2, me, own.query, own.channels)
+    queries = cfg.arithmetic.steps.prepare_own_query(cfg, words, common.scale_log2, me, own.query, own.channels)
     cute.arch.sync_warp()
     limits = masks.Limits(Float32(0.0), Float32(0.0), Int32(0), Int32(0))  # of no feature
     on_pace = own.pace._replace(own=cursor.done + cursor.left, before=cursor.done,
-                                total=items.share(cursor.total, place.parts, out.place)[1])
+                                total=items.share(cursor.total, common.parts, out.place)[1])
     slot, phase = packed_pages(cfg, pages, work, own.ring, me, ids, queries, rows, state, limits,
                                on_pace, slot, phase)
 
     me = unpack.fresh(me)
     cute.arch.sync_warp()
-    rows, work = own.plans.recall(rows)
+    rows, work = own.plans.load(rows)
     cursor = own.runs.cursor(me.warp)
     source = token_rows(cfg, call, rows)
     if cutlass.const_expr(cfg.has_mixed):
         pages = pages._replace(first=first_entry(call, rows) + work.mixed_page)
         cursor = cursor._replace(unit_phase=mixed.run(cfg, pages, work, source, own.ring, me, queries, rows, state,
                                                         limits, cursor.unit_phase, 1))
-    residual.run(cfg, work, source, own.ring, me, call.q, rows, state, place.scale_log2, limits, 1)
-    return finish(cfg, call, place, own, me, rows, cursor, work.num_pages, state, out), slot, phase
+    residual.run(cfg, work, source, own.ring, me, call.q, rows, state, common.scale_log2, limits, 1)
+    return finish(cfg, call, common, own, me, rows, cursor, work.num_pages, state, out), slot, phase
 
 
 @cute.jit
-def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, place: Place, own: Own, me: unpack.Lane, rows: Rows,
+def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: Own, me: unpack.Lane, rows: Rows,
            cursor: items.Cursor, num_pages: Int32, state: softmax.State, out: combine.Outputs) -> Int32:
     """Leave an item's sums, or write its result if the run has all of it; returns the positions left.
 
@@ -162,11 +162,11 @@ def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, place: Place, own: Ow
     fixup.store_sums(cfg, own.runs, part, me, state)
     last = out.place
     if goes_on:
-        last = items.part_of(cursor.total, place.parts, cursor.position + size - cursor.first - 1)
+        last = items.part_of(cursor.total, common.parts, cursor.position + size - cursor.first - 1)
     cute.arch.sync_warp()  # all lanes have read the cursor
     with cute.arch.elect_one():
         own.runs.record(part, cursor, Int32(is_head | goes_on), last)
-        own.runs.keep(me.warp, items.after(cursor, count, place.blocks))
+        own.runs.store_cursor(me.warp, items.after(cursor, count, common.blocks))
         pace.count(cfg, own.pace, me, cursor.done + num_pages, count - num_pages)
     cute.arch.sync_warp()
     # for the merge: what was read at the start is not in L2 any more

@@ -384,14 +384,14 @@ def expected_counts(cfg: DecodeConfig) -> dict[str, int]:
     """
     sides = (cfg.k, cfg.v)
     tiles = [side.run_cols * side.run_rows // layout.TILE for side in sides]  # 16x16 tiles of a run
-    plain = 2 * cfg.head_dim // (layout.TILE * GROUP_WARPS)  # 16x16 tiles a warp, side and unit
+    tokens = 2 * cfg.head_dim // (layout.TILE * GROUP_WARPS)  # 16x16 tiles a warp, side and unit
     registers = 4 * sum(tiles)
     counts = {
         "HGMMA": expected_hgmma(cfg),
-        "STSM": sum(tiles) + 2 * plain + cfg.rows // 8 * cfg.in_columns,
-        "LDSM": 2 * plain,
+        "STSM": sum(tiles) + 2 * tokens + cfg.rows // 8 * cfg.in_columns,
+        "LDSM": 2 * tokens,
         # (word & mask) | magic, one a register; dead tokens of V, 4 a tile; 64 for parities, swizzles and lane fields
-        "LOP3": registers + 4 * plain + 64,
+        "LOP3": registers + 4 * tokens + 64,
     }
     if cfg.k.is_half and cfg.v.is_half:
         counts["HFMA2"] = 2 * registers  # to the exact code, then scale and zero

@@ -51,15 +51,15 @@ def plan(n_sink, n_qk, n_qv, n_tok, hidden_pages, split_idx, num_splits) -> tupl
     first = seen * split_idx // num_splits
     count = seen * (split_idx + 1) // num_splits - first
     is_last = Int32(split_idx == num_splits - 1)
-    third = is_last * (n_qk // TILE_N - pages - hidden_mixed)
+    mixed = is_last * (n_qk // TILE_N - pages - hidden_mixed)
     n_residual = is_last * (n_tok - n_sink - n_qk)
     sink_tiles = is_last * tiles_of(n_sink)
-    plain = sink_tiles + tiles_of(n_residual)
+    tiles = sink_tiles + tiles_of(n_residual)
     # where pages of the mixed segment are hidden, all before them are, so that K's pages are one run
     first = first + hidden + hidden_mixed
     common = (is_last * n_sink, n_residual, n_qk, n_sink)
-    return (TileWalk(first, count + third, Int32(0), sink_tiles, plain, *common),
-            TileWalk(first, count, third, sink_tiles, plain + third, *common))
+    return (TileWalk(first, count + mixed, Int32(0), sink_tiles, tiles, *common),
+            TileWalk(first, count, mixed, sink_tiles, tiles + mixed, *common))
 
 
 def hidden_pages(n_sink, n_tok, q_len, window):

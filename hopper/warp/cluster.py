@@ -47,7 +47,7 @@ def chunks_of_split(out: combine.Outputs, rows: Rows) -> Int32:
     return combine.chunks_of_split(out, Int32(Uint32(rows.count * out.chunks + (WARP - 1)) // Uint32(WARP))) * WARP
 
 
-def place_of(out: combine.Outputs, rows: Rows, row: Int32, chunk: Int32) -> Destination:
+def destination_of(out: combine.Outputs, rows: Rows, row: Int32, chunk: Int32) -> Destination:
     unit, size = row * out.chunks + chunk, chunks_of_split(out, rows)
     merger = Int32(Uint32(unit) // Uint32(size))
     sender = (out.split_idx - Int32(out.split_idx > merger)) * Int32(out.split_idx != merger)

@@ -52,7 +52,7 @@ def run(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, inbox: cluster.Inbox | N
         own = combine.find_row(out, rows, row)
         query, head, (acc_at, pair_at) = own.query, own.head, address_of(cfg, out, rows, own, chunk)
         if is_cluster:
-            merger, slot, apart = cluster.place_of(out, rows, row, chunk)
+            merger, slot, apart = cluster.destination_of(out, rows, row, chunk)
         if is_cluster | (out.num_splits == 1):
             sink_logit = combine.find_row(out, rows, row).sink_logit
     cute.arch.sync_warp()
@@ -65,7 +65,8 @@ def run(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, inbox: cluster.Inbox | N
         for later in cutlass.range(unit + cfg.threads, rows.count * chunks, cfg.threads, unroll=1):
             own = combine.find_row(out, rows, later // chunks)
             write(cfg, shared, inbox, out, own, later % chunks,
-                  cluster.place_of(out, rows, own.idx, later % chunks), address_of(cfg, out, rows, own, later % chunks))
+                  cluster.destination_of(out, rows, own.idx, later % chunks),
+                  address_of(cfg, out, rows, own, later % chunks))
     if (out.num_splits > 1) & ~is_cluster:
         combine.merge(out, rows, cfg.threads, thread)
 

@@ -1,7 +1,7 @@
 """What one warp of one CTA visits: its packed pages, then its share of 16-bit units.
 
 A unit has 16 tokens: of pages whose K is packed while their V is in 16 bit (mixed.py), then of sinks and residual
-(plain.py). The units are dealt one by one to the warps of all splits, the late warps first, which have the fewer pages.
+(residual.py). The units are dealt one by one to the warps of all splits, the late warps first: they have fewer pages.
 """
 
 from typing import NamedTuple
@@ -52,15 +52,15 @@ class Plans(NamedTuple):
 
     words: cute.Tensor  # int32 (PLAN_WORDS), of this warp
 
-    def keep(self, rows: Rows, walk: Walk) -> None:
+    def store(self, rows: Rows, walk: Walk) -> None:
         """Write rows and walk; one lane does it."""
         own = cute.make_rmem_tensor(PLAN_WORDS, Int32)
         for i, value in enumerate((*rows[:4], *walk)):
             own[i] = Int32(value)
         cute.autovec_copy(own, self.words)
 
-    def recall(self, rows: Rows) -> tuple[Rows, Walk]:
-        """What ``keep`` left; the rest of the rows is the call's."""
+    def load(self, rows: Rows) -> tuple[Rows, Walk]:
+        """What ``store`` wrote; the rest of the rows is the call's."""
         own = cute.make_rmem_tensor(PLAN_WORDS, Int32)
         cute.autovec_copy(self.words, own)
         values = [own[i] for i in range(PLAN_WORDS)]

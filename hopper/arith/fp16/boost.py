@@ -22,7 +22,7 @@ from lowbit_attn.hopper.warp.config import BOOST_WEIGHT, COLUMNS, WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 
-class Sums(NamedTuple):
+class PageSums(NamedTuple):
     """Accumulators of a page's K, fp32 (4, row tile * col_blocks + block)."""
 
     acc: cute.Tensor  # S
@@ -49,7 +49,7 @@ def store_channels(cfg: WarpConfig, words: cute.Tensor, me: Lane, channels: cute
                 view[Int32(me.t), layout.TILE * ct + 8 * col8 + Int32(me.g), nt] = word
 
 
-def add(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s: Int32, sums: Sums,
+def add(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s: Int32, sums: PageSums,
         tile: Uint32 | None) -> None:
     """The high codes into S, and 4 q' s into the other sums, as these codes count four times.
 

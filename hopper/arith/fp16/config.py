@@ -82,10 +82,10 @@ class Fp16(Arithmetic):
         around = 1 if k.is_per_token else 1 + k.groups
         around = k.col_tiles // (shown if k.is_per_token else 1) * around + 2 * steps
         multiplies = tiles + around + v.col_tiles * v.groups  # the last: sums of (p s)~
-        plain = k.col_tiles + v.row_tiles
+        tokens = k.col_tiles + v.row_tiles
         counts = {
-            "HMMA": cfg.col_blocks * (multiplies + plain),
-            "LDSM": plain + steps,
+            "HMMA": cfg.col_blocks * (multiplies + tokens),
+            "LDSM": tokens + steps,
             # an AND a register; dead tokens of V; addresses, exponents and parities
             "LOP3": 4 * (tiles + v.row_tiles) + 100,
             "MOVM": cfg.col_blocks * (2 * cfg.v.col_tiles * cfg.v.groups + 2 + 2 * k.col_tiles * bool(steps)),

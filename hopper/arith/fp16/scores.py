@@ -72,7 +72,7 @@ def per_channel(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, tile: Uin
                 b = scaled[None, layout.TILE * rt // side.group * blocks + nt]
                 numbers.multiply(atom, acc, rt * blocks + nt, a, b)
     if cfg.boost:
-        boost.add(cfg, piece, me, query.channels, ups[0], own_e_s, boost.Sums(acc, ones, bias), tile)
+        boost.add(cfg, piece, me, query.channels, ups[0], own_e_s, boost.PageSums(acc, ones, bias), tile)
     own_offset = own_offsets(cfg, query, bias, ones, own_e_s, zero_down)
     kinds = tuple((layout.TILE * (i // 2) // side.group, side.power(i // 2, i % 2)) for i in range(2 * row_tiles))
     posts = [numbers.pow2(cutlass.min(POST_SHIFT - e, Int32(MAX_POW2))) for e in e_s]

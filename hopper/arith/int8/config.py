@@ -55,22 +55,22 @@ class Int8(Arithmetic):
         return PACE_INT8
 
     def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
-        k, v, third = cfg.k, cfg.v, int(cfg.has_mixed)
+        k, v, mixed = cfg.k, cfg.v, int(cfg.has_mixed)
         boost_tiles = cfg.boost.steps if cfg.boost else 0
         key_tiles = k.col_tiles + boost_tiles
         full_steps, lone = key_tiles // STEP_TILES, boost_tiles % STEP_TILES
-        plain = k.col_tiles + (1 + third) * v.row_tiles
-        masked = 2 * key_tiles * (k.row_tiles + third) * (k.bits < 8) + 2 * v.row_tiles * v.col_tiles * (v.bits < 8)
-        logits = 2 * (k.row_tiles + third)
-        operands = k.groups + third  # times that q s becomes digits
+        tokens = k.col_tiles + (1 + mixed) * v.row_tiles
+        masked = 2 * key_tiles * (k.row_tiles + mixed) * (k.bits < 8) + 2 * v.row_tiles * v.col_tiles * (v.bits < 8)
+        logits = 2 * (k.row_tiles + mixed)
+        operands = k.groups + mixed  # times that q s becomes digits
         key_words = 4 * (k.col_tiles // STEP_TILES) * operands  # of metadata
         widened = sum(n for side, n in ((k, key_words), (v, 2 * v.col_tiles * v.groups)) if side.storage == "bfloat16")
         counts = {
-            "IMMA": (full_steps + lone) * (k.row_tiles + third) + v.row_tiles * v.col_tiles // STEP_TILES,
-            "HMMA": plain,
-            "LDSM": plain,
-            "MOVM": v.col_tiles * v.groups + 2 * (1 + third),
-            "MUFU.EX2": logits + 4 + third + cfg.merge_exponentials,
+            "IMMA": (full_steps + lone) * (k.row_tiles + mixed) + v.row_tiles * v.col_tiles // STEP_TILES,
+            "HMMA": tokens,
+            "LDSM": tokens,
+            "MOVM": v.col_tiles * v.groups + 2 * (1 + mixed),
+            "MUFU.EX2": logits + 4 + mixed + cfg.merge_exponentials,
             # an AND a register, two sign flips a step and token group, high halves of bf16 metadata; dead tokens of V;
             # addresses and parities
             "LOP3": masked + widened + (2 * full_steps + lone) * operands + 4 * v.row_tiles + 70,
