@@ -340,7 +340,7 @@ def test_walk_visits_every_seen_token_once(n_sink, n_qk, lag, residual, num_spli
 
 
 def seen_positions(w: walk.TileWalk, i: int, rows: query_rows.Rows, visible: masks.Visible, row: int) -> set[int]:
-    """Positions of tile ``i`` of K's walk that ``visible.to_logits`` leaves to a row of the tile."""
+    """Positions of tile ``i`` of K's walk that ``masks.to_logits`` leaves to a row of the tile."""
     if i < w.num_pages:
         start = w.packed_start + TILE_N * (w.first_page + i)
         first = 0

@@ -140,8 +140,8 @@ def test_the_two_lanes_of_a_row_share_its_column_tiles():
 def test_channels_stand_in_the_order_of_metadata():
     """All channels that a byte can name, in each byte of a word."""
     channels = np.arange(256, dtype=np.uint8).reshape(-1, 4)
-    for cursor in range(4):
-        turned = np.roll(channels, cursor, 1)
+    for turn in range(4):
+        turned = np.roll(channels, turn, 1)
         found = boost.positions(np.ascontiguousarray(turned).view(np.uint32)).view(np.uint8)
         assert np.array_equal(found, layout.channel_meta_index(turned.astype(int)))
 

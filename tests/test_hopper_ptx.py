@@ -116,7 +116,7 @@ def run(program, cfg, problem: testing.Problem, options: Attention, splits: int,
         in_clusters: bool = False) -> Call:
     """A call that has ended. The splits of a row block run at once.
 
-    reverse: the last CTA and the last warp have the first cursor.
+    reverse: the last CTA and the last warp have the first turn.
     """
     call = Call(cfg, problem, options, None, splits, in_clusters)
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
@@ -382,7 +382,7 @@ def test_lines_of_pages_leave_l2_first_where_a_call_reads_little(path, run, q_le
 
 
 def test_the_plain_read_reads_all_bytes_and_nothing_else(scratch):
-    """What decode is compared with: CTAs that have several cursors, one, and part of one."""
+    """What decode is compared with: CTAs that have several items, one, and part of one."""
     from lowbit_attn.device import ptx as instructions
 
     assert (bench.PLAIN, bench.HINTED) == (instructions.EVICT_UNCHANGED, instructions.EVICT_FIRST)

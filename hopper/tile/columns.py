@@ -31,7 +31,6 @@ from lowbit_attn.hopper.tile.ring import StageRing
 from lowbit_attn.hopper.tile.walk import TileWalk
 
 SLACK = 8.0  # base 2; fp16 holds weights up to 2^16
-LANES_OF_COLUMN = (4, 8, 16)  # bits of a lane's number that its columns do not depend on
 PAD = 4  # fp32 numbers between the sums of query rows: a warp's accesses meet no bank twice
 
 
@@ -123,7 +122,7 @@ def agree(cfg: cutlass.Constexpr[DecodeConfig], me: MmaThread, group: Int32, til
     """Each column's maximum over the group. The vote before, by all lanes, is behind the last reads here."""
     shared = cute.make_tensor(tiles.maxima, cute.make_layout((GROUP_WARPS, cfg.rows, cfg.mma_groups)))
     for c in cutlass.range_constexpr(cfg.rows // 4):
-        found[c] = softmax.across(found[c], cute.arch.fmax, LANES_OF_COLUMN)
+        found[c] = numbers.over_lanes(found[c], numbers.OVER_G, cute.arch.fmax)
         if me.g == 0:
             shared[me.warp, softmax.column(c, me.t), group] = found[c]
     cute.arch.barrier(barrier_id=group_barrier(group), number_of_threads=GROUP_WARPS * WARP)
@@ -181,7 +180,7 @@ def share_sums(cfg: cutlass.Constexpr[DecodeConfig], me: MmaThread, group: Int32
         row = softmax.column(c, me.t)
         for i, block, half in softmax.column_values(cfg.v.tile_rows // TILE_M, cfg.rows, c):
             o[TILE_M * block + 16 * me.warp + 8 * half + me.g, row] = acc_o[i]
-        total = softmax.across(sums[c], operator.add, LANES_OF_COLUMN)
+        total = numbers.over_lanes(sums[c], numbers.OVER_G, operator.add)
         if me.g == 0:
             totals[me.warp, row] = total
             if me.warp == 0:

@@ -1,4 +1,4 @@
-"""Dequant role: a warpgroup cursors packed parts and 16-bit rows, of both sides or of one, into WGMMA's B tiles.
+"""Dequant role: a warpgroup turns packed parts and 16-bit rows, of both sides or of one, into WGMMA's B tiles.
 
 A tile is K-major with the 128-byte swizzle: K as [128 tokens, D channels], V as [D channels, 128 tokens].
 The 8x8 matrix that one masked word gives is exactly stmatrix's, so no lane ever exchanges data.

@@ -100,12 +100,12 @@ def mask_token_tile(cfg: cutlass.Constexpr[DecodeConfig], acc_s: cute.Tensor, wa
 
 
 def mask_right(line: Line, acc_s: cute.Tensor, live: Int32) -> None:
-    """LogitScale of tokens from ``live`` on become -inf, whatever they were."""
+    """Scores of tokens from ``live`` on become -inf, whatever they were."""
     for i, offset in line.values:
         acc_s[i] = cutlass.select_(line.first + offset < live, acc_s[i], Float32(numbers.NEG_INF))
 
 
 def mask_left(line: Line, acc_s: cute.Tensor, first: Int32) -> None:
-    """LogitScale of tokens before ``first`` become -inf, whatever they were."""
+    """Scores of tokens before ``first`` become -inf, whatever they were."""
     for i, offset in line.values:
         acc_s[i] = cutlass.select_(line.first + offset >= first, acc_s[i], Float32(numbers.NEG_INF))

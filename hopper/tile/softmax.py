@@ -31,20 +31,13 @@ def column(c: int, t: Int32) -> Int32:
     return 8 * (c // 2) + 2 * t + c % 2
 
 
-def across(x: Float32, combine, offsets: tuple[int, ...]) -> Float32:
-    """Fold over the lanes that differ in these bits: 1 and 2 (t) share rows, 4, 8 and 16 (g) columns."""
-    for offset in offsets:
-        x = combine(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
-    return x
-
-
 def quad_sum(x: Float32) -> Float32:
     """Over the four lanes that share a row."""
-    return across(x, operator.add, (1, 2))
+    return numbers.over_lanes(x, numbers.OVER_T, operator.add)
 
 
 def cap_scores(acc_s: cute.Tensor, scale_log2: Float32, cap_log2: Float32) -> None:
-    """LogitScale become cap_log2 * tanh(score * scale_log2 / cap_log2), with tanh y = 1 - 2 / (e^2y + 1)."""
+    """Scores become cap_log2 * tanh(score * scale_log2 / cap_log2), with tanh y = 1 - 2 / (e^2y + 1)."""
     slope = scale_log2 * (Float32(2.0 * numbers.LOG2_E) / cap_log2)
     for i in range(cute.size(acc_s)):
         grown = cute.math.exp2(acc_s[i] * slope, fastmath=True)
@@ -59,7 +52,7 @@ def online_step(half: int, acc_s: cute.Tensor, p: cute.Tensor, row_max: cute.Ten
     """
     at = row_values(cute.size(acc_s), half)
     tile_max = numbers.tree([acc_s[i] for i in at], cute.arch.fmax)
-    new_max = cute.arch.fmax(row_max[half], across(tile_max, cute.arch.fmax, (1, 2)) * scale_log2)
+    new_max = cute.arch.fmax(row_max[half], numbers.over_lanes(tile_max, numbers.OVER_T, cute.arch.fmax) * scale_log2)
     correction = cute.math.exp2(row_max[half] - new_max, fastmath=True)
     p_words, sums = cute.recast_tensor(p, Uint32), [Float32(0.0)] * SUMS
     for j in range(len(at) // 2):  # pair by pair: P takes the registers that S leaves

@@ -16,7 +16,7 @@ LINE_BYTES = LINE_WORDS * WORD
 
 
 class Query(NamedTuple):
-    """What an arithmetic multiplies K with, and what cursors accumulators into base-2 logits."""
+    """What an arithmetic multiplies K with, and what turns accumulators into base-2 logits."""
 
     operand: cute.Tensor  # in registers: fp16 (4, column tile * col_blocks + block); else its words in shared memory
     factor: tuple  # [query column of this lane] softmax_scale_log2 * 2^-(e_q + 11)

@@ -55,7 +55,7 @@ def places(acc: cute.Tensor, column: int, col_blocks: int) -> list[tuple[int, in
 
 
 def slope_of(scores: Scores, column: int, power: int) -> Float32:
-    """What cursors an accumulator value into its logit, but for the offset."""
+    """What turns an accumulator value into its logit, but for the offset."""
     return Float32(1.0) if scores.slope is None else scores.slope[column] * Float32(2.0**-power)
 
 
