@@ -9,6 +9,9 @@ from types import ModuleType
 
 from lowbit_attn.hopper.common.tuning import Rule
 
+STEPS = ("prefetch_query", "load_query", "prepare_query", "scores", "before_values", "add_values", "finish")
+OWN_STEPS = ("prepare_own_query",)
+
 
 class Arithmetic:
     """How a warp multiplies packed pages; cfg: the WarpConfig that has it. One instance of each subclass.
@@ -23,6 +26,9 @@ class Arithmetic:
         add_values(cfg, piece, me, state, p, maxima, arrival)
                                                      O += P V of a page
         finish(cfg, state)                           after the last page: O in its own units
+    and, for schedules whose warps have queries of their own, in place of ``prepare_query``:
+        prepare_own_query(cfg, words, scale_log2, me, shared, channels)
+                                                     the warp's own operand; a barrier of the warp must follow
     """
 
     name: str
