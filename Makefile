@@ -7,8 +7,11 @@ SEED ?= 0
 N ?= 0
 CASE ?= first
 ROTATION = $(if $(filter-out 0,$(N)),--rotation $(N) --seed $(SEED))
+BASE ?= HEAD
+KEYS ?=
+SAMPLE ?= 0
 
-.PHONY: demo test lint hopper ampere all-kernels gpu-kernels gpu-tests gpu-sanitize perf profile
+.PHONY: demo test lint hopper ampere all-kernels same-sass gpu-kernels gpu-tests gpu-sanitize perf profile
 
 $(PY):
 	$(PYTHON) -m venv --system-site-packages $(VENV)
@@ -41,6 +44,11 @@ hopper ampere: | $(PY)
 all-kernels: | $(PY)
 	$(call need,tilelang cutlass,kernels,both tile DSLs (about 300 MB))
 	$(PY) -m lowbit_attn.build --arch hopper --arch ampere --all $(ROTATION)
+
+# SAMPLE=0: all kernels whose names have KEYS, else so many of them. Needs no GPU.
+same-sass: | $(PY)
+	$(call need,tilelang cutlass,kernels,both tile DSLs (about 300 MB))
+	$(PY) perf/same_sass.py $(BASE) --keys '$(KEYS)' --sample $(SAMPLE) --seed $(SEED)
 
 # N=0: the fast subset; else N decode calls drawn by SEED. gpu-kernels needs no GPU: build there, test where one is.
 gpu-kernels: | $(PY)

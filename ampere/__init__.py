@@ -7,15 +7,15 @@ from lowbit_attn.kernels import Scratch, Support
 EMPTY = None  # what words of scratch are between calls: anything
 SPLITS_MEET = False  # splits of a call may run one after the other
 PATHS = {
-    "register": Support(k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
+    "register": Support(arithmetic="fp16",
+                        k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=(torch.float16, torch.bfloat16), storages=(torch.float16, torch.bfloat16),
                         rows=(8, 16, 64), wide_rows=(8, 64), channel_groups=(32, 64, 128), k_per_token=True,
                         windows=True, boosted=True),
-    "tile": Support(k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
+    "tile": Support(arithmetic="tile",
+                    k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
                     storages=(torch.float16,), rows=(8,), wide_rows=(8,)),
 }
-SMALLER, EVEN = {}, {}  # paths that are others in other CTAs: none
-IN_CLUSTERS = ()  # paths whose splits may be clusters: none
 
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:

@@ -89,15 +89,14 @@ def add(config, ring, slot, lane, own_scale, work, ops):
             T.sync_warp()  # as in channel_scores
         gather(config, ring, slot, ct, lane, work)
         scale_query(config, work.e_s[0], 0, work)
-        if config.options.centring:
-            metadata_rows(config, 1, own_scale, work)
-            for r in T.unroll(2):
-                work.a[2 * r] = T.uint32(0)
-            for n in T.unroll(config.columns):
-                mma.multiply("float16", work.a, work.query, n, work.bias, n)
-            for r in T.unroll(2):
-                work.a[2 * r + 1] = work.minus[0]
-            for n in T.unroll(config.columns):
-                mma.multiply("float16", work.a, work.scaled, n, work.bias, n)
+        metadata_rows(config, 1, own_scale, work)
+        for r in T.unroll(2):
+            work.a[2 * r] = T.uint32(0)
+        for n in T.unroll(config.columns):
+            mma.multiply("float16", work.a, work.query, n, work.bias, n)
+        for r in T.unroll(2):
+            work.a[2 * r + 1] = work.minus[0]
+        for n in T.unroll(config.columns):
+            mma.multiply("float16", work.a, work.scaled, n, work.bias, n)
         multiply_codes(config, high, ring, slot, lane, work, ct, 0, high.row_tiles, work.scaled, lambda tile: 0,
                        ops.acc_s, 0)

@@ -6,7 +6,6 @@ from lowbit_attn import layout
 from lowbit_attn.formats import FORMATS, Format, Kind, SideSpec
 from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, Checks, KernelKey
 from lowbit_attn.kernels import ROWS as ROW_CHOICES
-from lowbit_attn.registers import Options
 
 # (warps, ring slots of each), best first: the first that fits is taken. More warps hide the latency of the multiplies,
 # more slots that of memory; two slots are the least that overlaps loading with arithmetic. One warp is slow: it is
@@ -110,7 +109,6 @@ class DecodeConfig:
     k: Piece
     v: Piece
     third_segment: bool = False  # tokens whose K is packed and whose V is still in 16 bit
-    options: Options = Options()  # register path only
     features: tuple[str, ...] = ()  # those of kernels.FEATURES it has
     boost: Boost | None = None
 
@@ -248,7 +246,7 @@ class DecodeConfig:
 
 
 def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str, rows: int,
-                  without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> DecodeConfig:
+                  features: tuple[str, ...] = ()) -> DecodeConfig:
     """The configuration of one kernel, or ValueError with what was asked for and what is supported."""
     for name, value, supported in (("target", target, tuple(SMEM_LIMIT_BYTES)), ("head_dim", head_dim, HEAD_DIMS),
                                    ("dtype", dtype, DTYPES), ("path", path, PATH_NAMES),
@@ -261,8 +259,8 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
     if path == "tile":
         _check_tile(fmt, head_dim, dtype, rows, k, v)
     third = fmt.window_k != fmt.window_v
-    configs = [DecodeConfig(target, head_dim, dtype, path, *shape, k, v, third, Options.without(without),
-                            tuple(features), boost) for shape in _shapes(head_dim, rows)]
+    configs = [DecodeConfig(target, head_dim, dtype, path, *shape, k, v, third, tuple(features), boost)
+               for shape in _shapes(head_dim, rows)]
     limit = SMEM_LIMIT_BYTES[target]
     # a warp's own ring also holds, at the end, the warp's O
     fitting = [c for c in configs if c.shared_bytes <= limit and c.warps <= c.max_warps
@@ -278,7 +276,7 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
 
 def ctas_per_sm(key: KernelKey) -> int:
     """Blocks of a decode kernel that an SM surely holds at once."""
-    return decode_config(FORMATS[key.format], key.head_dim, key.dtype, key.target, key.variant, key.rows, key.without,
+    return decode_config(FORMATS[key.format], key.head_dim, key.dtype, key.target, key.path, key.rows,
                          key.features).ctas_per_sm
 
 
@@ -348,11 +346,11 @@ def _boost(side: SideSpec, k: Piece) -> Boost | None:
 
 
 def checks(fmt: Format, head_dim: int, target: str, path: str, rows: int, dtype: str = "float16",
-           without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> Checks:
+           features: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the decode kernel must show."""
     from lowbit_attn.ampere import combine, decode, expected, pages  # they import this module
 
-    config = decode_config(fmt, head_dim, dtype, target, path, rows, without, features)
+    config = decode_config(fmt, head_dim, dtype, target, path, rows, features)
     forbid = combine.SASS_FORBID + (() if config.may_spill else decode.SASS_FORBID)
     need = pages.STEPS[path].SASS_NEED + combine.SASS_NEED
     return Checks(need, forbid, tuple(expected.expected_static(config).items()), config.shared_bytes)

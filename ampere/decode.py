@@ -51,14 +51,14 @@ def shared_ring(config: DecodeConfig) -> Ring:
 
 
 def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str, path: str, rows: int,
-                  without: tuple[str, ...] = (), features: tuple[str, ...] = ()) -> TileKernel:
+                  features: tuple[str, ...] = ()) -> TileKernel:
     """The kernel of one format, head_dim (64, 96, 128, 256) and dtype of q and 16-bit tokens ("float16", "bfloat16").
 
     target "sm_80", "sm_89" or "sm_90"; path "register" or "tile"; rows 8, 16 (below head_dim 256) or 64: query rows
     (heads of a KV head times q_len) of a block, further ones take further blocks; features: of kernels.FEATURES.
     ValueError, naming what is supported, for anything else.
     """
-    return trace(decode_config(fmt, head_dim, dtype, target, path, rows, without, features))
+    return trace(decode_config(fmt, head_dim, dtype, target, path, rows, features))
 
 
 def trace(config: DecodeConfig) -> TileKernel:

@@ -51,17 +51,16 @@ def _k_part(config: DecodeConfig) -> dict[str, int]:
         tiles += high.row_tiles * high.column_tiles
         loads += high.column_tiles * (_code_loads(high.column_words) + 2)  # the lane's slot: its channel, its scale
         gathers = visits + high.column_tiles
-        multiplies += n * high.column_tiles * (high.row_tiles + 2 * config.options.centring)
+        multiplies += n * high.column_tiles * (high.row_tiles + 2)
     if k.per_token:
         loads += TOKEN_TILES * k.groups
     else:
         both = 1 if k.meta_dtype == "float16" else 2  # the zero-points' largest too
         largest = both * k.groups
-        loads += k.column_tiles * (k.groups + 1 + (config.options.centring and k.groups > 1))
+        loads += k.column_tiles * (k.groups + 1 + (k.groups > 1))
         loads += both * k.groups * -(-config.head_dim // 2 // LANES)
-        multiplies += n * k.column_tiles * (1 + config.options.centring * k.groups)
-    return {"HMMA": multiplies, "LDS": loads, "LDSM": gathers, "LOP3": REGISTERS * tiles,
-            "REDUX": largest if config.options.exponents else 0}
+        multiplies += n * k.column_tiles * (1 + k.groups)
+    return {"HMMA": multiplies, "LDS": loads, "LDSM": gathers, "LOP3": REGISTERS * tiles, "REDUX": largest}
 
 
 def _v_part(config: DecodeConfig) -> dict[str, int]:
@@ -72,7 +71,7 @@ def _v_part(config: DecodeConfig) -> dict[str, int]:
     loads += TOKEN_TILES * v.groups + v.groups * layout.PAGE_TOKENS // LANES  # (scale, zero) pairs; their largest scale
     return {"HMMA": n * tiles, "LDS": loads, "LOP3": REGISTERS * tiles,
             "LDGSTS": _copies(config, k.accesses) + _copies(config, v.accesses),
-            "MOVM": 2 * TOKEN_TILES * v.groups * n, "REDUX": int(config.options.exponents)}
+            "MOVM": 2 * TOKEN_TILES * v.groups * n, "REDUX": 1}
 
 
 def _tile_page(config: DecodeConfig) -> dict[str, int]:

@@ -141,16 +141,13 @@ def row_exponents(config, warp, lane, rows, work):
     """e_q = -floor(log2 max |q|) of each row, and q' = fp16(q 2^(e_q + 11))."""
     largest, exponent = T.alloc_var("float32"), T.alloc_var("int32")
     for n in T.unroll(config.columns):
-        if config.options.exponents:
-            largest = T.float32(0.0)
-            for i in T.unroll(4 * config.o_tiles):
-                largest = T.max(largest, T.abs(T.cast(rows[4 * (i // 4 * config.columns + n) + i % 4], "float32")))
-            for d in T.unroll(2):
-                largest = T.max(largest, T.shfl_xor(largest, T.shift_left(1, d)))
-            exponent = -registers.floor_log2(T.max(bits_of(largest), registers.pow2_bits(registers.MIN_QUERY_LOG2)))
-            exponent = T.if_then_else(largest == T.float32(0.0), 0, T.max(exponent, -126))
-        else:
-            exponent = registers.FIXED_QUERY_EXPONENT
+        largest = T.float32(0.0)
+        for i in T.unroll(4 * config.o_tiles):
+            largest = T.max(largest, T.abs(T.cast(rows[4 * (i // 4 * config.columns + n) + i % 4], "float32")))
+        for d in T.unroll(2):
+            largest = T.max(largest, T.shfl_xor(largest, T.shift_left(1, d)))
+        exponent = -registers.floor_log2(T.max(bits_of(largest), registers.pow2_bits(registers.MIN_QUERY_LOG2)))
+        exponent = T.if_then_else(largest == T.float32(0.0), 0, T.max(exponent, -126))
         if warp < config.row_groups:
             for i in T.unroll(2 * config.o_tiles):
                 store_query(config, rows, n, i, exponent, lane, work)
@@ -213,12 +210,9 @@ def load_channels(config, ring, slot, group, is_zero, column_tile, lane, work):
 @T.macro
 def load_bias(config, ring, slot, own, column_tile, lane, own_scale, own_zero, work):
     """A of the bias multiply: rows 0 .. 7 the zero-points, rows 8 .. 15 the scales (centring) of group row % groups."""
-    for is_zero in (0, 1) if config.options.centring else (1,):
+    for is_zero in (0, 1):
         load_channels(config, ring, slot, own, is_zero, column_tile, lane, work)
         metadata_rows(config, 1 - is_zero, own_zero if is_zero else own_scale, work)
-    if not config.options.centring:
-        for r in T.unroll(2):
-            work.a[2 * r + 1] = work.a[2 * r]
 
 
 def groups_held(config) -> int:
@@ -231,12 +225,7 @@ def groups_held(config) -> int:
 def channel_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
     piece, n_groups = config.k, config.k.groups
     group_tiles, held = piece.row_tiles // n_groups, groups_held(config)
-    if config.options.exponents:
-        channel_exponents(config, ring, slot, lane, work)
-    else:
-        for j in T.unroll(n_groups):
-            work.e_s[j] = registers.FIXED_SCALE_EXPONENT
-            work.e_m[j] = 0 if piece.meta_dtype == "float16" else registers.FIXED_ZERO_EXPONENT
+    channel_exponents(config, ring, slot, lane, work)
     own, own_e_s, own_e_m, own_e_c = (T.alloc_var("int32") for _ in range(4))
     own = registers.bias_row_group(lane // 4, n_groups)
     own_e_s = work.e_s[0]
@@ -263,12 +252,11 @@ def channel_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
         for j in T.unroll(n_groups):
             load_channels(config, ring, slot, j, 0, ct, lane, work)
             scale_query(config, work.e_s[j], j % held, work)
-            if config.options.centring:
-                for r in T.unroll(2):
-                    work.a[2 * r] = T.uint32(0)
-                    work.a[2 * r + 1] = T.if_then_else(own == j, work.minus[0], T.uint32(0))
-                for n in T.unroll(config.columns):
-                    mma.multiply("float16", work.a, work.scaled, j % held * config.columns + n, work.bias, n)
+            for r in T.unroll(2):
+                work.a[2 * r] = T.uint32(0)
+                work.a[2 * r + 1] = T.if_then_else(own == j, work.minus[0], T.uint32(0))
+            for n in T.unroll(config.columns):
+                mma.multiply("float16", work.a, work.scaled, j % held * config.columns + n, work.bias, n)
             if held == 1:
                 multiply_codes(config, piece, ring, slot, lane, work, ct, j * group_tiles, group_tiles, work.scaled,
                                lambda tile: 0, ops.acc_s, 0)
@@ -291,8 +279,7 @@ def post_scale(config, lane, work, ops, softmax_scale_log2, own_e_c, own_e_m):
     for i in T.unroll(config.row_values):
         at = 4 * (i // 2) + i % 2
         bias[i] = work.bias[at] * pow2(-own_e_m)
-        if config.options.centring:
-            bias[i] = bias[i] + T.float32(half_steps) * (work.bias[at + 2] * pow2(-own_e_c))
+        bias[i] = bias[i] + T.float32(half_steps) * (work.bias[at + 2] * pow2(-own_e_c))
         bias[i] = bias[i] * (softmax_scale_log2 * pow2(-work.e_q[i] - registers.QUERY_OWN_SHIFT))
     group_bias = T.alloc_local((config.row_values,), "float32")
     for j in T.unroll(n_groups):

@@ -29,12 +29,9 @@ def lower_exponent(config, ring, slot, lane, work, o_factor, moved):
     piece = config.v
     largest = T.alloc_local((1,), "int32")
     lowered = T.alloc_var("int32")
-    if config.options.exponents:
-        largest_half(ring, slot, piece.meta, piece.groups * layout.PAGE_TOKENS, lane, True, largest)
-        lowered = -registers.ceil_log2(T.max(bits_of(value_of_half(largest[0], piece.meta_dtype)),
+    largest_half(ring, slot, piece.meta, piece.groups * layout.PAGE_TOKENS, lane, True, largest)
+    lowered = -registers.ceil_log2(T.max(bits_of(value_of_half(largest[0], piece.meta_dtype)),
                                          registers.pow2_bits(registers.MIN_SCALE_LOG2)))
-    else:
-        lowered = registers.FIXED_VALUE_EXPONENT
     lowered = T.min(lowered, work.value_exponent[0])
     moved[0] = T.cast(lowered < work.value_exponent[0], "int32")
     o_factor[0] = pow2(T.max(lowered - work.value_exponent[0], -126))
@@ -57,14 +54,13 @@ def values(config, ring, slot, lane, work, ops, acc_o):
                 scale_probabilities(config, ct, j, n, factor, work, ops)
         multiply_codes(config, piece, ring, slot, lane, work, ct, 0, piece.row_tiles, work.b,
                        lambda tile: tile // (piece.row_tiles // piece.groups), acc_o, 0)
-    if config.options.centring:
-        recentre(config, work, acc_o)
+    recentre(config, work, acc_o)
 
 
 @T.macro
 def scale_probabilities(config, token_tile, group, column, factor, work, ops):
     """(p s)~ = fp16(p s 2^(E + 15)) of the tokens in meta_v and 8 query rows -> b; z and ``rounded`` take theirs."""
-    half_steps = config.v.levels / 2 * config.options.centring
+    half_steps = config.v.levels / 2
     for row8 in T.unroll(2):
         at = 4 * (token_tile * config.columns + column) + 2 * row8
         for v in T.unroll(2):
@@ -74,10 +70,9 @@ def scale_probabilities(config, token_tile, group, column, factor, work, ops):
                                        + value_at(work.meta_v_v[2 * row8 + 1])))
         for v in T.vectorized(2):
             work.pair_h[v] = T.cast(ops.acc_s[at + v] * (value_at(work.meta_v_v[2 * row8]) * factor), "float16")
-        if config.options.centring:
-            for v in T.unroll(2):
-                work.rounded[group * config.row_values + 2 * column + v] = (
-                    work.rounded[group * config.row_values + 2 * column + v] + value_at(work.pair_h[v]))
+        for v in T.unroll(2):
+            work.rounded[group * config.row_values + 2 * column + v] = (
+                work.rounded[group * config.row_values + 2 * column + v] + value_at(work.pair_h[v]))
         T.call_extern("handle", mma.MOVMATRIX, work.pair[0], work.b[2 * (group * config.columns + column) + row8])
 
 

@@ -15,7 +15,7 @@ from provenance import append_result, provenance
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_attn import dispatch, gpu_matrix
+from lowbit_attn import dispatch
 from lowbit_attn.bench import BenchCase, fastest_reads, fp16_us, graph_us, make_cache, measure, query_of, read_us
 
 # what other scripts use
@@ -58,7 +58,6 @@ def main(
     preset: Annotated[str, typer.Option(help=f"one of {', '.join(PRESETS)}")] = "first",
     arch: Annotated[list[str], typer.Option(help="hopper, ampere, ampere-sm_80, ampere-sm_89; may be repeated")
                     ] = ["hopper", "ampere"],
-    ablate: Annotated[bool, typer.Option(help="also without centring, exponents, and both")] = False,
     path: Annotated[list[str], typer.Option(help="decode paths; default: the dispatcher's pick")] = [],
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/decode.jsonl",
 ) -> None:
@@ -75,16 +74,11 @@ def main(
         cache = make_cache(case)
         q = query_of(case, cache)
         picked = [dispatch.kernel_of(q, cache, p)[0] for p in path or [None]]
-        chosen_paths = [key.variant for key in picked if key]
-        calls = [(p, without) for p in chosen_paths
-                 for without in ((), *gpu_matrix.ABLATED * (ablate and p == "register"))]
-        for chosen, without in calls:
-            os.environ["LOWBIT_ATTN_WITHOUT"] = ",".join(without)
-            line = measure(case, cache, name, chosen) | {"without": without}
+        for chosen in [key.path for key in picked if key]:
+            line = measure(case, cache, name, chosen)
             append_result(output, origin | line)
-            label = " -".join((chosen, *without))
             read, = fastest_reads([line])[0]
-            table.add_row(str(case), name, label, f"{line['us']:.1f}", f"{line['us'] / read:.3f}", f"{read:.1f}",
+            table.add_row(str(case), name, chosen, f"{line['us']:.1f}", f"{line['us'] / read:.3f}", f"{read:.1f}",
                           f"{line['us'] / line['read_us']:.3f}", f"{line['bytes'] / line['us'] / 1e3:.0f}",
                           f"{line['fp16_us']:.1f} {line['fp16_by']}", f"{line['fp16_us'] / line['us']:.2f}",
                           str(line["void"]))

@@ -17,7 +17,8 @@ H200_SMS = 132
 
 
 def read_lines(path: str = RESULTS, arch: str = "hopper", gpu: budget.Gpu = budget.GPUS["h200"]) -> list[dict]:
-    """The lines of one architecture's whole kernels (nothing left out of them) on one kind of GPU, oldest first."""
+    """The lines of one architecture's whole kernels on one kind of GPU, oldest first; some of 2026-11-21 were built
+    ``without`` parts."""
     file = ROOT / path
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [line for line in lines if line["arch"] == arch and line["gpu"] == gpu.device and not line.get("without")]
@@ -32,7 +33,7 @@ def newest(lines: list[dict], case: BenchCase) -> dict | None:
 def path_of(case: BenchCase, arch: str) -> str | None:
     """The decode path that an architecture takes for a case on an H200; None where it has none."""
     key = kernel_of(case, arch)
-    return key and key.variant
+    return key and key.path
 
 
 def packed(case: BenchCase, length: int) -> tuple[int, int]:
@@ -54,5 +55,5 @@ def kernel_of(case: BenchCase, arch: str, sms: int = H200_SMS) -> KernelKey | No
     picked, _ = kernels.pick(arch, FORMATS[case.format], case.head_dim, getattr(torch, case.dtype), case.rows)
     if picked is None:
         return None
-    key = KernelKey("decode", arch, target, case.dtype, case.head_dim, case.format, *picked)
+    key = kernels.decode_key(arch, target, case.dtype, case.head_dim, case.format, *picked)
     return dispatch.for_shape(key, case.batch * case.num_heads_kv * -(-case.rows // key.rows), most_pages(case), sms)

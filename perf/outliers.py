@@ -190,7 +190,7 @@ def needed_keys(layers: list[Layer]) -> list:
                 picked, reasons = kernels.pick("hopper", ALL[name], head_dim, torch.float16, ROWS[path], path)
                 if picked is None:
                     raise typer.BadParameter(f"{name} on path {path}: {'; '.join(reasons)}")
-                key = kernels.KernelKey("decode", "hopper", "sm_90a", "float16", head_dim, name, *picked)
+                key = kernels.decode_key("hopper", "sm_90a", "float16", head_dim, name, *picked)
                 keys[str(key)] = key
     return list(keys.values())
 

@@ -45,7 +45,7 @@ def seed(request) -> int:
 @pytest.fixture
 def numpy_walk(monkeypatch):
     """Hopper's walks compute in numpy's int32, where overflows raise: the DSL's integers take 100 times longer."""
-    for name in ("walk", "register.walk", "integer.schedule"):
+    for name in ("common.rows", "tile.walk", "warp.walk", "schedule.items"):
         monkeypatch.setattr(import_module(f"lowbit_attn.hopper.{name}"), "Int32", np.int32)
     with np.errstate(over="raise"):
         yield

@@ -95,7 +95,7 @@ def test_blocks_of_an_sm():
     """Two blocks of 64 rows fit an SM up to head_dim 128; a block of fewer rows takes an SM for itself."""
     for target, name, head_dim in itertools.product(TARGETS, ("k4v4", "k2v2"), (64, 96, 128, 256)):
         for rows in (8, 64):
-            key = kernels.KernelKey("decode", "ampere", target, "float16", head_dim, name, "register", rows)
+            key = kernels.decode_key("ampere", target, "float16", head_dim, name, "register", rows)
             cfg = sizes.decode_config(FORMATS[name], head_dim, "float16", target, "register", rows)
             held = sizes.ctas_per_sm(key)
             assert held * (cfg.shared_bytes + 1024) <= sizes.SM_SHARED_BYTES[target]
@@ -181,7 +181,7 @@ def test_every_register_format_has_a_configuration(target, rows, head_dim):
             assert cfg.shares_pages or cfg.merge_floats <= cfg.ring_floats  # a warp's ring holds its O at the end
             assert cfg.tile16_tokens * cfg.row_accesses <= cfg.slot_accesses
             assert {cfg.k.groups, cfg.v.groups} <= {1, 2, 3, 4, 8}
-            assert kernels.checks(kernels.KernelKey("decode", "ampere", target, "bfloat16", head_dim, name, "register",
+            assert kernels.checks(kernels.decode_key("ampere", target, "bfloat16", head_dim, name, "register",
                                                     rows)).smem_bytes == cfg.shared_bytes
 
 
@@ -244,7 +244,7 @@ def test_a_third_page_is_shared_out(target, head_dim, name):
     (("kitty", 128, "float16", "sm_80", "tile", 8), "boosted channels of K"),
     (("k4v4", 160, "float16", "sm_80", "register", 8), "head_dim: got 160"),
     (("k4v4", 256, "float16", "sm_80", "register", 16), "rows: got 16, supported at head_dim 256: 8, 64"),
-    (("k4v4", 64, "float16", "sm_80", "register", 8, (), ("alibi",)), "features: got 'alibi'"),
+    (("k4v4", 64, "float16", "sm_80", "register", 8, ("alibi",)), "features: got 'alibi'"),
     (("k4v4", 128, "float32", "sm_80", "register", 8), "dtype: got 'float32'"),
     (("k4v4", 128, "float16", "sm_75", "register", 8), "target: got 'sm_75'"),
     (("k4v4", 128, "float16", "sm_80", "integer", 8), "path: got 'integer'"),

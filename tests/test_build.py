@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 import lowbit_attn
 from lowbit_attn import build, compile, emit, kernels, loader, sass, toolchain
 from lowbit_attn.formats import FORMATS
-from lowbit_attn.kernels import KernelKey
 from lowbit_attn.sass import KernelSass
 
 SHIPPED = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped(arch)))
@@ -39,7 +38,7 @@ def test_sass_checks_see_what_is_missing_and_what_is_out_of_bounds():
     ({"HMMA": 1}, 200_000, "limit 166912"), ({"HMMA": 1}, 512, "planned 0"),
 ])
 def test_a_kernel_that_breaks_a_check_is_not_kept(monkeypatch, tmp_path, ops, smem, message):
-    key = KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "tile")
+    key = kernels.decode_key("ampere", "sm_80", "float16", 64, "k4v4", "tile", 8)
     monkeypatch.setattr(kernels, "checks", lambda key: kernels.Checks(("HMMA",), expected=(("HMMA", 2),), smem_bytes=0))
     monkeypatch.setattr(sass, "inspect", lambda path: [found(ops, smem)])
     path = tmp_path / "k.so"
@@ -53,7 +52,7 @@ def test_loader_refuses_to_compile_when_told_so(monkeypatch, tmp_path):
     monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("LOWBIT_ATTN_NO_JIT", "1")
     with pytest.raises(loader.KernelNotBuiltError, match="make ampere"):
-        loader.load.__wrapped__(KernelKey("decode", "ampere", "sm_80", "float16", 64, "k4v4", "register", 8))
+        loader.load.__wrapped__(kernels.decode_key("ampere", "sm_80", "float16", 64, "k4v4", "register", 8))
 
 
 def test_a_kernel_that_cannot_be_built_leaves_the_others(monkeypatch):
@@ -80,7 +79,7 @@ def test_targets_of_one_source_share_its_text(monkeypatch, name, side):
 
 
 def test_decode_kernels_of_two_targets_are_two_sources():
-    one, other = (KernelKey("decode", "ampere", target, "float16", 64, "k4v4", "register", 8)
+    one, other = (kernels.decode_key("ampere", target, "float16", 64, "k4v4", "register", 8)
                   for target in ("sm_80", "sm_89"))
     assert emit.same_source(one) != emit.same_source(other)
 

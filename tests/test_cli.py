@@ -196,7 +196,7 @@ def enter(key: kernels.KernelKey, facts: dict | None = None) -> Path:
     return path
 
 
-DECODE = kernels.KernelKey("decode", "ampere", "sm_80", "float16", 128, "k4v4", "register", 8)
+DECODE = kernels.decode_key("ampere", "sm_80", "float16", 128, "k4v4", "register", 8)
 
 
 def test_built_kernels_are_counted_by_target(monkeypatch, tmp_path):

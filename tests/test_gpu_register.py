@@ -124,7 +124,7 @@ def test_many_sequences_take_other_ctas(arch, name, path, lengths, record_proper
     problem, want = problem_and_expected(case, None)
     found = check_problem(problem, want, None, f"{arch} many {name}", record_property)
     if path in kernels.arch_package(arch).PATHS:
-        assert dispatch.kernel_of(problem.q, problem.cache, None)[0].variant == path
+        assert dispatch.kernel_of(problem.q, problem.cache, None)[0].path == path
         assert torch.equal(found, lowbit_attn.decode(problem.q, problem.cache, path=path)[0])
 
 
@@ -134,7 +134,7 @@ def test_one_long_sequence_is_shared_out_evenly(arch, name, record_property):
     case = testing.Case(name, num_heads=32, num_heads_kv=8, lengths=(30_000, 300, 17, 0))
     problem, want = problem_and_expected(case, None)
     found = check_problem(problem, want, None, f"{arch} one long {name}", record_property)
-    picked = dispatch.kernel_of(problem.q, problem.cache, None)[0].variant
+    picked = dispatch.kernel_of(problem.q, problem.cache, None)[0].path
     assert (picked == "stream") == ("stream" in kernels.arch_package(arch).PATHS)
     assert torch.equal(found, lowbit_attn.decode(problem.q, problem.cache, path=picked)[0])
 
@@ -281,15 +281,6 @@ def test_agrees_with_the_tile_path(arch, head_dim, data, record_property):
                       for path in ("register", "tile"))
     for row in range(case.batch):
         assert testing.relative_error(register[row].cpu(), tile[row].cpu()) <= 2 * float(want.o_tolerance[row])
-
-
-@pytest.mark.parametrize("without", gpu_matrix.ABLATED, ids="+".join)
-@pytest.mark.parametrize("name", ("k4v4", "k2v2"))
-def test_ablated_kernels_serve_ordinary_data(arch, monkeypatch, name, without, record_property):
-    monkeypatch.setenv("LOWBIT_ATTN_WITHOUT", ",".join(without))
-    case = testing.Case(name, head_dim=128, num_heads=8, num_heads_kv=2, lengths=LENGTHS, sinks=5)
-    group = f"{arch} register {name} without {'+'.join(without)}"
-    check_decode(case, "register", group, record_property)
 
 
 @MATRIX

@@ -7,14 +7,16 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 
 from test_hopper_host import CONFIGS, HEAD_DIMS, LANES, ROWS, read_wgmma_tile  # noqa: E402
 
-from lowbit_attn.hopper import columns, sight, softmax  # noqa: E402
-from lowbit_attn.hopper.config import COLUMNS, GROUP_WARPS, TILE_M, TILE_N  # noqa: E402
+from lowbit_attn.hopper.common import numbers  # noqa: E402
+from lowbit_attn.hopper.tile import columns, masks, softmax  # noqa: E402
+from lowbit_attn.hopper.tile.config import COLUMNS, GROUP_WARPS, TILE_M, TILE_N  # noqa: E402
 
 CONFIG = CONFIGS[128, COLUMNS]
 
 
-def lanes_of_group() -> list[sight.Lane]:
-    return [sight.Lane(32 * warp + lane, warp, lane // 4, lane % 4) for warp in range(GROUP_WARPS) for lane in LANES]
+def lanes_of_group() -> list[masks.MmaThread]:
+    return [masks.MmaThread(32 * warp + lane, warp, lane // 4, lane % 4)
+            for warp in range(GROUP_WARPS) for lane in LANES]
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -23,7 +25,7 @@ def test_a_group_holds_every_score_once(rows):
     cfg, seen = CONFIGS[128, rows], np.zeros((rows, TILE_N), int)
     for me in lanes_of_group():
         found = {}
-        for line in sight.lines(cfg, me):
+        for line in masks.lines(cfg, me):
             for i, offset in line.values:
                 seen[line.row, line.first + offset] += 1
                 found[i] = line.row, line.first + offset
@@ -74,7 +76,7 @@ def test_sums_of_a_group_fit_its_tiles(head_dim):
 
 def raised(logits: np.ndarray) -> tuple[float, float, float]:
     """One row's logits tile by tile as the kernel has them: (weighted sum of positions, sum, largest weight)."""
-    top, total, acc, most = np.float32(softmax.LOWEST), 0.0, 0.0, 0.0
+    top, total, acc, most = np.float32(numbers.LOWEST), 0.0, 0.0, 0.0
     for first in range(0, len(logits), TILE_N):
         tile = logits[first : first + TILE_N]
         if tile.max() > top + columns.SLACK:

@@ -18,9 +18,13 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import PATHS, config, decode, dequant, ring, walk  # noqa: E402
-from lowbit_attn.hopper import sight as sights  # noqa: E402
-from lowbit_attn.hopper.config import GROUP_WARPS, TILE_N, UNIT_TOKENS, UNITS, WARP  # noqa: E402
+from lowbit_attn.hopper import PATHS  # noqa: E402
+from lowbit_attn.hopper import decode as entries  # noqa: E402
+from lowbit_attn.hopper.common import matrices  # noqa: E402
+from lowbit_attn.hopper.common import rows as query_rows  # noqa: E402
+from lowbit_attn.hopper.tile import config, decode, dequant, ring, walk  # noqa: E402
+from lowbit_attn.hopper.tile import masks as masks  # noqa: E402
+from lowbit_attn.hopper.tile.config import GROUP_WARPS, TILE_N, UNIT_TOKENS, UNITS, WARP  # noqa: E402
 
 FORMAT = FORMATS["k4v4"]
 HEAD_DIMS = (64, 96, 128, 256)
@@ -72,7 +76,7 @@ def values(bits: np.ndarray, storage: str) -> np.ndarray:
     return bits.view(np.float16).astype(float)
 
 
-def lane_meta(side: config.SidePlan, meta: np.ndarray, run: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+def lane_meta(side: config.TileSide, meta: np.ndarray, run: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """What ``dequant.load_meta`` gives: (scales, zeros) [meta_index, lane, low or high column]."""
     offsets = side.meta_offsets(run, block, LANES // 4, LANES % 4)
     assert all((o % side.meta_bytes == 0).all() for o in offsets)
@@ -85,11 +89,11 @@ def lane_meta(side: config.SidePlan, meta: np.ndarray, run: int, block: int) -> 
     return tuple(h.transpose(0, 2, 1) for h in halves)
 
 
-def dequant_part(side: config.SidePlan, part: np.ndarray) -> np.ndarray:
+def dequant_part(side: config.TileSide, part: np.ndarray) -> np.ndarray:
     """What four dequant warps write for one part of a record: the tile as float in memory order."""
     tile = np.full(side.tile_rows * side.cols, np.nan)
     codes, meta = part[: side.meta_offset].view(np.uint32), part[side.meta_offset :].view(np.uint16)
-    row, col8 = config.lane_place(LANES)
+    row, col8 = matrices.lane_place(LANES)
     mask = (1 << side.bits) - 1
     for run in (r for w in range(GROUP_WARPS) for r in range(w, side.runs, GROUP_WARPS)):
         assert run * side.run_words % side.width == 0
@@ -134,7 +138,7 @@ def test_plain_units_rebuild_the_matrix(head_dim, name, rows):
     source = np.random.default_rng(0).standard_normal((TILE_N, head_dim)).astype(np.float16)
     source[live:] = np.nan
     tile = np.full(side.tile_rows * side.cols, np.inf, np.float16)
-    row, col8 = config.lane_place(LANES)
+    row, col8 = matrices.lane_place(LANES)
     row8 = row // 8
     for u, w, j in itertools.product(range(UNITS), range(GROUP_WARPS), range(dequant.unit_tiles(side) // GROUP_WARPS)):
         token_tile, channel_tile = dequant.unit_tile(side, w, j)
@@ -143,7 +147,7 @@ def test_plain_units_rebuild_the_matrix(head_dim, name, rows):
         if side.transposed:
             registers = ldmatrix_x4(staged[token_tile * 16 + col8 * 8 + LANES % 8, 2 * channel_tile + row8], True)
             for m in range(4):
-                token = token8 * 8 + 8 * config.matrix_place(m)[1] + 2 * (LANES % 4)
+                token = token8 * 8 + 8 * matrices.matrix_place(m)[1] + 2 * (LANES % 4)
                 registers[m] = np.where(np.stack((token, token + 1), -1) < live, registers[m], np.float16(0))
             chunks = config.tile_chunk(channel_tile * 16 + row, token8 + col8, side.tile_rows, side.atom_chunks)
         else:
@@ -204,7 +208,7 @@ class Barrier:
 
 @cache
 def stage_and_parity(stages, fill):
-    names = ring.Ring(None, None, stages)
+    names = ring.StageRing(None, None, stages)
     return ring.stage(names, ring.Uint32(fill)).value, ring.parity(names, ring.Uint32(fill)).value
 
 
@@ -297,13 +301,13 @@ def number(x) -> int:
     return int(getattr(x, "value", x))
 
 
-def tokens_of(w: walk.Walk) -> list[tuple[str, int, int]]:
+def tokens_of(w: walk.TileWalk) -> list[tuple[str, int, int]]:
     """(kind, first position, tokens) of every tile of a walk, in order."""
     found = [("page", w.packed_start + TILE_N * (w.first_page + i), TILE_N) for i in range(w.num_pages)]
-    for i in range(w.plain_tiles):
-        start, live, is_sink = map(number, walk.plain_tile(w, i))
+    for i in range(w.token_tiles):
+        start, live, is_sink = map(number, walk.token_tile_of(w, i))
         assert 1 <= live <= TILE_N
-        units = [number(walk.clamp_unit(live - u * UNIT_TOKENS, UNIT_TOKENS)) for u in range(UNITS)]
+        units = [number(query_rows.clamp_unit(live - u * UNIT_TOKENS, UNIT_TOKENS)) for u in range(UNITS)]
         assert sum(units) == live
         found.append(("sink", start, live) if is_sink else ("ring", w.packed_start + w.n_packed + start, live))
     return found
@@ -321,7 +325,7 @@ def test_walk_visits_every_seen_token_once(n_sink, n_qk, lag, residual, num_spli
     assert hidden == 0 or n_sink + hidden * TILE_N <= n_tok - q_len + 1 - window
     visited = {"k": [], "v": []}
     for split in range(num_splits):
-        both = [walk.Walk(*map(number, w))
+        both = [walk.TileWalk(*map(number, w))
                 for w in walk.plan(n_sink, n_qk, n_qk - lag, n_tok, hidden, split, num_splits)]
         k, v = map(tokens_of, both)
         assert [at[1:] for at in k] == [at[1:] for at in v]  # tile for tile the same tokens
@@ -335,18 +339,18 @@ def test_walk_visits_every_seen_token_once(n_sink, n_qk, lag, residual, num_spli
         assert seen == want
 
 
-def seen_positions(w: walk.Walk, i: int, rows: walk.Rows, sight: sights.Sight, row: int) -> set[int]:
-    """Positions of tile ``i`` of K's walk that ``sight.to_logits`` leaves to a row of the tile."""
+def seen_positions(w: walk.TileWalk, i: int, rows: query_rows.Rows, visible: masks.Visible, row: int) -> set[int]:
+    """Positions of tile ``i`` of K's walk that ``masks.to_logits`` leaves to a row of the tile."""
     if i < w.num_pages:
         start = w.packed_start + TILE_N * (w.first_page + i)
         first = 0
-        if start < sight.first_last + rows.q_len - sight.window:
-            first = sights.end_of(rows, sight, row, start) - sight.window
+        if start < visible.first_last + rows.q_len - visible.window:
+            first = masks.end_of(rows, visible, row, start) - visible.window
         return {start + c for c in range(TILE_N) if c >= first}
-    start, live, is_sink = map(number, walk.plain_tile(w, i - w.num_pages))
+    start, live, is_sink = map(number, walk.token_tile_of(w, i - w.num_pages))
     start += (1 - is_sink) * (w.packed_start + w.n_packed)
-    end = sights.end_of(rows, sight, row, start)
-    first = end - (is_sink * sight.sink_window + (1 - is_sink) * sight.window)
+    end = masks.end_of(rows, visible, row, start)
+    first = end - (is_sink * visible.sink_window + (1 - is_sink) * visible.window)
     return {start + c for c in range(TILE_N) if first <= c < min(live, end)}
 
 
@@ -357,14 +361,14 @@ def seen_positions(w: walk.Walk, i: int, rows: walk.Rows, sight: sights.Sight, r
 def test_masks_leave_what_a_query_sees(n_sink, n_qk, lag, residual, q_len, window, keeps_sinks):
     n_tok, ratio, num_splits = n_sink + n_qk + residual, 3, 2
     sink_window = 1 << 30 if keeps_sinks else window
-    rows = walk.Rows(0, 0, 0, ratio * q_len, ratio, q_len)
-    sight = sights.Sight(n_tok - q_len, window, sink_window)
+    rows = query_rows.Rows(0, 0, 0, ratio * q_len, ratio, q_len)
+    visible = masks.Visible(n_tok - q_len, window, sink_window)
     hidden = number(walk.hidden_pages(n_sink, n_tok, q_len, window))
     seen = [set() for _ in range(rows.count)]
     for split in range(num_splits):
-        w = walk.Walk(*map(number, walk.plan(n_sink, n_qk, n_qk - lag, n_tok, hidden, split, num_splits)[0]))
-        for i, row in itertools.product(range(w.num_pages + w.plain_tiles), range(rows.count)):
-            seen[row] |= seen_positions(w, i, rows, sight, row)
+        w = walk.TileWalk(*map(number, walk.plan(n_sink, n_qk, n_qk - lag, n_tok, hidden, split, num_splits)[0]))
+        for i, row in itertools.product(range(w.num_pages + w.token_tiles), range(rows.count)):
+            seen[row] |= seen_positions(w, i, rows, visible, row)
     for row, got in enumerate(seen):
         last = n_tok - q_len + row // ratio
         want = {at for at in range(last + 1) if at > last - (sink_window if at < n_sink else window)}
@@ -376,9 +380,9 @@ def test_masks_leave_what_a_query_sees(n_sink, n_qk, lag, residual, q_len, windo
 def test_row_blocks_serve_every_query_of_every_head_once(ratio, q_len, rows):
     seen, head_idx = [], 3
     for block in range(-(-ratio * q_len // rows)):
-        mine = walk.make_rows(0, head_idx, block, ratio, q_len, rows)
+        mine = query_rows.make_rows(0, head_idx, block, ratio, q_len, rows)
         assert 1 <= number(mine.count) <= rows
-        seen += [tuple(map(number, walk.place(mine, row))) for row in range(number(mine.count))]
+        seen += [tuple(map(number, query_rows.query_and_head(mine, row))) for row in range(number(mine.count))]
     assert seen == [(j, head_idx * ratio + h) for j in range(q_len) for h in range(ratio)]
 
 
@@ -420,4 +424,4 @@ def test_every_supported_format_fits(head_dim, dtype, bits, groups, rows):
                                                    ("k4v4-vg64", 96, "V group")])
 def test_unsupported_formats_say_why(name, head_dim, match):
     with pytest.raises(ValueError, match=match):
-        decode.decode_kernel(FORMATS[name], head_dim, "float16")
+        entries.decode_kernel(FORMATS[name], head_dim, "float16")

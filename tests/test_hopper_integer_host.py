@@ -13,10 +13,15 @@ from lowbit_attn.formats import FORMATS, packing
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import PATHS, decode  # noqa: E402
-from lowbit_attn.hopper.integer import boost, config, multiply, scores, values  # noqa: E402
-from lowbit_attn.hopper.register import config as register  # noqa: E402
-from lowbit_attn.hopper.register import load  # noqa: E402
+from lowbit_attn.hopper import (
+    PATHS,  # noqa: E402
+    decode,  # noqa: E402
+)
+from lowbit_attn.hopper.arith.int8 import boost, config, multiply, scores, values  # noqa: E402
+from lowbit_attn.hopper.common import tuning  # noqa: E402
+from lowbit_attn.hopper.config import make_config  # noqa: E402
+from lowbit_attn.hopper.warp import config as register  # noqa: E402
+from lowbit_attn.hopper.warp import unpack  # noqa: E402
 
 BOOSTED = ("kitty", "kitty-pro", "kitty-b8-bf16", "kitty-b40-vg64", "kitty-b64")
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16", *BOOSTED)
@@ -33,13 +38,13 @@ G, T = LANES // 4, LANES % 4
 def test_calls_are_clusters_where_the_kernel_can_be_one(path, head_dims):
     """The dispatcher's rule and the kernel's are two."""
     for head_dim in head_dims:
-        cfg = config.make_config(FORMATS["k4v4"], head_dim, "float16", path=path)
-        key = kernels.KernelKey("decode", "hopper", "sm_90a", "float16", head_dim, "k4v4", path, cfg.rows)
+        cfg = make_config(path, FORMATS["k4v4"], head_dim, "float16", 4)
+        key = kernels.decode_key("hopper", "sm_90a", "float16", head_dim, "k4v4", path, cfg.rows)
         assert bool(kernels.clusters(key, 8, 132)) == cfg.has_clusters == ("inbox" in cfg.smem_plan)
 
 
-def config_of(name: str, head_dim: int, features=()) -> config.IntegerConfig:
-    return config.make_config(FORMATS[name], head_dim, "float16", features=features)
+def config_of(name: str, head_dim: int, features=()) -> register.WarpConfig:
+    return make_config("integer", FORMATS[name], head_dim, "float16", 4, features)
 
 
 def pages(name: str, head_dim: int):
@@ -95,8 +100,8 @@ def test_codes_of_a_row_tile_chosen_at_run_time_take_the_masks_of_the_first(name
         accesses = codes_of(side, part).view(np.uint32).reshape(-1, width)
         for ct, tile in itertools.product(range(side.col_tiles), range(side.row_tiles)):
             first = ct * side.row_tiles
-            values = accesses[load.tile_access(side, first, tile, width) + side.code_access(0, width, LANES)]
-            values = values >> np.uint32(load.tile_shift(side, tile))
+            values = accesses[unpack.tile_access(side, first, tile, width) + side.code_access(0, width, LANES)]
+            values = values >> np.uint32(unpack.tile_shift(side, tile))
             for row8, (word, mask) in enumerate(multiply.masks_of(side, 0, ct)):
                 found = values[:, word - side.words_of(first)] & np.uint32(mask)
                 found = found.view(np.uint8).reshape(32, 4) >> side.power(0, row8)
@@ -192,9 +197,9 @@ def test_selectors_order_the_digits():
 def test_shared_memory_plan(name, head_dim, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     cfg = config_of(name, head_dim)
-    assert cfg.warps >= (3 if head_dim == 256 else 4) and cfg.slots >= register.MIN_SLOTS
+    assert cfg.warps >= (3 if head_dim == 256 else 4) and cfg.slots >= tuning.MIN_SLOTS
     assert cfg.smem_bytes <= register.SMEM_LIMIT
-    assert decode.RegisterSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes
+    assert decode.kernel_of(cfg).storage().size_in_bytes() == cfg.smem_bytes
     banks = {int((g + cfg.merge_pitch * t) % 32) for g, t in itertools.product(range(8), range(4))}
     assert len(banks) == 32, "the lanes of a warp write O to the same bank at the merge"
 
@@ -203,16 +208,16 @@ def test_shared_memory_plan(name, head_dim, monkeypatch):
 def test_four_ctas_fit_an_sm(kernel, monkeypatch):
     """By shared memory, and by the 168 registers a lane that four blocks an SM of the launch leave."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    cfg = config.make_config(FORMATS[kernel.format], kernel.head_dim, kernel.dtype, path="small")
-    assert 4 * cfg.warps == register.MANY_WARPS and cfg.slots >= register.MIN_SLOTS
-    assert 4 * (decode.RegisterSm90(cfg).storage().size_in_bytes() + register.BLOCK_SMEM) <= register.SM_SMEM
+    cfg = make_config("small", FORMATS[kernel.format], kernel.head_dim, kernel.dtype, 4)
+    assert 4 * cfg.warps == tuning.MANY_WARPS and cfg.slots >= tuning.MIN_SLOTS
+    assert 4 * (decode.kernel_of(cfg).storage().size_in_bytes() + register.BLOCK_SMEM) <= register.SM_SMEM
     key, = kernel.keys("hopper", "small")
     assert kernels.ctas_per_sm(key) == 4 == 65_536 // (168 * cfg.threads)
 
 
 def test_the_number_of_blocks_of_rows_picks_the_ctas():
     plain, = gpu_matrix.MatrixKernel("k2v2", "float16", 128, 4).keys("hopper", "integer")
-    small, stream = (dataclasses.replace(plain, variant=path) for path in ("small", "stream"))
+    small, stream = (dataclasses.replace(plain, schedule=path) for path in ("small", "stream"))
     for blocks, pages, wanted in ((132, 1, plain), (133, 9, stream), (264, 9, small), (264, 19, stream),
                                   (300, 9, stream), (512, 32, small), (560, 32, stream), (512, 64, stream),
                                   (1024, 64, small), (1024, 1000, stream), (20_000, 1000, small),
@@ -223,11 +228,11 @@ def test_the_number_of_blocks_of_rows_picks_the_ctas():
                           ((300, *(250,) * 7), plain), ((40, *(8,) * 7), plain), ((0,) * 8, plain)):
         assert dispatch.for_shape(plain, 64, 1024, 132, np.array(pages)) == wanted, pages
     wide = dataclasses.replace(plain, format="k8v4")
-    assert dispatch.for_shape(wide, 5000, 32, 132) == dataclasses.replace(wide, variant="stream"), "no smaller CTAs"
+    assert dispatch.for_shape(wide, 5000, 32, 132) == dataclasses.replace(wide, schedule="stream"), "no smaller CTAs"
     for key in (dataclasses.replace(plain, features=("window",)), dataclasses.replace(plain, head_dim=256),
-                dataclasses.replace(plain, variant="register", rows=8)):
+                dataclasses.replace(plain, arithmetic="fp16", rows=8)):
         assert dispatch.for_shape(key, 5000, 32, 132) == key, "has no other CTAs"
-    ampere = dataclasses.replace(plain, arch="ampere", target="sm_80", variant="register", rows=8)
+    ampere = dataclasses.replace(plain, arch="ampere", target="sm_80", arithmetic="fp16", rows=8)
     assert dispatch.for_shape(ampere, 5000, 32, 108) == ampere
     assert kernels.pick("hopper", FORMATS["k2v2"], 128, torch.float16, 4)[0] == ("integer", 4)
 
@@ -238,7 +243,7 @@ def test_the_number_of_blocks_of_rows_picks_the_ctas():
     ("k4v4", 256, "head_dim 256, supported: 64, 96, 128")])
 def test_smaller_ctas_say_what_they_do_not_serve(name, head_dim, message):
     with pytest.raises(ValueError, match=message):
-        config.make_config(FORMATS[name], head_dim, "float16", path="small")
+        make_config("small", FORMATS[name], head_dim, "float16", 4)
 
 
 def test_only_calls_of_up_to_four_rows_take_the_path():
@@ -272,7 +277,6 @@ def test_two_blocks_of_rows_are_taken_where_they_are_faster(name, head_dim, rows
 
 def test_unsupported_calls_say_why():
     for wrong, message in (({"rows": 8}, "rows: got 8, supported at head_dim 128: 4"),
-                           ({"without": ("centring",)}, "without: got centring, supported on the integer path"),
                            ({"features": ("alibi",)}, "features: got alibi, supported: softcap, window")):
         with pytest.raises(ValueError, match=message):
             decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="integer", **{"rows": 4} | wrong)
@@ -282,19 +286,20 @@ def test_unsupported_calls_say_why():
 
 def test_predicted_instructions_of_a_page():
     """Half the multiplies of the register path, one AND for four codes, one transpose for 16 tokens."""
-    counts = config.expected_counts(config_of("k4v4", 128))
+    counts = config.INT8.expected_counts(config_of("k4v4", 128))
     assert counts["IMMA"] == 2 * 128 * 128 // (16 * 32) and counts["MOVM"] == 128 // 16 + 2
     assert counts["LOP3"] >= 2 * 128 * 128 // (4 * 32)
-    assert config.expected_counts(config_of("k8v8", 128))["LOP3"] < counts["LOP3"] / 2
+    assert config.INT8.expected_counts(config_of("k8v8", 128))["LOP3"] < counts["LOP3"] / 2
 
 
 def test_predicted_instructions_of_boosted_pages():
     """Beside those of a page without boosted channels: one multiply a row tile for up to 32 slots, and one for a unit
     of 16 tokens whose V is in 16 bit."""
-    plain, lone, pair = (config.expected_counts(config_of(name, 128)) for name in ("kitty-b0", "kitty", "kitty-pro"))
+    plain, lone, pair = (config.INT8.expected_counts(config_of(name, 128))
+                         for name in ("kitty-b0", "kitty", "kitty-pro"))
     assert lone["IMMA"] == pair["IMMA"] == plain["IMMA"] + 8 + 1
     assert pair["LOP3"] > lone["LOP3"] > plain["LOP3"] and lone["HMMA"] == plain["HMMA"]
-    uniform = config.expected_counts(config_of("k2v2", 128))
+    uniform = config.INT8.expected_counts(config_of("k2v2", 128))
     assert plain["IMMA"] == uniform["IMMA"] + 4 and plain["HMMA"] == uniform["HMMA"] + 8
 
 
@@ -304,5 +309,5 @@ def test_predicted_instructions_of_boosted_pages():
     ("k4v4", 128, "small", 3, 2), ("k2v2", 128, "small", 3, 3), ("k4v4", 128, "stream", 8, 8),
     ("k2v2", 128, "stream", 12, 12)])
 def test_large_pages_leave_warps_to_16_bit_units(name, head_dim, path, warps, page_warps):
-    cfg = config.make_config(FORMATS[name], head_dim, "float16", path=path)
+    cfg = make_config(path, FORMATS[name], head_dim, "float16", 4)
     assert (cfg.warps, cfg.page_warps) == (warps, page_warps)

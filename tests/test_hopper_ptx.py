@@ -17,6 +17,7 @@ import torch
 
 from lowbit_attn import bench, dispatch, gpu_matrix, hopper, kernels, testing  # noqa: F401 - gpu_matrix: names like +w128
 from lowbit_attn.hopper import EMPTY
+from lowbit_attn.hopper.common import scratch as sizes
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -76,7 +77,7 @@ class Call:
         self.scratch = torch.full((scratch.header + math.prod(scratch.shapes[0]),), EMPTY, dtype=torch.int32)
         partials = self.scratch[scratch.header:].view(scratch.shapes[0])
         self.results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
-        counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.third_segment, cache.n_tok]
+        counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.has_mixed, cache.n_tok]
         tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
         tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens),
                    partials, *self.results, sink_logits]
@@ -96,7 +97,7 @@ class Call:
 
     def counted(self) -> torch.Tensor:
         """Pages that each group of CTAs has told."""
-        lines = self.memory.tensor(len(self.tensors) - 4, self.scratch)[: self.header].view(-1, hopper.LINE_WORDS)
+        lines = self.memory.tensor(len(self.tensors) - 4, self.scratch)[: self.header].view(-1, sizes.LINE_WORDS)
         assert (lines[:, 1:] == EMPTY).all()
         return lines[:, 0].flip(0) - EMPTY  # group 0 is next to the cells
 
@@ -155,7 +156,7 @@ def scratch(tmp_path_factory):
 
 def key_of(case: Case, options: Attention, path: str = "integer", rows: int = 4) -> KernelKey:
     features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
-    return KernelKey("decode", "hopper", "sm_90a", str(case.dtype).removeprefix("torch."), case.head_dim,
+    return kernels.decode_key("hopper", "sm_90a", str(case.dtype).removeprefix("torch."), case.head_dim,
                      str(case.format), path, rows, features=features)
 
 
@@ -189,7 +190,7 @@ def test_splits_that_are_a_cluster(case, splits, path, rows, options, reverse, s
     found = decode(program, cfg, problem, options, splits, reverse, in_clusters=True)
     testing.assert_decode(*found, testing.expected(problem, options))
     if path == "register":  # several chunks a thread, in no order that waits for itself
-        assert (cfg.rows * hopper.chunks(problem.q.shape) > cfg.threads) == (rows == 16)
+        assert (cfg.rows * sizes.chunks(problem.q.shape) > cfg.threads) == (rows == 16)
     if reverse:
         first = decode(program, cfg, problem, options, splits, in_clusters=True)
         assert all(torch.equal(*pair) for pair in zip(found, first))
@@ -254,7 +255,7 @@ def test_integer_path_of_packed_keys_beside_values_in_16_bit(case, splits, optio
     """Boosted keys of a lone column tile of slots, of three and of two; third segments of all pages' rows."""
     text, cfg = compiled(key_of(case, options), scratch)
     problem = testing.build(case)
-    assert cfg.third_segment and (problem.cache.n_qk > problem.cache.n_qv).any()
+    assert cfg.has_mixed and (problem.cache.n_qk > problem.cache.n_qv).any()
     testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
 
 
@@ -265,10 +266,10 @@ def test_integer_path_of_packed_keys_beside_values_in_16_bit(case, splits, optio
     (Case("k8tv8+w128", head_dim=64, num_heads=2, num_heads_kv=1, lengths=(300,)), 1, 8, Attention()),
 ], ids=("kitty", "features", "groups", "per-token"))
 def test_packed_keys_beside_values_in_16_bit(case, splits, rows, options, scratch):
-    """The register path's third segment, shared out over the warps."""
+    """The register path's mixed segment, shared out over the warps."""
     text, cfg = compiled(key_of(case, options, "register", rows), scratch)
     problem = testing.build(case)
-    assert cfg.third_segment and (problem.cache.n_qk > problem.cache.n_qv).all()
+    assert cfg.has_mixed and (problem.cache.n_qk > problem.cache.n_qv).all()
     testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
 
 
@@ -367,21 +368,21 @@ def test_the_order_of_turns_changes_nothing_on_the_stream_path(scratch):
 def test_lines_of_pages_leave_l2_first_where_a_call_reads_little(path, run, q_len, spare, policy, monkeypatch, scratch):
     """As many bytes as L2 may let pass, or one less. The stream path counts 16-bit units as pages."""
     from lowbit_attn.device import ptx as instructions
-    from lowbit_attn.hopper.register import load
+    from lowbit_attn.hopper.warp import fetch
 
     case = replace(many_pages("k4v4"), q_len=q_len, sinks=0)
     problem = testing.build(case)
     cache = problem.cache
     units = -(-(cache.n_tok - cache.n_qk) // 16) if path == "stream" else 0 * cache.n_tok
     pages = int((cache.n_qk // 128 + units).sum())
-    monkeypatch.setattr(load, "PASSING_BYTES", pages * cache.record.nbytes + spare)
+    monkeypatch.setattr(fetch, "PASSING_BYTES", pages * cache.record.nbytes + spare)
     text, cfg = compiled.__wrapped__(key_of(case, Attention(), path), scratch)
     call = run(ptx.Program(text), cfg, problem, Attention(), 1, False)
     assert call.policies == {getattr(instructions, policy) << 32}
 
 
 def test_the_plain_read_reads_all_bytes_and_nothing_else(scratch):
-    """What decode is compared with: CTAs that have several turns, one, and part of one."""
+    """What decode is compared with: CTAs that have several items, one, and part of one."""
     from lowbit_attn.device import ptx as instructions
 
     assert (bench.PLAIN, bench.HINTED) == (instructions.EVICT_UNCHANGED, instructions.EVICT_FIRST)

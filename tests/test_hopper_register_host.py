@@ -18,9 +18,16 @@ from lowbit_attn.formats.kitty import Boosted
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import PATHS, decode  # noqa: E402
-from lowbit_attn.hopper.integer import config as integer_config  # noqa: E402
-from lowbit_attn.hopper.register import boost, config, counts, load, query  # noqa: E402
+from lowbit_attn.hopper import (
+    PATHS,  # noqa: E402
+    decode,  # noqa: E402
+)
+from lowbit_attn.hopper.arith.fp16 import boost  # noqa: E402
+from lowbit_attn.hopper.arith.fp16 import config as fp16  # noqa: E402
+from lowbit_attn.hopper.common import tuning  # noqa: E402
+from lowbit_attn.hopper.config import make_config  # noqa: E402
+from lowbit_attn.hopper.schedule.config import SPLITS  # noqa: E402
+from lowbit_attn.hopper.warp import config, fetch, unpack  # noqa: E402
 
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16",
          "k4tv4", "k2tv1-g32-vg64", "k8tv2-g64-vg32-bf16", "k1tv8-g32")
@@ -48,7 +55,7 @@ def served(names, head_dims=HEAD_DIMS) -> list[tuple[str, int]]:
 
 
 def most_rows(head_dim: int) -> int:
-    return config.MAX_ROWS.get(head_dim, 16)
+    return fp16.MAX_ROWS.get(head_dim, 16)
 
 
 def halves(words: np.ndarray, storage: str) -> np.ndarray:
@@ -58,7 +65,7 @@ def halves(words: np.ndarray, storage: str) -> np.ndarray:
 
 
 def lane_words(side: config.SidePlan, part: np.ndarray, first_tile: int, tiles: int) -> dict[int, np.ndarray]:
-    """What load.codes brings each lane: word -> uint32 [32]."""
+    """What unpack.codes brings each lane: word -> uint32 [32]."""
     first, count = side.words_of(first_tile), side.words_of(tiles)
     width = math.gcd(count, layout.BLOCK_WORDS)
     plane = part[side.codes_offset : side.codes_offset + layout.plane_bytes(side.rows, side.cols, side.bits)]
@@ -113,10 +120,10 @@ def test_lanes_rebuild_both_sides(name, head_dim):
     fmt = FORMATS[name]
     k, v = torch.randn(2, 1, 128, head_dim)
     record = fmt.quantize(k, v)
-    cfg = config.make_config(fmt, head_dim, "float16", most_rows(head_dim))
+    cfg = make_config("register", fmt, head_dim, "float16", most_rows(head_dim))
     for side, want in ((cfg.k, fmt.dequantize_k(record, head_dim)), (cfg.v, fmt.dequantize_v(record, head_dim))):
         part = record[0, side.part_offset : side.part_offset + side.part_bytes].numpy()
-        for chunk in {side.row_tiles, cfg.chunk_tiles if side is cfg.k else side.row_tiles}:
+        for chunk in {side.row_tiles, fp16.chunk_tiles(cfg) if side is cfg.k else side.row_tiles}:
             codes = rebuilt_codes(side, part, chunk)
             codes = codes.T if side.is_transposed else codes  # [tokens, channels]
             scale, zero = (token_metadata if side.is_per_token else channel_metadata)(side, part)
@@ -126,13 +133,13 @@ def test_lanes_rebuild_both_sides(name, head_dim):
 @pytest.mark.parametrize("name, head_dim", served(("k4v4", "k2v2", "k8v1", "kitty", "k4v2-bf16"), (64, 96, 128)))
 def test_halves_of_v_are_halves_of_its_tokens(name, head_dim):
     """Bytes before ``middle`` hold the codes of the first 64 tokens and nothing of the others."""
-    cfg = integer_config.make_config(FORMATS[name], head_dim, "float16")
+    cfg = make_config("integer", FORMATS[name], head_dim, "float16", 4)
     side, (part, other) = cfg.v, torch.randint(0, 256, (2, cfg.v.part_bytes), dtype=torch.uint8).numpy()
-    assert cfg.has_halves and side.middle % load.UNIT_BYTES == 0
+    assert cfg.has_halves and side.middle % fetch.UNIT_BYTES == 0
     mixed = np.concatenate([part[: side.middle], other[side.middle :]])
     codes, first, second = (rebuilt_codes(side, x, side.row_tiles) for x in (mixed, part, other))
     assert np.array_equal(codes[:, :64], first[:, :64]) and np.array_equal(codes[:, 64:], second[:, 64:])
-    assert not integer_config.make_config(FORMATS[name], head_dim, "float16", path="stream").has_halves
+    assert not make_config("stream", FORMATS[name], head_dim, "float16", 4).has_halves
 
 
 def boosted_page(name: str, head_dim: int):
@@ -140,11 +147,11 @@ def boosted_page(name: str, head_dim: int):
     fmt = FORMATS[name]
     k, v = torch.randn(2, 1, 128, head_dim) * (0.1 + 5 * torch.rand(head_dim))
     record = fmt.quantize(k, v)
-    cfg = config.make_config(fmt, head_dim, "float16", most_rows(head_dim))
+    cfg = make_config("register", fmt, head_dim, "float16", most_rows(head_dim))
     return cfg, record[0, : cfg.k.part_bytes].numpy(), fmt.dequantize_k(record, head_dim)[0].numpy()
 
 
-def gathered(cfg: config.RegisterConfig, part: np.ndarray, step: int) -> tuple[np.ndarray, list]:
+def gathered(cfg: config.WarpConfig, part: np.ndarray, step: int) -> tuple[np.ndarray, list]:
     """(channel of each lane's slot, [col8] words of scales) of boost.gather."""
     index = part[cfg.boost.index_offset : cfg.boost.index_offset + cfg.boost.high.cols]
     channel = index[layout.TILE * step + LANES % layout.TILE].astype(np.int64)
@@ -187,30 +194,30 @@ def test_logits_of_boosted_pages_with_centred_rounding(name, head_dim):
     up = 2.0 ** (2 - np.ceil(np.log2(scale.max())))
     channel = np.concatenate([gathered(cfg, part, step)[0][:16] for step in range(cfg.boost.steps)])[:used]
     dense = np.float16(q * scale * up).astype(np.float64)
-    high = np.float16(boost.WEIGHT * q[channel] * scale[channel] * up).astype(np.float64)
+    high = np.float16(config.BOOST_WEIGHT * q[channel] * scale[channel] * up).astype(np.float64)
     is_normal = np.abs(dense[channel]) >= 2.0**-14
     assert np.isfinite(high).all() and is_normal.mean() > 0.9
-    assert np.array_equal(high[is_normal], boost.WEIGHT * dense[channel][is_normal])
+    assert np.array_equal(high[is_normal], config.BOOST_WEIGHT * dense[channel][is_normal])
     low_codes = rebuilt_codes(cfg.k, part, cfg.k.row_tiles).astype(np.float64)
     high_codes = rebuilt_codes(cfg.boost.high, part, cfg.boost.high.row_tiles)[:, :used].astype(np.float64)
     s = (low_codes @ dense + high_codes @ high) / up + q @ zero
-    sums = q @ scale + boost.WEIGHT * (q[channel] @ scale[channel])
+    sums = q @ scale + config.BOOST_WEIGHT * (q[channel] @ scale[channel])
     s += cfg.k.levels / 2 * (sums - (dense.sum() + high.sum()) / up)
     error = dense / up - q * scale  # of a rounded product: it meets code - N / 2, N = 3 or 15
     levels = np.full(head_dim, 3.0)
     levels[channel] = 15
     all_codes = low_codes.copy()
-    all_codes[:, channel] += boost.WEIGHT * high_codes
+    all_codes[:, channel] += config.BOOST_WEIGHT * high_codes
     want = k.astype(np.float64) @ q + (all_codes - levels / 2) @ error
     assert np.allclose(s, want, rtol=0, atol=1e-6 * np.abs(k @ q).max())
 
 
 @pytest.mark.parametrize("name", ("kitty", "kitty-b0"))
 def test_without_boosted_channels_the_kernel_is_that_of_uniform_k(name):
-    cfg = config.make_config(FORMATS[name], 128, "float16", 8)
-    same = config.make_config(dataclasses.replace(FORMATS["k2v2"], window_v=128), 128, "float16", 8)
+    cfg = make_config("register", FORMATS[name], 128, "float16", 8)
+    same = make_config("register", dataclasses.replace(FORMATS["k2v2"], window_v=128), 128, "float16", 8)
     assert (cfg == same) == (name == "kitty-b0")
-    assert (counts.expected_counts(cfg) == counts.expected_counts(same)) == (name == "kitty-b0")
+    assert (cfg.arithmetic.expected_counts(cfg) == same.arithmetic.expected_counts(same)) == (name == "kitty-b0")
 
 
 @pytest.mark.parametrize("bits, boosted_bits, words", [(1, 2, "1 bits over 1"), (4, 8, "4 bits over 4"),
@@ -218,14 +225,14 @@ def test_without_boosted_channels_the_kernel_is_that_of_uniform_k(name):
 def test_other_boosts_are_refused(bits, boosted_bits, words):
     fmt = dataclasses.replace(FORMATS["kitty"], k=Boosted(bits, boosted_bits, channels=32))
     with pytest.raises(ValueError, match=f"boosted K: got {words}, supported: 2 over 2"):
-        config.make_config(fmt, 128, "float16", 8)
+        config.make_config(fmt, 128, "float16", 8, fp16.FP16, SPLITS)
 
 
 @pytest.mark.parametrize("name, head_dim", served(("k8tv8-g32", "k4tv4-g32", "k2tv2-g32", "k1tv1-g32"), (64, 96, 128)))
 def test_channel_groups_of_keys_lie_whole_blocks_apart(name, head_dim):
-    cfg = config.make_config(FORMATS[name], head_dim, "float16", 16)
-    side, chunk = cfg.k, cfg.chunk_tiles
-    assert cfg.loops_over_groups
+    cfg = make_config("register", FORMATS[name], head_dim, "float16", 16)
+    side, chunk = cfg.k, fp16.chunk_tiles(cfg)
+    assert fp16.loops_over_groups(cfg)
     group_tiles = side.group // layout.TILE * side.row_tiles
     blocks, rest = divmod(side.words_of(group_tiles), layout.BLOCK_WORDS)
     assert rest == 0
@@ -238,7 +245,7 @@ def test_channel_groups_of_keys_lie_whole_blocks_apart(name, head_dim):
 
 def test_metadata_share_of_the_maximum_reads_every_word_once():
     for name in ("k4v4", "k4v4-vg32"):
-        side = config.make_config(FORMATS[name], 128, "float16", 8).v
+        side = make_config("register", FORMATS[name], 128, "float16", 8).v
         accesses = side.groups * layout.PAGE_TOKENS // layout.BLOCK_WORDS
         read = [first + lane for first in range(0, accesses, config.WARP) for lane in range(config.WARP)]
         assert sorted(read) == list(range((side.part_bytes - side.meta_offset) // 16))
@@ -251,31 +258,31 @@ def test_the_warp_reads_all_scales_of_a_token_group_and_nothing_else(name, head_
     wide = plane[: len(plane) // config.META_BYTES * config.META_BYTES].view(np.uint16).reshape(-1, 4)
     for group in range(side.groups):
         scales = plane.view(np.uint16)[2 * group * head_dim :][:head_dim]
-        found = [wide[index] for lane in range(config.WARP) for index in load.scale_accesses(side, group, lane)]
+        found = [wide[index] for lane in range(config.WARP) for index in unpack.scale_accesses(side, group, lane)]
         assert set(np.concatenate(found)) == set(scales)
 
 
 @pytest.mark.parametrize("name, head_dim", [("k4v4", 128), ("k2v2", 128), ("k1v1", 64), ("k8v8", 128), ("k8v4", 256)])
 def test_private_ring_neither_hangs_nor_mixes_pieces(name, head_dim):
-    cfg = config.make_config(FORMATS[name], head_dim, "float16", 8)
+    cfg = make_config("register", FORMATS[name], head_dim, "float16", 8)
     for slots, count in itertools.product(range(2, 9), (0, 1, 2, 3, 31, 32, 33, 70)):
         cfg = dataclasses.replace(cfg, slots=slots)
         fills, content, window = [0] * slots, [None] * slots, 0
         for n in range(slots):
-            page, side = load.part_of(n)
+            page, side = fetch.part_of(n)
             if page < count:
                 fills[n], content[n] = 1, (page, side)
         slot, phase = 0, 0
         for page, side in itertools.product(range(count), (0, 1)):
             assert content[slot] == (page, side)
             assert fills[slot] % 2 != phase, "the wait would not pass, or would pass a phase too early"
-            ahead, later_side = load.part_of(side + slots)
+            ahead, later_side = fetch.part_of(side + slots)
             if page + ahead < count:
                 if later_side == 0 and (page + ahead) % config.WARP == 0:
                     window = (page + ahead) // config.WARP
                 assert window == (page + ahead) // config.WARP, "page id of another window"
                 fills[slot], content[slot] = fills[slot] + 1, (page + ahead, later_side)
-            slot, phase = (value(x) for x in load.advance(cfg, slot, phase))
+            slot, phase = (value(x) for x in fetch.advance(cfg, slot, phase))
 
 
 @pytest.mark.parametrize("name, head_dim", served(("k8v8", "k4v4", "k2v2", "k1v1", "kitty-pro", "k1tv2-g64")))
@@ -287,8 +294,8 @@ def test_codes_of_a_row_tile_stand_where_those_of_the_first_would(name, head_dim
         accesses = plane.view(np.uint32).reshape(-1, width)
         for ct, tile in itertools.product(range(side.col_tiles), range(side.row_tiles)):
             first, whole = ct * side.row_tiles, lane_words(side, part, ct * side.row_tiles, side.row_tiles)
-            values = accesses[value(load.tile_access(side, first, tile, width)) + side.code_access(0, width, LANES)]
-            down = np.uint32(load.tile_shift(side, tile))
+            values = accesses[value(unpack.tile_access(side, first, tile, width)) + side.code_access(0, width, LANES)]
+            down = np.uint32(unpack.tile_shift(side, tile))
             for register, (word, shift, mask) in enumerate(side.operand(first)):
                 got = values[:, word - side.words_of(first)] >> down >> np.uint32(shift) & np.uint32(mask)
                 at, want_shift, want_mask = side.operand(first + tile)[register]
@@ -300,16 +307,16 @@ def test_codes_of_a_row_tile_stand_where_those_of_the_first_would(name, head_dim
 def test_only_formats_with_a_longer_window_of_v_have_the_third_segment():
     longer = dataclasses.replace(FORMATS["k4v4"], window_v=128)
     same = dataclasses.replace(longer, window_k=128)
-    found = [config.make_config(fmt, 128, "float16", 8) for fmt in (FORMATS["k4v4"], same, longer)]
-    assert [cfg.third_segment for cfg in found] == [False, False, True]
-    assert counts.expected_counts(found[2])["HMMA"] > counts.expected_counts(found[0])["HMMA"]
+    found = [make_config("register", fmt, 128, "float16", 8) for fmt in (FORMATS["k4v4"], same, longer)]
+    assert [cfg.has_mixed for cfg in found] == [False, False, True]
+    assert found[2].arithmetic.expected_counts(found[2])["HMMA"] > found[0].arithmetic.expected_counts(found[0])["HMMA"]
 
 
 def test_query_columns_are_the_accumulators_columns():
     for blocks in (1, 2):
-        cfg = config.make_config(FORMATS["k4v4"], 128, "float16", 8 * blocks)
+        cfg = make_config("register", FORMATS["k4v4"], 128, "float16", 8 * blocks)
         assert cfg.lane_rows == 2 * blocks
-        rows = {(t, column): query.column_row(cfg, t, column) for t in range(4) for column in range(cfg.lane_rows)}
+        rows = {(t, column): cfg.arithmetic.column_row(t, column) for t in range(4) for column in range(cfg.lane_rows)}
         assert sorted(rows.values()) == list(range(8 * blocks))
         assert all(row == 8 * (column // 2) + 2 * t + column % 2 for (t, column), row in rows.items())
 
@@ -321,12 +328,12 @@ def test_shared_memory_plan(name, rows, head_dim, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     if rows > most_rows(head_dim):
         with pytest.raises(ValueError, match="rows: got 16, supported at head_dim 256: 8"):
-            config.make_config(FORMATS[name], head_dim, "float16", rows)
+            make_config("register", FORMATS[name], head_dim, "float16", rows)
         return
-    cfg = config.make_config(FORMATS[name], head_dim, "float16", rows)
-    assert cfg.warps >= (3 if head_dim == 256 else 4) and cfg.slots >= config.MIN_SLOTS
+    cfg = make_config("register", FORMATS[name], head_dim, "float16", rows)
+    assert cfg.warps >= (3 if head_dim == 256 else 4) and cfg.slots >= tuning.MIN_SLOTS
     assert cfg.smem_bytes <= config.SMEM_LIMIT
-    assert decode.RegisterSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes
+    assert decode.kernel_of(cfg).storage().size_in_bytes() == cfg.smem_bytes
     with pytest.raises(ValueError, match="shared memory"):
         dataclasses.replace(cfg, slots=64).check()
     with pytest.raises(ValueError, match="16-bit unit"):
@@ -339,7 +346,7 @@ def test_unsupported_calls_say_why():
     with pytest.raises(ValueError, match="rows: got 16, supported at head_dim 256: 8"):
         decode.decode_kernel(FORMATS["k4v4"], 256, "float16", path="register", rows=16)
     with pytest.raises(ValueError, match="features: got alibi, supported: softcap, window"):
-        config.make_config(FORMATS["k4v4"], 128, "float16", 8, features=("alibi",))
+        make_config("register", FORMATS["k4v4"], 128, "float16", 8, features=("alibi",))
     with pytest.raises(ValueError, match="path: got 'wgmma'"):
         decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="wgmma")
     later = dataclasses.replace(FORMATS["k4v4"], window_v=128)

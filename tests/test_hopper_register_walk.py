@@ -1,4 +1,4 @@
-"""What the warps of the Hopper register path visit, without a GPU: pages, units of the third segment, 16-bit units."""
+"""What the warps of the Hopper register path visit, without a GPU: pages, units of the mixed segment, 16-bit units."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,9 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper.register import config, masks, third, walk  # noqa: E402
+from lowbit_attn.hopper.arith.fp16 import config as fp16  # noqa: E402
+from lowbit_attn.hopper.config import make_config  # noqa: E402
+from lowbit_attn.hopper.warp import config, masks, mixed, walk  # noqa: E402
 
 
 def value(x) -> int:
@@ -18,10 +20,10 @@ def value(x) -> int:
     return int(getattr(x, "value", x))
 
 
-def third_units(w: walk.Walk, takers: int) -> list[tuple[int, int]]:
-    """(page, row tile) of a warp's units of the third segment."""
-    places = [third.unit_place(i) for i in range(w.first_third, w.num_third, takers)]
-    return [(w.third_page + page, tile) for page, tile in places]
+def mixed_units(w: walk.Walk, takers: int) -> list[tuple[int, int]]:
+    """(page, row tile) of a warp's units of the mixed segment."""
+    places = [mixed.unit_place(i) for i in range(w.first_mixed, w.num_mixed, takers)]
+    return [(w.mixed_page + page, tile) for page, tile in places]
 
 
 @pytest.mark.usefixtures("numpy_walk")
@@ -42,7 +44,7 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
         visited += [("page", w.first_page + i * apart) for i in range(w.num_pages)]
         assert w.first_page == walk.page_place(split, num_splits, warp), "the kernel asks for its id at once"
         pages.append(w.num_pages)
-        units = third_units(w, takers)
+        units = mixed_units(w, takers)
         visited += [("third", *unit) for unit in units]
         dealt[split, warp] = len(units) + len(range(w.first_unit, w.num_units, takers))
         for i in range(w.first_unit, w.num_units, takers):
@@ -79,7 +81,7 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
             w = walk.Walk(*(value(x) for x in w))
             assert w.first_seen == lowest - n_sink
             packed = [w.first_page + i * walk.pages_apart(num_splits, warps) for i in range(w.num_pages)]
-            units = third_units(w, warps * num_splits)
+            units = mixed_units(w, warps * num_splits)
             assert all(p < packed_v for p in packed) and all(p >= packed_v for p, _ in units)
             visited += [(p, tile) for p in packed for tile in range(8)] + units
         assert sorted(visited) == [(p, tile) for p in want for tile in range(8)]
@@ -91,7 +93,7 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
                                                         (16, 1000, 2**30), (16, 20, 30), (4, 2**30, 2**30)])
 def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_window):
     features = () if window is None else ("window",)
-    cfg = config.make_config(FORMATS["k4v4"], 128, "float16", 8, features=features)
+    cfg = make_config("register", FORMATS["k4v4"], 128, "float16", 8, features=features)
     limits, n_tok, warps, splits = masks.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4, 2
     seen = {j: [] for j in range(q_len)}
     for split, warp in itertools.product(range(splits), range(warps)):
@@ -132,22 +134,22 @@ WINDOWED = [("k4v4", 128, 192), ("k2v2", 64, 128), ("k8v8", 128, 448), ("k1v1", 
 @pytest.mark.parametrize("rows", (8, 16))
 def test_values_beside_packed_keys_come_once_and_from_their_slots(name, head_dim, slots_v, rows):
     fmt = dataclasses.replace(FORMATS[name], window_v=128)
-    cfg = config.make_config(fmt, head_dim, "float16", min(rows, config.MAX_ROWS.get(head_dim, 16)))
-    assert cfg.third_segment and cfg.third_row * cfg.row_pitch >= cfg.k.part_bytes
-    assert (cfg.third_row + config.UNIT_TOKENS) * cfg.row_pitch <= cfg.warp_bytes
+    cfg = make_config("register", fmt, head_dim, "float16", min(rows, fp16.MAX_ROWS.get(head_dim, 16)))
+    assert cfg.has_mixed and cfg.mixed_row * cfg.row_pitch >= cfg.k.part_bytes
+    assert (cfg.mixed_row + config.UNIT_TOKENS) * cfg.row_pitch <= cfg.warp_bytes
     found, pages, start = [], 3, 5 * layout.PAGE_TOKENS
     for warp in range(cfg.warps):
         barrier, phase = UnitBarrier(), 0
         w = walk.plan(0, start + pages * 128, start, start + pages * 128, 1, None, 0, 1, warp, cfg.warps,
                       cfg.page_warps)
         w = walk.Walk(*(value(x) for x in w))
-        for i in range(w.first_third, w.num_third, cfg.warps):
-            first_token = w.third_page * layout.PAGE_TOKENS + i * config.UNIT_TOKENS
-            page, tile = third.unit_place(i)
-            assert first_token == (w.third_page + page) * layout.PAGE_TOKENS + tile * layout.TILE
+        for i in range(w.first_mixed, w.num_mixed, cfg.warps):
+            first_token = w.mixed_page * layout.PAGE_TOKENS + i * config.UNIT_TOKENS
+            page, tile = mixed.unit_place(i)
+            assert first_token == (w.mixed_page + page) * layout.PAGE_TOKENS + tile * layout.TILE
             for lane in range(config.UNIT_TOKENS):
                 found.append(first_token + lane)
-                assert value(third.value_row(first_token, slots_v, lane)) == found[-1] % slots_v
+                assert value(mixed.value_row(first_token, slots_v, lane)) == found[-1] % slots_v
             barrier.fill()
             barrier.wait(phase)
             phase ^= 1

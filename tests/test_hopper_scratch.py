@@ -8,7 +8,9 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import combine, scratch, walk  # noqa: E402
+from lowbit_attn.hopper import scratch  # noqa: E402
+from lowbit_attn.hopper.common import combine  # noqa: E402
+from lowbit_attn.hopper.common.rows import Rows  # noqa: E402
 
 
 class Memory:
@@ -29,10 +31,10 @@ def test_slots_of_scratch_lie_apart(monkeypatch, splits, rows, live, head_dim):
     shape, = scratch((1, 1, 1, head_dim), rows, 2, splits).shapes
     partials = SimpleNamespace(shape=shape, iterator=Memory())
     out = combine.Outputs(partials, torch.empty(1, 1, 1, head_dim), None, None, 1, 0)
-    size, place_bytes, found = combine.share(out, live * out.chunks), 4 * splits * shape[2], set()
+    size, place_bytes, found = combine.chunks_of_split(out, live * out.chunks), 4 * splits * shape[2], set()
     for split, row in itertools.product(range(splits), range(live)):
-        own = combine.homes(out._replace(split_idx=split), walk.Rows(0, 0, 0, live, 1, 1), combine.Row(row, 0, 0, 0, 0),
-                            tuple(range(out.chunks)))
+        own = combine.slot_addresses(out._replace(split_idx=split), Rows(0, 0, 0, live, 1, 1),
+                                     combine.Row(row, 0, 0, 0, 0), tuple(range(out.chunks)))
         units = [row * out.chunks + chunk for chunk in range(out.chunks)]
         assert own == tuple(combine.slot(out, unit // size, split, size, unit % size) for unit in units)
         assert all(at.acc % 16 == at.pair % 8 == 0 for at in own)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ RANKS = {"layout": 0, "registers": 0, "checks": 0, "precision": 0, "journal": 0,
          "leankv": 3, "device": 3, "kernels": 3, "hopper": 4, "ampere": 4,
          "dispatch": 6, "ops": 7, "api": 7, "": 8, "integrations": 9, "testing": 9, "parallel": 9,
          "environment": 9, "budget": 9, "bench": 10, "quality": 10, "cli": 10, "demo": 10}
+# the folders of hopper/: a file may import from its own folder and from those of a lower rank; "": hopper/ itself
+HOPPER_RANKS = {"common": 0, "tile": 1, "warp": 1, "arith.fp16": 2, "arith.int8": 2, "arith": 2, "schedule": 2, "": 3}
 BETWEEN = 5  # a part not named above stands between the kernels and dispatch (finding, building, loading them)
 
 
@@ -47,6 +50,23 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def dynamic_imports(path: Path) -> set[str]:
+    """What a file names to ``import_module``, up to the first part that is known at run time alone."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            names.add(first.value if isinstance(first, ast.Constant) else "")
+    return names
+
+
+def hopper_folder(module: str) -> str:
+    """The folder of ``HOPPER_RANKS`` that a module, or a name in it, is in."""
+    inside = module.removeprefix("lowbit_attn.hopper").lstrip(".")
+    longest_first = sorted(HOPPER_RANKS, key=len, reverse=True)
+    return next((name for name in longest_first if f"{inside}.".startswith(f"{name}.")), "")
 
 
 def part(module: str) -> str:
@@ -96,6 +116,40 @@ def test_imports_point_one_way(module):
             theirs = ""  # a public name, imported from the package itself
         assert theirs == mine or rank(theirs) <= rank(mine), f"{module} imports {name}, which stands on it"
         assert {mine, theirs} != {"hopper", "ampere"}, f"{module} imports {name}: the architectures are apart"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if part(name) == "hopper"])
+def test_folders_of_hopper_import_one_way(module):
+    mine = hopper_folder(module)
+    assert not dynamic_imports(MODULES[module]), f"{module} imports what no guard sees"
+    for name in imports(MODULES[module]):
+        if part(name) == "hopper" and (theirs := hopper_folder(name)) != mine:
+            assert HOPPER_RANKS[theirs] < HOPPER_RANKS[mine], f"{module} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if part(name) == "hopper"])
+def test_docstrings_stand_alone(module):
+    """They begin with what a thing is or does, not in the middle of a sentence that its name began."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            assert not text.startswith(("Of ", "The same", "By ")), f"{module}: {text.splitlines()[0]}"
+
+
+def test_a_name_of_hopper_means_one_thing():
+    classes = Counter(node.name for name, path in MODULES.items() if part(name) == "hopper"
+                      for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    assert len(classes) > 40 and not [name for name, count in classes.items() if count > 1 and name != "Smem"]
+
+
+def test_upward_imports_would_be_seen(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text('def f(x):\n    from lowbit_attn.hopper.arith.int8 import steps\n'
+                    '    return import_module(f"lowbit_attn.{x}"), import_module("lowbit_attn.device")\n')
+    assert imports(path) == {"lowbit_attn.hopper.arith.int8.steps"}
+    assert dynamic_imports(path) == {"lowbit_attn.", "lowbit_attn.device"}
+    assert [hopper_folder(f"lowbit_attn.hopper{name}") for name in ("", ".config", ".warp.config", ".arith.int8.steps",
+                                                                   ".arith", ".PATHS")] == [
+        "", "", "warp", "arith.int8", "arith", ""]
 
 
 def test_the_core_stands_on_nothing_else():

@@ -113,7 +113,7 @@ def test_a_case_is_measured_over_its_own_cache(case, timing_on_cpu):
 def test_partial_results_are_those_of_several_splits():
     case = PRESETS["targets"][0]
     grid = roofline.launch(case, "hopper", 132)
-    assert (grid.key.variant, grid.splits, grid.row_blocks) == ("integer", 8, 1)
+    assert (grid.key.path, grid.splits, grid.row_blocks) == ("integer", 8, 1)
     assert roofline.traffic(case, 8)["partial results"] == 2 * 8 * 32 * (128 + 1) * 4
     assert roofline.traffic(case, 1)["partial results"] == 0
     assert roofline.launch(PRESETS["targets"][7], "hopper", 132).splits == 1
@@ -196,7 +196,7 @@ def test_roofline_shows_the_newest_measured_time(tmp_path, monkeypatch, capsys):
 
 def lines_of(preset: str, us: float = 20.0, commit: str = "first", gpu: str = "NVIDIA H200") -> list[dict]:
     """Invented lines of all cases, each a little slower than the one before."""
-    about = dict(commit=commit, date="2026-11-22T00:00", gpu=gpu, arch="hopper", void=False, without=[])
+    about = dict(commit=commit, date="2026-11-22T00:00", gpu=gpu, arch="hopper", void=False)
     return [about | case.line | dict(path=path_of(case, "hopper"), us=us + i, read_us=0.8 * us, fp16_us=3 * us)
             for i, case in enumerate(PRESETS[preset])]
 

@@ -80,5 +80,5 @@ def test_captured_layers_come_back(outliers, tmp_path):
 def test_needed_kernels_exist(outliers):
     keys = outliers.needed_keys([layer(outliers), layer(outliers, head_dim=256)])
     assert len(set(keys)) == 2 * sum(map(len, outliers.FORMATS.values()))
-    assert {(key.variant, key.rows) for key in keys} == set(outliers.ROWS.items())
+    assert {(key.path, key.rows) for key in keys} == set(outliers.ROWS.items())
     assert all(isinstance(key, kernels.KernelKey) for key in keys)

@@ -32,7 +32,7 @@ def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
     assert found == {"op": {"decode", "quantize", "dequantize", "append"}, "head_dim": {64, 96, 128, 256},
                      "dtype": {"float16", "bfloat16", "float32"}}  # dequantize writes fp32
     decode = [key for key in all_promised(arch) if key.op == "decode"]
-    assert {key.variant for key in decode} == set(kernels.arch_package(arch).PATHS)
+    assert {key.path for key in decode} == set(kernels.arch_package(arch).PATHS)
     assert {key.features for key in decode} == {(), ("softcap",), ("window",), ("softcap", "window")}
 
 
@@ -50,7 +50,7 @@ def test_a_cache_of_a_preset_needs_shipped_kernels_only(arch, name):
         for rows in range(1, 17):
             picked, reasons = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows)
             assert picked, reasons
-            key = KernelKey("decode", arch, target, dtype, head_dim, name, *picked)
+            key = kernels.decode_key(arch, target, dtype, head_dim, name, *picked)
             needed |= {dispatch.for_shape(key, blocks, pages, SMS) for blocks, pages in SHAPES}
         assert needed <= shipped
 

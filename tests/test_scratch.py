@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lowbit_attn import hopper, scratch
-from lowbit_attn.hopper.integer.config import KINDS
+from lowbit_attn.hopper.common.scratch import LINE_WORDS, PACE_COUNTS
+from lowbit_attn.hopper.config import SCHEDULES
 
 CPU = torch.device("cpu")
 WORD = -1
@@ -47,12 +48,12 @@ def test_calls_that_share_memory_have_the_same_header():
     """A path that counts would else leave numbers where another one takes all words to be EMPTY."""
     shape = (2, 1, 8, 128)
     found = hopper.scratch(shape, 4, 4, 2), hopper.even_scratch(shape, 4, 132)
-    assert {(one.word, one.header) for one in found} == {(hopper.EMPTY, hopper.PACE_COUNTS * hopper.LINE_WORDS)}
+    assert {(one.word, one.header) for one in found} == {(hopper.EMPTY, PACE_COUNTS * LINE_WORDS)}
 
 
 def test_the_header_has_a_line_for_each_cta_of_an_sm():
     """Each counts in a line of its own; one more would lie in front of the header."""
-    assert max(kind.ctas_per_sm for kind in KINDS.values()) <= hopper.PACE_COUNTS
+    assert max(schedule.ctas_per_sm for schedule in SCHEDULES.values()) <= PACE_COUNTS
 
 
 def test_calls_of_one_capture_and_stream_share(capture):

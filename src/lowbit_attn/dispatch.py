@@ -26,7 +26,7 @@ CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"),
 FORCED_TARGETS = {(forced, (9, 0)): "sm_90" for forced in ("ampere", "ampere-sm_80", "ampere-sm_89")}
 # os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
 _ENVIRONMENT = os.environ._data
-_ARCH, _WITHOUT = (os.environ.encodekey(f"LOWBIT_ATTN_{name}") for name in ("ARCH", "WITHOUT"))
+_ARCH = os.environ.encodekey("LOWBIT_ATTN_ARCH")
 PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win (perf/NOTES.md)
 IDLE_PART = 3  # where splits leave a third of the SMs idle, an even share of all pages wins from IDLE_PAGES on
 IDLE_PAGES = 128
@@ -112,20 +112,19 @@ def for_shape(key: KernelKey, blocks: int, pages: int, sms: int, held: np.ndarra
 
     held: pages of each sequence, if they are known.
     """
-    package = kernels.arch_package(key.arch)
     wanted = []
     if blocks > sms:
-        wanted = [package.SMALLER] * (pages * sms <= PAGES_A_BLOCK * blocks) + [package.EVEN]
+        wanted = [kernels.SMALL] * (pages * sms <= PAGES_A_BLOCK * blocks) + [kernels.STREAM]
     else:
         splits = _most_splits(blocks, pages, sms)
         leaves_idle = pages >= IDLE_PAGES and IDLE_PART * (sms - splits * blocks) >= sms
         if leaves_idle or held is not None and _is_uneven(held, blocks, splits, sms):
-            wanted = [package.EVEN]
-    for path in (paths[key.variant] for paths in wanted if key.variant in paths):
+            wanted = [kernels.STREAM]
+    for path in filter(None, (kernels.path_of(key.arch, key.arithmetic, schedule) for schedule in wanted)):
         picked, _ = kernels.pick(key.arch, FORMATS[key.format], key.head_dim, getattr(torch, key.dtype), key.rows, path,
                                  key.features)
         if picked:
-            found = replace(key, variant=picked[0], rows=picked[1])
+            found = replace(key, schedule=kernels.arch_package(key.arch).PATHS[path].schedule, rows=picked[1])
             if kernels.is_even(found) or _is_full(blocks, kernels.ctas_per_sm(found), sms):
                 return found
     return key
@@ -194,10 +193,8 @@ def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (
     picked, reasons = _pick(compiled_for[0], cache, q.shape[2], q.shape[1], path, features)
     if picked is None:
         return None, reasons
-    ablated = os.environ.get("LOWBIT_ATTN_WITHOUT")
-    key = KernelKey("decode", *compiled_for, cache.format.name, *picked,
-                    without=tuple(ablated.split(",")) if ablated else (), features=features,
-                    sizes=os.environ.get("LOWBIT_ATTN_ARCH", "").partition("-")[2])
+    key = kernels.decode_key(*compiled_for, cache.format.name, *picked, features=features,
+                             sizes=os.environ.get("LOWBIT_ATTN_ARCH", "").partition("-")[2])
     if path is None and num_splits is None:
         key = for_shape(key, row_blocks(q, cache, key), cache.table.shape[1], running_ctas(cache.device, 1),
                         cache.known_pages(q.shape[0]))
@@ -252,7 +249,7 @@ def planned(q: torch.Tensor, cache: KVCache, options: tuple) -> DecodePlan | Non
 
 
 def _call(q: torch.Tensor, options: tuple) -> tuple:
-    return q.shape, q.dtype, options, _ENVIRONMENT.get(_ARCH), _ENVIRONMENT.get(_WITHOUT)
+    return q.shape, q.dtype, options, _ENVIRONMENT.get(_ARCH)
 
 
 def default_splits(cache: KVCache, blocks: int, key: KernelKey) -> int:

@@ -27,7 +27,6 @@ def parse_windowed(name: str) -> Format | None:
 FAMILIES.append(Family("<uniform>+w<128|256>", (), parse_windowed))
 
 F16, BF16 = "float16", "bfloat16"
-ABLATED = (("centring",), ("exponents",), ("centring", "exponents"))  # registers.Options, left out
 BITS = (8, 4, 2, 1)
 HEAD_DIMS = (64, 96, 128, 256)
 # query rows of a KV head: another kernel each, or blocks
@@ -74,7 +73,7 @@ class MatrixKernel:
         shapes = [self.shape(arch, path)]
         if path is None and shapes[0]:
             shapes += [self.shape(arch, other) for other in kernels.other_ctas(arch, shapes[0][0])]
-        return [KernelKey("decode", arch, *common, self.format, *shape, features=self.features)
+        return [kernels.decode_key(arch, *common, self.format, *shape, features=self.features)
                 for shape in shapes if shape]
 
 
@@ -183,9 +182,6 @@ def keys(arch: str) -> list[KernelKey]:
     wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
     wanted += [key for kernel in WIDE + KITTY + MODELS for key in kernel.keys(arch)]
     wanted += [key for kernel in FEW for key in kernel.keys(arch, "tile")]
-    wanted += [replace(key, without=parts) for key in wanted for parts in ABLATED
-               if (key.dtype, key.head_dim, key.rows, key.features) == (F16, 128, 8, ())
-               and key.format in ("k4v4", "k2v2")]
     wanted += [key for name, dtype, head_dim in QUANTIZED
                for key in kernels.packing_keys(target, dtype, head_dim, FORMATS[name])]
     wanted += [key for name, dtype, head_dim in APPENDED

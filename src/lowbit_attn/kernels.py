@@ -24,6 +24,7 @@ SHIPPED_DTYPES = ("float16", "bfloat16")
 ROWS = (4, 8, 16, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
 SHIPPED_ROWS = (4, 8, 16)
 FEATURES = ("softcap", "window")  # of reference.Attention: compiled in only where a call asks for them
+SPLITS, SMALL, STREAM = SCHEDULES = ("splits", "small", "stream")  # see Support.schedule; the first one is picked
 READ_VARIANTS = ("256x8", "512x4", "512x8", "1024x2")
 WIDE_HEAD_DIM = 128  # above it the accumulators of a query row take so many registers that fewer rows fit
 QUANTIZE_DTYPES = (torch.float16, torch.bfloat16)
@@ -40,18 +41,24 @@ class KernelKey:
     dtype: str
     head_dim: int
     format: str = ""  # "" where no packed data is touched (read)
-    # decode: path; quantize: side, or side-search; append: search_<sides>; dequantize: side; read: threads x unroll
+    # quantize: side, or side-search; append: search_<sides>; dequantize: side; read: threads x unroll
     variant: str = ""
+    arithmetic: str = ""  # decode: see Support, as for the schedule
+    schedule: str = ""
     rows: int = 0  # decode: query rows of one KV head that it multiplies at once
-    without: tuple[str, ...] = ()  # decode, register path: parts left out (registers.Options), to measure them
     features: tuple[str, ...] = ()  # decode: those of FEATURES it has, in that order
     sizes: str = ""  # decode: the target whose shared memory it is made for, if not its own: to measure it elsewhere
 
     @property
     def name(self) -> str:
-        parts = [self.op, self.variant, self.format, self.dtype, f"d{self.head_dim}"]
+        parts = [self.op, self.variant, self.arithmetic, self.schedule, self.format, self.dtype, f"d{self.head_dim}"]
         parts += [f"r{self.rows}"] * bool(self.rows) + [f"as_{self.sizes}"] * bool(self.sizes)
-        return "-".join(filter(None, [*parts, *self.features, *(f"without_{name}" for name in self.without)]))
+        return "-".join(filter(None, [*parts, *self.features]))
+
+    @property
+    def path(self) -> str:
+        """The name by which a call asks for a decode kernel's arithmetic and schedule."""
+        return path_of(self.arch, self.arithmetic, self.schedule)
 
     def __str__(self) -> str:
         return f"{self.name}@{self.target}"
@@ -88,8 +95,8 @@ def trace(key: KernelKey):
     fmt = FORMATS[key.format]
     if key.op == "decode":
         decode = import_module(f"lowbit_attn.{key.arch}.decode")
-        return decode.decode_kernel(fmt, key.head_dim, key.dtype, key.sizes or key.target, key.variant, key.rows,
-                                    key.without, key.features)
+        return decode.decode_kernel(fmt, key.head_dim, key.dtype, key.sizes or key.target, key.path, key.rows,
+                                    key.features)
     if key.op == "append":
         append = import_module("lowbit_attn.device.append")
         return append.append_kernel(fmt, key.head_dim, key.dtype, key.variant.removeprefix("search_"))
@@ -110,8 +117,8 @@ def checks(key: KernelKey) -> Checks:
     """The static checks of a kernel, declared beside its source."""
     if key.op == "decode":
         config = import_module(f"lowbit_attn.{key.arch}.config")
-        return config.checks(FORMATS[key.format], key.head_dim, target=key.sizes or key.target, path=key.variant,
-                             rows=key.rows, dtype=key.dtype, without=key.without, features=key.features)
+        return config.checks(FORMATS[key.format], key.head_dim, target=key.sizes or key.target, path=key.path,
+                             rows=key.rows, dtype=key.dtype, features=key.features)
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and FORMATS[key.format].k.spec(key.head_dim).high:
         return Checks(forbid=())  # beside K's 512 threads V's search, or weights, spill a few registers
     return Checks()
@@ -142,6 +149,7 @@ class Scratch:
 class Support:
     """What one decode path of one architecture serves. A group of head_dim channels is always served."""
 
+    arithmetic: str  # "fp16" or "int8" on packed codes, or "tile": on tiles of 16 bit
     k_bits: tuple[int, ...]
     v_bits: tuple[int, ...]
     k_groups: tuple[int, ...]  # tokens, K per channel
@@ -154,6 +162,8 @@ class Support:
     k_per_token: bool = False
     windows: bool = False  # V may be packed later than K
     features: tuple[str, ...] = FEATURES
+    schedule: str = SPLITS  # how warps get their work: "small" is splits in CTAs of which an SM holds several
+    clusters: bool = False  # its splits may be a cluster of CTAs
     boosted: bool = False  # K of 2 bits with channels of 4 bits (Kitty)
     paired_bits: int = 0  # up to so many bits two blocks of query rows are faster than the next path's kernel
 
@@ -260,6 +270,20 @@ def step_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[Kerne
     return [*packing_keys(target, dtype, head_dim, fmt), append_key(target, dtype, head_dim, fmt)]
 
 
+def decode_key(arch: str, target: str, dtype: str, head_dim: int, fmt: str, path: str, rows: int,
+               features: tuple[str, ...] = (), sizes: str = "") -> KernelKey:
+    """The decode kernel of a path."""
+    support = arch_package(arch).PATHS[path]
+    return KernelKey("decode", arch, target, dtype, head_dim, fmt, "", support.arithmetic, support.schedule, rows,
+                     features, sizes)
+
+
+def path_of(arch: str, arithmetic: str, schedule: str) -> str | None:
+    """The path with this arithmetic on this schedule; None if there is none."""
+    paths = arch_package(arch).PATHS.items()
+    return next((path for path, has in paths if (has.arithmetic, has.schedule) == (arithmetic, schedule)), None)
+
+
 def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, path: str | None = None,
          features: tuple[str, ...] = ()) -> tuple[tuple[str, int] | None, list[str]]:
     """((path, rows of its kernel), reasons of the paths passed over) for ``rows`` query rows of a KV head.
@@ -267,9 +291,9 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
     The first path that takes all rows at once, or in two blocks where those are faster, else the one that takes most;
     path: only this one. None: no path.
     """
-    best, reach, reasons, others = None, 0, [], other_ctas(arch)
+    best, reach, reasons = None, 0, []
     for name, support in arch_package(arch).PATHS.items():
-        if path != name and (path is not None or name in others):
+        if path != name and (path is not None or support.schedule != SPLITS):
             continue
         missing = support.missing(fmt, head_dim, dtype, features)
         reasons += [f"{arch} {name} path: {reason}" for reason in missing]
@@ -281,22 +305,23 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
 
 
 def other_ctas(arch: str, path: str | None = None) -> list[str]:
-    """Paths that are ``path``, or any other, in other CTAs: not picked but by name or by a call's shape."""
-    package = arch_package(arch)
-    return [other for paths in (package.SMALLER, package.EVEN) for own, other in paths.items() if path in (None, own)]
+    """Paths that are ``path``, or any other, on another schedule: not picked but by name or by a call's shape."""
+    paths = arch_package(arch).PATHS
+    return [other for other, has in paths.items() if has.schedule != SPLITS
+            and (path is None or (path != other and paths[path].arithmetic == has.arithmetic))]
 
 
 def clusters(key: KernelKey, blocks: int, sms: int) -> tuple[int, ...]:
     """Splits of each of so many blocks of query rows that may be one cluster of CTAs and merge among themselves."""
     package = arch_package(key.arch)
-    if key.variant not in package.IN_CLUSTERS or key.head_dim > WIDE_HEAD_DIM:
+    if not package.PATHS[key.path].clusters or key.head_dim > WIDE_HEAD_DIM:
         return ()
     return tuple(splits for splits in package.CLUSTERS if package.fits_clusters(blocks, splits, sms))
 
 
 def is_even(key: KernelKey) -> bool:
     """Whether all CTAs of a call share all sequences' pages evenly, so that a sequence has no splits."""
-    return key.variant in arch_package(key.arch).EVEN.values()
+    return key.schedule == STREAM
 
 
 def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tuple[str, int]]:
@@ -320,7 +345,7 @@ def shipped(arch: str) -> list[KernelKey]:
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             keys |= dict.fromkeys([*step_keys(*common, FORMATS[name]),
-                                   *(KernelKey("decode", arch, *common, name, *shape) for shape in shapes)])
+                                   *(decode_key(arch, *common, name, *shape) for shape in shapes)])
     return list(keys)
 
 

@@ -51,7 +51,7 @@ def rotation(keys: list[KernelKey], count: int, seed: int) -> list[KernelKey]:
         sources.setdefault(emit.same_source(key), []).append(key)
     classes: dict[tuple, list[KernelKey]] = {}
     for key in sources:
-        classes.setdefault((key.op, key.target, key.variant.partition("-")[0], key.head_dim), []).append(key)
+        classes.setdefault((key.op, key.target, key.path or key.variant.partition("-")[0], key.head_dim), []).append(key)
     for members in classes.values():
         random.Random(SHUFFLE).shuffle(members)
     parts = max(1, round(len(keys) / count))
@@ -86,4 +86,4 @@ def _decoding(arch: str, target: str, dtype: str, head_dim: int, fmt: Format) ->
     for path, rows, features in product((None, *kernels.arch_package(arch).PATHS), kernels.ROWS, wanted):
         picked, _ = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows, path, features)
         if picked:
-            yield KernelKey("decode", arch, target, dtype, head_dim, fmt.name, *picked, features=features)
+            yield kernels.decode_key(arch, target, dtype, head_dim, fmt.name, *picked, features=features)

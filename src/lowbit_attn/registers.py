@@ -7,7 +7,7 @@ loop with the accumulator's post-scale. Scale and zero-point leave it too (the e
 fp16's range). Everything here is Python ints; kernels, the emulation and the tests read the same tables.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 
 from lowbit_attn import layout
@@ -54,26 +54,6 @@ def ceil_log2(bits):
 def pow2_bits(exponent):
     """Bits of the fp32 2^exponent; exponent in -126..127, which the clamps above guarantee but for S's post-scale."""
     return (exponent + FP32_BIAS) << FP32_MANTISSA_BITS
-
-
-# exponents that do not follow the data: wide enough for |q| < 8, scales <= 4 and |zero-points| < 128
-FIXED_QUERY_EXPONENT, FIXED_SCALE_EXPONENT, FIXED_ZERO_EXPONENT, FIXED_VALUE_EXPONENT = -3, -2, 8, -2
-
-
-@dataclass(frozen=True)
-class Options:
-    """Parts of the register path that a kernel can be compiled without, to measure what they cost and bring."""
-
-    centring: bool = True
-    exponents: bool = True  # chosen from the data; else the FIXED_ ones, which overflow or lose digits on other data
-
-    @classmethod
-    def without(cls, names: tuple[str, ...]) -> "Options":
-        """Options of a kernel compiled without the named parts; ValueError, naming the parts, for any other name."""
-        parts = [field.name for field in fields(cls)]
-        if unknown := [name for name in names if name not in parts]:
-            raise ValueError(f"without: got {', '.join(unknown)}, supported: {', '.join(parts)}")
-        return cls(**{name: False for name in names})
 
 
 @dataclass(frozen=True)
@@ -150,8 +130,8 @@ def bias_row_group(row, groups: int):
     """Token group whose metadata stand in row ``row`` of the bias multiply's A operand (16 rows).
 
     Row i holds group i mod groups, so with one group every lane's accumulator has its bias. Rows 0..7 hold zero-points
-    (accumulator elements 0 and 1: the bias); rows 8..15 hold scales with centring (elements 2 and 3: sum q' s), else
-    the same zero-points.
+    (accumulator elements 0 and 1: the bias); rows 8..15 hold scales (elements 2 and 3: sum q' s,
+    for the centring).
     """
     return row % groups
 

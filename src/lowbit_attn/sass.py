@@ -16,6 +16,7 @@ from lowbit_attn.toolchain import find_tool
 
 ELF_MAGIC = b"\x7fELF\x02"
 EM_CUDA = 190
+NOBITS = 8  # type of a section without content
 # CUDA keeps the first KiB of a block's shared memory to itself from sm_90 on, outside the limit that a block may use
 RESERVED_SMEM_BYTES = {"sm_90": 1024, "sm_90a": 1024}
 SPILLS = ("LDL", "STL")  # the cubin's LOCAL stays 0 even when ptxas spills
@@ -62,6 +63,17 @@ def cuda_elfs(blob: bytes) -> Iterator[bytes]:
             phentsize, phnum, shentsize, shnum = struct.unpack_from("<HHHH", blob, at + 54)
             yield blob[at : at + max(shoff + shentsize * shnum, phoff + phentsize * phnum)]
         at += 4
+
+
+def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of every section of a cubin, in its order; one that takes no place in the file has no content."""
+    shoff, = struct.unpack_from("<Q", elf, 40)
+    shentsize, shnum, shstrndx = struct.unpack_from("<HHH", elf, 58)
+    headers = [struct.unpack_from("<IIQQQQ", elf, shoff + i * shentsize) for i in range(shnum)]
+    names = headers[shstrndx][4]
+    for name_at, kind, _, _, offset, size in headers:
+        start = names + name_at
+        yield elf[start : elf.index(b"\0", start)].decode(), b"" if kind == NOBITS else elf[offset : offset + size]
 
 
 def disassembly(elf: bytes) -> str:

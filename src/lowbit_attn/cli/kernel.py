@@ -108,12 +108,12 @@ def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head
     reasons = unnamed(fmt) + reasons
     if picked is None:
         return Served(target, reasons=tuple(reasons))
-    key = KernelKey("decode", arch, target, dtype, head_dim, fmt.name, *picked, features=features)
+    key = kernels.decode_key(arch, target, dtype, head_dim, fmt.name, *picked, features=features)
     passes = -(-rows // key.rows)
     key, splits = _launch(key, kv_heads, batch, passes, seqlen, q_len, path)
     built = compile.find(key)
     facts = built.facts if built else {}
-    return Served(target, key.name, key.variant, key.rows, passes, splits, bool(built), facts.get("registers"),
+    return Served(target, key.name, key.path, key.rows, passes, splits, bool(built), facts.get("registers"),
                   facts.get("smem_total_bytes"), tuple(reasons))
 
 

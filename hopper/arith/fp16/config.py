@@ -1,0 +1,117 @@
+"""fp16 on raw codes (registers.py): 8 or 16 query rows, the columns of m16n8k16; what follows from it for a kernel."""
+
+from lowbit_attn import layout, registers
+from lowbit_attn.hopper.common.tuning import PACE_FP16, PACE_FP16_LARGE_PAGES, Rule
+from lowbit_attn.hopper.warp.config import COLUMNS, DIVISIONS, WarpConfig
+from lowbit_attn.hopper.warp.contract import Arithmetic
+
+MAX_ROWS = {256: COLUMNS}  # else 2 * COLUMNS: O alone would take 128 registers
+CHUNK_TILES = 8  # of K per token, where a page's S is formed in chunks
+
+
+def chunk_tiles(cfg: WarpConfig) -> int:
+    """Row tiles of K per token formed at a time with one channel group: two S of 128 x 16 would spill.
+
+    8 tiles of the group at once (whole words of codes): with 16, ptxas holds so many words that it spills, too.
+    """
+    if cfg.k.groups == 1 or cfg.col_blocks == 1:
+        return cfg.k.row_tiles
+    return max(CHUNK_TILES * layout.TILE // cfg.k.group, layout.tiles_per_word(cfg.k.bits))
+
+
+def loops_over_groups(cfg: WarpConfig) -> bool:
+    """Whether channel groups of K per token are a loop at run time: unrolled, ptxas spills up to 8 words a page."""
+    return cfg.k.is_per_token and chunk_tiles(cfg) < cfg.k.row_tiles
+
+
+class Fp16(Arithmetic):
+    """Raw codes as fp16 subnormals: one AND an operand register."""
+
+    name = "fp16"
+    sass_need = ("HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
+
+    @property
+    def steps(self):
+        from lowbit_attn.hopper.arith.fp16 import steps
+
+        return steps
+
+    def row_choices(self, head_dim: int) -> list[int]:
+        return [n for n in (COLUMNS, 2 * COLUMNS) if n <= MAX_ROWS.get(head_dim, n)]
+
+    def col_blocks(self, rows: int) -> int:
+        return rows // COLUMNS
+
+    def lane_rows(self, rows: int) -> int:
+        return 2 * self.col_blocks(rows)
+
+    def column_row(self, t, column: int):
+        return COLUMNS * (column // 2) + 2 * t + column % 2
+
+    def operand_row(self, g, block: int):
+        return g + COLUMNS * block
+
+    def has_shared_query(self, cfg: WarpConfig) -> bool:
+        return cfg.col_blocks > 1 or cfg.head_dim > 128
+
+    def may_spill(self, cfg: WarpConfig) -> bool:
+        """Several groups of K and of O's 256 channels or, with 16 rows, a mixed segment or features and groups of V.
+
+        255 registers fall a few short; in 16 rows also for boosted channels, and for groups of V with one of these two.
+        """
+        is_full = cfg.has_mixed or (cfg.v.groups > 1 and bool(cfg.features))
+        if cfg.col_blocks > 1 and (cfg.boost or (is_full and cfg.v.groups > 1)):
+            return True
+        return cfg.k.groups > 1 and (cfg.head_dim > 128 or (cfg.col_blocks > 1 and is_full))
+
+    def recentred_pages(self, cfg: WarpConfig) -> int:
+        """1 where registers are short: the weights' sums take some until then."""
+        return registers.RECENTRED_PAGES if cfg.v.groups == 1 and not cfg.k.is_per_token else 1
+
+    def pace(self, cfg: WarpConfig) -> Rule:
+        return PACE_FP16_LARGE_PAGES if cfg.page_warps < cfg.warps else PACE_FP16
+
+    def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
+        k, v = cfg.k, cfg.v
+        shown = k.groups if loops_over_groups(cfg) else 1  # channel groups of K that share their instructions
+        steps = cfg.boost.steps if cfg.boost else 0
+        tiles = k.row_tiles * (k.col_tiles + steps) // shown + v.row_tiles * v.col_tiles
+        code_words = sum(side.words_of(side.row_tiles * n) for side, n in ((k, (k.col_tiles + steps) // shown),
+                                                                           (v, v.col_tiles)))
+        # sums of q' (per token); bias and centring (per channel)
+        around = 1 if k.is_per_token else 1 + k.groups
+        around = k.col_tiles // (shown if k.is_per_token else 1) * around + 2 * steps
+        multiplies = tiles + around + v.col_tiles * v.groups  # the last: sums of (p s)~
+        tokens = k.col_tiles + v.row_tiles
+        counts = {
+            "HMMA": cfg.col_blocks * (multiplies + tokens),
+            "LDSM": tokens + steps,
+            # an AND a register; dead tokens of V; addresses, exponents and parities
+            "LOP3": 4 * (tiles + v.row_tiles) + 100,
+            "MOVM": cfg.col_blocks * (2 * cfg.v.col_tiles * cfg.v.groups + 2 + 2 * k.col_tiles * bool(steps)),
+            "MUFU.EX2": 2 * cfg.col_blocks * (2 * cfg.v.col_tiles + 8) + cfg.merge_exponentials,
+        }
+        if cfg.k.storage == cfg.v.storage == "float16":
+            counts["SHF"] = code_words + 40  # word >> 8; bf16 metadata are widened by shifts too
+        if not cfg.k.is_per_token and cfg.k.storage == "float16":
+            exact = 1  # multiply of two scales by a power of two; products with bf16 scales are formed in fp32
+            counts["HMUL2"] = 2 * (cfg.k.col_tiles * cfg.k.groups + steps) * (exact + cfg.col_blocks)
+        if cfg.has_mixed:
+            k_tiles = (k.col_tiles + steps) // shown
+            counts["HMMA"] += cfg.col_blocks * (around + k_tiles + v.row_tiles)
+            counts["LDSM"] += v.row_tiles + steps
+            counts["LOP3"] += 4 * k_tiles
+            counts["MOVM"] += cfg.col_blocks * 2
+            counts["MUFU.EX2"] += 2 * cfg.col_blocks * 3
+            if "SHF" in counts:
+                counts["SHF"] += k_tiles * 2
+            if "HMUL2" in counts:
+                counts["HMUL2"] *= 2
+        if cfg.has_softcap:
+            logits = 2 * cfg.col_blocks * (k.row_tiles + cfg.has_mixed + 1) * 2
+            counts["MUFU.EX2"] += logits
+            counts["MUFU.RCP"] = logits + DIVISIONS
+        return counts
+
+
+FP16 = Fp16()

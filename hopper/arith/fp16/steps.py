@@ -1,0 +1,35 @@
+"""The steps of a kernel on fp16 codes: see ``contract.Arithmetic``."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from lowbit_attn.hopper.arith.fp16 import values
+from lowbit_attn.hopper.arith.fp16.query import prepare as prepare_query
+from lowbit_attn.hopper.arith.fp16.scores import of_page as scores
+from lowbit_attn.hopper.arith.fp16.values import true_scale as finish
+from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.warp import query, softmax
+from lowbit_attn.hopper.warp.config import WarpConfig
+from lowbit_attn.hopper.warp.fetch import Arrival
+from lowbit_attn.hopper.warp.unpack import Lane, Piece
+
+__all__ = ["add_values", "prefetch_query", "before_values", "finish", "load_query", "prepare_query", "scores"]
+
+
+def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> None:
+    """All warps need all of q, and read it behind their first pages: bring it to L2."""
+    query.prefetch(cfg, q, rows, thread)
+
+
+def load_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, early: None) -> cute.Tensor:
+    return query.load(cfg, q, rows, me)
+
+
+def before_values(cfg: WarpConfig, state: softmax.State, maxima: tuple) -> None:
+    """O's exponent follows V's scales, so it waits for them."""
+
+
+def add_values(cfg: WarpConfig, piece: Piece, me: Lane, state: softmax.State, p: cute.Tensor,
+               maxima: tuple[Float32, ...], arrival: Arrival) -> None:
+    softmax.rescale(cfg, state, maxima, values.largest_scale(cfg, piece, me))
+    values.accumulate(cfg, piece, me, state, p, arrival.page)

@@ -1,0 +1,1 @@
+"""What all of Hopper's decode kernels share: numbers, the merge of splits."""

@@ -1,0 +1,64 @@
+"""What each decode path serves."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowbit_attn.formats.contract import Format
+from lowbit_attn.kernels import SMALL, STREAM, WIDE_HEAD_DIM, Support
+
+FLOATS = (torch.float16, torch.bfloat16)
+MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
+MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
+
+
+@dataclass(frozen=True)
+class TileSupport(Support):
+    """Above WIDE_HEAD_DIM one whole record must fit beside the 16-bit tiles."""
+
+    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
+        found = super().missing(fmt, head_dim, dtype, features)
+        if not found and head_dim > WIDE_HEAD_DIM and fmt.record_bytes(head_dim) > MAX_WIDE_RECORD:
+            found = [f"record of {fmt.record_bytes(head_dim)} B at head_dim {head_dim}, "
+                     f"supported: up to {MAX_WIDE_RECORD} B (K and V of 8 bits: in larger groups)"]
+        return found
+
+
+@dataclass(frozen=True)
+class SmallSupport(Support):
+    """One group a side, and parts of a record of which four CTAs' rings fit an SM's shared memory."""
+
+    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
+        found = super().missing(fmt, head_dim, dtype, features)
+        if not found:
+            record = fmt.record(head_dim)
+            part = max(record.v_offset, record.nbytes - record.v_offset)
+            if part > MAX_SMALL_PART:
+                found = [f"part of a record of {part} B, supported: up to {MAX_SMALL_PART} B"]
+        return found
+
+
+PATHS = {
+    "integer": Support(arithmetic="int8", clusters=True,
+                       k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
+                       dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
+                       windows=True, boosted=True),
+    "register": Support(arithmetic="fp16", clusters=True,
+                        k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
+                        dtypes=FLOATS, storages=FLOATS, rows=(8, 16), wide_rows=(8,), channel_groups=(32, 64, 128),
+                        k_per_token=True, windows=True, boosted=True, paired_bits=4),
+    "tile": TileSupport(arithmetic="tile",
+                        k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
+                        dtypes=FLOATS, storages=FLOATS, rows=(8, 64), wide_rows=(8, 64),
+                        channel_groups=(32, 64, 128), k_per_token=True, windows=True),
+    # the integer path in CTAs of a quarter of the warps, four an SM
+    "small": SmallSupport(arithmetic="int8", schedule=SMALL,
+                          k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(128,), head_dims=(64, 96, 128),
+                          dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), windows=True, features=(),
+                          boosted=True),
+    # the integer path on Stream-K's schedule: all CTAs share all sequences' pages evenly
+    "stream": Support(arithmetic="int8", schedule=STREAM,
+                      k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128),
+                      dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
+                      windows=True, features=(), boosted=True),
+}

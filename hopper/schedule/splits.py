@@ -1,0 +1,188 @@
+"""Decode attention over packed pages, by warps: the kernel whose CTAs are splits.
+
+One CTA serves one (split, row block, KV head, sequence); more than ``cfg.rows`` query rows make several row blocks,
+each of which reads the pages. Its warps share nothing but the query rows: each walks over its own pages (walk.py) with
+a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
+
+    for each page:  wait K part, refill last slot -> S^T = K Q^T (scores) -> maximum, P (softmax)
+                    wait V part, refill last slot -> O^T += V^T P^T (values)
+    then:           O to true scale -> pages with V in 16 bit (mixed) -> 16-bit units (residual) -> merge
+
+    ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
+
+K and V^T are the A operands of the multiplies, straight from masked words; query rows are N. What a step does is its
+arithmetic's (warp/contract.py). P is formed while V comes.
+"""
+
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from lowbit_attn.device import ptx
+from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.rows import Rows, grid_of
+from lowbit_attn.hopper.common.tuning import FEW_PAGES
+from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
+from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, rows_of, token_rows
+
+ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
+
+
+class SplitsSm90:
+    """The kernel of one WarpConfig whose CTAs are splits; call it with the ABI's 23 arguments and a stream."""
+
+    def __init__(self, cfg: WarpConfig):
+        self.cfg = cfg
+        self.smem_bytes = cfg.smem_bytes
+
+    def storage(self):
+        """Shared memory in the order of ``WarpConfig.smem_plan``."""
+        words = {name: nbytes // WORD for name, nbytes in self.cfg.smem_plan.items()}
+        buffer_words, plan_words, query_words, barriers = (words[x] for x in ("buffer", "plans", "query", "barriers"))
+        pace_words, channel_words, sum_words = words["pace"], words.get("channels"), words.get("sums")
+        inbox_words = words.get("inbox")
+
+        @cute.struct
+        class Smem:
+            buffer: cute.struct.Align[cute.struct.MemRange[Uint32, buffer_words], 128]
+            plans: cute.struct.Align[cute.struct.MemRange[Int32, plan_words], 128]
+            query: cute.struct.Align[cute.struct.MemRange[Uint32, query_words], 128]
+            if channel_words:
+                channels: cute.struct.Align[cute.struct.MemRange[Uint32, channel_words], 128]
+            if sum_words:
+                sums: cute.struct.Align[cute.struct.MemRange[Float32, sum_words], 128]
+            if inbox_words:
+                inbox: cute.struct.Align[cute.struct.MemRange[Uint32, inbox_words], 128]
+            pace: cute.struct.Align[cute.struct.MemRange[Int32, pace_words], 128]
+            bars: cute.struct.Align[cute.struct.MemRange[Int64, barriers // 2], 128]
+
+        return Smem
+
+    @cute.jit
+    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+                 n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
+                 ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+                 sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
+                 sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
+        splits, in_clusters = partials.shape[1], cluster.is_cluster(self.cfg, partials)
+        grid, ratio, row_blocks = grid_of(q, ring_k, splits, self.cfg.rows)
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, splits))
+        # without a mixed segment n_qv equals n_qk
+        packed_v = n_qv if cutlass.const_expr(self.cfg.has_mixed) else None
+        self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
+                    sink_logits, softmax_scale_log2, *masks.cap_constants(softcap_log2), window, sink_window,
+                    page_stride, head_stride, table_b, table_h, *divisors).launch(
+            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=self.cfg.ctas_per_sm,
+            preferred_smem_carveout=ALL_SMEM if self.cfg.ctas_per_sm > 1 else None,
+            cooperative=(splits > 1) & ~in_clusters,  # a cluster waits for none but its own CTAs, which run at once
+            cluster=(1, 1, cutlass.select_(in_clusters, splits, Int32(1))))
+
+    @cute.kernel
+    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+               n_qv: cute.Tensor | None, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
+               ring_k: cute.Tensor, ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+               sink_logits: cute.Tensor, scale_log2: Float32, cap_growth: Float32, cap_span: Float32, window: Int32,
+               sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32,
+               ratio: cute.FastDivmodDivisorV2, row_blocks: cute.FastDivmodDivisorV2,
+               splits: cute.FastDivmodDivisorV2):
+        cfg = self.cfg
+        call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
+                    (sink_k, sink_v, ring_k, ring_v), table_b, table_h, ratio, row_blocks)
+        limits = masks.Limits(cap_growth, cap_span, window, sink_window)
+        me = unpack.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
+        block = cute.arch.block_idx()
+        rows = rows_of(cfg, call, block)
+        on_pace = pace.make(cfg, partials)
+        base = pace.load_base(on_pace)
+        apart = walk.pages_apart(partials.shape[1], cfg.page_warps)
+        ids, counts, words = load_inputs(cfg, call, rows, sink_logits, me,
+                                 walk.page_place(block[2], partials.shape[1], me.warp), apart)
+        work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
+                         cfg.warps, cfg.page_warps, splits)
+        pages = fetch.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
+                           Int64(rows.head_idx) * Int64(head_stride), apart, Int32(ptx.EVICT_FIRST))
+        if cutlass.const_expr(cfg.has_window):
+            ids = fetch.page_ids(pages, Int32(0), me.lane)
+        smem = cutlass.memory.SmemAllocator().allocate(self.storage())
+        ring = fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
+        with cute.arch.elect_one():
+            fetch.init(cfg, ring)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        if pages.count < FEW_PAGES:
+            fetch.start(cfg, pages, ring, me, ids, range(1))
+        policy = pages.policy
+        if pages.count >= FEW_PAGES:
+            # fewer read too little to ask; and in front of the branches this makes ptxas ask for page ids late
+            policy = policy_of(cfg, call, work)
+            fetch.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
+        pages = pages._replace(policy=policy)
+        words = cfg.arithmetic.steps.load_query(cfg, call.q, rows, me, words)
+
+        plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
+        with cute.arch.elect_one():
+            plans.store(rows, work)
+        on_pace = on_pace._replace(words=smem.pace.data_ptr())
+        if cute.arch.thread_idx()[0] == 0:
+            on_pace.begin(base)
+        own_lane = Int32(unpack.fresh(me).lane)  # the merge works with the other
+        outputs = combine.Outputs(partials, out, lse, sink_logits, combine.block_of(block), block[2])
+        inbox = None
+        if cutlass.const_expr(cfg.has_clusters):
+            inbox = cluster.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * cfg.warp_barriers)
+            cluster.begin(cfg, inbox, outputs, rows)
+        if ~cluster.is_cluster(cfg, partials):
+            combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
+        state = softmax.make_state(cfg)
+        channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
+        queries = cfg.arithmetic.steps.prepare_query(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
+        cute.arch.sync_threads()
+        if cluster.is_cluster(cfg, partials):
+            cute.arch.cluster_wait()  # all splits' inboxes are there; the first pages are still on their way
+        # V behind all warps' first K: S is formed while it comes
+        if (pages.count < FEW_PAGES) & ~fetch.is_single(cfg, pages):
+            fetch.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
+        packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
+        cfg.arithmetic.steps.finish(cfg, state)
+
+        # values of their own, as unpack.fresh has them
+        block = tuple(cute.arch.make_warp_uniform(i) for i in block)
+        if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.has_mixed):
+            me = unpack.fresh(me)
+        cute.arch.sync_warp()
+        rows, work = plans.load(rows)
+        source, takers = token_rows(cfg, call, rows), cfg.warps * partials.shape[1]
+        if cutlass.const_expr(cfg.has_mixed):
+            pages = pages._replace(first=first_entry(call, rows) + work.mixed_page)
+            mixed.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), takers)
+        residual.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, takers)
+        merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(
+            partials, out, lse, sink_logits, combine.block_of(block), block[2]))
+
+
+def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:
+    """L2's policy for this CTA's pages, as if all sequences were as long as its own."""
+    blocks, batch, _ = cute.arch.grid_dim()
+    return fetch.policy_of(cfg, (work.n_packed >> walk.PAGE_LOG2) * blocks * batch, call.row_blocks.divisor)
+
+
+@cute.jit
+def load_inputs(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: unpack.Lane,
+        place: Int32, apart: Int32) -> tuple[Int32, tuple, cute.Tensor | None]:
+    """(page ids, counters, q words of the integer path). Page ids and pages are two reads in a row; all others go
+    beside them. With a window, pages depend on the counters, so there are no ids yet.
+
+    place: which of the sequence's pages is the warp's first; apart: from there to its next.
+    """
+    thread, entries = cute.arch.thread_idx()[0], call.table_h if call.table_h > 0 else call.table_b
+    ids, first = Int32(0), first_entry(call, rows)
+    if cutlass.const_expr(not cfg.has_window):
+        ids = fetch.early_ids(call.table, first, entries, place, apart, me.lane)
+        entries = entries * Int32(entries > WARP * apart)  # others are asked for later
+    words = cfg.arithmetic.steps.prefetch_query(cfg, call.q, rows, me, thread)
+    fetch.prefetch(call.table, first, entries, thread)
+    fetch.prefetch(sink_logits, rows.head_idx * rows.ratio * Int32(sink_logits.shape[0] > 1), 1, thread)
+    unpack.fence()  # before the counters are waited for
+    return ids, tuple(x[rows.batch_idx] for x in call.counters), words

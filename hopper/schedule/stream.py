@@ -1,0 +1,178 @@
+"""The integer path on Stream-K's schedule: one CTA an SM, and each of its warps attends to an equal run of pages.
+
+    for each item of the run (items.py):  counters -> page ids -> ring -> q s -> pages -> units -> sums
+
+A warp has its own ring, queries and sums; the CTA meets once, at its end (fixup.py). Where lengths differ, or blocks of
+query rows do not divide by the SMs, no SM waits for another.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.rows import Rows, grid_of
+from lowbit_attn.hopper.schedule import fixup, items
+from lowbit_attn.hopper.schedule.splits import SplitsSm90
+from lowbit_attn.hopper.warp import fetch, masks, mixed, pace, query, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp.config import WORD, WarpConfig
+from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, rows_of, token_rows
+
+
+class StreamSm90(SplitsSm90):
+    """The kernel of one WarpConfig; call it with the ABI's 23 arguments and a stream. One CTA a place of scratch."""
+
+    @cute.jit
+    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+                 n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
+                 ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+                 sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
+                 sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
+        (blocks, _, _), ratio, row_blocks = grid_of(q, ring_k, 1, self.cfg.rows)
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, partials.shape[0]))
+        packed_v = n_qv if cutlass.const_expr(self.cfg.has_mixed) else None
+        self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
+                    sink_logits, softmax_scale_log2, page_stride, head_stride, table_b, table_h, blocks,
+                    *divisors).launch(grid=(partials.shape[0], 1, 1), block=(self.cfg.threads, 1, 1), stream=stream,
+                                      min_blocks_per_mp=1, cooperative=True)
+
+    @cute.kernel
+    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+               n_qv: cute.Tensor | None, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
+               ring_k: cute.Tensor, ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+               sink_logits: cute.Tensor, scale_log2: Float32, page_stride: Int32, head_stride: Int32, table_b: Int32,
+               table_h: Int32, blocks: Int32, ratio: cute.FastDivmodDivisorV2, row_blocks: cute.FastDivmodDivisorV2,
+               parts: cute.FastDivmodDivisorV2):
+        cfg = self.cfg
+        call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
+                    (sink_k, sink_v, ring_k, ring_v), table_b, table_h, ratio, row_blocks)
+        me = unpack.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        # each CTA a part of the page table and of q: they are small, and who needs what is not known yet
+        for x, count in ((table, table.shape[0]), (q, cute.size(q))):
+            first = fetch.line_of(x) * cta
+            fetch.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
+        cute.arch.sync_warp()
+        early = items.load_counts(call.counters, Int32(0), me.lane)
+        on_pace = pace.make(cfg, partials)
+        base = pace.load_base(on_pace)
+        smem = cutlass.memory.SmemAllocator().allocate(self.storage())
+        channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
+        own = Own(fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp),
+                  smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
+                  channels + me.warp * (cfg.channel_bytes // WORD),
+                  walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
+                  fixup.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()),
+                  on_pace._replace(words=smem.pace.data_ptr()))
+        with cute.arch.elect_one():
+            fetch.init(cfg, own.ring)
+            own.runs.clear(me.warp)
+        cute.arch.mbarrier_init_fence()
+        out_to = combine.Outputs(partials, out, lse, sink_logits, cta, Int32(0))
+        fixup.prefetch(cfg, out_to, ctas)
+        cursor = items.begin(call.counters, early, blocks, cta, parts, me.warp, cfg.warps, me.lane)
+        with cute.arch.elect_one():
+            own.runs.store_cursor(me.warp, cursor)
+        if cute.arch.thread_idx()[0] == 0:
+            own.pace.begin(base)
+        cute.arch.sync_threads()
+        common = Common(pool, page_stride, head_stride, blocks, parts, scale_log2)
+        left, slot, phase = cursor.left, Int32(0), Int32(0)
+        while left > 0:
+            now = unpack.fresh(me)  # for every item
+            left, slot, phase = attend(cfg, call, common, own, now, out_to, slot, phase)
+        cute.arch.sync_threads()
+        fixup.merge(cfg, call, own.runs, out_to)
+
+
+class Own(NamedTuple):
+    """Shared memory of a warp, and where the CTA's warps meet."""
+
+    ring: fetch.Ring
+    query: cute.Pointer
+    channels: cute.Pointer
+    plans: walk.Plans
+    runs: fixup.RunSums
+    pace: pace.Pace
+
+
+class Common(NamedTuple):
+    """Where packed pages are, and what else all items have in common."""
+
+    pool: cute.Tensor
+    page_stride: Int32
+    head_stride: Int32
+    blocks: Int32  # of query rows, of all KV heads
+    parts: cute.FastDivmodDivisorV2  # CTAs
+    scale_log2: Float32
+
+
+@cute.jit
+def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: Own, me: unpack.Lane,
+           out: combine.Outputs, slot: Int32, phase: Int32) -> tuple[Int32, Int32, Int32]:
+    """The item at which the warp's cursor is; (positions left, slot and phase of the ring)."""
+    cursor = own.runs.cursor(me.warp)
+    counts = tuple(x[cursor.batch_idx] for x in call.counters)
+    rows = rows_of(cfg, call, (cursor.block, cursor.batch_idx))
+    count = cutlass.min(cursor.left, items.work_item(*counts).positions - cursor.first)
+    work = items.walk_of(*counts, cursor.first, count)
+    pages = fetch.Pages(common.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
+                       common.page_stride, Int64(rows.head_idx) * Int64(common.head_stride), 1,
+                       fetch.policy_of(cfg, cursor.total, call.row_blocks.divisor))
+    ids = fetch.page_ids(pages, Int32(0), me.lane)
+    fetch.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
+    words = query.load(cfg, call.q, rows, me)
+    with cute.arch.elect_one():
+        own.plans.store(rows, work)
+    state = softmax.make_state(cfg)
+    queries = cfg.arithmetic.steps.prepare_own_query(cfg, words, common.scale_log2, me, own.query, own.channels)
+    cute.arch.sync_warp()
+    limits = masks.Limits(Float32(0.0), Float32(0.0), Int32(0), Int32(0))  # of no feature
+    on_pace = own.pace._replace(own=cursor.done + cursor.left, before=cursor.done,
+                                total=items.share(cursor.total, common.parts, out.place)[1])
+    slot, phase = packed_pages(cfg, pages, work, own.ring, me, ids, queries, rows, state, limits,
+                               on_pace, slot, phase)
+
+    me = unpack.fresh(me)
+    cute.arch.sync_warp()
+    rows, work = own.plans.load(rows)
+    cursor = own.runs.cursor(me.warp)
+    source = token_rows(cfg, call, rows)
+    if cutlass.const_expr(cfg.has_mixed):
+        pages = pages._replace(first=first_entry(call, rows) + work.mixed_page)
+        cursor = cursor._replace(unit_phase=mixed.run(cfg, pages, work, source, own.ring, me, queries, rows, state,
+                                                        limits, cursor.unit_phase, 1))
+    residual.run(cfg, work, source, own.ring, me, call.q, rows, state, common.scale_log2, limits, 1)
+    return finish(cfg, call, common, own, me, rows, cursor, work.num_pages, state, out), slot, phase
+
+
+@cute.jit
+def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: Own, me: unpack.Lane, rows: Rows,
+           cursor: items.Cursor, num_pages: Int32, state: softmax.State, out: combine.Outputs) -> Int32:
+    """Leave an item's sums, or write its result if the run has all of it; returns the positions left.
+
+    num_pages: of the item's positions in the run, those that the warp has counted.
+    """
+    size = items.work_item(*(x[rows.batch_idx] for x in call.counters)).positions
+    count = cutlass.min(cursor.left, size - cursor.first)
+    is_head, goes_on = cursor.first > 0, cursor.first + count < size
+    part = 2 * me.warp + Int32(cursor.first == 0)
+    fixup.store_sums(cfg, own.runs, part, me, state)
+    last = out.place
+    if goes_on:
+        last = items.part_of(cursor.total, common.parts, cursor.position + size - cursor.first - 1)
+    cute.arch.sync_warp()  # all lanes have read the cursor
+    with cute.arch.elect_one():
+        own.runs.record(part, cursor, Int32(is_head | goes_on), last)
+        own.runs.store_cursor(me.warp, items.after(cursor, count, common.blocks))
+        pace.count(cfg, own.pace, me, cursor.done + num_pages, count - num_pages)
+    cute.arch.sync_warp()
+    # for the merge: what was read at the start is not in L2 any more
+    fetch.prefetch(out.sink_logits, rows.head_idx * rows.ratio * Int32(out.sink_logits.shape[0] > 1), Int32(1),
+                  Int32(me.lane))
+    if (cursor.first == 0) & (cursor.first + count == size):
+        fixup.write_whole(cfg, own.runs, part, rows, out, me)
+    cute.arch.sync_warp()
+    return cursor.left - count

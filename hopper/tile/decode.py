@@ -1,0 +1,178 @@
+"""Decode attention over packed pages, tile path (BitDecoding section 4): the kernel shell.
+
+One CTA serves one (split, block of query rows, KV head, sequence) with four warpgroups or five; setmaxnreg moves
+registers to the MMA. Two warpgroups multiply, each every second tile: the softmax of one hides behind the multiplies
+of the other. Their sums are joined at the end. At head_dim 256 one multiplies, with Q in shared memory (cfg.is_wide).
+There, and where query rows are WGMMA's columns (cfg.in_columns), K and V have a dequant warpgroup each.
+
+    role       warps  registers  loop over the walk (walk.py: pages, then 16-bit tiles)
+    load K, V  1 + 1         24  wait packed empty -> bulk copies -> packed full (bytes)
+    dequant        4         72  K: wait packed full, tile empty -> LDS.128, unpack, STSM -> packed empty, tile full,
+                                 then the same on V^T
+    mma        4 + 4        208  wait K full -> WGMMA S -> K empty -> softmax -> wait V full -> WGMMA O -> V empty
+
+    ring            producer -> consumer   full                      empty
+    k/v packed      load -> dequant        1 arrival + bytes         1 a dequant lane
+    k/v tiles       dequant -> mma         1 a dequant lane, fenced  1 a lane of the tile's MMA group
+    joined          mma 1 -> mma 0         1 a lane                  -   (in columns: all MMA groups, twice)
+
+    time ->  load        p0 p1 p2 p3 | p4 ...         (packed_stages parts ahead)
+             dequant        k0 v0 k1 v1 | k2 v2 ...   (a tile of each side for either MMA group)
+             mma 0             S0 softmax O0    S2 softmax O2 ...
+             mma 1                   S1 softmax O1    S3 ...
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import warpgroup
+
+from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common import rows as query_rows
+from lowbit_attn.hopper.common.numbers import ELEMENT
+from lowbit_attn.hopper.tile import columns, dequant, load, mma, walk
+from lowbit_attn.hopper.tile.config import GROUP_WARPS, SMEM_ALIGN, TILE_N, DecodeConfig
+from lowbit_attn.hopper.tile.masks import LogitScale, Visible
+from lowbit_attn.hopper.tile.ring import StageRing, init
+
+
+def tile_layout(rows: int, cols: int, stages: int, element=Float16):
+    """WGMMA operand, K-major and swizzled: (rows, columns, stages); tile_chunk gives its addresses."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if cols % 64 == 0 else kinds.K_SW64, element)
+    return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
+
+
+class DecodeSm90:
+    """The tile-path kernel of one DecodeConfig; call it with the ABI's 23 arguments and a stream."""
+
+    def __init__(self, cfg: DecodeConfig):
+        self.cfg = cfg
+        self.smem_bytes = cfg.smem_bytes
+
+    def storage(self):
+        """Shared memory in the order of ``DecodeConfig.smem_plan``."""
+        cfg, element = self.cfg, ELEMENT[self.cfg.dtype]
+        packed, tiles = cfg.packed_stages, cfg.mma_groups
+        k_words, v_words = (packed * cfg.stage_bytes(side) // 4 for side in (cfg.k, cfg.v))
+
+        @cute.struct
+        class Smem:
+            if cfg.staged_rows:
+                query: cute.struct.Align[cute.struct.MemRange[element, cfg.query_bytes // 2], SMEM_ALIGN]
+            if cfg.in_columns:
+                weights: cute.struct.Align[cute.struct.MemRange[element, tiles * cfg.weight_bytes // 2], SMEM_ALIGN]
+            k_tiles: cute.struct.Align[cute.struct.MemRange[element, tiles * cfg.k.tile_bytes // 2], SMEM_ALIGN]
+            v_tiles: cute.struct.Align[cute.struct.MemRange[element, tiles * cfg.v.tile_bytes // 2], SMEM_ALIGN]
+            k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, k_words], 128]
+            v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, v_words], 128]
+            if cfg.in_columns:
+                maxima: cute.struct.Align[cute.struct.MemRange[Float32, tiles * cfg.maxima_bytes // 4], 128]
+            k_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
+            v_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
+            k_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
+            v_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
+            joined: cute.struct.MemRange[Int64, 1]
+
+        return Smem
+
+    @cute.jit
+    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+                 n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
+                 ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+                 sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
+                 sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
+        splits = partials.shape[1]
+        grid, ratio, row_blocks = query_rows.grid_of(q, ring_k, splits, self.cfg.rows)
+        self.kernel(q, pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
+                    sink_logits, softmax_scale_log2, softcap_log2, window, sink_window, page_stride, head_stride,
+                    table_b, table_h, ratio, row_blocks).launch(
+            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            cooperative=splits > 1)
+
+    @cute.kernel
+    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
+               n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
+               ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+               sink_logits: cute.Tensor, scale_log2: Float32, softcap_log2: Float32, window: Int32,
+               sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32,
+               ratio: Int32, row_blocks: Int32):
+        cfg = self.cfg
+        block = cute.arch.block_idx()
+        rows = query_rows.block_rows(block, row_blocks, ratio, q.shape[1], cfg.rows)
+        batch_idx, head_idx, split_idx = rows.batch_idx, rows.head_idx, block[2]
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = warp_idx // GROUP_WARPS
+        smem = cutlass.memory.SmemAllocator().allocate(self.storage())
+        k_packed, v_packed, k_tiles, v_tiles = self.make_rings(smem, warp_idx)
+        hidden = Int32(0)
+        if cutlass.const_expr("window" in cfg.features):
+            hidden = walk.hidden_pages(n_sink[batch_idx], n_tok[batch_idx], rows.q_len, window)
+        k_walk, v_walk = walk.plan(n_sink[batch_idx], n_qk[batch_idx], n_qv[batch_idx], n_tok[batch_idx], hidden,
+                                   split_idx, partials.shape[1])
+        table_start = batch_idx * table_b + head_idx * table_h
+        place = (batch_idx, head_idx, table_start, page_stride, head_stride)
+        if group == 0:
+            cute.arch.setmaxregister_decrease(cfg.load_regs)
+            if warp_idx == cfg.load_k_warp:
+                load.run(cfg, cfg.k, load.Source(pool, table, sink_k, ring_k, *place), k_walk, k_packed,
+                         smem.k_packed.data_ptr())
+            if warp_idx == cfg.load_v_warp:
+                load.run(cfg, cfg.v, load.Source(pool, table, sink_v, ring_v, *place), v_walk, v_packed,
+                         smem.v_packed.data_ptr())
+        elif group < cfg.first_mma_group:
+            cute.arch.setmaxregister_decrease(cfg.dequant_regs)
+            pipes = (dequant.Pipe(k_walk, k_packed, smem.k_packed.data_ptr(), k_tiles, smem.k_tiles.data_ptr()),
+                     dequant.Pipe(v_walk, v_packed, smem.v_packed.data_ptr(), v_tiles, smem.v_tiles.data_ptr()))
+            if cutlass.const_expr(cfg.dequant_groups == 1):
+                dequant.run(cfg, (cfg.k, cfg.v), pipes)
+            else:
+                if group == 1:
+                    dequant.run(cfg, (cfg.k,), pipes[:1])
+                else:
+                    dequant.run(cfg, (cfg.v,), pipes[1:])
+        else:
+            cute.arch.setmaxregister_increase(cfg.mma_regs)
+            attend = columns.run if cfg.in_columns else mma.run
+            attend(cfg, group - cfg.first_mma_group, k_walk, rows,
+                   Visible(n_tok[batch_idx] - rows.q_len, window, sink_window), LogitScale(scale_log2, softcap_log2), q,
+                   self.tiles(smem), k_tiles, v_tiles,
+                   combine.Outputs(partials, out, lse, sink_logits, combine.block_of(block), split_idx))
+
+    def tiles(self, smem) -> mma.Tiles:
+        """WGMMA's operands in shared memory."""
+        cfg, element = self.cfg, ELEMENT[self.cfg.dtype]
+
+        def view(piece, rows, cols, stages):
+            layout = tile_layout(rows, cols, stages, element)
+            return piece.get_tensor(layout.outer, swizzle=layout.inner)
+
+        return mma.Tiles(view(smem.k_tiles, cfg.k.tile_rows, cfg.k.cols, cfg.mma_groups),
+                         view(smem.v_tiles, cfg.v.tile_rows, cfg.v.cols, cfg.mma_groups),
+                         smem.k_tiles.data_ptr(), smem.v_tiles.data_ptr(), smem.joined.data_ptr(),
+                         smem.query.data_ptr() if cfg.staged_rows else None,
+                         view(smem.query, cfg.staged_rows, cfg.head_dim, 1) if cfg.staged_rows else None,
+                         smem.weights.data_ptr() if cfg.in_columns else None,
+                         view(smem.weights, cfg.rows, TILE_N, cfg.mma_groups) if cfg.in_columns else None,
+                         smem.maxima.data_ptr() if cfg.in_columns else None)
+
+    @cute.jit
+    def make_rings(self, smem, warp_idx: Int32):
+        """(K packed, V packed, K tiles, V tiles); initialised for the whole CTA, behind one barrier."""
+        cfg = self.cfg
+
+        def ring(bars, stages):
+            return StageRing(bars.data_ptr(), bars.data_ptr() + stages, stages)
+
+        packed = [ring(b, cfg.packed_stages) for b in (smem.k_packed_bars, smem.v_packed_bars)]
+        tiles = [ring(b, cfg.mma_groups) for b in (smem.k_tile_bars, smem.v_tile_bars)]
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                for r in packed:
+                    init(r, cfg.loads_arrive, cfg.readers_arrive)
+                for r in tiles:
+                    init(r, cfg.dequants_arrive, cfg.readers_arrive)
+                cute.arch.mbarrier_init(smem.joined.data_ptr(), cfg.joins_arrive)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        return packed[0], packed[1], tiles[0], tiles[1]

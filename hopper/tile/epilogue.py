@@ -1,0 +1,36 @@
+"""End of a split on the tile path: the rows' sums in chunks of channels that follow each other."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.combine import CHANNELS, Outputs, Row, Sums
+from lowbit_attn.hopper.common.rows import Rows
+
+
+def chunks(half: int, acc_o: cute.Tensor, t: Int32) -> tuple[tuple, tuple]:
+    """(numbers, values) of this thread's chunks of row g + 8 * half; by the whole warp.
+
+    Of every 16 channels a thread has 2t, 2t + 1 and 8 + 2t, 9 + 2t. Neighbours swap a pair: even t take 4 channels of
+    the first eight, odd t of the others.
+    """
+    is_odd, found = t % 2 != 0, []
+    for first in range(0, cute.size(acc_o), 8):
+        lower, upper = ([acc_o[first + 4 * j + 2 * half + e] for e in range(2)] for j in range(2))
+        own, given = ([cutlass.select_(is_odd, *pair) for pair in zip(*sides)]
+                      for sides in ((upper, lower), (lower, upper)))
+        got = [cute.arch.shuffle_sync_bfly(x, offset=1) for x in given]
+        values = cute.make_rmem_tensor(CHANNELS, Float32)
+        for e in range(2):
+            values[e], values[2 + e] = (cutlass.select_(is_odd, *pair) for pair in ((got[e], own[e]), (own[e], got[e])))
+        found.append((first // 2 + 2 * (t % 2) + t // 2, values))
+    return tuple(zip(*found))
+
+
+@cute.jit
+def write(out: Outputs, rows: Rows, row: Row, found: tuple, row_max: Float32, row_sum: Float32):
+    """What ``chunks`` found of a query row."""
+    numbers, values = found
+    sums = tuple(Sums(acc, row_max, row_sum) for acc in values)
+    combine.store_partial(out, row, numbers, combine.slot_addresses(out, rows, row, numbers), sums)

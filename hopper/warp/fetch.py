@@ -1,0 +1,239 @@
+"""A warp's private ring of record parts, which bulk copies fill. No other warp takes part.
+
+Pieces run K part, V part, K part, ... of the warp's pages; piece n lies in slot n % slots. When piece n has come, the
+copy to the slot read before it starts: ``slots - 1`` pieces are under way while a warp waits, and no more than memory
+needs (tuning.UNDER_WAY). What is beyond that queues up, and the queue serves some SMs a fifth faster than others. A
+warp that is behind the others (pace.py) does not wait for piece n.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+from lowbit_attn.device import ptx
+from lowbit_attn.hopper.common.scratch import LINE_WORDS
+from lowbit_attn.hopper.common.tuning import PASSING_BYTES
+from lowbit_attn.hopper.warp.config import PIECES, WARP, WORD, SidePlan, WarpConfig
+from lowbit_attn.hopper.warp.unpack import Lane
+
+UNIT_BYTES = 128  # the pool's unit of addresses
+CHUNK_BYTES = 16  # of a bulk copy's alignment, and of a cp.async
+
+
+class Pages(NamedTuple):
+    """Where the packed pages of this warp are."""
+
+    pool: cute.Tensor  # (units, 32) uint32
+    table: cute.Tensor  # (entries) int32
+    first: Int32  # entry of the warp's first page
+    count: Int32
+    page_stride: Int32
+    head_units: Int64  # head_idx * head_stride
+    apart: Int32 | int  # entries from a page of the warp to its next
+    policy: Int32 | None  # of L2 for what is copied
+
+
+class Ring(NamedTuple):
+    """Shared memory of this warp: ``slots`` record parts and their full barriers, then the barrier of mixed.py's
+    units and, where the configuration has_halves, that of half of V."""
+
+    buffer: cute.Pointer  # of the CTA, uint32
+    full: cute.Pointer  # of this warp
+    unit_full: cute.Pointer
+    half_full: cute.Pointer
+
+
+class Arrival(NamedTuple):
+    """What an arithmetic may know of the page at hand, beside its part."""
+
+    page: Int32  # its number among the warp's
+    ring: Ring
+    phase: Int32  # to wait for the rest of V
+    is_single: Boolean  # of V, only the second half of the tokens and the metadata have come
+
+
+def ring_of(cfg: WarpConfig, buffer: cute.Pointer, barriers: cute.Pointer, warp: Int32) -> Ring:
+    """buffer, barriers: of the CTA."""
+    own = barriers + warp * cfg.warp_barriers
+    return Ring(buffer, own, own + cfg.slots, own + cfg.slots + 1)
+
+
+def init(cfg: WarpConfig, ring: Ring) -> None:
+    """Make the ring's barriers; one lane of the warp does it."""
+    for i in range(cfg.warp_barriers):
+        cute.arch.mbarrier_init(ring.full + i, 1)
+
+
+def part_of(piece: int) -> tuple[int, int]:
+    """(page, side) of a piece: side 0 is K."""
+    return piece // PIECES, piece % PIECES
+
+
+@cute.jit
+def page_ids(pages: Pages, start: Int32, lane: Uint32) -> Int32:
+    """Each lane looks up one of the 32 page ids from page ``start`` of the warp on."""
+    found = Int32(0)
+    at = start + Int32(lane)
+    if at < pages.count:
+        found = pages.table[pages.first + at * pages.apart]
+    return found
+
+
+@cute.jit
+def early_ids(table: cute.Tensor, first: Int32, entries: Int32, place: Int32, apart: Int32, lane: Uint32) -> Int32:
+    """Page ids of the warp's first 32 pages before their number is known: of ``entries`` from ``first`` on, those
+    from ``place`` on; what stands behind the last page is not used."""
+    found = Int32(0)
+    at = place + Int32(lane) * apart
+    if at < entries:
+        found = table[first + at]
+    return found
+
+
+def policy_of(cfg: WarpConfig, pages: Int32, row_blocks: Int32) -> Int32 | None:
+    """L2's policy for a call of so many pages, of all sequences and heads. A page is read once, so its lines go first
+    and what other kernels left in L2 stays: what they wrote need not go to memory meanwhile. But where much is read it
+    goes all the same, little by little, which takes longer than at once. Other blocks of query rows find pages in L2.
+
+    None on Stream-K's schedule with boosted channels: four words would be spilled.
+    """
+    if cfg.own_queries and cfg.boost:
+        return None
+    most = PASSING_BYTES // (cfg.k.part_bytes + cfg.v.part_bytes)
+    return cutlass.select_((pages <= most) & (row_blocks == 1), Int32(ptx.EVICT_FIRST), Int32(ptx.EVICT_UNCHANGED))
+
+
+def line_of(tensor: cute.Tensor) -> int:
+    """Elements of a line of L2."""
+    return 8 * WORD * LINE_WORDS // tensor.element_type.width
+
+
+@cute.jit
+def prefetch(tensor: cute.Tensor, first: Int32, count: Int32, thread: Int32):
+    """Bring elements that are asked for later to L2, a line a thread."""
+    if thread * line_of(tensor) < count:
+        cute.arch.prefetch((tensor.iterator + (first + thread * line_of(tensor))).llvm_ptr, cache_level="L2")
+
+
+@cute.jit
+def issue(cfg: cutlass.Constexpr[WarpConfig], side: cutlass.Constexpr[SidePlan], pages: Pages, ring: Ring,
+          warp: Int32, slot: Int32, page_id: Int32, more_bytes: cutlass.Constexpr[int] = 0):
+    """Start one bulk copy: a part of a page's record into a slot. more_bytes: what else the barrier shall wait for."""
+    copy(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot, range(side.part_bytes), more_bytes)
+
+
+def is_single(cfg: WarpConfig, pages: Pages):
+    """Whether the warp has one page. Its V is asked for when K has come, so that K of all SMs comes first, and comes in
+    two halves, so that half of its arithmetic hides behind the other's way."""
+    return pages.count == 1 if cfg.has_halves else Boolean(False)
+
+
+@cute.jit
+def issue_halves(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, ring: Ring, me: Lane, ids: Int32):
+    """``issue`` of the one page's V: the second half of its tokens with the metadata, then the first."""
+    page_id, middle = cute.arch.shuffle_sync(ids, 0), cfg.v.middle
+    for full, part in ((ring.half_full, range(middle, cfg.v.part_bytes)), (ring.full + 1, range(middle))):
+        copy(cfg, cfg.v, pages, ring, me.warp, Int32(1), page_id, full, part)
+
+
+def copy(cfg: WarpConfig, side: SidePlan, pages: Pages, ring: Ring, warp: Int32, slot: Int32, page_id: Int32,
+         full: cute.Pointer, part: range, more_bytes: int = 0) -> None:
+    """Start a bulk copy of some bytes of a part, and tell barrier ``full`` what to wait for. The DSL's copy has no
+    policy, and needs fewer registers."""
+    units = Int64(page_id) * Int64(pages.page_stride) + pages.head_units
+    source = pages.pool.iterator.toint() + units * UNIT_BYTES + (side.part_offset + part.start)
+    target = ring.buffer.toint() + (warp * cfg.warp_bytes + slot * cfg.slot_bytes + part.start)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, len(part) + more_bytes)
+        if cutlass.const_expr(pages.policy is None):
+            cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32), words_at(source, len(part), "gmem"),
+                      words_at(target, len(part), "smem"), mbar_ptr=full)
+        else:
+            ptx.bulk_copy(target, source, len(part), full.toint(), pages.policy)
+
+
+def words_at(address, nbytes: int, space: str) -> cute.Tensor:
+    """Words from a run-time address on, as a bulk copy takes them; space: "gmem" or "smem"."""
+    pointer = cute.make_ptr(Uint32, address, getattr(cute.AddressSpace, space), assumed_align=CHUNK_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout(nbytes // WORD))
+
+
+@cute.jit
+def start(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, ring: Ring, me: Lane, ids: Int32,
+          pieces: cutlass.Constexpr[range], first: Int32 | int = 0):
+    """Fill slots with the first ``pieces``, piece 0 to slot ``first``; ids: the first 32 page ids, one a lane."""
+    page_ids = [cute.arch.shuffle_sync(ids, i) for i in range(-(-pieces.stop // PIECES))]
+    for n in cutlass.range_constexpr(pieces.start, pieces.stop):
+        if part_of(n)[0] < pages.count:
+            slot = Int32(first + n)
+            issue(cfg, cfg.v if cutlass.const_expr(part_of(n)[1]) else cfg.k, pages, ring, me.warp,
+                  slot - cfg.slots * Int32(slot >= cfg.slots), page_ids[part_of(n)[0]])
+
+
+@cute.jit
+def refill(cfg: cutlass.Constexpr[WarpConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring, me: Lane,
+           page: Int32, slot: Int32, ids: Int32) -> Int32:
+    """Piece (page, side_idx) comes to ``slot``, and all lanes have read the one before it: start the piece that goes to
+    its slot. Returns the ids."""
+    ahead, side = part_of(side_idx + cfg.slots - 1)
+    cute.arch.sync_warp()
+    later = page + ahead
+    is_new = later < pages.count
+    if cutlass.const_expr(side_idx == 0):
+        is_new = is_new & (page > 0)  # ``start`` filled all slots
+    if is_new:
+        if cutlass.const_expr(side == 0):
+            if later % WARP == 0:
+                ids = page_ids(pages, later, me.lane)
+        last = slot - 1 + cfg.slots * Int32(slot == 0)
+        issue(cfg, cfg.v if cutlass.const_expr(side) else cfg.k, pages, ring, me.warp, last,
+              cute.arch.shuffle_sync(ids, later % WARP))
+    return ids
+
+
+def has_come(ring: Ring, slot: Int32, phase: Int32):
+    """Whether the piece in ``slot`` has come."""
+    return cute.arch.vote_all_sync(cute.arch.mbarrier_test_wait(ring.full + slot, phase))
+
+
+@cute.jit
+def refill_early(cfg: cutlass.Constexpr[WarpConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring,
+                 me: Lane, page: Int32, slot: Int32, ids: Int32, is_early) -> Int32:
+    """Before ``wait``: ``refill`` if ``is_early``. Returns the ids."""
+    if is_early:
+        ids = refill(cfg, side_idx, pages, ring, me, page, slot, ids)
+    return ids
+
+
+@cute.jit
+def wait(cfg: cutlass.Constexpr[WarpConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring, me: Lane,
+         page: Int32, slot: Int32, phase: Int32, ids: Int32, is_early) -> Int32:
+    """Wait for piece (page, side_idx) in ``slot``, or half of it, and refill the slot before if not done early. Returns
+    the ids."""
+    if cutlass.const_expr(side_idx == 0):
+        cute.arch.mbarrier_wait(ring.full + slot, phase)
+        if is_single(cfg, pages):
+            issue_halves(cfg, pages, ring, me, ids)
+    elif is_single(cfg, pages):
+        cute.arch.mbarrier_wait(ring.half_full, 0)
+    else:
+        cute.arch.mbarrier_wait(ring.full + slot, phase)
+    if ~is_early:
+        ids = refill(cfg, side_idx, pages, ring, me, page, slot, ids)
+    return ids
+
+
+@cute.jit
+def wait_half(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, slot: Int32, phase: Int32, is_single):
+    """Wait for the other half of V."""
+    if is_single:
+        cute.arch.mbarrier_wait(ring.full + slot, phase)
+
+
+def advance(cfg: WarpConfig, slot: Int32, phase: Int32) -> tuple[Int32, Int32]:
+    """The next slot and its parity."""
+    wraps = Int32(slot == cfg.slots - 1)
+    return (slot + 1) * (1 - wraps), phase ^ wraps

@@ -1,0 +1,46 @@
+"""Hopper's arithmetics and schedules: each path has one of each, and all keep the contract of warp/contract.py."""
+
+import inspect
+
+import pytest
+
+from lowbit_attn import kernels
+from lowbit_attn.hopper import PATHS
+from lowbit_attn.hopper.config import ARITHMETICS, SCHEDULES
+from lowbit_attn.hopper.warp import contract
+
+OF_WARPS = {path: support for path, support in PATHS.items() if support.arithmetic != "tile"}
+
+
+def test_a_path_is_an_arithmetic_on_a_schedule():
+    pairs = {path: (support.arithmetic, support.schedule) for path, support in PATHS.items()}
+    assert len(set(pairs.values())) == len(pairs)
+    assert {path: kernels.path_of("hopper", *pair) for path, pair in pairs.items()} == {path: path for path in pairs}
+    assert {support.arithmetic for support in OF_WARPS.values()} == set(ARITHMETICS)
+    assert {support.schedule for support in OF_WARPS.values()} == set(SCHEDULES) == set(kernels.SCHEDULES)
+    assert kernels.path_of("hopper", "fp16", "stream") is None and kernels.path_of("ampere", "int8", "splits") is None
+    for path, support in OF_WARPS.items():
+        assert support.clusters == SCHEDULES[support.schedule].may_cluster, path
+
+
+@pytest.mark.parametrize("arch", kernels.ARCH_TARGETS)
+def test_keys_name_both_and_give_the_path_back(arch):
+    for path, support in kernels.arch_package(arch).PATHS.items():
+        target = kernels.ARCH_TARGETS[arch][0]
+        key = kernels.decode_key(arch, target, "float16", 128, "k4v4", path, support.rows[0], ("window",))
+        assert (key.path, key.arithmetic, key.schedule) == (path, support.arithmetic, support.schedule)
+        assert str(key) == (f"decode-{key.arithmetic}-{key.schedule}-k4v4-float16-d128-r{key.rows}-window@{target}")
+
+
+@pytest.mark.parametrize("name", ARITHMETICS)
+def test_an_arithmetic_has_every_step(name):
+    """With the arguments of the contract, in its order."""
+    pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
+    steps, text = ARITHMETICS[name].steps, inspect.getdoc(contract.Arithmetic)
+    serves = {support.schedule for support in OF_WARPS.values() if support.arithmetic == name}
+    wanted = contract.STEPS + contract.OWN_STEPS * any(SCHEDULES[schedule].own_queries for schedule in serves)
+    assert set(wanted) == set(steps.__all__)
+    for step in wanted:
+        shown = text[text.index(f"    {step}(") :].split("(")[1].split(")")[0].split(", ")
+        taken = list(inspect.signature(getattr(steps, step)).parameters)
+        assert len(taken) == len(shown) and taken[0] == shown[0] == "cfg", f"{name}: {step}({', '.join(taken)})"
