@@ -229,7 +229,7 @@ def test_a_kernel_that_cannot_be_built_is_told_before_the_step(stage, cache, mon
         raise loader.KernelNotBuiltError(str(key))
 
     monkeypatch.setattr(loader, "load", load)
-    with pytest.raises(loader.KernelNotBuiltError, match="decode-register-k4v4"):
+    with pytest.raises(loader.KernelNotBuiltError, match="decode-fp16-splits-k4v4"):
         ready(queries(), cache, path="register")
     assert not getattr(cache, "plans", None)
 
