@@ -76,7 +76,8 @@ def main(tokens: int = 1_048_576, batch: int = 1, format: str = "k4v4",
     one = graph_us(lambda: decode(q, whole))
     if rank == 0:
         line = provenance() | dict(ranks=world, tokens=tokens, batch=batch, format=format, error=error,
-                                   us=round(both, 1), local_us=round(own, 1), one_gpu_us=round(one, 1), gain=round(one / both, 3))
+                                   us=round(both, 1), local_us=round(own, 1), one_gpu_us=round(one, 1),
+                                   gain=round(one / both, 3))
         append_result(output, line)
         print(line)
     dist.destroy_process_group()

@@ -51,7 +51,8 @@ def rotation(keys: list[KernelKey], count: int, seed: int) -> list[KernelKey]:
         sources.setdefault(emit.same_source(key), []).append(key)
     classes: dict[tuple, list[KernelKey]] = {}
     for key in sources:
-        classes.setdefault((key.op, key.target, key.arithmetic + key.schedule or key.variant.partition("-")[0], key.head_dim), []).append(key)
+        what = key.arithmetic + key.schedule or key.variant.partition("-")[0]
+        classes.setdefault((key.op, key.target, what, key.head_dim), []).append(key)
     for members in classes.values():
         random.Random(SHUFFLE).shuffle(members)
     parts = max(1, round(len(keys) / count))
