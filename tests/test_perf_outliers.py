@@ -4,9 +4,11 @@ import importlib.util
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 
 from lowbit_attn import FORMATS, decode, kernels
@@ -83,6 +85,24 @@ def test_larger_channels_and_tokens(outliers):
         rows = (changed != base).any(-1).any(-1).nonzero()
         assert len(rows) == 1 and torch.allclose(changed[rows].float(), 50 * base[rows].float(), rtol=2e-3)
         assert torch.equal(other, plain.v if other is k_token.v else plain.k)
+
+
+@pytest.mark.parametrize("queries", (3, 8))
+def test_capture_keeps_the_last_queries(outliers, monkeypatch, tmp_path, queries):
+    network, ids = tiny_models.build("gemma3"), tiny_models.tokens(200)
+
+    def tokenizer(text, return_tensors):
+        return SimpleNamespace(input_ids=ids)
+
+    monkeypatch.setattr("lowbit_attn.demo.model.load", lambda gguf, device: (network, tokenizer))
+    found = []
+    for count in (16, queries):
+        outliers.capture(tmp_path, "tiny", tmp_path / "a.npz", 180, count)
+        found.append(list(outliers.captured(tmp_path / "a.npz")))
+    window = network.config.sliding_window + outliers.LEFT_IN_16_BIT  # below 180
+    for more, fewer, kind in zip(*found, network.config.layer_types, strict=True):
+        assert len(fewer.q) == queries and torch.equal(fewer.q, more.q[-queries:])
+        assert len(fewer.k) == len(fewer.v) == (window if kind == "sliding_attention" else 180)
 
 
 def test_captured_layers_come_back(outliers, tmp_path):
