@@ -31,8 +31,9 @@ RESULTS = "perf/results/outliers.jsonl"
 FORMATS = {"integer": ("k4v4", "k2v2", "k4v2", "k8v4", "kitty-pro"),
            "register": ("k4v4", "k2v2", "k4v2", "k8v4", "k4tv4")}  # path -> formats
 ROWS = {"integer": 4, "register": 8}  # path -> query rows of a KV head in a call
+DEVICES = {False: "cpu", True: "cuda"}  # by whether kernels compute
 LEFT_IN_16_BIT = 64  # tokens captured beyond whole pages
-QUERIES = 8  # the last ones, each of which sees all captured tokens
+QUERIES = 8  # of a draw
 # name -> (what is scaled, factor)
 SYNTHETIC = {"normal": ("none", 1), "k-channel-30x": ("channel", 30), "k-channel-100x": ("channel", 100),
              "k-channel-200x": ("channel", 200), "k-token-50x": ("k", 50), "v-token-50x": ("v", 50)}
@@ -62,6 +63,7 @@ def capture(
     model: Annotated[str, typer.Option(help="Its name in the results.")],
     npz: Annotated[Path, typer.Option(help="File to write.")],
     tokens: Annotated[int, typer.Option(help="Of the text that are read.")] = 8 * layout.PAGE_TOKENS + LEFT_IN_16_BIT,
+    queries: Annotated[int, typer.Option(min=1, help="The last ones, each measured over all saved tokens.")] = 64,
 ) -> None:
     """Read Python's help texts in one pass and save q, k and v of every layer; of a window, its tokens only."""
     from transformers import AttentionInterface
@@ -76,7 +78,7 @@ def capture(
     def attention(module, query, key, value, mask, **options):
         window = getattr(module, "sliding_window", None)
         first = max(0, key.shape[2] - window - LEFT_IN_16_BIT) if window else 0
-        sides = query[0, :, -QUERIES:], key[0, :, first:], value[0, :, first:]
+        sides = query[0, :, -queries:], key[0, :, first:], value[0, :, first:]
         for name, side in zip("qkv", sides):
             found[f"{name}{module.layer_idx}"] = side.transpose(0, 1).half().numpy()
         scale = options.get("scaling")
@@ -121,12 +123,11 @@ def synthetic() -> Iterator[Layer]:
 # ---- errors
 
 
-def blocks_of_rows(layer: Layer, rows: int) -> list[torch.Tensor]:
-    """q [1, 1, num_heads, head_dim] of calls of at most ``rows`` query rows a KV head, its heads at all queries."""
+def query_rows(layer: Layer) -> torch.Tensor:
+    """q [num_heads_kv, rows, head_dim]: query by query, the query heads of a KV head."""
     (_, num_heads, head_dim), num_heads_kv = layer.q.shape, layer.k.shape[1]
     by_head = layer.q.unflatten(1, (num_heads_kv, num_heads // num_heads_kv)).transpose(0, 1)
-    by_head = by_head.reshape(num_heads_kv, -1, head_dim)
-    return [by_head[:, at : at + rows].reshape(1, 1, -1, head_dim) for at in range(0, by_head.shape[1], rows)]
+    return by_head.reshape(num_heads_kv, -1, head_dim)
 
 
 def emulated(q: torch.Tensor, cache: KVCache, path: str, softmax_scale: float) -> torch.Tensor:
@@ -140,25 +141,25 @@ def emulated(q: torch.Tensor, cache: KVCache, path: str, softmax_scale: float) -
     return emulation.decode(q, cache, 1, 2, softmax_scale=softmax_scale, make_warp=warp)[0]
 
 
+def by_kernels(q: torch.Tensor, cache: KVCache, path: str, softmax_scale: float) -> torch.Tensor:
+    """o of this GPU's kernel."""
+    return decode(q, cache, softmax_scale=softmax_scale, path=path)[0]
+
+
 def errors(layer: Layer, fmt: str, path: str, kernels: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(of the path, of 16-bit attention) for each query row of each head."""
+    """(of the path, of 16-bit attention) for each query row of each head; with kernels, all of it on the GPU."""
     tokens, num_heads_kv, head_dim = layer.k.shape
-    cache = KVCache(fmt, -(-tokens // layout.PAGE_TOKENS), num_heads_kv, head_dim, torch.float16)
-    cache.prefill(0, layer.k.float(), layer.v.float())  # by the CPU's quantizer, whoever reads the bytes
-    on_gpu = testing.to_device(cache, "cuda") if kernels else None
-    k, v = cache.gather(0)
-    options = testing.Attention(softmax_scale=layer.softmax_scale)
-    ours, theirs = [], []
-    for q in blocks_of_rows(layer, ROWS[path]):
-        if kernels:
-            o = decode(q.cuda(), on_gpu, softmax_scale=layer.softmax_scale, path=path)[0].cpu()
-        else:
-            o = emulated(q, cache, path, layer.softmax_scale)
-        want, _ = testing.attention_fp64(q[0], k, v, options)
-        by_16_bit, _ = testing.attention_fp64(q[0], k, v, options, torch.float16)
-        for found, got in ((ours, o[0].half()), (theirs, by_16_bit)):
-            found.append(((got.double() - want).norm(dim=-1) / want.norm(dim=-1)).flatten().numpy())
-    return np.concatenate(ours), np.concatenate(theirs)
+    device, attend = DEVICES[kernels], by_kernels if kernels else emulated
+    cache = KVCache(fmt, -(-tokens // layout.PAGE_TOKENS), num_heads_kv, head_dim, torch.float16, device)
+    cache.prefill(0, layer.k.to(device), layer.v.to(device))
+    rows, (k, v) = query_rows(layer).to(device), cache.gather(0)
+    blocks = [attend(q.reshape(1, 1, -1, head_dim), cache, path, layer.softmax_scale)
+              for q in rows.split(ROWS[path], 1)]
+    ours = torch.cat([o.reshape(num_heads_kv, -1, head_dim) for o in blocks], 1).half()
+    q, options = rows.reshape(1, -1, head_dim), testing.Attention(softmax_scale=layer.softmax_scale)
+    want, theirs = (testing.attention_fp64(q, k, v, options, rounding)[0][0] for rounding in (None, torch.float16))
+    return tuple(((o.double() - want).norm(dim=-1) / want.norm(dim=-1)).cpu().numpy()
+                 for o in (ours.reshape(want.shape), theirs))
 
 
 def percentiles(values: np.ndarray) -> list[float]:
@@ -179,11 +180,11 @@ def line_of(layer: Layer, fmt: str, path: str, kernels: bool) -> dict:
 
 
 def needed_keys(layers: list[Layer]) -> list:
-    """The decode kernels of ``measure --kernels`` on Hopper."""
+    """The kernels of ``measure --kernels`` on Hopper: of decode, and those that fill and read pages."""
     from lowbit_attn import FORMATS as ALL
     from lowbit_attn import kernels
 
-    keys = {}
+    keys: dict = {}
     for head_dim in sorted({layer.k.shape[2] for layer in layers}):
         for path, names in FORMATS.items():
             for name in names:
@@ -191,8 +192,9 @@ def needed_keys(layers: list[Layer]) -> list:
                 if picked is None:
                     raise typer.BadParameter(f"{name} on path {path}: {'; '.join(reasons)}")
                 key = kernels.decode_key("hopper", "sm_90a", "float16", head_dim, name, *picked)
-                keys[str(key)] = key
-    return list(keys.values())
+                packing = kernels.packing_keys("sm_90a", "float16", head_dim, ALL[name])
+                keys |= dict.fromkeys((key, *packing))
+    return list(keys)
 
 
 @app.command()

@@ -2,13 +2,16 @@
 
 import importlib.util
 import sys
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 
-from lowbit_attn import kernels
+from lowbit_attn import FORMATS, decode, kernels
 
 PERF = Path(__file__).resolve().parent.parent / "perf"
 
@@ -30,14 +33,30 @@ def layer(outliers, num_heads=6, num_heads_kv=2, head_dim=64, tokens=300, softma
     return outliers.Layer("random", 0, q, k, v, softmax_scale)
 
 
-@pytest.mark.parametrize("rows", (4, 8))
-def test_blocks_hold_every_query_row_once(outliers, rows):
+def test_query_rows_hold_every_one_once(outliers):
     of = layer(outliers)
-    found = [block.reshape(2, -1, 64) for block in outliers.blocks_of_rows(of, rows)]
-    assert all(block.shape[1] <= rows for block in found)
-    for head_kv, got in enumerate(torch.cat(found, 1)):
+    for head_kv, got in enumerate(outliers.query_rows(of)):
         want = of.q[:, 3 * head_kv : 3 * head_kv + 3].reshape(-1, 64)
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("path", ("integer", "register"))
+def test_kernels_get_every_query_row_once(outliers, monkeypatch, path):
+    """Calls of ROWS query rows a KV head, whose o is compared with the attention of the same rows."""
+    asked = []
+
+    def kernel(q, cache, softmax_scale, path):
+        asked.append((q.shape[2], path))
+        return decode(q, cache, softmax_scale=softmax_scale, path="reference")
+
+    monkeypatch.setattr(outliers, "decode", kernel)
+    monkeypatch.setitem(outliers.DEVICES, True, "cpu")
+    of = layer(outliers)
+    ours, theirs = outliers.errors(of, "k4v4", path, True)
+    assert len(ours) == len(theirs) == outliers.QUERIES * 6
+    assert 0 < ours.max() < 1e-3  # o's rounding; rows in another order would be far from each other
+    rows = outliers.ROWS[path]
+    assert asked == [(2 * rows, path)] * (outliers.QUERIES * 3 // rows)
 
 
 @pytest.mark.parametrize("path", ("integer", "register"))
@@ -68,6 +87,24 @@ def test_larger_channels_and_tokens(outliers):
         assert torch.equal(other, plain.v if other is k_token.v else plain.k)
 
 
+@pytest.mark.parametrize("queries", (3, 8))
+def test_capture_keeps_the_last_queries(outliers, monkeypatch, tmp_path, queries):
+    network, ids = tiny_models.build("gemma3"), tiny_models.tokens(200)
+
+    def tokenizer(text, return_tensors):
+        return SimpleNamespace(input_ids=ids)
+
+    monkeypatch.setattr("lowbit_attn.demo.model.load", lambda gguf, device: (network, tokenizer))
+    found = []
+    for count in (16, queries):
+        outliers.capture(tmp_path, "tiny", tmp_path / "a.npz", 180, count)
+        found.append(list(outliers.captured(tmp_path / "a.npz")))
+    window = network.config.sliding_window + outliers.LEFT_IN_16_BIT  # below 180
+    for more, fewer, kind in zip(*found, network.config.layer_types, strict=True):
+        assert len(fewer.q) == queries and torch.equal(fewer.q, more.q[-queries:])
+        assert len(fewer.k) == len(fewer.v) == (window if kind == "sliding_attention" else 180)
+
+
 def test_captured_layers_come_back(outliers, tmp_path):
     of = layer(outliers)
     arrays = {f"{name}0": getattr(of, name).numpy() for name in "qkv"}
@@ -79,6 +116,8 @@ def test_captured_layers_come_back(outliers, tmp_path):
 
 def test_needed_kernels_exist(outliers):
     keys = outliers.needed_keys([layer(outliers), layer(outliers, head_dim=256)])
-    assert len(set(keys)) == 2 * sum(map(len, outliers.FORMATS.values()))
-    assert {(key.path, key.rows) for key in keys} == set(outliers.ROWS.items())
-    assert all(isinstance(key, kernels.KernelKey) for key in keys)
+    decoding = [key for key in keys if key.op == "decode"]
+    assert len(set(keys)) == len(keys) and len(decoding) == 2 * sum(map(len, outliers.FORMATS.values()))
+    assert {(key.path, key.rows) for key in decoding} == set(outliers.ROWS.items())
+    for head_dim, name in product((64, 256), set().union(*outliers.FORMATS.values())):
+        assert set(kernels.packing_keys("sm_90a", "float16", head_dim, FORMATS[name])) <= set(keys)
