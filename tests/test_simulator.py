@@ -120,6 +120,10 @@ def test_reset_starts_again():
     (dict(format="kitty", v_step=129), ValueError, "v_step: got 129, supported: 1 to 128"),
     (dict(format="kitty", window_v=-1), ValueError, "window_v: got -1, supported: 0 to any"),
     (dict(format="kitty", sinks=-1), ValueError, "sinks: got -1"),
+    (dict(format="kitty", sinks=2.5), TypeError, "sinks: got 2.5, supported: an integer"),
+    (dict(format="kitty", v_step="1"), TypeError, "v_step: got '1', supported: an integer"),
+    (dict(format="kitty", range_search="no"), TypeError, "range_search: got 'no', supported: True, False, None"),
+    (dict(format=None), TypeError, "format: got None, supported: a Format or a name: .*k4v4"),
     (dict(format="kity"), KeyError, "is not known; did you mean kitty"),
 ])
 def test_refused(options, error, words):

@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from lowbit_attn import kernels, reference
 from lowbit_attn.cache import CacheFaultError, KVCache
-from lowbit_attn.checks import integer, one_of
+from lowbit_attn.checks import integer, is_truth, one_of
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.integrations.handle import NAME, SUPPORTED, Handle
 from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
@@ -80,6 +80,8 @@ class LowBitCache(Cache):
                  dtype: torch.dtype | None = None, saturate: bool = False, path: str | None = None,
                  sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False, static: bool = False):
         one_of("sliding", sliding, SLIDING)
+        is_truth("keep_sinks", keep_sinks)
+        is_truth("static", static)
         if window is not None and integer("window", window) < 1:
             raise ValueError(f"window: got {window}, supported: 1 or more tokens")
         if keep_sinks and window is None:
@@ -92,8 +94,7 @@ class LowBitCache(Cache):
         self.static = static
         self.format = _tried(format, dtype, max_seqlen, sinks, options)
         layer = partial(StaticLowBitLayer if static else LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype,
-                        path=path, sliding=sliding, window=window, keep_sinks=keep_sinks,
-                        sinks=self.format.sinks if sinks is None else sinks, **options)
+                        path=path, sliding=sliding, window=window, keep_sinks=keep_sinks, sinks=sinks, **options)
         super().__init__(layer_class_to_replicate=layer)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
@@ -263,7 +264,8 @@ def _window(mask_function, local_size: int | None, q_offset: int, q_length: int,
     """local_size if the mask function is that of a causal sliding window of this size, else None."""
     if local_size is None:
         return None
-    sampled = torch.linspace(0, q_length - 1, min(q_length, SAMPLED_ROWS), device=device).round().long()
+    count = min(q_length, SAMPLED_ROWS)
+    sampled = torch.linspace(0, q_length - 1, count, dtype=torch.float32, device=device).round().long()
     last = sampled[:, None] + q_offset
     position = torch.arange(q_offset + q_length, device=device)
     seen = (position <= last) & (position > last - local_size)

@@ -34,7 +34,7 @@ class LowBitLayer(CacheLayerMixin):
 
     ``kv``: the KVCache, None in a 16-bit sliding layer; ``tail``: (K, V) [batch, num_heads_kv, < window, head_dim] of
     such a layer. ``length``: tokens of every row so far, the first ``pads[b]`` of them padding, which is not stored.
-    Options: see LowBitCache.
+    Options: see LowBitCache; ``sinks`` None: the format's own, as in KVCache.
     """
 
     is_sliding = False  # the window is applied by ``attend``, so masks always count from the first token
@@ -44,11 +44,12 @@ class LowBitLayer(CacheLayerMixin):
 
     def __init__(self, format: Format, *, max_seqlen: int | None = None, dtype: torch.dtype | None = None,
                  path: str | None = None, sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False,
-                 **options):
+                 sinks: int | None = None, **options):
         super().__init__()
         self.format, self.max_seqlen, self.kv_dtype, self.path = format, max_seqlen, dtype, path
         self.sliding, self.window, self.keep_sinks, self.options = sliding, window, keep_sinks, options
-        self.sinks, self.max_drafts = options.get("sinks", 0), options.get("max_q_len", 1) - 1
+        self.sinks = format.sinks if sinks is None else sinks
+        self.max_drafts = options.get("max_q_len", 1) - 1
         self.kv = self.tail = self.handle = None
         self.length, self.pads = 0, ()
 
@@ -95,11 +96,10 @@ class LowBitLayer(CacheLayerMixin):
         pads = self._check_pads(pads, q_len)
         self._check_room(max(self.length + q_len - pad for pad in pads))
         self.check_whole()
-        k, v = self._entered(handle.k), self._entered(handle.v)
         if self.tail is not None or (self.kv is None and options.window is not None and self.sliding == "16bit"):
-            out = self._attend_tail(query, k, v, options, pads)
+            out = self._attend_tail(query, handle, options, pads)
         else:
-            out = self._attend_pages(query, k, v, self._windowed(options), pads)
+            out = self._attend_pages(query, handle, self._windowed(options), pads)
         self.length += q_len
         self.pads, self.handle = pads, None
         return out
@@ -152,20 +152,22 @@ class LowBitLayer(CacheLayerMixin):
                                       "so far, padded as in the steps before")
         return pads
 
-    def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        """A step's K or V as the cache will hold it in 16 bit."""
-        if self.options.get("saturate"):
-            largest = torch.finfo(self.dtype).max
-            x = x.clamp(-largest, largest)
-        return x.to(self.dtype)
+    def _entered(self, handle: Handle) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step's K and V as the layer will hold them in 16 bit; saturated to what its pages, if any, can hold."""
+        k, v = handle.k.to(self.dtype), handle.v.to(self.dtype)
+        if not self.options.get("saturate"):
+            return k, v
+        most_k, most_v = (torch.finfo(self.dtype).max,) * 2 if self.kv is None else self.kv.largest
+        return k.clamp(-most_k, most_k), v.clamp(-most_v, most_v)
 
     # ---- low-bit pages
 
-    def _attend_pages(self, query, k, v, options: Attention, pads) -> torch.Tensor:
+    def _attend_pages(self, query, handle: Handle, options: Attention, pads) -> torch.Tensor:
         q_len = query.shape[2]
         held = [self.length - pad for pad in self.pads]  # tokens of each row before the step
         skips = [new - old for new, old in zip(pads, self.pads)]  # padding among the step's tokens
-        self._make_room(k, max(self.length + q_len - pad for pad in pads))
+        self._make_room(handle.k, max(self.length + q_len - pad for pad in pads))
+        k, v = self._entered(handle)
         is_step = q_len == 1 and all(held) and not any(skips)
         self._ready(query, options, load=is_step or self.loads_ahead)
         with self._undone_on_error():
@@ -279,7 +281,8 @@ class LowBitLayer(CacheLayerMixin):
                 with torch.inference_mode(False):  # as in new_cache
                     weights = torch.zeros(shape, dtype=torch.float32, device=self.device)
             self.kv = new_cache(self.format, room, self.batch_size, *shape, self.dtype, self.device,
-                                exact=self.max_seqlen is not None, **self.options, query_weights=weights)
+                                exact=self.max_seqlen is not None, sinks=self.sinks, **self.options,
+                                query_weights=weights)
         self._grow(tokens)
 
     def grow_for(self, new: int) -> None:
@@ -293,7 +296,8 @@ class LowBitLayer(CacheLayerMixin):
 
     # ---- the 16-bit tail of a sliding window
 
-    def _attend_tail(self, query, k, v, options: Attention, pads) -> torch.Tensor:
+    def _attend_tail(self, query, handle: Handle, options: Attention, pads) -> torch.Tensor:
+        k, v = self._entered(handle)
         if self.tail is not None:
             k, v = (torch.cat((old, new), 2) for old, new in zip(self.tail, (k, v)))
         shift = self.length + query.shape[2] - k.shape[2]  # tokens that left the window

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from lowbit_attn.checks import integer, is_truth
 from lowbit_attn.formats import FORMATS, Format, Kind
 from lowbit_attn.formats.contract import Side
 from lowbit_attn.layout import PAGE_TOKENS
@@ -84,6 +85,9 @@ class SimulatedCache(Cache):
 
     def __init__(self, format: str | Format, *, sinks: int | None = None, range_search: bool | None = None,
                  window_v: int | None = None, v_step: int = 1):
+        is_truth("range_search", range_search, None)
+        if not isinstance(format, str | Format):
+            raise TypeError(f"format: got {format!r}, supported: a Format or a name: {', '.join(FORMATS)}")
         self.format = FORMATS[format] if isinstance(format, str) else format
         sinks = self.format.sinks if sinks is None else sinks
         window_v = self.format.window_v if window_v is None else window_v
@@ -93,7 +97,7 @@ class SimulatedCache(Cache):
             raise NotImplementedError(f"format: {self.format}, supported: V per token, which can be packed in steps")
         for name, value, low, high in (("sinks", sinks, 0, None), ("window_v", window_v, 0, None),
                                        ("v_step", v_step, 1, PAGE_TOKENS)):
-            if value < low or (high is not None and value > high):
+            if integer(name, value) < low or (high is not None and value > high):
                 raise ValueError(f"{name}: got {value}, supported: {low} to {high or 'any'}")
         super().__init__(layer_class_to_replicate=partial(SimulatedLayer, self.format, sinks, range_search, window_v,
                                                           v_step))

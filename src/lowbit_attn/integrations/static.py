@@ -60,7 +60,7 @@ class StaticLowBitLayer(LowBitLayer):
         return out
 
     def _step(self, handle: Handle, query: torch.Tensor, options: Attention) -> torch.Tensor:
-        k, v = self._entered(handle.k), self._entered(handle.v)
+        k, v = self._entered(handle)
         self.kv.append(k.transpose(1, 2), v.transpose(1, 2))
         if self.kv.query_weights is not None:  # after append, which packs what was full before this step
             self._weigh(query, self.kv.n_tok.sum() - self.batch_size, (0,) * self.batch_size)
@@ -105,7 +105,7 @@ class StaticLowBitLayer(LowBitLayer):
     def _reserve(self) -> None:
         self.kv.reserve(range(self.batch_size), self.kv.max_seqlen)
 
-    def _attend_tail(self, query, k, v, options: Attention, pads) -> torch.Tensor:
+    def _attend_tail(self, query, handle: Handle, options: Attention, pads) -> torch.Tensor:
         raise NotImplementedError(f"sliding: got '16bit' for a layer with a window of {options.window} in a static "
                                   "cache; supported: LowBitCache(..., sliding='lowbit')")
 
