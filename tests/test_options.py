@@ -65,6 +65,12 @@ def test_refused(problem, options, message):
         decode(problem.q, problem.cache, **options)
 
 
+@pytest.mark.parametrize("value", (1, 0, None, "no"))
+def test_keep_sinks_is_a_truth_value(problem, value):
+    with pytest.raises(TypeError, match=f"keep_sinks: got {value!r}, supported: True, False"):
+        decode(problem.q, problem.cache, window=30, keep_sinks=value)
+
+
 @pytest.mark.parametrize("logits, error", (
     (torch.zeros(5), ValueError), (torch.zeros(6, dtype=torch.float16), TypeError), ([0.0] * 6, TypeError)))
 def test_sink_logits_refused(problem, logits, error):

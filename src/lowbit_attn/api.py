@@ -9,7 +9,7 @@ import torch
 
 from lowbit_attn import dispatch, ops, reference
 from lowbit_attn.cache import KVCache
-from lowbit_attn.checks import check_rank, check_tensor, integer
+from lowbit_attn.checks import check_rank, check_tensor, integer, is_truth
 from lowbit_attn.state import CacheState
 
 SMALLEST_FACTOR = 2.0**-64  # of softmax_scale and softcap: kernels multiply them with powers of two of the data
@@ -117,6 +117,7 @@ def _check(q, cache: KVCache, out, lse, num_splits: int | None, options: referen
             raise ValueError(f"{name}: got {value}, supported: positive, 2^-64 to 2^64")
     if options.window is not None and integer("window", options.window) < 1:
         raise ValueError(f"window: got {options.window}, supported: 1 or more positions")
+    is_truth("keep_sinks", options.keep_sinks)
     if options.keep_sinks and options.window is None:
         raise ValueError("keep_sinks: got True without a window, supported: beside window=")
     if num_splits is not None and integer("num_splits", num_splits) < 1:
