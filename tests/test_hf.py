@@ -211,7 +211,7 @@ def test_generate_with_kitty(model, name):
     assert torch.equal(out, model.generate(ids, **{hf.CACHE_ARGUMENT: told}, **options)) and told.nbytes == cache.nbytes
     bare = hf.LowBitCache(name, sinks=0)
     feed(model, ids, bare, 300)
-    assert bare.layers[0].kv.sinks == 0 and hf.LowBitCache("k2v2").layer_class_to_replicate().options["sinks"] == 0
+    assert bare.layers[0].kv.sinks == 0 and hf.LowBitCache("k2v2").layer_class_to_replicate().sinks == 0
     got = feed(model, ids, hf.LowBitCache(name), 128, 128, 44)[:, -1]
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
