@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ RANKS = {"layout": 0, "registers": 0, "checks": 0, "precision": 0, "journal": 0,
          "backend": 2, "copies": 2, "extend": 2, "state": 2, "cache": 2, "paging": 2, "reference": 2,
          "leankv": 3, "device": 3, "kernels": 3, "hopper": 4, "ampere": 4,
          "dispatch": 6, "ops": 7, "api": 7, "": 8, "integrations": 9, "testing": 9, "parallel": 9,
-         "environment": 9, "budget": 9, "bench": 10, "quality": 10, "cli": 10, "demo": 10}
+         "environment": 9, "budget": 9, "bench": 10, "quality": 10, "cli": 10, "demo": 10, "__main__": 11}
 # the folders of hopper/: a file may import from its own folder and from those of a lower rank; "": hopper/ itself
 HOPPER_RANKS = {"common": 0, "tile": 1, "warp": 1, "arith.fp16": 2, "arith.int8": 2, "arith": 2, "schedule": 2, "": 3}
 BETWEEN = 5  # a part not named above stands between the kernels and dispatch (finding, building, loading them)
@@ -101,7 +102,7 @@ def test_import_brings_no_dsl_and_no_transformers():
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     loaded = {name.split(".")[0] for name in answer.stdout.split()}
     assert {"lowbit_attn", "torch"} <= loaded
-    heavy = {"tilelang", "tvm", "tvm_ffi", "cutlass", "nvidia_cutlass_dsl", "triton", "transformers", "typer"}
+    heavy = {"tilelang", "tvm", "tvm_ffi", "cutlass", "nvidia_cutlass_dsl", "triton", "transformers", "typer", "rich"}
     assert not loaded & heavy, f"import lowbit_attn brings {sorted(loaded & heavy)}"
 
 
@@ -227,8 +228,58 @@ def test_public_names():
 
 
 def test_versions_agree():
+    """``__version__`` is the only place: the package's metadata and the newest entry of the change log follow it."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert config["project"]["dynamic"] == ["version"]
+    assert config["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lowbit_attn.__version__"}
+    assert metadata.version("lowbit-attn") == lowbit_attn.__version__, "install again: pip install -e ."
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest[1] == lowbit_attn.__version__
+
+
+DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # where a module is named otherwise
+WITH_TORCH = {"torch", "triton"}
+
+
+def test_what_is_imported_is_declared():
+    """Core dependencies are what the core imports; everything else is in an extra, and the commands' packages are in
+    every extra that runs a command."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == lowbit_attn.__version__
+    declared = {name: {re.match(r"[\w-]+", one)[0] for one in ones}
+                for name, ones in {"core": project["dependencies"], **project["optional-dependencies"]}.items()}
+    for module, path in MODULES.items():
+        tops = {name.split(".")[0] for name in imports(path)} - {*sys.stdlib_module_names, "lowbit_attn"} - WITH_TORCH
+        missing = {DISTRIBUTIONS.get(top, top) for top in tops} - set().union(*declared.values())
+        assert not missing, f"{module} imports {missing}, which pyproject.toml does not name"
+    assert declared["core"] == {"torch", "numpy", "filelock", "platformdirs", "apache-tvm-ffi"}
+    for extra in ("kernels", "demo", "test"):
+        assert declared["cli"] <= declared[extra], extra
+
+
+WITHOUT = """
+import importlib.abc, sys
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {hidden}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hide())
+from lowbit_attn.__main__ import main
+sys.argv = ["lowbit-attn", "doctor"]
+main()
+"""
+
+
+def without(*hidden: str) -> subprocess.CompletedProcess:
+    """``lowbit-attn doctor`` where these packages are not installed."""
+    return subprocess.run([sys.executable, "-c", WITHOUT.format(hidden=hidden)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_command_without_its_packages_says_what_to_install(name):
+    answer = without(name)
+    assert answer.returncode == 1 and not answer.stdout
+    assert answer.stderr == f"lowbit-attn: {name} is not installed: pip install 'lowbit-attn[cli]'\n"
+    assert "Traceback" in without("torch").stderr, "another package's absence is no matter of the extra"
 
 
 def test_licence_and_types_are_in_the_package():

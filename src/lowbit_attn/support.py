@@ -1,4 +1,4 @@
-"""The README's support tables, made from the declarations that dispatch asks: ``python -m lowbit_attn.support``."""
+"""Tables of docs/support.md, from the declarations that dispatch asks: ``python -m lowbit_attn.support``."""
 
 from collections.abc import Iterator
 
