@@ -162,7 +162,6 @@ QUANTIZED = (
     ("kitty", F16, 128), ("kitty-pro-bf16", BF16, 64), ("kitty-pro-variance", BF16, 128), ("kitty-b24-random", F16, 96),
     ("kitty-weighted", F16, 128), ("kitty-pro-weighted-bf16", BF16, 64), ("kitty-b0-weighted", F16, 64),
     ("kitty-pro", F16, 256), ("k8tv8-g32", BF16, 96), ("k2v4", BF16, 256), ("k4tv1-vg128", F16, 256),
-    ("k4v4", BF16, 128),
 )
 
 # formats, dtype and head_dim whose steps on the device are compared with the CPU's, byte by byte
@@ -170,7 +169,7 @@ APPENDED = (
     ("k4v4", F16, 128), ("k4v4", F16, 64), ("k2v2", F16, 128), ("k8v4", F16, 64), ("k4tv4", F16, 128),
     ("kitty", F16, 128), ("kitty-pro-bf16", BF16, 64), ("k4v4-bf16", BF16, 128), ("k8tv8-g32", BF16, 96),
     ("k4v4", F16, 256), ("kitty-weighted", F16, 128),
-    ("k4v4", F16, 96), ("k2v2", F16, 96), ("kitty-b24", F16, 96),
+    ("k4v4", F16, 96), ("k2v2", F16, 96), ("kitty-b24", F16, 96), ("k4v4", BF16, 128),
 )
 
 
