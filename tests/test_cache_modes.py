@@ -104,6 +104,16 @@ def test_formats_and_the_reference_alone(mode):
     assert rotated.dtype == torch.float32 and rotated.device.type == "cpu"
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ("kitty-random", "kitty-b24-random"))
+def test_the_channels_that_kernels_are_made_for(name, mode):
+    side = FORMATS[name].k
+    want = side.spec(128).high.fixed
+    with MODES[mode]():
+        assert side.spec(128).high.fixed == want
+    assert list(want) == side.boosted_channels(torch.zeros(1, 128, 128))[0].tolist()
+
+
 def test_shared_memory_of_decode_calls_has_a_dtype_of_its_own(monkeypatch):
     monkeypatch.setattr(scratch, "_NO_SINK_LOGIT", {})
     with default_dtype(torch.float64):

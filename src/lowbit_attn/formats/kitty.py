@@ -128,7 +128,8 @@ class Boosted(Side):
             return None
         fixed = ()
         if self.selection == "random":
-            fixed = tuple(self.boosted_channels(torch.zeros(1, layout.PAGE_TOKENS, head_dim))[0].tolist())
+            any_page = torch.zeros(1, layout.PAGE_TOKENS, head_dim, dtype=torch.float32, device="cpu")
+            fixed = tuple(self.boosted_channels(any_page)[0].tolist())
         return HighPlane(self.high_bits, self.boosted_bits, self.boost(head_dim), self.slots(head_dim), at["high"],
                          at["index"], self.selection, fixed)
 
