@@ -29,6 +29,7 @@ UNIT_TOKENS = 32  # tokens of a 16-bit tile in one packed stage; each lane of th
 UNITS = TILE_N // UNIT_TOKENS
 MAX_RUN_TILES = 16  # 16x16 tiles that a dequant warp unpacks in one piece of straight code, else registers spill
 MAX_WIDE_RUN_TILES = 4  # the same where the arithmetic is fp32
+MAX_BYTE_RUN_TILES = 12  # the same of V's bytes where query rows are columns: five warpgroups leave 96 registers
 SMEM_ALIGN = 1024  # an 8-row atom of the 128-byte swizzle; shared memory is a multiple of it
 BARRIER_BYTES = 8
 WORD = 4  # bytes
@@ -66,6 +67,7 @@ class TileSide:
     part_bytes: int
     meta_offset: int  # bytes from the start of the part
     tile_rows: int  # of the 16-bit tile: rows, or whole blocks of TILE_M, whose last rows are never written nor used
+    in_columns: bool = False  # whether query rows are WGMMA's columns
 
     @property
     def rows(self) -> int:
@@ -90,7 +92,9 @@ class TileSide:
 
     @property
     def max_tiles(self) -> int:
-        return MAX_RUN_TILES if self.is_half else MAX_WIDE_RUN_TILES
+        if not self.is_half:
+            return MAX_WIDE_RUN_TILES
+        return MAX_BYTE_RUN_TILES if self.in_columns and self.transposed and self.bits == 8 else MAX_RUN_TILES
 
     @property
     def run_cols(self) -> int:
@@ -348,7 +352,7 @@ def plan_sides(fmt: Format, head_dim: int, dtype: str, in_columns: bool = False)
         rows = head_dim if side.transposed else TILE_N
         plans.append(TileSide(side.bits, side.transposed, head_dim, side.is_per_token, side.group_size, side.storage,
                               side.storage == dtype == "float16", side.start, side.nbytes, side.meta,
-                              -(-rows // TILE_M) * TILE_M if in_columns else rows))
+                              -(-rows // TILE_M) * TILE_M if in_columns else rows, in_columns))
     return plans
 
 

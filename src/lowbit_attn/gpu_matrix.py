@@ -128,7 +128,7 @@ FEW = tuple(MatrixKernel(*kernel) for kernel in (  # the tile path with few quer
     *(("k4v4", F16, head_dim, 8) for head_dim in TILE_HEAD_DIMS),
     ("k2v2", BF16, 128, 8), ("k4v4", F16, 96, 8), ("k4v4", F16, 256, 8), ("k8tv4-g32", F16, 64, 8),
     ("k1v8-g32-vg32-bf16", BF16, 128, 8), ("k4v2+w128", BF16, 256, 8, ("window",)),
-    ("k4v4", F16, 128, 8, ("softcap", "window")),
+    ("k4v4", F16, 128, 8, ("softcap", "window")), ("k8v8", F16, 128, 8), ("k2v8", F16, 128, 8),
 ))
 
 KITTY = tuple(MatrixKernel(*kernel) for kernel in (
