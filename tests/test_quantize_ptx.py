@@ -63,7 +63,7 @@ def test_search_packs_the_bytes_of_the_reference(name, dtype):
     code = ptx_build.program(kernels.quantize_key("sm_90", dtype, HEAD_DIM, FORMATS[name], "k", True))
     from lowbit_attn.device.quantize import matrix_of
 
-    matrix, sizes = matrix_of(side, HEAD_DIM, dtype), side.plane_sizes(HEAD_DIM)
+    matrix, sizes = matrix_of(side.spec(HEAD_DIM), dtype), side.plane_sizes(HEAD_DIM)
     x = hinging_block(side, getattr(torch, dtype))
     planes = side.quantize(x[0].float(), True)
     want = torch.cat([planes[plane].flatten().view(torch.uint8) for plane in sizes])
