@@ -28,6 +28,7 @@ from lowbit_attn import layout
 from lowbit_attn.ampere import combine, merge, mma, pages, queries, softmax, third, tokens
 from lowbit_attn.ampere.config import LANES, DecodeConfig, decode_config
 from lowbit_attn.device.tilelang_kernel import TileKernel
+from lowbit_attn.device.tokens import token_rows
 from lowbit_attn.formats import Format
 
 COMPILE_FLAGS = ("-use_fast_math", *mma.MOVMATRIX_FLAGS)  # exp2 as one MUFU, approximate division; sums stay fp32
@@ -67,8 +68,8 @@ def trace(config: DecodeConfig) -> TileKernel:
 
 
 @T.macro
-def attend(config, pool_of, rows, state, ring, warp, thread, regs, ops, work, q, softmax_scale_log2, softcap_log2,
-           split, num_splits):
+def attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops, work, q, softmax_scale_log2,
+           softcap_log2, split, num_splits):
     """All tokens of a split: packed pages, those whose V is in 16 bit, and (last split) the 16-bit tokens."""
     steps = pages.STEPS[config.path]
     lane = thread % LANES
@@ -84,6 +85,10 @@ def attend(config, pool_of, rows, state, ring, warp, thread, regs, ops, work, q,
                scales)
     steps.finish(config, work, regs.acc_o)
     if split == num_splits - 1:
+        # values of their own, as below
+        row, counts = tokens.places(), tokens.counts()
+        tokens.load_counts(counters, T.shfl_sync(rows.seq, 0), row, counts)
+        state = state._replace(**dict(zip(("ring_row", *tokens.COUNTS), (row[1], *tokens.listed(counts)))))
         if config.third_segment:
             first = T.max(queries.first_page(rows, state.num_sink), count) if config.window else count
             last = T.truncdiv(state.num_packed, layout.PAGE_TOKENS)
@@ -113,22 +118,26 @@ def _prim_func(config: DecodeConfig):
     batch, q_len, heads, heads_kv = (T.dynamic(name) for name in ("batch", "q_len", "num_heads", "num_heads_kv"))
     units, entries, sinks = T.dynamic("units"), T.dynamic("entries"), T.dynamic("sinks")
     slots_k, slots_v, num_splits = T.dynamic("slots_k"), T.dynamic("slots_v"), T.dynamic("num_splits")
-    logits, places = T.dynamic("logits"), T.dynamic("places")
+    logits, places, seqs, rings = (T.dynamic(name) for name in ("logits", "places", "seqs", "rings"))
+
     row_blocks = T.truncdiv(T.truncdiv(heads, heads_kv) * q_len + (config.rows - 1), config.rows)
 
     @T.prim_func
     def decode(
         q: T.Tensor((batch, q_len, heads, head_dim), dtype),
+        batch_rows: T.Tensor((batch,), "int32"),
+        ring_rows: T.Tensor((batch,), "int32"),
         pool: T.Tensor((units, layout.RECORD_ALIGN // 4), "uint32"),
         table: T.Tensor((entries,), "int32"),
-        n_sink: T.Tensor((batch,), "int32"),
-        n_qk: T.Tensor((batch,), "int32"),
-        n_qv: T.Tensor((batch,), "int32"),
-        n_tok: T.Tensor((batch,), "int32"),
-        sink_k: T.Tensor((batch, heads_kv, sinks, head_dim), dtype),
-        sink_v: T.Tensor((batch, heads_kv, sinks, head_dim), dtype),
-        ring_k: T.Tensor((batch, heads_kv, slots_k, head_dim), dtype),
-        ring_v: T.Tensor((batch, heads_kv, slots_v, head_dim), dtype),
+        n_sink: T.Tensor((seqs,), "int32"),
+        n_qk: T.Tensor((seqs,), "int32"),
+        n_qv: T.Tensor((seqs,), "int32"),
+        n_tok: T.Tensor((seqs,), "int32"),
+        ring_start: T.Tensor((seqs,), "int32"),
+        sink_k: token_rows((rings, heads_kv, sinks, head_dim), dtype, "sink_k"),
+        sink_v: token_rows((rings, heads_kv, sinks, head_dim), dtype, "sink_v"),
+        ring_k: token_rows((rings, heads_kv, slots_k, head_dim), dtype, "ring_k"),
+        ring_v: token_rows((rings, heads_kv, slots_v, head_dim), dtype, "ring_v"),
         o_partial: T.Tensor((num_splits, batch, q_len, heads, head_dim), "float32"),
         lse_partial: T.Tensor((num_splits, batch, q_len, heads), "float32"),
         out: T.Tensor((batch, q_len, heads, head_dim), dtype),
@@ -153,17 +162,20 @@ def _prim_func(config: DecodeConfig):
             ratio, head, first_row, num_rows = (T.alloc_var("int32") for _ in range(4))
             ratio = T.truncdiv(heads, heads_kv)
             head = T.truncdiv(place, row_blocks)
-            pool_of = pages.Pool(pool, table, seq * table_b + head * table_h, page_stride, head * head_stride)
+            counters = tokens.Counters(batch_rows, ring_rows, n_sink, n_qk, n_qv, n_tok, ring_start)
+            row, counts = tokens.places(), tokens.counts()
+            tokens.load_counts(counters, seq, row, counts)
+            pool_of = pages.Pool(pool, table, row[0] * table_b + head * table_h, page_stride, head * head_stride)
             combine.prefetch(sink_logits, head * ratio, arrivals, seq * heads_kv * row_blocks + place, thread)
             first_row = queries.first_row(config, place - head * row_blocks, warp)
             num_rows = T.min(ratio * q_len - first_row, config.warp_rows)
-            rows = queries.Rows(seq, head * ratio, ratio, first_row, num_rows, n_tok[seq] - q_len + 1, n_tok[seq],
+            state = tokens.Tokens(sink_k, sink_v, ring_k, ring_v, slots_k, slots_v, head, row[1],
+                                  *tokens.listed(counts))
+            rows = queries.Rows(seq, head * ratio, ratio, first_row, num_rows, state.num_tok - q_len + 1, state.num_tok,
                                 window, sink_window)
             steps.start(config, q, rows, warp, lane, ops, work, num_splits)
             softmax.start(config, regs)
-            state = tokens.Tokens(sink_k, sink_v, ring_k, ring_v, seq, head, n_sink[seq], n_qk[seq], n_qv[seq],
-                                  n_tok[seq], slots_k, slots_v)
-            attend(config, pool_of, rows, state, ring, warp, thread, regs, ops, work, q, softmax_scale_log2,
+            attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops, work, q, softmax_scale_log2,
                    softcap_log2, split, num_splits)
             # values of their own: those of above would stay in registers over the page loop, or be spilled
             place_again, seq_again = (T.alloc_var("int32") for _ in range(2))

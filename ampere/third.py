@@ -66,7 +66,7 @@ def issue_chunk(config, state, page, chunk, ring, slot, member):
     """Start copying a chunk of V. None wraps around: pages start at multiples of 128, the ring is one of 64."""
     size, at = config.tile16_tokens, T.alloc_var("int32")
     at = T.truncmod(page * layout.PAGE_TOKENS + chunk * size, T.cast(state.slots_v, "int32"))
-    load.issue_tokens(config, state.ring_v, state.seq, state.head, at, size, ring.halves, slot, member)
+    load.issue_tokens(config, state.ring_v, state.ring_row, state.head, at, size, ring.halves, slot, member)
     T.ptx_commit_group()
 
 

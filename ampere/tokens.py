@@ -10,18 +10,68 @@ from lowbit_attn.ampere import load, mma, queries, softmax
 class Tokens(NamedTuple):
     """16-bit K and V of a sequence and KV head, and which of them are live."""
 
-    sink_k: Any  # dtype [batch, num_heads_kv, sinks, head_dim]
+    sink_k: Any  # dtype [rows, num_heads_kv, sinks, head_dim]
     sink_v: Any
-    ring_k: Any  # dtype [batch, num_heads_kv, slots, head_dim]; token n_sink + r in slot r % slots
+    ring_k: Any  # dtype [rows, num_heads_kv, slots, head_dim]; token n_sink + r in slot r % slots
     ring_v: Any
-    seq: Any
+    slots_k: Any
+    slots_v: Any
     head: Any
+    ring_row: Any  # row of the four
     num_sink: Any
     num_packed: Any  # tokens of K in pages
     num_packed_v: Any
     num_tok: Any
-    slots_k: Any
-    slots_v: Any
+    ring_start: Any  # tokens that left the ring: r of its first one
+
+
+COUNTS = Tokens._fields[-5:]
+
+
+class Counters(NamedTuple):
+    """Which rows of the cache's memory a batch row reads, int32 [batch], and the counters, int32 [rows]."""
+
+    rows: Any  # of counters and table
+    ring_rows: Any  # of sinks and rings
+    n_sink: Any
+    n_qk: Any
+    n_qv: Any
+    n_tok: Any
+    ring_start: Any
+
+
+def places():
+    """(row, ring row) of ``load_counts``."""
+    return T.alloc_local((2,), "int32")
+
+
+def counts():
+    """The five counters of ``load_counts``."""
+    return T.alloc_local((len(COUNTS),), "int32")
+
+
+def listed(counts):
+    """The counters one by one, in the order of COUNTS."""
+    return tuple(counts[i] for i in range(len(COUNTS)))
+
+
+@T.macro
+def load_counts(counters, seq, row, counts):
+    """Which rows of the cache batch row ``seq`` reads -> row, and its five counters -> counts.
+
+    Most calls read row b for batch row b, so its counters are read beside ``rows``. A row that does not exist has no
+    tokens.
+    """
+    for i, counter in enumerate(counters[2:]):
+        counts[i] = counter[seq]
+    row[0] = counters.rows[seq]
+    row[1] = counters.ring_rows[seq]
+    if row[0] != seq:
+        for i in T.unroll(len(COUNTS)):
+            counts[i] = 0
+        if T.And(row[0] >= 0, row[0] < counters.n_tok.shape[0]):
+            for i, counter in enumerate(counters[2:]):
+                counts[i] = counter[row[0]]
 
 
 def first_tile(config, walker):
@@ -38,7 +88,7 @@ def walk(config, tokens, rows, ring, walker, member, lane, regs, ops, scales):
     size, buffers = config.tile16_tokens, config.token_buffers
     sink_tiles, residual, count, first, at = (T.alloc_var("int32") for _ in range(5))
     sink_tiles = T.truncdiv(tokens.num_sink + (size - 1), size)
-    residual = tokens.num_tok - tokens.num_sink - tokens.num_packed
+    residual = tokens.num_tok - tokens.num_sink - tokens.ring_start
     first = first_tile(config, walker)
     count = T.truncdiv(sink_tiles + T.truncdiv(residual + (size - 1), size) - first + (config.rings - 1), config.rings)
     ends = T.alloc_local((config.row_values,), "int32")
@@ -54,7 +104,7 @@ def walk(config, tokens, rows, ring, walker, member, lane, regs, ops, scales):
             load.meet(config)
             at = tile * size - T.if_then_else(tile < sink_tiles, 0, sink_tiles * size)
             if queries.present(config, rows):
-                attend(config, ends, at + T.if_then_else(tile < sink_tiles, 0, tokens.num_sink + tokens.num_packed),
+                attend(config, ends, at + T.if_then_else(tile < sink_tiles, 0, tokens.num_sink + tokens.ring_start),
                        T.if_then_else(tile < sink_tiles, tokens.num_sink, residual) - at,
                        T.if_then_else(tile < sink_tiles, rows.sink_window, rows.window), ring,
                        walker * config.slots + 2 * ((step - (buffers - 1)) % buffers), lane, regs, ops, scales)
@@ -64,20 +114,20 @@ def walk(config, tokens, rows, ring, walker, member, lane, regs, ops, scales):
 @T.macro
 def issue(config, tokens, tile, sink_tiles, residual, ring, slot, member):
     """Start copying a tile: K into ``slot``, V into the next; the sinks' tiles come first."""
-    seq, head, size = tokens.seq, tokens.head, config.tile16_tokens
+    row, head, size = tokens.ring_row, tokens.head, config.tile16_tokens
     at, live = T.alloc_var("int32"), T.alloc_var("int32")
     if tile < sink_tiles:
         at = tile * size
         live = tokens.num_sink - at
-        load.issue_tokens(config, tokens.sink_k, seq, head, at, live, ring.halves, slot, member)
-        load.issue_tokens(config, tokens.sink_v, seq, head, at, live, ring.halves, slot + 1, member)
+        load.issue_tokens(config, tokens.sink_k, row, head, at, live, ring.halves, slot, member)
+        load.issue_tokens(config, tokens.sink_v, row, head, at, live, ring.halves, slot + 1, member)
     else:
         at = (tile - sink_tiles) * size
         live = residual - at
-        at = tokens.num_packed + at
-        load.issue_tokens(config, tokens.ring_k, seq, head, T.truncmod(at, tokens.slots_k), live, ring.halves, slot,
+        at = tokens.ring_start + at
+        load.issue_tokens(config, tokens.ring_k, row, head, T.truncmod(at, tokens.slots_k), live, ring.halves, slot,
                           member)
-        load.issue_tokens(config, tokens.ring_v, seq, head, T.truncmod(at, tokens.slots_v), live, ring.halves, slot + 1,
+        load.issue_tokens(config, tokens.ring_v, row, head, T.truncmod(at, tokens.slots_v), live, ring.halves, slot + 1,
                           member)
 
 

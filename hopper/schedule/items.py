@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from lowbit_attn.hopper.common.abi import View, load_counts
 from lowbit_attn.hopper.common.rows import at_most, clamp_unit
 from lowbit_attn.hopper.warp.config import WARP
 from lowbit_attn.hopper.warp.walk import MIXED_UNITS, PAGE_LOG2, Walk, units_of
@@ -47,21 +48,22 @@ class WorkItem(NamedTuple):
         return found + Int32(found == 0)
 
 
-def work_item(n_sink, n_qk, n_qv, n_tok) -> WorkItem:
+def work_item(n_sink, n_qk, n_qv, n_tok, ring_start) -> WorkItem:
     """From a sequence's token counts."""
     packed_k, packed_v = n_qk >> PAGE_LOG2, n_qv >> PAGE_LOG2
-    return WorkItem(packed_v, (packed_k - packed_v) * MIXED_UNITS, units_of(n_sink), units_of(n_tok - n_sink - n_qk))
+    residual_units = units_of(n_tok - n_sink - ring_start)
+    return WorkItem(packed_v, (packed_k - packed_v) * MIXED_UNITS, units_of(n_sink), residual_units)
 
 
-def walk_of(n_sink, n_qk, n_qv, n_tok, first, count) -> Walk:
+def walk_of(n_sink, n_qk, n_qv, n_tok, ring_start, first, count) -> Walk:
     """What a warp visits of positions ``first`` to ``first + count - 1`` of an item, in turn."""
-    item = work_item(n_sink, n_qk, n_qv, n_tok)
+    item = work_item(n_sink, n_qk, n_qv, n_tok, ring_start)
     num_units, units_start = item.sink_units + item.residual_units, item.pages + item.mixed_units
     end, first_page = first + count, at_most(first, item.pages)
     mixed, units = ([clamp_unit(position - start, limit) for position in (first, end)]
                     for start, limit in ((item.pages, item.mixed_units), (units_start, num_units)))
     return Walk(first_page, at_most(end, item.pages) - first_page, item.pages, *mixed, *units, item.sink_units, n_sink,
-                n_tok - n_sink - n_qk, n_qk, 0 * n_tok)
+                n_tok - n_sink - ring_start, ring_start, 0 * n_tok)
 
 
 def share(total, parts, i) -> tuple:
@@ -79,37 +81,35 @@ def part_of(total, parts, thing):
 
 
 @cute.jit
-def load_counts(counters: tuple, base: Int32, lane: Uint32) -> tuple:
-    """Counts of sequences base + 2 * lane and the next, of which those beyond the last are nothing."""
-    found = cute.make_rmem_tensor((len(counters), 2), Int32)
+def load_pair(view: View, base: Int32, lane: Uint32) -> tuple:
+    """Counters of batch rows base + 2 * lane and the next, of which those beyond the last are nothing."""
+    found = cute.make_rmem_tensor((len(view.counters), 2), Int32)
     found.fill(0)
     for j in cutlass.range_constexpr(2):
         at = base + 2 * Int32(lane) + j
-        if at < counters[0].shape[0]:
-            for i, x in enumerate(counters):
-                found[i, j] = x[at]
-    return tuple(tuple(found[i, j] for i in range(len(counters))) for j in range(2))
+        if at < view.rows.shape[0]:
+            _, counts = load_counts(view, at)
+            for i, x in enumerate(counts):
+                found[i, j] = x
+    return tuple(tuple(found[i, j] for i in range(len(view.counters))) for j in range(2))
 
 
-def sizes_of(early: tuple, counters: tuple, base: Int32, lane: Uint32) -> tuple:
-    """Positions of an item of either sequence that ``load_counts`` looked at, 0 beyond the last."""
-    first, batch = base + 2 * Int32(lane), counters[0].shape[0]
+def sizes_of(early: tuple, view: View, base: Int32, lane: Uint32) -> tuple:
+    """Positions of an item of either batch row that ``load_pair`` looked at, 0 beyond the last."""
+    first, batch = base + 2 * Int32(lane), view.rows.shape[0]
     return tuple(work_item(*counts).positions * Int32(first + j < batch) for j, counts in enumerate(early))
 
 
 @cute.jit
-def begin(counters: tuple, early: tuple, blocks: Int32, cta: Int32, ctas: cute.FastDivmodDivisorV2, warp: Int32,
+def begin(view: View, early: tuple, blocks: Int32, cta: Int32, ctas: cute.FastDivmodDivisorV2, warp: Int32,
           warps: cutlass.Constexpr[int], lane: Uint32) -> Cursor:
-    """The cursor of a warp at its start; counters: n_sink, n_qk, n_qv, n_tok, int32 (sequences).
-
-    early: of ``load_counts``, of the first sequences.
-    """
-    one, two = sizes_of(early, counters, Int32(0), lane)
+    """The cursor of a warp at its start; early: of ``load_pair``, of the first sequences."""
+    one, two = sizes_of(early, view, Int32(0), lane)
     through = through_lane(one + two, lane)
     last = cute.arch.shuffle_sync(through, WARP - 1)
     total = last
-    for base in cutlass.range(PAIRS, counters[0].shape[0], PAIRS, unroll=1):
-        sizes = sizes_of(load_counts(counters, base, lane), counters, base, lane)
+    for base in cutlass.range(PAIRS, view.rows.shape[0], PAIRS, unroll=1):
+        sizes = sizes_of(load_pair(view, base, lane), view, base, lane)
         total = total + Int32(cute.arch.warp_redux_sync(sum(sizes), "add"))
     total = total * blocks
     cta_first, cta_count = share(total, ctas, cta)
@@ -117,7 +117,7 @@ def begin(counters: tuple, early: tuple, blocks: Int32, cta: Int32, ctas: cute.F
     first, base = first + cta_first, Int32(0)
     while (left > 0) & (last * blocks <= first):
         base = base + PAIRS
-        one, two = sizes_of(load_counts(counters, base, lane), counters, base, lane)
+        one, two = sizes_of(load_pair(view, base, lane), view, base, lane)
         through = last + through_lane(one + two, lane)
         last = cute.arch.shuffle_sync(through, WARP - 1)
     # of the lane that has the run's first sequence

@@ -21,17 +21,18 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.abi import DecodeKernel, Options, Results, View, load_counts
 from lowbit_attn.hopper.common.rows import Rows, grid_of
 from lowbit_attn.hopper.common.tuning import FEW_PAGES
 from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
-from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, rows_of, token_rows
+from lowbit_attn.hopper.warp.page_loop import Call, packed_pages, rows_of, token_rows
 
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
 
 
-class SplitsSm90:
-    """The kernel of one WarpConfig whose CTAs are splits; call it with the ABI's 23 arguments and a stream."""
+class SplitsSm90(DecodeKernel):
+    """The kernel of one WarpConfig whose CTAs are splits."""
 
     def __init__(self, cfg: WarpConfig):
         self.cfg = cfg
@@ -60,49 +61,37 @@ class SplitsSm90:
 
         return Smem
 
-    @cute.jit
-    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
-                 n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
-                 ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
-                 sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
-                 sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
-        splits, in_clusters = partials.shape[1], cluster.is_cluster(self.cfg, partials)
-        grid, ratio, row_blocks = grid_of(q, ring_k, splits, self.cfg.rows)
+    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, stream) -> None:
+        splits, in_clusters = results.partials.shape[1], cluster.is_cluster(self.cfg, results.partials)
+        grid, ratio, row_blocks = grid_of(q, view.ring_k, splits, self.cfg.rows)
         divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, splits))
-        # without a mixed segment n_qv equals n_qk
-        packed_v = n_qv if cutlass.const_expr(self.cfg.has_mixed) else None
-        self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
-                    sink_logits, softmax_scale_log2, *masks.cap_constants(softcap_log2), window, sink_window,
-                    page_stride, head_stride, table_b, table_h, *divisors).launch(
+        view = view if self.cfg.has_mixed else view._replace(n_qv=None)
+        limits = masks.Limits(*masks.cap_constants(options.softcap_log2), options.window, options.sink_window)
+        self.kernel(q, view, results, options.scale_log2, limits, *divisors).launch(
             grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=self.cfg.ctas_per_sm,
             preferred_smem_carveout=ALL_SMEM if self.cfg.ctas_per_sm > 1 else None,
             cooperative=(splits > 1) & ~in_clusters,  # a cluster waits for none but its own CTAs, which run at once
             cluster=(1, 1, cutlass.select_(in_clusters, splits, Int32(1))))
 
     @cute.kernel
-    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
-               n_qv: cute.Tensor | None, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
-               ring_k: cute.Tensor, ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
-               sink_logits: cute.Tensor, scale_log2: Float32, cap_growth: Float32, cap_span: Float32, window: Int32,
-               sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32,
+    def kernel(self, q: cute.Tensor, view: View, results: Results, scale_log2: Float32, limits: masks.Limits,
                ratio: cute.FastDivmodDivisorV2, row_blocks: cute.FastDivmodDivisorV2,
                splits: cute.FastDivmodDivisorV2):
         cfg = self.cfg
-        call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
-                    (sink_k, sink_v, ring_k, ring_v), table_b, table_h, ratio, row_blocks)
-        limits = masks.Limits(cap_growth, cap_span, window, sink_window)
+        call, partials = Call(q, view, ratio, row_blocks), results.partials
         me = unpack.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
         on_pace = pace.make(cfg, partials)
         base = pace.load_base(on_pace)
         apart = walk.pages_apart(partials.shape[1], cfg.page_warps)
-        ids, counts, words = load_inputs(cfg, call, rows, sink_logits, me,
-                                 walk.page_place(block[2], partials.shape[1], me.warp), apart)
-        work = walk.plan(*counts, rows.q_len, window if cfg.has_window else None, block[2], partials.shape[1], me.warp,
-                         cfg.warps, cfg.page_warps, splits)
-        pages = fetch.Pages(pool, table, first_entry(call, rows) + work.first_page, work.num_pages, page_stride,
-                           Int64(rows.head_idx) * Int64(head_stride), apart, Int32(ptx.EVICT_FIRST))
+        ids, place, counts, words = load_inputs(cfg, call, rows, results.sink_logits, me,
+                                                walk.page_place(block[2], partials.shape[1], me.warp), apart)
+        work = walk.plan(*counts, rows.q_len, limits.window if cfg.has_window else None, block[2], partials.shape[1],
+                         me.warp, cfg.warps, cfg.page_warps, splits)
+        first = view.first_entry(place.row, rows.head_idx) + work.first_page
+        pages = fetch.Pages(view.pool, view.table, first, work.num_pages, view.page_stride,
+                            Int64(rows.head_idx) * Int64(view.head_stride), apart, Int32(ptx.EVICT_FIRST))
         if cutlass.const_expr(cfg.has_window):
             ids = fetch.page_ids(pages, Int32(0), me.lane)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
@@ -123,12 +112,12 @@ class SplitsSm90:
 
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
-            plans.store(rows, work)
+            plans.store(rows, work, place)
         on_pace = on_pace._replace(words=smem.pace.data_ptr())
         if cute.arch.thread_idx()[0] == 0:
             on_pace.begin(base)
         own_lane = Int32(unpack.fresh(me).lane)  # the merge works with the other
-        outputs = combine.Outputs(partials, out, lse, sink_logits, combine.block_of(block), block[2])
+        outputs = combine.Outputs(*results, combine.block_of(block), block[2])
         inbox = None
         if cutlass.const_expr(cfg.has_clusters):
             inbox = cluster.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * cfg.warp_barriers)
@@ -152,37 +141,43 @@ class SplitsSm90:
         if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.has_mixed):
             me = unpack.fresh(me)
         cute.arch.sync_warp()
-        rows, work = plans.load(rows)
-        source, takers = token_rows(cfg, call, rows), cfg.warps * partials.shape[1]
+        rows, work, place = plans.load(rows)
+        source, takers = token_rows(cfg, call, place.ring_row, rows.head_idx), cfg.warps * partials.shape[1]
         if cutlass.const_expr(cfg.has_mixed):
-            pages = pages._replace(first=first_entry(call, rows) + work.mixed_page)
+            pages = pages._replace(first=view.first_entry(place.row, rows.head_idx) + work.mixed_page)
             mixed.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), takers)
         residual.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, takers)
-        merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(
-            partials, out, lse, sink_logits, combine.block_of(block), block[2]))
+        merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(*results, combine.block_of(block), block[2]))
 
 
 def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:
     """L2's policy for this CTA's pages, as if all sequences were as long as its own."""
     blocks, batch, _ = cute.arch.grid_dim()
-    return fetch.policy_of(cfg, (work.n_packed >> walk.PAGE_LOG2) * blocks * batch, call.row_blocks.divisor)
+    return fetch.policy_of(cfg, (work.ring_start >> walk.PAGE_LOG2) * blocks * batch, call.row_blocks.divisor)
 
 
 @cute.jit
 def load_inputs(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: unpack.Lane,
-        place: Int32, apart: Int32) -> tuple[Int32, tuple, cute.Tensor | None]:
-    """(page ids, counters, q words of the integer path). Page ids and pages are two reads in a row; all others go
-    beside them. With a window, pages depend on the counters, so there are no ids yet.
+                place: Int32, apart: Int32) -> tuple[Int32, walk.CacheRow, tuple, cute.Tensor | None]:
+    """(page ids, rows of the cache, counters, q words of the integer path). Page ids and pages are two reads in a row;
+    all others go beside them. With a window, pages depend on the counters, so there are no ids yet.
 
     place: which of the sequence's pages is the warp's first; apart: from there to its next.
     """
-    thread, entries = cute.arch.thread_idx()[0], call.table_h if call.table_h > 0 else call.table_b
-    ids, first = Int32(0), first_entry(call, rows)
+    view, thread = call.view, cute.arch.thread_idx()[0]
+    entries = view.table_h if view.table_h > 0 else view.table_b
+    ids, first = Int32(0), view.first_entry(rows.batch_idx, rows.head_idx)  # of most calls; see load_counts
     if cutlass.const_expr(not cfg.has_window):
-        ids = fetch.early_ids(call.table, first, entries, place, apart, me.lane)
+        ids = fetch.early_ids(view.table, first, entries, place, apart, me.lane)
         entries = entries * Int32(entries > WARP * apart)  # others are asked for later
     words = cfg.arithmetic.steps.prefetch_query(cfg, call.q, rows, me, thread)
-    fetch.prefetch(call.table, first, entries, thread)
+    fetch.prefetch(view.table, first, entries, thread)
     fetch.prefetch(sink_logits, rows.head_idx * rows.ratio * Int32(sink_logits.shape[0] > 1), 1, thread)
     unpack.fence()  # before the counters are waited for
-    return ids, tuple(x[rows.batch_idx] for x in call.counters), words
+    ring_row = view.ring_rows[rows.batch_idx]
+    row, counts = load_counts(view, rows.batch_idx)
+    if cutlass.const_expr(not cfg.has_window):
+        if row != rows.batch_idx:
+            pages = counts[2] >> walk.PAGE_LOG2
+            ids = fetch.early_ids(view.table, view.first_entry(row, rows.head_idx), pages, place, apart, me.lane)
+    return ids, walk.CacheRow(row, ring_row), counts, words

@@ -13,41 +13,31 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.abi import Options, Results, View, load_counts
 from lowbit_attn.hopper.common.rows import Rows, grid_of
 from lowbit_attn.hopper.schedule import fixup, items
 from lowbit_attn.hopper.schedule.splits import SplitsSm90
 from lowbit_attn.hopper.warp import fetch, masks, mixed, pace, query, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
-from lowbit_attn.hopper.warp.page_loop import Call, first_entry, packed_pages, rows_of, token_rows
+from lowbit_attn.hopper.warp.page_loop import Call, packed_pages, rows_of, token_rows
 
 
 class StreamSm90(SplitsSm90):
-    """The kernel of one WarpConfig; call it with the ABI's 23 arguments and a stream. One CTA a place of scratch."""
+    """The kernel of one WarpConfig. One CTA a place of scratch."""
 
-    @cute.jit
-    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
-                 n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
-                 ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
-                 sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
-                 sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
-        (blocks, _, _), ratio, row_blocks = grid_of(q, ring_k, 1, self.cfg.rows)
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, partials.shape[0]))
-        packed_v = n_qv if cutlass.const_expr(self.cfg.has_mixed) else None
-        self.kernel(q, pool, table, n_sink, n_qk, packed_v, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
-                    sink_logits, softmax_scale_log2, page_stride, head_stride, table_b, table_h, blocks,
-                    *divisors).launch(grid=(partials.shape[0], 1, 1), block=(self.cfg.threads, 1, 1), stream=stream,
-                                      min_blocks_per_mp=1, cooperative=True)
+    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, stream) -> None:
+        (blocks, _, _), ratio, row_blocks = grid_of(q, view.ring_k, 1, self.cfg.rows)
+        places = results.partials.shape[0]
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, places))
+        view = view if self.cfg.has_mixed else view._replace(n_qv=None)
+        self.kernel(q, view, results, options.scale_log2, blocks, *divisors).launch(
+            grid=(places, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, cooperative=True)
 
     @cute.kernel
-    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
-               n_qv: cute.Tensor | None, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor,
-               ring_k: cute.Tensor, ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
-               sink_logits: cute.Tensor, scale_log2: Float32, page_stride: Int32, head_stride: Int32, table_b: Int32,
-               table_h: Int32, blocks: Int32, ratio: cute.FastDivmodDivisorV2, row_blocks: cute.FastDivmodDivisorV2,
-               parts: cute.FastDivmodDivisorV2):
+    def kernel(self, q: cute.Tensor, view: View, results: Results, scale_log2: Float32, blocks: Int32,
+               ratio: cute.FastDivmodDivisorV2, row_blocks: cute.FastDivmodDivisorV2, parts: cute.FastDivmodDivisorV2):
         cfg = self.cfg
-        call = Call(q, table, (n_sink, n_qk, n_qk if cutlass.const_expr(n_qv is None) else n_qv, n_tok),
-                    (sink_k, sink_v, ring_k, ring_v), table_b, table_h, ratio, row_blocks)
+        call, table = Call(q, view, ratio, row_blocks), view.table
         me = unpack.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         # each CTA a part of the page table and of q: they are small, and who needs what is not known yet
@@ -55,8 +45,8 @@ class StreamSm90(SplitsSm90):
             first = fetch.line_of(x) * cta
             fetch.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
         cute.arch.sync_warp()
-        early = items.load_counts(call.counters, Int32(0), me.lane)
-        on_pace = pace.make(cfg, partials)
+        early = items.load_pair(view, Int32(0), me.lane)
+        on_pace = pace.make(cfg, results.partials)
         base = pace.load_base(on_pace)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
@@ -70,15 +60,15 @@ class StreamSm90(SplitsSm90):
             fetch.init(cfg, own.ring)
             own.runs.clear(me.warp)
         cute.arch.mbarrier_init_fence()
-        out_to = combine.Outputs(partials, out, lse, sink_logits, cta, Int32(0))
+        out_to = combine.Outputs(*results, cta, Int32(0))
         fixup.prefetch(cfg, out_to, ctas)
-        cursor = items.begin(call.counters, early, blocks, cta, parts, me.warp, cfg.warps, me.lane)
+        cursor = items.begin(view, early, blocks, cta, parts, me.warp, cfg.warps, me.lane)
         with cute.arch.elect_one():
             own.runs.store_cursor(me.warp, cursor)
         if cute.arch.thread_idx()[0] == 0:
             own.pace.begin(base)
         cute.arch.sync_threads()
-        common = Common(pool, page_stride, head_stride, blocks, parts, scale_log2)
+        common = Common(blocks, parts, scale_log2)
         left, slot, phase = cursor.left, Int32(0), Int32(0)
         while left > 0:
             now = unpack.fresh(me)  # for every item
@@ -99,11 +89,8 @@ class Own(NamedTuple):
 
 
 class Common(NamedTuple):
-    """Where packed pages are, and what else all items have in common."""
+    """What all items have in common."""
 
-    pool: cute.Tensor
-    page_stride: Int32
-    head_stride: Int32
     blocks: Int32  # of query rows, of all KV heads
     parts: cute.FastDivmodDivisorV2  # CTAs
     scale_log2: Float32
@@ -114,18 +101,20 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
            out: combine.Outputs, slot: Int32, phase: Int32) -> tuple[Int32, Int32, Int32]:
     """The item at which the warp's cursor is; (positions left, slot and phase of the ring)."""
     cursor = own.runs.cursor(me.warp)
-    counts = tuple(x[cursor.batch_idx] for x in call.counters)
+    view = call.view
+    ring_row = view.ring_rows[cursor.batch_idx]
+    row, counts = load_counts(view, cursor.batch_idx)
     rows = rows_of(cfg, call, (cursor.block, cursor.batch_idx))
     count = cutlass.min(cursor.left, items.work_item(*counts).positions - cursor.first)
     work = items.walk_of(*counts, cursor.first, count)
-    pages = fetch.Pages(common.pool, call.table, first_entry(call, rows) + work.first_page, work.num_pages,
-                       common.page_stride, Int64(rows.head_idx) * Int64(common.head_stride), 1,
-                       fetch.policy_of(cfg, cursor.total, call.row_blocks.divisor))
+    pages = fetch.Pages(view.pool, view.table, view.first_entry(row, rows.head_idx) + work.first_page, work.num_pages,
+                        view.page_stride, Int64(rows.head_idx) * Int64(view.head_stride), 1,
+                        fetch.policy_of(cfg, cursor.total, call.row_blocks.divisor))
     ids = fetch.page_ids(pages, Int32(0), me.lane)
     fetch.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
     words = query.load(cfg, call.q, rows, me)
     with cute.arch.elect_one():
-        own.plans.store(rows, work)
+        own.plans.store(rows, work, walk.CacheRow(row, ring_row))
     state = softmax.make_state(cfg)
     queries = cfg.arithmetic.steps.prepare_own_query(cfg, words, common.scale_log2, me, own.query, own.channels)
     cute.arch.sync_warp()
@@ -137,11 +126,11 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
 
     me = unpack.fresh(me)
     cute.arch.sync_warp()
-    rows, work = own.plans.load(rows)
+    rows, work, place = own.plans.load(rows)
     cursor = own.runs.cursor(me.warp)
-    source = token_rows(cfg, call, rows)
+    source = token_rows(cfg, call, place.ring_row, rows.head_idx)
     if cutlass.const_expr(cfg.has_mixed):
-        pages = pages._replace(first=first_entry(call, rows) + work.mixed_page)
+        pages = pages._replace(first=view.first_entry(place.row, rows.head_idx) + work.mixed_page)
         cursor = cursor._replace(unit_phase=mixed.run(cfg, pages, work, source, own.ring, me, queries, rows, state,
                                                         limits, cursor.unit_phase, 1))
     residual.run(cfg, work, source, own.ring, me, call.q, rows, state, common.scale_log2, limits, 1)
@@ -155,7 +144,8 @@ def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
 
     num_pages: of the item's positions in the run, those that the warp has counted.
     """
-    size = items.work_item(*(x[rows.batch_idx] for x in call.counters)).positions
+    _, counts = load_counts(call.view, rows.batch_idx)
+    size = items.work_item(*counts).positions
     count = cutlass.min(cursor.left, size - cursor.first)
     is_head, goes_on = cursor.first > 0, cursor.first + count < size
     part = 2 * me.warp + Int32(cursor.first == 0)

@@ -29,6 +29,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common import rows as query_rows
+from lowbit_attn.hopper.common.abi import DecodeKernel, Options, Results, View, load_counts
 from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.tile import columns, dequant, load, mma, walk
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, SMEM_ALIGN, TILE_N, DecodeConfig
@@ -43,8 +44,8 @@ def tile_layout(rows: int, cols: int, stages: int, element=Float16):
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
 
-class DecodeSm90:
-    """The tile-path kernel of one DecodeConfig; call it with the ABI's 23 arguments and a stream."""
+class DecodeSm90(DecodeKernel):
+    """The tile-path kernel of one DecodeConfig."""
 
     def __init__(self, cfg: DecodeConfig):
         self.cfg = cfg
@@ -76,50 +77,39 @@ class DecodeSm90:
 
         return Smem
 
-    @cute.jit
-    def __call__(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
-                 n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
-                 ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
-                 sink_logits: cute.Tensor, softmax_scale_log2: Float32, softcap_log2: Float32, window: Int32,
-                 sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
-        splits = partials.shape[1]
-        grid, ratio, row_blocks = query_rows.grid_of(q, ring_k, splits, self.cfg.rows)
-        self.kernel(q, pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, partials, out, lse,
-                    sink_logits, softmax_scale_log2, softcap_log2, window, sink_window, page_stride, head_stride,
-                    table_b, table_h, ratio, row_blocks).launch(
+    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, stream) -> None:
+        splits = results.partials.shape[1]
+        grid, ratio, row_blocks = query_rows.grid_of(q, view.ring_k, splits, self.cfg.rows)
+        self.kernel(q, view, results, options, ratio, row_blocks).launch(
             grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
             cooperative=splits > 1)
 
     @cute.kernel
-    def kernel(self, q: cute.Tensor, pool: cute.Tensor, table: cute.Tensor, n_sink: cute.Tensor, n_qk: cute.Tensor,
-               n_qv: cute.Tensor, n_tok: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
-               ring_v: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
-               sink_logits: cute.Tensor, scale_log2: Float32, softcap_log2: Float32, window: Int32,
-               sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32,
-               ratio: Int32, row_blocks: Int32):
+    def kernel(self, q: cute.Tensor, view: View, results: Results, options: Options, ratio: Int32, row_blocks: Int32):
         cfg = self.cfg
         block = cute.arch.block_idx()
         rows = query_rows.block_rows(block, row_blocks, ratio, q.shape[1], cfg.rows)
-        batch_idx, head_idx, split_idx = rows.batch_idx, rows.head_idx, block[2]
+        head_idx, split_idx, num_splits = rows.head_idx, block[2], results.partials.shape[1]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_idx // GROUP_WARPS
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         k_packed, v_packed, k_tiles, v_tiles = self.make_rings(smem, warp_idx)
+        row, counts = load_counts(view, rows.batch_idx)
+        n_sink, _, _, n_tok, _ = counts
         hidden = Int32(0)
         if cutlass.const_expr("window" in cfg.features):
-            hidden = walk.hidden_pages(n_sink[batch_idx], n_tok[batch_idx], rows.q_len, window)
-        k_walk, v_walk = walk.plan(n_sink[batch_idx], n_qk[batch_idx], n_qv[batch_idx], n_tok[batch_idx], hidden,
-                                   split_idx, partials.shape[1])
-        table_start = batch_idx * table_b + head_idx * table_h
-        place = (batch_idx, head_idx, table_start, page_stride, head_stride)
+            hidden = walk.hidden_pages(n_sink, n_tok, rows.q_len, options.window)
+        k_walk, v_walk = walk.plan(*counts, hidden, split_idx, num_splits)
+        place = (view.ring_rows[rows.batch_idx], head_idx, view.first_entry(row, head_idx), view.page_stride,
+                 view.head_stride)
         if group == 0:
             cute.arch.setmaxregister_decrease(cfg.load_regs)
             if warp_idx == cfg.load_k_warp:
-                load.run(cfg, cfg.k, load.Source(pool, table, sink_k, ring_k, *place), k_walk, k_packed,
-                         smem.k_packed.data_ptr())
+                source = load.Source(view.pool, view.table, view.sink_k, view.ring_k, *place)
+                load.run(cfg, cfg.k, source, k_walk, k_packed, smem.k_packed.data_ptr())
             if warp_idx == cfg.load_v_warp:
-                load.run(cfg, cfg.v, load.Source(pool, table, sink_v, ring_v, *place), v_walk, v_packed,
-                         smem.v_packed.data_ptr())
+                source = load.Source(view.pool, view.table, view.sink_v, view.ring_v, *place)
+                load.run(cfg, cfg.v, source, v_walk, v_packed, smem.v_packed.data_ptr())
         elif group < cfg.first_mma_group:
             cute.arch.setmaxregister_decrease(cfg.dequant_regs)
             pipes = (dequant.Pipe(k_walk, k_packed, smem.k_packed.data_ptr(), k_tiles, smem.k_tiles.data_ptr()),
@@ -135,9 +125,9 @@ class DecodeSm90:
             cute.arch.setmaxregister_increase(cfg.mma_regs)
             attend = columns.run if cfg.in_columns else mma.run
             attend(cfg, group - cfg.first_mma_group, k_walk, rows,
-                   Visible(n_tok[batch_idx] - rows.q_len, window, sink_window), LogitScale(scale_log2, softcap_log2), q,
-                   self.tiles(smem), k_tiles, v_tiles,
-                   combine.Outputs(partials, out, lse, sink_logits, combine.block_of(block), split_idx))
+                   Visible(n_tok - rows.q_len, options.window, options.sink_window),
+                   LogitScale(options.scale_log2, options.softcap_log2), q, self.tiles(smem), k_tiles, v_tiles,
+                   combine.Outputs(*results, combine.block_of(block), split_idx))
 
     def tiles(self, smem) -> mma.Tiles:
         """WGMMA's operands in shared memory."""

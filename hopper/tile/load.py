@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
+from lowbit_attn.hopper.common.abi import first_token
 from lowbit_attn.hopper.common.rows import clamp_unit
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import UNIT_TOKENS, UNITS, WARP, WORD, DecodeConfig, TileSide
@@ -21,9 +22,9 @@ class Source(NamedTuple):
 
     pool: cute.Tensor  # (units, 32) uint32
     table: cute.Tensor  # (entries) int32
-    sink: cute.Tensor  # (b, h_k, sinks, d)
-    ring: cute.Tensor  # (b, h_k, ring, d)
-    batch_idx: Int32
+    sink: cute.Tensor  # (rows, h_k, sinks, d)
+    ring: cute.Tensor  # (rows, h_k, ring, d)
+    ring_row: Int32  # of sink and ring
     head_idx: Int32
     table_start: Int32
     page_stride: Int32
@@ -77,17 +78,16 @@ def load_token_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexp
     stages = cute.make_tensor(packed_smem, cute.make_layout(
         (words, UNIT_TOKENS, cfg.packed_stages), stride=(1, cfg.row_pitch // WORD, cfg.stage_bytes(side) // WORD)))
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32)
-    sink_row = (src.batch_idx * src.sink.shape[1] + src.head_idx) * src.sink.shape[2]
-    ring_row = (src.batch_idx * src.ring.shape[1] + src.head_idx) * src.ring.shape[2]
+    sink, ring = (first_token(x, src.ring_row, src.head_idx) for x in (src.sink, src.ring))
     for u in cutlass.range(UNITS, unroll=1):
         live = clamp_unit(tile.live - u * UNIT_TOKENS, UNIT_TOKENS)
         start = tile.start + u * UNIT_TOKENS
         # The ring holds whole blocks of 64 tokens, so 32 aligned tokens never wrap around.
-        base = src.ring.iterator.toint()
-        row = ring_row + (walk.n_packed + start) % src.ring.shape[2]
+        base = ring
+        row = (walk.ring_start + start) % src.ring.shape[2]
         if tile.is_sink == 1:
-            base = src.sink.iterator.toint()
-            row = sink_row + start
+            base = sink
+            row = start
         rings.wait_empty(packed, fill + Uint32(u))
         with cute.arch.elect_one():
             rings.expect(packed, fill + Uint32(u), live * cfg.row_bytes)

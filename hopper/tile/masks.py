@@ -90,7 +90,7 @@ def mask_token_tile(cfg: cutlass.Constexpr[DecodeConfig], acc_s: cute.Tensor, wa
                     visible: Visible, me: MmaThread, i: Int32):
     """Masks tokens that do not exist, that come after a row's query, or lie left of its window."""
     tile = token_tile_of(walk, i - walk.num_pages)
-    start = tile.start + (1 - tile.is_sink) * (walk.packed_start + walk.n_packed)
+    start = tile.start + (1 - tile.is_sink) * (walk.packed_start + walk.ring_start)
     window = tile.is_sink * visible.sink_window + (1 - tile.is_sink) * visible.window
     for line in lines(cfg, me):
         end = end_of(rows, visible, line.row, start)

@@ -24,7 +24,7 @@ class TileWalk(NamedTuple):
     token_tiles: Int32  # 16-bit tiles, all kinds
     n_sink: Int32
     n_residual: Int32
-    n_packed: Int32  # tokens of K in pages
+    ring_start: Int32  # number of the residual's first token among those that are no sinks
     packed_start: Int32  # position of packed token 0
 
 
@@ -39,10 +39,11 @@ class TokenTile(NamedTuple):
     is_sink: Int32
 
 
-def plan(n_sink, n_qk, n_qv, n_tok, hidden_pages, split_idx, num_splits) -> tuple[TileWalk, TileWalk]:
+def plan(n_sink, n_qk, n_qv, n_tok, ring_start, hidden_pages, split_idx, num_splits) -> tuple[TileWalk, TileWalk]:
     """K's and V's walk of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
-    n_qk, n_qv: packed tokens of K and of V, n_qv <= n_qk; hidden_pages: the first pages, which no query sees.
+    n_qk, n_qv: packed tokens of K and of V, n_qv <= n_qk; ring_start: those that left the ring; hidden_pages: the first
+    pages, which no query sees.
     """
     pages = n_qv // TILE_N
     hidden = at_most(hidden_pages, pages)
@@ -52,12 +53,12 @@ def plan(n_sink, n_qk, n_qv, n_tok, hidden_pages, split_idx, num_splits) -> tupl
     count = seen * (split_idx + 1) // num_splits - first
     is_last = Int32(split_idx == num_splits - 1)
     mixed = is_last * (n_qk // TILE_N - pages - hidden_mixed)
-    n_residual = is_last * (n_tok - n_sink - n_qk)
+    n_residual = is_last * (n_tok - n_sink - ring_start)
     sink_tiles = is_last * tiles_of(n_sink)
     tiles = sink_tiles + tiles_of(n_residual)
     # where pages of the mixed segment are hidden, all before them are, so that K's pages are one run
     first = first + hidden + hidden_mixed
-    common = (is_last * n_sink, n_residual, n_qk, n_sink)
+    common = (is_last * n_sink, n_residual, ring_start, n_sink)
     return (TileWalk(first, count + mixed, Int32(0), sink_tiles, tiles, *common),
             TileWalk(first, count, mixed, sink_tiles, tiles + mixed, *common))
 

@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
+from lowbit_attn.hopper.common.abi import View, first_token
 from lowbit_attn.hopper.common.rows import Rows, block_rows
 from lowbit_attn.hopper.warp import fetch, masks, pace, query, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import WarpConfig
@@ -15,11 +16,7 @@ class Call(NamedTuple):
     """What says where a CTA's rows, pages and 16-bit tokens are."""
 
     q: cute.Tensor
-    table: cute.Tensor
-    counters: tuple  # n_sink, n_qk, n_qv, n_tok
-    tokens: tuple  # sink_k, sink_v, ring_k, ring_v
-    table_b: Int32
-    table_h: Int32
+    view: View
     ratio: cute.FastDivmodDivisorV2  # query heads of a KV head
     row_blocks: cute.FastDivmodDivisorV2  # of a KV head
 
@@ -28,16 +25,10 @@ def rows_of(cfg: WarpConfig, call: Call, block: tuple) -> Rows:
     return block_rows(block, call.row_blocks, call.ratio.divisor, call.q.shape[1], cfg.rows, call.ratio)
 
 
-def first_entry(call: Call, rows: Rows) -> Int32:
-    """Entry of the table with the sequence's and head's page 0."""
-    return rows.batch_idx * call.table_b + rows.head_idx * call.table_h
-
-
-def token_rows(cfg: WarpConfig, call: Call, rows: Rows) -> residual.TokenRows:
-    def start(x):
-        return x.iterator.toint() + Int64((rows.batch_idx * x.shape[1] + rows.head_idx) * x.shape[2]) * cfg.row_bytes
-
-    return residual.TokenRows(*map(start, call.tokens), *(x.shape[2] for x in call.tokens[2:]))
+def token_rows(cfg: WarpConfig, call: Call, ring_row: Int32, head_idx: Int32) -> residual.TokenRows:
+    view = call.view
+    starts = (first_token(x, ring_row, head_idx) for x in (view.sink_k, view.sink_v, view.ring_k, view.ring_v))
+    return residual.TokenRows(*starts, view.ring_k.shape[2], view.ring_v.shape[2])
 
 
 @cute.jit

@@ -41,7 +41,7 @@ def load_unit(cfg: cutlass.Constexpr[WarpConfig], tokens: TokenRows, walk: Walk,
     sides = ((tokens.sink_k, tokens.ring_k, tokens.slots_k), (tokens.sink_v, tokens.ring_v, tokens.slots_v))
     cute.arch.sync_warp()  # all lanes have read what lies there
     for side, (sink, residual, slots) in enumerate(sides):
-        source = residual + Int64((walk.n_packed + unit.start) % slots) * cfg.row_bytes
+        source = residual + Int64((walk.ring_start + unit.start) % slots) * cfg.row_bytes
         if unit.is_sink == 1:
             source = sink + Int64(unit.start) * cfg.row_bytes
         copy_rows(cfg, ring, me, source, side * UNIT_TOKENS, unit.live)

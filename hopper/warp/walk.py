@@ -31,7 +31,7 @@ class Walk(NamedTuple):
     sink_units: Int32
     n_sink: Int32
     n_residual: Int32
-    n_packed: Int32  # tokens of K in pages
+    ring_start: Int32  # number of the residual's first token among those that are no sinks
     first_seen: Int32  # query j sees tokens after the sinks from number first_seen + j on; may be negative
 
 
@@ -44,27 +44,37 @@ class Unit(NamedTuple):
     reach: Int32  # query j sees none from number reach + j of the unit on; may be negative
 
 
+class CacheRow(NamedTuple):
+    """Which rows of the cache's memory a warp reads, Int32."""
+
+    row: Int32  # of counters and table
+    ring_row: Int32  # of sinks and rings
+
+
 class Plans(NamedTuple):
     """Where each warp keeps its rows and its walk while it is at its pages: in registers they would be spilled.
 
-    ``PLAN_WORDS`` words of shared memory a warp: batch_idx, head_idx, first and count of its rows, then the walk.
+    ``PLAN_WORDS`` words of shared memory a warp: batch_idx, head_idx, first and count of its rows, the walk, and which
+    rows of the cache it reads.
     """
 
     words: cute.Tensor  # int32 (PLAN_WORDS), of this warp
 
-    def store(self, rows: Rows, walk: Walk) -> None:
-        """Write rows and walk; one lane does it."""
+    def store(self, rows: Rows, walk: Walk, place: CacheRow) -> None:
+        """Write rows, walk and place; one lane does it."""
         own = cute.make_rmem_tensor(PLAN_WORDS, Int32)
-        for i, value in enumerate((*rows[:4], *walk)):
+        own.fill(0)
+        for i, value in enumerate((*rows[:4], *walk, *place)):
             own[i] = Int32(value)
         cute.autovec_copy(own, self.words)
 
-    def load(self, rows: Rows) -> tuple[Rows, Walk]:
+    def load(self, rows: Rows) -> tuple[Rows, Walk, CacheRow]:
         """What ``store`` wrote; the rest of the rows is the call's."""
         own = cute.make_rmem_tensor(PLAN_WORDS, Int32)
         cute.autovec_copy(self.words, own)
         values = [own[i] for i in range(PLAN_WORDS)]
-        return Rows(*values[:4], *rows[4:]), Walk(*values[4:])
+        end = 4 + len(Walk._fields)
+        return Rows(*values[:4], *rows[4:]), Walk(*values[4:end]), CacheRow(*values[end : end + 2])
 
 
 def plans(place: cute.Pointer, warp_idx: Int32, warps: int) -> Plans:
@@ -72,15 +82,15 @@ def plans(place: cute.Pointer, warp_idx: Int32, warps: int) -> Plans:
     return Plans(cute.make_tensor(place, cute.make_layout((PLAN_WORDS, warps)))[None, warp_idx])
 
 
-def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_idx, warps: int, page_warps: int,
-         divisor=None) -> Walk:
+def plan(n_sink, n_qk, n_qv, n_tok, ring_start, q_len, window, split_idx, num_splits, warp_idx, warps: int,
+         page_warps: int, divisor=None) -> Walk:
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
-    n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk. window: tokens that a query sees, itself
-    included, or None; pages that the first query does not reach are left out, and the splits share the rest. Pages are
-    dealt one by one, to the first warps of all splits, then to their second warps, ...: which page a warp has first
-    does not depend on the length. page_warps: the first warps of a split, which take the packed pages. divisor:
-    num_splits in a form that is divided by faster.
+    n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk; ring_start: tokens that left the ring.
+    window: tokens that a query sees, itself included, or None; pages that the first query does not reach are left out,
+    and the splits share the rest. Pages are dealt one by one, to the first warps of all splits, then to their second
+    warps, ...: which page a warp has first does not depend on the length. page_warps: the first warps of a split, which
+    take the packed pages. divisor: num_splits in a form that is divided by faster.
     """
     divisor = num_splits if divisor is None else divisor
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
@@ -90,7 +100,7 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
         hidden = at_most(first_seen * Int32(first_seen > 0) >> PAGE_LOG2, packed_k)
         start = at_most(hidden, packed_v)
         mixed_start = packed_v + hidden - start
-    num_mixed, n_residual = (packed_k - mixed_start) * MIXED_UNITS, n_tok - n_sink - n_qk
+    num_mixed, n_residual = (packed_k - mixed_start) * MIXED_UNITS, n_tok - n_sink - ring_start
     sink_units, residual_units = units_of(n_sink), units_of(n_residual)
     takers = warps * num_splits
     first_mixed = (warps - 1 - warp_idx) * num_splits + split_idx
@@ -101,7 +111,7 @@ def plan(n_sink, n_qk, n_qv, n_tok, q_len, window, split_idx, num_splits, warp_i
     if page_warps < warps:
         own = own * Int32(warp_idx < page_warps)
     return Walk(start + place, own, mixed_start, first_mixed, num_mixed,
-                first_unit, sink_units + residual_units, sink_units, n_sink, n_residual, n_qk, first_seen)
+                first_unit, sink_units + residual_units, sink_units, n_sink, n_residual, ring_start, first_seen)
 
 
 def page_place(split_idx, num_splits, warp_idx):
@@ -123,5 +133,5 @@ def unit(walk: Walk, i, q_len) -> Unit:
     is_sink = Int32(i < walk.sink_units)
     start = (i - (1 - is_sink) * walk.sink_units) * UNIT_TOKENS
     left = is_sink * walk.n_sink + (1 - is_sink) * walk.n_residual - start
-    behind = is_sink * (walk.n_packed + walk.n_residual)  # tokens between this segment's end and the sequence's
+    behind = is_sink * (walk.ring_start + walk.n_residual)  # tokens between this segment's end and the sequence's
     return Unit(start, at_most(left, UNIT_TOKENS), is_sink, behind + left - q_len + 1)

@@ -3,6 +3,7 @@
 Shapes: batch, q_len, num_heads (query heads), num_heads_kv, head_dim, seqlen (tokens in the cache).
 """
 
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
@@ -19,16 +20,20 @@ class LayoutMismatchError(ValueError):
     """The cache was packed in another order than this version reads."""
 
 
-def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = None, softcap: float | None = None,
-           window: int | None = None, keep_sinks: bool = False, sink_logits: torch.Tensor | None = None,
-           out: torch.Tensor | None = None, lse: torch.Tensor | None = None, num_splits: int | None = None,
+def decode(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int] | None = None,
+           softmax_scale: float | None = None, softcap: float | None = None, window: int | None = None,
+           keep_sinks: bool = False, sink_logits: torch.Tensor | None = None, out: torch.Tensor | None = None,
+           lse: torch.Tensor | None = None, num_splits: int | None = None,
            path: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of new queries over a low-bit cache that already holds their tokens.
 
     Args:
-        q: [batch, q_len, num_heads, head_dim] in the cache's dtype (or fp32 on the CPU); row b attends to
-            row b of the cache, and query j to positions <= seqlen - q_len + j.
+        q: [batch, q_len, num_heads, head_dim] in the cache's dtype (or fp32 on the CPU); q[b] attends to
+            row rows[b] of the cache, and query j to positions <= seqlen - q_len + j.
         cache: KVCache with max_batch >= batch.
+        rows: distinct rows of the cache, in any order, a sequence of integers or an int32 tensor [batch] on its device
+            that may change under a captured call; default: 0 to batch - 1. What a tensor holds is not read by the
+            host: a row beyond max_batch - 1, or below 0, is one without tokens.
         softmax_scale: 2^-64 to 2^64; default head_dim ** -0.5.
         softcap: c, 2^-64 to 2^64: a scaled logit x becomes c tanh(x / c) (Gemma 2); default: no cap.
         window: each query sees the last ``window`` positions, its own included (sliding window); default: all.
@@ -47,50 +52,70 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
     """
     is_compiling = torch.compiler.is_compiling()
     if isinstance(q, torch.Tensor) and not is_compiling:
-        plan = dispatch.planned(q, cache, (softmax_scale, softcap, window, keep_sinks, num_splits, path))
+        plan = dispatch.planned(q, cache, (softmax_scale, softcap, window, keep_sinks, num_splits, path,
+                                           rows is not None))
         if plan is not None:
+            rows = None if rows is None else _rows(rows, q, cache)
             if plan.takes(q, out, lse, sink_logits):
-                return plan.launch(cache.rotate(q) if cache.rotate_keys else q, out, lse, sink_logits)
-            return _repeat(plan, q, cache, out, lse, sink_logits)
+                return plan.launch(cache.rotate(q) if cache.rotate_keys else q, out, lse, sink_logits, rows)
+            return _repeat(plan, q, cache, out, lse, sink_logits, rows)
     options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
     _check(q, cache, out, lse, num_splits, options)
+    rows = None if rows is None else _rows(rows, q, cache)
     if is_compiling:
-        return ops.traced_decode(q, cache, out, lse, options, num_splits, path)
+        return ops.traced_decode(q, cache, out, lse, options, num_splits, path, rows)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = q.new_empty(_lse_shape(q), dtype=torch.float32) if lse is None else lse
-    dispatch.decode(q, cache, out, lse, options, num_splits, path)
+    dispatch.decode(q, cache, out, lse, options, num_splits, path, rows)
     return out, lse
 
 
-def ready(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = None, softcap: float | None = None,
-          window: int | None = None, keep_sinks: bool = False, sink_logits: torch.Tensor | None = None,
-          num_splits: int | None = None, path: str | None = None, load: bool = True) -> None:
+def ready(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int] | None = None,
+          softmax_scale: float | None = None, softcap: float | None = None, window: int | None = None,
+          keep_sinks: bool = False, sink_logits: torch.Tensor | None = None, num_splits: int | None = None,
+          path: str | None = None, load: bool = True) -> None:
     """Raise what ``decode`` would raise of such a call, without running it: for steps that must not be done by half.
 
     Arguments are decode's; the values of q are not read. The kernel is picked, and with load=True loaded too (built at
     its first use) and kept for the call, so that decode after one ``append`` needs no other. Not for calls that are
     captured or compiled.
     """
-    asked = (softmax_scale, softcap, window, keep_sinks, num_splits, path)
+    asked = (softmax_scale, softcap, window, keep_sinks, num_splits, path, rows is not None)
     if isinstance(q, torch.Tensor) and dispatch.planned(q, cache, asked) is not None:
         _check_tensors(q, cache, None, None, sink_logits)
+        _rows(rows, q, cache)
         return
     options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
     _check(q, cache, None, None, num_splits, options)
-    dispatch.ready(q, cache, options, num_splits, path, load)
+    _rows(rows, q, cache)
+    dispatch.ready(q, cache, options, num_splits, path, rows is not None, load)
 
 
 def _lse_shape(q: torch.Tensor) -> tuple[int, int, int]:
     return q.shape[0], q.shape[2], q.shape[1]
 
 
-def _repeat(plan, q, cache: KVCache, out, lse, sink_logits) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(rows, q: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
+    """Rows of a call as int32 [batch] on the cache's device, or None; raises for what is none."""
+    batch = q.shape[0]
+    if isinstance(rows, torch.Tensor):
+        check_tensor("rows", rows, (batch,), (torch.int32,), cache.device)
+        return rows if rows.is_contiguous() else rows.contiguous()
+    if rows is None:
+        return None
+    named = cache.check_rows(rows, alive=False, name="rows")
+    if len(named) != batch:
+        raise ValueError(f"rows: got {len(named)} rows for a batch of {batch}, supported: one for each")
+    return cache.row_tensor(named)
+
+
+def _repeat(plan, q, cache: KVCache, out, lse, sink_logits, rows) -> tuple[torch.Tensor, torch.Tensor]:
     """A planned call whose tensors must be checked or copied; the rest was checked when the plan was made."""
     if q.device != plan.device:
         raise ValueError(f"q: got device {q.device}, supported: {plan.device}")
     if not q.is_contiguous() or out is not None or lse is not None or sink_logits is not None:
         _check_tensors(q, cache, out, lse, sink_logits)
-    return plan.run(cache.rotate(q) if cache.rotate_keys else q, out, lse, sink_logits)
+    return plan.run(cache.rotate(q) if cache.rotate_keys else q, out, lse, sink_logits, rows)
 
 
 def _check(q, cache: KVCache, out, lse, num_splits: int | None, options: reference.Attention) -> None:

@@ -22,7 +22,8 @@ from lowbit_attn.extend import Extension
 from lowbit_attn.journal import Journal
 from lowbit_attn.pages import FREED, PageExhaustedError
 from lowbit_attn.precision import full_precision
-from lowbit_attn.state import DTYPES, MAX_Q_LEN, STEP_STATE, CacheFaultError, CacheState, Counts, Strides
+from lowbit_attn.state import DTYPES, MAX_Q_LEN, CacheFaultError, CacheState, Counts
+from lowbit_attn.view import STEP_STATE, Strides
 
 __all__ = ["BACKENDS", "DTYPES", "MAX_Q_LEN", "Backend", "CacheFaultError", "KVCache", "PageExhaustedError", "Strides"]
 
@@ -281,15 +282,18 @@ class KVCache(CacheState):
         """All of one sequence as the cache holds it: K, V fp32 [num_heads_kv, seqlen, head_dim]."""
         self.settle("gather")
         seq = int(self.check_rows([integer("seq", seq)], alive=False)[0])
-        n_sink, n_qk, n_qv, n_tok = (int(count[seq]) for count in self.counts)
-        k, v = BACKENDS[self.device.type].read_pages(self, self.table[seq, : n_qk // layout.PAGE_TOKENS])
-        packed = (x.transpose(0, 1).flatten(1, 2) for x in (k, v))
+        return self.held(seq, seq)
+
+    def held(self, row: int, ring_row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``gather`` of a row of counters and table whose sinks and rings are row ``ring_row`` of theirs."""
+        n_sink, n_qk, n_qv, n_tok = (int(count[row]) for count in self.counts)
+        start = n_qk if self.ring_start is self.n_qk else int(self.ring_start[row])
+        k, v = BACKENDS[self.device.type].read_pages(self, self.table[row, : n_qk // layout.PAGE_TOKENS])
+        sides = ((k, n_qk, self.sink_k, self.ring_k), (v, n_qv, self.sink_v, self.ring_v))
         return tuple(
-            torch.cat((sink[seq, :, :n_sink].float(), pages[:, :n_q],
-                       ring[seq][:, self._slots(n_q, n_tok - n_sink, ring)].float()), 1)
-            for sink, pages, n_q, ring in zip((self.sink_k, self.sink_v), packed, (n_qk, n_qv),
-                                              (self.ring_k, self.ring_v))
-        )
+            torch.cat((sink[ring_row, :, :n_sink].float(), pages.transpose(0, 1).flatten(1, 2)[:, :n_q],
+                       ring[ring_row][:, self._slots(start + n_q - n_qk, n_tok - n_sink, ring)].float()), 1)
+            for pages, n_q, sink, ring in sides)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or queries [..., head_dim] in the cache's dtype, rotated (in fp32, rounded once) if it rotates keys."""

@@ -143,52 +143,56 @@ def _is_uneven(held: np.ndarray, blocks: int, splits: int, sms: int) -> bool:
     return longest >= UNEVEN * even and longest - even >= UNEVEN_PAGES
 
 
-def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) -> None:
-    """Run the chosen path into out and lse; raise NotImplementedError with the reasons if there is none."""
+def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path, rows=None) -> None:
+    """Run the chosen path into out and lse; raise NotImplementedError with the reasons if there is none.
+
+    rows: int32 [batch] on the cache's device; None: the cache's first ones.
+    """
     if cache.rotate_keys:
         q = cache.rotate(q)
     if _is_reference(cache, path):
         with torch.no_grad():
-            o, logsumexp = reference.decode(q, cache, options)
+            o, logsumexp = reference.decode(q, cache, options, rows)
             out.copy_(o)
             lse.copy_(logsumexp)
         return
-    key = _served(q, cache, options, num_splits, path)
-    _plan_decode(q, cache, options, num_splits, key, path).run(q, out, lse, options.sink_logits)
+    key = _served(q, cache, options, num_splits, path, rows is not None)
+    plan = _plan_decode(q, cache, options, num_splits, key, path, rows is not None)
+    plan.run(q, out, lse, options.sink_logits, rows)
 
 
-def ready(q, cache: KVCache, options: Attention, num_splits, path, load: bool) -> None:
+def ready(q, cache: KVCache, options: Attention, num_splits, path, has_rows: bool, load: bool) -> None:
     """Pick the kernel of a decode call, or raise NotImplementedError with the reasons; load: make its plan too, which
     loads or builds the kernel."""
     if _is_reference(cache, path):
         return
     if cache.rotate_keys:
         q = cache.rotate(q)
-    key = _served(q, cache, options, num_splits, path)
+    key = _served(q, cache, options, num_splits, path, has_rows)
     if load:
-        _plan_decode(q, cache, options, num_splits, key, path)
+        _plan_decode(q, cache, options, num_splits, key, path, has_rows)
 
 
 def _is_reference(cache: KVCache, path: str | None) -> bool:
     return path == "reference" or (path is None and cache.device.type == "cpu")
 
 
-def _served(q, cache: KVCache, options: Attention, num_splits, path) -> KernelKey:
+def _served(q, cache: KVCache, options: Attention, num_splits, path, has_rows: bool) -> KernelKey:
     """The kernel that serves a call; NotImplementedError with the reasons if there is none."""
     if not _has_kernels(cache.device):
         raise NotImplementedError("; ".join(why_not(cache, q.shape[2], q.shape[1], path)))
     features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
-    key, reasons = kernel_of(q, cache, path, features, num_splits)
+    key, reasons = kernel_of(q, cache, path, features, num_splits, has_rows)
     if key is None:
         raise NotImplementedError("; ".join(reasons))
     return key
 
 
 def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (),
-              num_splits: int | None = None) -> tuple[KernelKey | None, list[str]]:
+              num_splits: int | None = None, has_rows: bool = False) -> tuple[KernelKey | None, list[str]]:
     """(the kernel that serves a call on the cache's device, []), or (None, reasons). A call that names its splits gets
-    CTAs that are made of splits. Which CTAs others get follows the lengths that the host knows now; a captured call
-    keeps its kernel."""
+    CTAs that are made of splits. Which CTAs others get follows the lengths that the host knows now, but where the call
+    says which rows it reads; a captured call keeps its kernel."""
     compiled_for = _specialisation(cache)
     picked, reasons = _pick(compiled_for[0], cache, q.shape[2], q.shape[1], path, features)
     if picked is None:
@@ -197,17 +201,19 @@ def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (
                              sizes=os.environ.get("LOWBIT_ATTN_ARCH", "").partition("-")[2])
     if path is None and num_splits is None:
         key = for_shape(key, row_blocks(q, cache, key), cache.table.shape[1], running_ctas(cache.device, 1),
-                        cache.known_pages(q.shape[0]))
+                        None if has_rows else cache.known_pages(q.shape[0]))
     return key, []
 
 
-def _plan_decode(q, cache: KVCache, options: Attention, num_splits, key: KernelKey, path) -> DecodePlan:
+def _plan_decode(q, cache: KVCache, options: Attention, num_splits, key: KernelKey, path,
+                 has_rows: bool) -> DecodePlan:
     """Plan a call, which loads or builds its kernel, and keep the plan for calls like it."""
     plan = _make_plan(q, cache, options, num_splits, key)
     if path is None and num_splits is None and q.shape[0] > 1:
         plan.edits = cache.edits
     if not is_capturing(q.device):  # memory of a captured step belongs to its graph
-        asked = options.softmax_scale, options.softcap, options.window, options.keep_sinks, num_splits, path
+        asked = (options.softmax_scale, options.softcap, options.window, options.keep_sinks, num_splits, path,
+                 has_rows)
         plans_of(cache).keep(_call(q, asked), plan, cache)
     return plan
 
@@ -241,7 +247,7 @@ def row_blocks(q: torch.Tensor, cache: KVCache, key: KernelKey) -> int:
 def planned(q: torch.Tensor, cache: KVCache, options: tuple) -> DecodePlan | None:
     """The plan of an earlier call that differs from this one in values of tensors only, if there is one.
 
-    options: softmax_scale, softcap, window, keep_sinks, num_splits, path.
+    options: softmax_scale, softcap, window, keep_sinks, num_splits, path, whether the call says its rows.
     """
     plans = getattr(cache, "plans", None)
     plan = None if plans is None else plans.get(_call(q, options))

@@ -1,6 +1,6 @@
 """torch operators: decode and append as torch.compile, export and functional transforms see them.
 
-    lowbit_attn::decode(q, <state of a cache>, sink_logits, <plain values>) -> (o, lse)
+    lowbit_attn::decode(q, rows, ring_rows, <state of a cache>, sink_logits, <plain values>) -> (o, lse)
     lowbit_attn::decode_out(q, out!, lse!, ...)                             into the caller's buffers
     lowbit_attn::append(k, v, rows, <state of a cache>!, <plain values>)    a step of the cache, pages reserved ahead
 
@@ -20,11 +20,13 @@ from lowbit_attn.extend import Extension
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.journal import Journal
 from lowbit_attn.reference import Attention
-from lowbit_attn.state import STATE, STEP_STATE, Counts
+from lowbit_attn.state import Counts
+from lowbit_attn.view import ROW_FIELDS, STATE, STEP_STATE
 
 STEP_VALUES = ("query_weights", "range_search", "sinks", "window_k", "window_v")
 _READ_BY_STEPS = ("table", "limit")
-_STATE_SCHEMA = ", ".join(f"Tensor {name}" for name in STATE)
+READ = (*(field.name for field in ROW_FIELDS), *STATE)  # by decode
+_STATE_SCHEMA = ", ".join(f"Tensor {name}" for name in READ)
 _STEP_SCHEMA = ", ".join(f"Tensor{'' if name in _READ_BY_STEPS else f'({chr(97 + i)}!)'} {name}"
                          for i, name in enumerate(STEP_STATE))
 _VALUES_SCHEMA = ("str format, int[] strides, float? softmax_scale, float? softcap, int? window, bool keep_sinks, "
@@ -42,7 +44,9 @@ _LIBRARY.define(f"append(Tensor k, Tensor v, Tensor rows, {_STEP_SCHEMA}, str fo
 
 
 class HeldCache(KVCache):
-    """A cache for the length of one operator: made of its arguments, without a host's part."""
+    """A cache for the length of one operator: the view of it that the operator got, without a host's part."""
+
+    ring_start = rows = ring_rows = None  # of the view; those of a KVCache follow from its other state
 
     def __init__(self, format: str, strides: list[int], state: dict[str, torch.Tensor], **values):
         vars(self).update(state, **values)
@@ -54,8 +58,11 @@ class HeldCache(KVCache):
     def settle(self, call: str) -> None:
         """There is no copy of the counters to refresh: ``counts`` reads them."""
 
-    def check_rows(self, seqs, count: int | None = None, alive: bool = True) -> np.ndarray:
+    def check_rows(self, seqs, count: int | None = None, alive: bool = True, name: str = "seqs") -> np.ndarray:
         return np.asarray(seqs)
+
+    def batch_rows(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rows, self.ring_rows
 
     def known_pages(self, batch: int) -> None:
         """Only the device knows."""
@@ -67,11 +74,13 @@ class HeldCache(KVCache):
 
 
 def traced_decode(q: torch.Tensor, cache: KVCache, out: torch.Tensor | None, lse: torch.Tensor | None,
-                  options: Attention, num_splits: int | None, path: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+                  options: Attention, num_splits: int | None, path: str | None,
+                  rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """``lowbit_attn.decode`` after its checks, as operators. The cache's format must be one that FORMATS names."""
     if cache.unnamed:  # known to the cache: not every torch can trace a comparison of formats
         raise NotImplementedError("; ".join(cache.unnamed))
-    state = [getattr(cache, name) for name in STATE]
+    state = [*(cache.batch_rows(q.shape[0]) if rows is None else (rows, rows)),
+             *(getattr(cache, name) for name in STATE)]
     values = (options.sink_logits, cache.format.name, list(cache.strides), options.softmax_scale, options.softcap,
               options.window, options.keep_sinks, num_splits, path)
     rotated = cache.rotate(q) if cache.rotate_keys else q
@@ -89,10 +98,12 @@ def decode_with_counters(q: torch.Tensor, cache: KVCache, n_tok: torch.Tensor, *
     """``decode`` over the first n_tok int32 [batch] tokens of each row, packed ones among them."""
     batch = len(n_tok)
     state = {name: getattr(cache, name) for name in STATE}
+    state |= {name: state[name][:batch] for name in ("n_qk", "n_qv", "ring_start")}
     state |= {"n_tok": n_tok, "n_sink": torch.minimum(cache.n_sink[:batch], n_tok)}
     rotated = cache.rotate(q) if cache.rotate_keys else q
-    return torch.ops.lowbit_attn.decode(rotated, *state.values(), sink_logits, cache.format.name, list(cache.strides),
-                                        softmax_scale, softcap, None, False, None, path)
+    return torch.ops.lowbit_attn.decode(rotated, *cache.batch_rows(batch), *state.values(), sink_logits,
+                                        cache.format.name, list(cache.strides), softmax_scale, softcap, None, False,
+                                        None, path)
 
 
 def mark_static(cache: KVCache) -> None:
@@ -112,9 +123,9 @@ def _outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _decode_out(q, out, lse, *arguments) -> None:
-    state, sink_logits = arguments[: len(STATE)], arguments[len(STATE)]
-    format, strides, softmax_scale, softcap, window, keep_sinks, num_splits, path = arguments[len(STATE) + 1 :]
-    cache = HeldCache(format, strides, dict(zip(STATE, state)))
+    state, sink_logits = arguments[: len(READ)], arguments[len(READ)]
+    format, strides, softmax_scale, softcap, window, keep_sinks, num_splits, path = arguments[len(READ) + 1 :]
+    cache = HeldCache(format, strides, dict(zip(READ, state)))
     dispatch.decode(q, cache, out, lse, Attention(softmax_scale, softcap, window, keep_sinks, sink_logits), num_splits,
                     path)
 

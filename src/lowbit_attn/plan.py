@@ -14,7 +14,7 @@ import torch
 from lowbit_attn import loader
 from lowbit_attn.kernels import Scratch
 from lowbit_attn.scratch import no_sink_logit, partials, words
-from lowbit_attn.state import STATE, STEP_STATE
+from lowbit_attn.view import STATE, STEP_STATE
 
 # What a plan is made of: it serves a cache as long as these are the same objects. DecodePlan.serves lists them again.
 _made_of = attrgetter(*STATE, "strides", "format")
@@ -64,11 +64,9 @@ class DecodePlan:
         self.is_exact = q.dtype == cache.dtype
         self.is_cuda, self.index = q.device.type == "cuda", q.device.index
         self.decode, self.scratch, self.scalars = decode, scratch, scalars
-        state = (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v, cache.ring_k,
-                 cache.ring_v)
-        if batch < cache.max_batch:
-            state = [x[:batch] for x in state]
-        self.tensors = tuple(loader.argument(x) for x in (pool, cache.table.view(-1), *state))
+        self.rows = tuple(map(loader.argument, cache.batch_rows(batch)))
+        state = dict(zip(STATE, self.made_of)) | {"pool": pool, "table": cache.table.view(-1)}
+        self.tensors = tuple(map(loader.argument, state.values()))
         self.no_sink_logit = loader.argument(no_sink_logit(q.device))
         self.o = Buffer(self.shape, self.dtype, q.device)
         self.lse = Buffer((batch, num_heads, q_len), torch.float32, q.device)
@@ -79,11 +77,12 @@ class DecodePlan:
     def serves(self, cache) -> bool:
         """Whether the cache's state is still the memory that this plan reads, and its kernel the one to pick."""
         # written out: a third of the time of a loop
-        pool, table, n_sink, n_qk, n_qv, n_tok, sink_k, sink_v, ring_k, ring_v, strides, format = self.made_of
+        pool, table, n_sink, n_qk, n_qv, n_tok, start, sink_k, sink_v, ring_k, ring_v, strides, format = self.made_of
         return (cache.pool is pool and cache.table is table and cache.n_sink is n_sink and cache.n_qk is n_qk
-                and cache.n_qv is n_qv and cache.n_tok is n_tok and cache.sink_k is sink_k and cache.sink_v is sink_v
-                and cache.ring_k is ring_k and cache.ring_v is ring_v and cache.strides is strides
-                and cache.format is format and (self.edits is None or self.edits == cache.edits))
+                and cache.n_qv is n_qv and cache.n_tok is n_tok and cache.ring_start is start
+                and cache.sink_k is sink_k and cache.sink_v is sink_v and cache.ring_k is ring_k
+                and cache.ring_v is ring_v and cache.strides is strides and cache.format is format
+                and (self.edits is None or self.edits == cache.edits))
 
     def takes(self, q: torch.Tensor, out, lse, sink_logits) -> bool:
         """Whether ``launch`` takes a call's tensors as they are, which says that they are valid too."""
@@ -95,27 +94,29 @@ class DecodePlan:
                 and (sink_logits is None or self.sink_logits.is_like(sink_logits)))
 
     def run(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None,
-            sink_logits: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            sink_logits: torch.Tensor | None, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode on the current stream; returns (out, lse).
 
-        q: the plan's shape, rotated as the cache's keys are. out [batch, q_len, num_heads, head_dim] of q's dtype and
-        lse fp32 [batch, num_heads, q_len]: where results go, in any layout; None: new ones.
+        q: the plan's shape, rotated as the cache's keys are. rows: int32 [batch], contiguous; None: the cache's. out
+        [batch, q_len, num_heads, head_dim] of q's dtype and lse fp32 [batch, num_heads, q_len]: where results go, in
+        any layout; None: new ones.
         """
         o, logsumexp = self.launch(_aligned(q.detach().to(self.dtype)), out if self.o.is_like(out) else None,
                                    lse if self.lse.is_like(lse) else None,
-                                   None if sink_logits is None else _aligned(sink_logits.detach()))
+                                   None if sink_logits is None else _aligned(sink_logits.detach()), rows)
         return _result(o, out, self.q_dtype), _result(logsumexp, lse, torch.float32)
 
     def launch(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None,
-               sink_logits: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+               sink_logits: torch.Tensor | None, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """``run`` of tensors that the plan takes."""
         if self.is_cuda and torch._C._cuda_getDevice() != self.index:
             with torch.cuda.device(self.device):
-                return self.launch(q, out, lse, sink_logits)
+                return self.launch(q, out, lse, sink_logits, rows)
         before, after = self._around()
         o = self.o.new() if out is None else out
         logsumexp = self.lse.new() if lse is None else lse
-        self.decode(q, *before, o, logsumexp, self.no_sink_logit if sink_logits is None else sink_logits, *after)
+        read = self.rows if rows is None else (rows, rows)
+        self.decode(q, *read, *before, o, logsumexp, self.no_sink_logit if sink_logits is None else sink_logits, *after)
         return o, logsumexp
 
     def _around(self) -> tuple[tuple, tuple]:
@@ -150,8 +151,8 @@ class StepPlan:
     def __init__(self, cache, kernel: Callable, pool: torch.Tensor):
         self.made_of = _made_of_step(cache)
         self.kernel = kernel
-        tensors = (cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v, cache.table, pool.view(torch.uint32),
-                   pool.view(torch.uint16), *cache.counters(), cache.limit, cache.faults, cache.arrivals)
+        state = dict(zip(STEP_STATE, self.made_of)) | {"pool": pool.view(torch.uint32)}
+        tensors = (state.pop("pool"), pool.view(torch.uint16), *state.values())
         tensors += () if cache.query_weights is None else (cache.query_weights,)
         self.arguments = (*(loader.argument(x) for x in tensors), cache.sinks, cache.window_k, cache.window_v,
                           cache.strides.page, cache.strides.head)
@@ -162,7 +163,7 @@ class StepPlan:
 
     def run(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Launch on the current stream. k, v [batch, tokens, num_heads_kv, head_dim]; rows int32 [batch]."""
-        self.kernel(_aligned(k), _aligned(v), rows, *self.arguments)
+        self.kernel(_aligned(k), _aligned(v), rows, rows, *self.arguments)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -108,11 +108,17 @@ def merge_states(o, lse):
         return (torch.where(weight == 0, 0.0, o.float()) * weight).sum(0), merged
 
 
-def decode(q, cache, options: Attention = PLAIN):
-    """Decode attention over every sequence of a KVCache, by its dequantized values.
+def decode(q, cache, options: Attention = PLAIN, rows=None):
+    """Decode attention over sequences of a KVCache, by its dequantized values.
 
-    q: [batch, q_len, num_heads, head_dim], the last q_len tokens of rows 0..batch-1 of the cache, rotated as its keys.
-    Returns o fp32 of q's shape and lse fp32 [batch, num_heads, q_len].
+    q: [batch, q_len, num_heads, head_dim], rotated as the cache's keys; q[b] are the last q_len tokens of row rows[b]
+    (int32 [batch]), by default of row b. Returns o fp32 of q's shape and lse fp32 [batch, num_heads, q_len]; a row that
+    the cache does not have holds no tokens.
     """
-    rows = [attention(q[b], *cache.gather(b), options, int(cache.n_sink[b])) for b in range(q.shape[0])]
-    return torch.stack([o for o, _ in rows]), torch.stack([lse for _, lse in rows])
+    rows, ring_rows = cache.batch_rows(q.shape[0]) if rows is None else (rows, rows)
+    found = []
+    for b, (row, ring_row) in enumerate(zip(rows.tolist(), ring_rows.tolist())):
+        exists = 0 <= row < len(cache.n_tok)
+        k, v = cache.held(row, ring_row) if exists else 2 * (q.new_zeros((cache.num_heads_kv, 0, cache.head_dim)),)
+        found.append(attention(q[b], k, v, options, int(cache.n_sink[row]) if exists else 0))
+    return torch.stack([o for o, _ in found]), torch.stack([lse for _, lse in found])

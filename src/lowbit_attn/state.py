@@ -20,12 +20,10 @@ from lowbit_attn.formats import FORMATS, Format, Kind, unnamed
 from lowbit_attn.formats.rotation import hadamard
 from lowbit_attn.journal import Journal
 from lowbit_attn.pages import FREED, LIVE, UNUSED, PageBook
+from lowbit_attn.view import Strides
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_Q_LEN = 16
-# The public state that kernels take, by name: of decode, and of a step
-STATE = ("pool", "table", "n_sink", "n_qk", "n_qv", "n_tok", "sink_k", "sink_v", "ring_k", "ring_v")
-STEP_STATE = (*STATE, "limit", "faults", "arrivals")
 MAX_ENTRIES = (1 << 31) - 1  # of the table, and record units of the pool: kernels count them in int32
 MAX_TOKENS = 1 << 30  # of a sequence: windows of more see all
 RING_ALIGN = 64  # ring slots come in whole tiles of this many tokens, so that no tile wraps around
@@ -34,16 +32,6 @@ RING_ALIGN = 64  # ring slots come in whole tiles of this many tokens, so that n
 def is_capturing(device: torch.device) -> bool:
     """Whether work on this device is being recorded into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-class Strides(NamedTuple):
-    """Where records are, in units of RECORD_ALIGN bytes of the pool and in entries of the table: the record of page j
-    of (sequence b, KV head h) is at unit table[b * table_b + h * table_h + j] * page + h * head."""
-
-    page: int
-    head: int
-    table_b: int
-    table_h: int
 
 
 class CacheFaultError(RuntimeError):
@@ -193,6 +181,16 @@ class CacheState(Copies):
         return self.n_sink, self.n_qk, self.n_qv, self.n_tok
 
     @property
+    def ring_start(self) -> torch.Tensor:
+        """int32 [max_batch]: what left K's ring is in K's pages."""
+        return self.n_qk
+
+    def batch_rows(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the state and of sinks and rings that the rows of a batch read unless a call says others."""
+        rows = self.all_rows if batch == self.max_batch else self.all_rows[:batch]
+        return rows, rows
+
+    @property
     def counts(self) -> Counts:
         """The host's copy of the counters; on the CPU the counters themselves, wherever their memory is by now."""
         return Counts(*(x.numpy() for x in self.counters())) if self._counts is None else self._counts
@@ -249,7 +247,8 @@ class CacheState(Copies):
 
     # ---- rows
 
-    def check_rows(self, seqs: Sequence[int] | None, count: int | None = None, alive: bool = True) -> np.ndarray:
+    def check_rows(self, seqs: Sequence[int] | None, count: int | None = None, alive: bool = True,
+                   name: str = "seqs") -> np.ndarray:
         """Rows as an int array; TypeError unless they are integers, ValueError unless they are distinct rows, and none
         freed if they must be alive.
 
@@ -258,9 +257,9 @@ class CacheState(Copies):
         if seqs is None and (count is None or count <= self.max_batch):
             rows = np.arange(self.max_batch if count is None else count)
             return self._check_alive(rows) if alive else rows
-        named = list(range(count)) if seqs is None else integers("seqs", seqs)
+        named = list(range(count)) if seqs is None else integers(name, seqs)
         if named and (min(named) < 0 or max(named) >= self.max_batch or len(set(named)) != len(named)):
-            raise ValueError(f"seqs: got {named}, supported: distinct rows 0 to max_batch - 1 = "
+            raise ValueError(f"{name}: got {named}, supported: distinct rows 0 to max_batch - 1 = "
                              f"{self.max_batch - 1}")
         rows = np.array(named, dtype=np.int64)
         return self._check_alive(rows) if alive else rows
@@ -277,7 +276,7 @@ class CacheState(Copies):
         if key == tuple(range(len(key))):
             return self.all_rows if len(key) == self.max_batch else self.all_rows[: len(key)]
         if key not in self._row_tensors:
-            self._refuse_capture(f"append to rows {list(key)} for the first time")
+            self._refuse_capture(f"rows {list(key)} named for the first time")
             with torch.inference_mode(False):
                 self._row_tensors[key] = self.upload(rows)
         return self._row_tensors[key]

@@ -7,6 +7,12 @@ ACCESS_HALVES = 8
 MATRICES = 4  # 8 x 8 matrices of one ldmatrix
 
 
+def token_rows(shape: tuple, dtype: str, name: str):
+    """Argument of 16-bit tokens [rows, num_heads_kv, slots, head_dim], where each (row, KV head) lies anywhere."""
+    return T.StridedTensor(shape, (T.dynamic(f"{name}_row", "int64"), T.dynamic(f"{name}_head", "int64"), shape[-1], 1),
+                           dtype)
+
+
 def token_place(index, row_accesses):
     """(row of the tile, 16-byte access of the row) of a copy of 16-bit tokens."""
     return index // row_accesses, index % row_accesses
