@@ -1,30 +1,21 @@
 """What the GPU tests run: a fixed list of decode kernels (the fast subset) and a sample of everything, drawn by a seed.
 
-Both are needed twice: where kernels are built, ahead and without a GPU, and where they run.
+Both are needed twice: where kernels are built, ahead and without a GPU (gpu.build), and where they run. Names like
+"k4v4+w128" are windowed's: what builds or calls their kernels registers them (windowed.registered).
 """
 
 import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice, product
 
 import torch
+from windowed import FORMATS
 
 from lowbit_attn import kernels
 from lowbit_attn.cache import MAX_Q_LEN
-from lowbit_attn.formats import FAMILIES, FORMATS, Family, Format, Kind
+from lowbit_attn.formats import Kind
 from lowbit_attn.kernels import KernelKey
-
-
-def parse_windowed(name: str) -> Format | None:
-    """ "k4v4+w128": a uniform format whose V is packed so many tokens later than K, as Kitty's is."""
-    if not (match := re.fullmatch(r"(.+)\+w(\d+)", name)):
-        return None
-    return replace(FORMATS[match[1]], name=name, window_v=int(match[2]))
-
-
-FAMILIES.append(Family("<uniform>+w<128|256>", (), parse_windowed))
 
 F16, BF16 = "float16", "bfloat16"
 BITS = (8, 4, 2, 1)
@@ -145,7 +136,7 @@ KITTY = tuple(MatrixKernel(*kernel) for kernel in (
 SMALL, STREAM = (tuple(k for k in INTEGER + KITTY if k.rows == 4 and k.shape("hopper", path))
                   for path in ("small", "stream"))
 
-# what tiny models of tests/test_gpu_hf.py ask for: single tokens, and chunks whose queries come as heads
+# what tiny models of test_gpu_hf.py ask for: single tokens, and chunks whose queries come as heads
 MODELS = tuple(MatrixKernel(*kernel) for kernel in (
     *((name, F16, 128, rows) for name in ("k4v4", "k2v2") for rows in (4, 8, 16, 512)),
     ("k4v4", F16, 128, 4, ("window",)), *(("k4v4", BF16, 128, rows) for rows in (4, 8, 16, 512)),

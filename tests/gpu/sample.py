@@ -4,8 +4,9 @@ from functools import cache
 
 import torch
 
-from lowbit_attn import gpu_matrix, testing
-from lowbit_attn.gpu_matrix import Call
+from gpu import matrix
+from gpu.matrix import Call
+from lowbit_attn import testing
 from lowbit_attn.reference import Attention
 
 
@@ -42,4 +43,4 @@ def bound_of(call: Call) -> float:
 @cache
 def settled(call: Call) -> Call:
     """The call, or the one that is made in its place because what its o may be off by says too little."""
-    return gpu_matrix.settle(call, bound_of)
+    return matrix.settle(call, bound_of)

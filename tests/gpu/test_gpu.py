@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 import torch
-from gpu_checks import check_decode, differing_values, problem_and_expected, query_weights
 
 import lowbit_attn
-from lowbit_attn import gpu_matrix, kernels, reference, testing
+from gpu import matrix
+from gpu.checks import check_decode, differing_values, problem_and_expected, query_weights
+from lowbit_attn import kernels, reference, testing
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.reference import Attention
 
@@ -35,7 +36,7 @@ def hard_blocks(head_dim: int) -> torch.Tensor:
     return torch.stack(blocks).half()
 
 
-@pytest.mark.parametrize("name, dtype, head_dim", gpu_matrix.QUANTIZED)
+@pytest.mark.parametrize("name, dtype, head_dim", matrix.QUANTIZED)
 def test_quantize_bytes_and_dequantized_values(arch, name, dtype, head_dim):
     blocks = hard_blocks(head_dim).to(getattr(torch, dtype))
     caches = [lowbit_attn.KVCache(name, 40, 2, head_dim, blocks.dtype, device, sinks=0,
@@ -52,7 +53,7 @@ def test_quantize_bytes_and_dequantized_values(arch, name, dtype, head_dim):
         testing.assert_same_bytes(side, ours.cpu().nan_to_num(nan=0.0), theirs.nan_to_num(nan=0.0))
 
 
-@pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", matrix.TILE_HEAD_DIMS)
 def test_append_and_flush_equal_prefill(arch, head_dim):
     generator = torch.Generator().manual_seed(1)
     k, v = (torch.randn(2, 300, 2, head_dim, generator=generator).half().cuda() for _ in range(2))
@@ -68,7 +69,7 @@ def test_append_and_flush_equal_prefill(arch, head_dim):
 @pytest.mark.parametrize("num_splits", (None, 1, 3, 40))
 @pytest.mark.parametrize("sinks", (0, 33))
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", matrix.TILE_HEAD_DIMS)
 def test_decode(arch, head_dim, ratio, sinks, num_splits, record_property):
     case = testing.Case("k4v4", head_dim=head_dim, num_heads=2 * ratio, num_heads_kv=2, lengths=LENGTHS, sinks=sinks,
                         seed=ratio)
@@ -76,14 +77,14 @@ def test_decode(arch, head_dim, ratio, sinks, num_splits, record_property):
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d not in ("meta-beyond-fp16", "q-1e6-k-1e-6")])
-@pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", matrix.TILE_HEAD_DIMS)
 def test_decode_hard_data(arch, head_dim, data, record_property):
     case = testing.Case("k4v4", head_dim=head_dim, num_heads=8, num_heads_kv=2, lengths=(700, 1300), sinks=16,
                         data=data)
     check_decode(case, "tile", f"{arch} tile hard data d{head_dim}", record_property)
 
 
-@pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", matrix.TILE_HEAD_DIMS)
 def test_one_hot_probabilities_return_rows_of_v(arch, head_dim):
     """A query that only one token answers returns that token's dequantized V, rounded to fp16 once."""
     generator = torch.Generator().manual_seed(3)
@@ -140,7 +141,7 @@ def test_a_nan_in_one_split_stays_visible(arch, path, side):
         assert o[0, 0, :2].isfinite().all() and lse[0, :2].isfinite().all()
 
 
-@pytest.mark.parametrize("head_dim", gpu_matrix.TILE_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", matrix.TILE_HEAD_DIMS)
 def test_thousand_launches_beside_another_stream_are_bitwise_equal(arch, head_dim):
     case = testing.Case("k4v4", head_dim=head_dim, num_heads=8, num_heads_kv=2, lengths=(1500, 77, 4000), sinks=4)
     assert differing_values(problem_and_expected(case, "tile")[0], "tile") == 0

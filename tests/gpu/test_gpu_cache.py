@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from gpu_checks import query_weights
 
 import lowbit_attn
-from lowbit_attn import CacheFaultError, KVCache, gpu_matrix
+from gpu import matrix
+from gpu.checks import query_weights
+from lowbit_attn import CacheFaultError, KVCache
 from lowbit_attn.testing import assert_same_bytes, assert_same_state, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +44,7 @@ def assert_alike(got: KVCache, want: KVCache) -> None:
 
 
 @pytest.mark.parametrize("q_len, sinks", [(1, 0), (1, 5), (3, 32), (16, 5)])
-@pytest.mark.parametrize("name, dtype, head_dim", gpu_matrix.APPENDED)
+@pytest.mark.parametrize("name, dtype, head_dim", matrix.APPENDED)
 def test_steps_equal_the_cpus(name, dtype, head_dim, q_len, sinks):
     """Bytes after every step around a block boundary, and over 290 tokens in all: two boundaries of each row."""
     dtype = getattr(torch, dtype)

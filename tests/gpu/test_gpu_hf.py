@@ -5,13 +5,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from test_ops import fresh_compiler  # noqa: E402, F401
 from tiny_models import build, error, positions, stepwise, tokens  # noqa: E402
 
 from lowbit_attn import quality  # noqa: E402
 from lowbit_attn.integrations import hf  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 LLAMA = dict(head_dim=128, num_attention_heads=8, hidden_size=128, initializer_range=0.08)
 SIZES = (128, 128, 100, 2, 3, *[1] * 60)  # first chunk, chunks over cached tokens, single tokens
 FORMATS = ("k4v4", "k2v2")

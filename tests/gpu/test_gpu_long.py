@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gpu_checks import check_problem
 
+from gpu.checks import check_problem
 from lowbit_attn import KVCache, layout, testing
 
 pytestmark = pytest.mark.gpu

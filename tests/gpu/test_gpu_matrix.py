@@ -1,16 +1,17 @@
 """A sample of everything that decode takes, drawn from a seed (--seed, --cases), on both architectures' kernels."""
 
 import pytest
-from gpu_checks import check_problem
-from gpu_sample import expected, problem_and_options, settled
 
-from lowbit_attn import gpu_matrix, testing
+from gpu import matrix
+from gpu.checks import check_problem
+from gpu.sample import expected, problem_and_options, settled
+from lowbit_attn import testing
 
 pytestmark = pytest.mark.gpu
 
 
 def pytest_generate_tests(metafunc):
-    calls = gpu_matrix.sample(metafunc.config.getoption("seed"), metafunc.config.getoption("cases"))
+    calls = matrix.sample(metafunc.config.getoption("seed"), metafunc.config.getoption("cases"))
     metafunc.parametrize("call", calls, ids=str)
 
 

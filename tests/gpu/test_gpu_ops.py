@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ops import arguments, assert_same, fresh_compiler, step_arguments  # noqa: F401
+from operators import arguments, assert_same, step_arguments
 
 import lowbit_attn
 import lowbit_attn.ops
 from lowbit_attn import scratch, testing
 from lowbit_attn.hopper import EMPTY
 
-sys.path.append(str(Path(__file__).parent.parent / "perf"))
+sys.path.append(str(Path(__file__).parents[2] / "perf"))
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 HOST_BOUND_US = 60  # beside other processes that share the CPU; perf/host_time.py measures it alone
 OPTIONS = (dict(), dict(softcap=9.0, softmax_scale=0.1))
 

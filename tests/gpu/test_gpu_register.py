@@ -4,25 +4,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_checks import check_decode, check_problem, differing_values, problem_and_expected
 
 import lowbit_attn
-from lowbit_attn import dispatch, gpu_matrix, kernels, testing
+from gpu import matrix
+from gpu.checks import check_decode, check_problem, differing_values, problem_and_expected
+from lowbit_attn import dispatch, kernels, testing
 from lowbit_attn.reference import Attention
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (0, 1, 127, 128, 129, 300, 1100)
 NEEDS_BF16 = {"meta-beyond-fp16": "-bf16", "q-1e6-k-1e-6": ""}  # these inputs overflow fp16; the first its metadata too
-PAGE_PATHS = gpu_matrix.REGISTER + gpu_matrix.INTEGER
+PAGE_PATHS = matrix.REGISTER + matrix.INTEGER
 OTHER_CTAS = pytest.mark.parametrize(
     "path, kernel", [pytest.param(path, kernel, id=f"{path}-{kernel}") for path, served in (
-        ("small", gpu_matrix.SMALL), ("stream", gpu_matrix.STREAM)) for kernel in served])
+        ("small", matrix.SMALL), ("stream", matrix.STREAM)) for kernel in served])
 MATRIX = pytest.mark.parametrize("kernel", PAGE_PATHS, ids=str)
 
 
 def path_of(arch: str, kernel) -> str:
     """The path a kernel of REGISTER or INTEGER is for; skips the test where the architecture has none."""
-    path = "integer" if kernel in gpu_matrix.INTEGER else "register"
+    path = "integer" if kernel in matrix.INTEGER else "register"
     skip_without(path, arch)
     return path
 
@@ -50,7 +51,7 @@ def skip_overflow(kernel, data: str) -> None:
 
 def skip_repeated(arch: str, kernel) -> None:
     """Kitty's kernels of few rows are those of more on an architecture that has none for few: tested once."""
-    for other in gpu_matrix.KITTY:
+    for other in matrix.KITTY:
         if other.rows > kernel.rows and replace(other, rows=kernel.rows) == kernel and (
                 other.shape(arch) == kernel.shape(arch)):
             pytest.skip("the same kernel as another's")
@@ -81,7 +82,7 @@ def test_decode(arch, kernel, part, sinks, num_splits, record_property):
     check_decode(case, path, f"{arch} {path} {kernel.format}", record_property, num_splits, options_of(kernel))
 
 
-@pytest.mark.parametrize("kernel", PAGE_PATHS + gpu_matrix.WIDE + gpu_matrix.KITTY, ids=str)
+@pytest.mark.parametrize("kernel", PAGE_PATHS + matrix.WIDE + matrix.KITTY, ids=str)
 def test_one_small_case(arch, kernel, record_property):
     """Every variant once, over all segments: what compute-sanitizer is run on (perf/sanitize.py)."""
     skip_repeated(arch, kernel)
@@ -92,7 +93,7 @@ def test_one_small_case(arch, kernel, record_property):
     check_decode(case, path, f"{arch} small {path}", record_property, 2, options_of(kernel))
 
 
-@pytest.mark.parametrize("kernel", gpu_matrix.FEW, ids=str)
+@pytest.mark.parametrize("kernel", matrix.FEW, ids=str)
 def test_one_small_case_of_the_tile_path(arch, kernel, record_property):
     skip_without_few(arch, kernel)
     case = case_of(kernel, ratio=4, q_len=2, lengths=(3, 700), sinks=5)
@@ -191,7 +192,7 @@ def test_several_queries(arch, kernel, q_len, ratio, record_property):
 @pytest.mark.parametrize("num_splits", (None, 3))
 @pytest.mark.parametrize("ratio, q_len, sinks", ((1, 1, 32), (2, 2, 5), (4, 1, 33), (5, 1, 0), (8, 1, 33), (3, 5, 32),
                                                  (16, 4, 7)))
-@pytest.mark.parametrize("kernel", gpu_matrix.KITTY, ids=str)
+@pytest.mark.parametrize("kernel", matrix.KITTY, ids=str)
 def test_boosted_channels(arch, kernel, ratio, q_len, sinks, num_splits, record_property):
     """Kitty: both planes of K, the packed keys whose V is still in 16 bit included."""
     path, rows = replace(kernel, rows=ratio * q_len).shape(arch)
@@ -203,7 +204,7 @@ def test_boosted_channels(arch, kernel, ratio, q_len, sinks, num_splits, record_
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])
-@pytest.mark.parametrize("kernel", gpu_matrix.KITTY, ids=str)
+@pytest.mark.parametrize("kernel", matrix.KITTY, ids=str)
 def test_boosted_channels_of_hard_data(arch, kernel, data, record_property):
     skip_overflow(kernel, data)
     skip_repeated(arch, kernel)
@@ -213,7 +214,7 @@ def test_boosted_channels_of_hard_data(arch, kernel, data, record_property):
     check_decode(case, path, f"{arch} kitty hard data {data}", record_property, options=options_of(kernel))
 
 
-@pytest.mark.parametrize("kernel", gpu_matrix.KITTY, ids=str)
+@pytest.mark.parametrize("kernel", matrix.KITTY, ids=str)
 def test_many_launches_over_boosted_channels_are_bitwise_equal(arch, kernel):
     skip_repeated(arch, kernel)
     ratio, q_len = (8, 4) if kernel.rows > 16 else (kernel.rows, 1)
@@ -222,7 +223,7 @@ def test_many_launches_over_boosted_channels_are_bitwise_equal(arch, kernel):
 
 @pytest.mark.parametrize("num_splits", (None, 3))
 @pytest.mark.parametrize("ratio, q_len, sinks", ((4, 8, 0), (8, 8, 33), (1, 16, 5), (20, 1, 0), (32, 4, 7), (5, 5, 2)))
-@pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
+@pytest.mark.parametrize("kernel", matrix.WIDE, ids=str)
 def test_many_query_rows(arch, kernel, ratio, q_len, sinks, num_splits, record_property):
     """The tile path on Hopper, warps that share pages on Ampere; above 64 rows in blocks."""
     path, rows = kernel.shape(arch)
@@ -233,7 +234,7 @@ def test_many_query_rows(arch, kernel, ratio, q_len, sinks, num_splits, record_p
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])
-@pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
+@pytest.mark.parametrize("kernel", matrix.WIDE, ids=str)
 def test_many_query_rows_of_hard_data(arch, kernel, data, record_property):
     skip_overflow(kernel, data)
     path, _ = kernel.shape(arch)
@@ -241,14 +242,14 @@ def test_many_query_rows_of_hard_data(arch, kernel, data, record_property):
     check_decode(case, path, f"{arch} wide {path} hard data {data}", record_property, options=options_of(kernel))
 
 
-@pytest.mark.parametrize("kernel", gpu_matrix.WIDE, ids=str)
+@pytest.mark.parametrize("kernel", matrix.WIDE, ids=str)
 def test_many_launches_of_wide_kernels_are_bitwise_equal(arch, kernel):
     assert_repeatable(kernel, kernel.shape(arch)[0], ratio=8, q_len=4)
 
 
 @pytest.mark.parametrize("num_splits", (None, 3))
 @pytest.mark.parametrize("ratio, q_len, sinks", ((1, 1, 33), (4, 2, 5), (7, 1, 0), (2, 3, 32), (1, 8, 7)))
-@pytest.mark.parametrize("kernel", gpu_matrix.FEW, ids=str)
+@pytest.mark.parametrize("kernel", matrix.FEW, ids=str)
 def test_few_query_rows_of_the_tile_path(arch, kernel, ratio, q_len, sinks, num_splits, record_property):
     skip_without_few(arch, kernel)
     case = case_of(kernel, lengths=LENGTHS, sinks=sinks, q_len=q_len, ratio=ratio)
@@ -256,7 +257,7 @@ def test_few_query_rows_of_the_tile_path(arch, kernel, ratio, q_len, sinks, num_
 
 
 @pytest.mark.parametrize("data", [d for d in testing.DATA if d != "normal"])
-@pytest.mark.parametrize("kernel", gpu_matrix.FEW, ids=str)
+@pytest.mark.parametrize("kernel", matrix.FEW, ids=str)
 def test_few_query_rows_of_hard_data(arch, kernel, data, record_property):
     skip_without_few(arch, kernel)
     skip_overflow(kernel, data)
@@ -264,7 +265,7 @@ def test_few_query_rows_of_hard_data(arch, kernel, data, record_property):
     check_decode(case, "tile", f"{arch} few tile hard data {data}", record_property, options=options_of(kernel))
 
 
-@pytest.mark.parametrize("kernel", gpu_matrix.FEW, ids=str)
+@pytest.mark.parametrize("kernel", matrix.FEW, ids=str)
 def test_many_launches_of_few_rows_are_bitwise_equal(arch, kernel):
     skip_without_few(arch, kernel)
     assert_repeatable(kernel, "tile", ratio=4, q_len=2)
@@ -290,7 +291,7 @@ def test_many_launches_beside_another_stream_are_bitwise_equal(arch, kernel):
 
 @pytest.mark.parametrize("ratio, q_len, path", ((1, 1, "integer"), (4, 1, "integer"), (2, 2, "integer"),
                                                 (5, 1, "register"), (2, 3, "register")))
-@pytest.mark.parametrize("kernel", gpu_matrix.INTEGER_BESIDE_REGISTER, ids=str)
+@pytest.mark.parametrize("kernel", matrix.INTEGER_BESIDE_REGISTER, ids=str)
 def test_up_to_four_rows_take_the_integer_path(arch, kernel, ratio, q_len, path):
     """What decode picks is bit for bit the path asked for by name."""
     if arch != "hopper":

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import windowed
 
-from lowbit_attn import KVCache, dispatch, gpu_matrix, kernels, layout
+from lowbit_attn import KVCache, dispatch, kernels, layout
 from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
@@ -217,7 +218,7 @@ def test_boost_counts_are_those_of_the_arithmetic():
 @pytest.mark.parametrize("target", kernels.ARCH_TARGETS["ampere"])
 def test_a_third_page_is_shared_out(target, head_dim, name):
     """Every chunk of V belongs to one ring that has its logits, and fits the slot it is loaded into."""
-    fmt = FORMATS[name] if "+" not in name else gpu_matrix.parse_windowed(name)
+    fmt = windowed.FORMATS[name]
     made = [sizes.decode_config(fmt, head_dim, "float16", target, "register", rows) for rows in sizes.rows_of(head_dim)]
     for cfg in made + [replace(made[0], warps=warps) for warps in (3, 6, 12)]:
         size, own, tiles = cfg.tile16_tokens, third.own_chunks(cfg), third.own_tiles(cfg)

@@ -1,10 +1,14 @@
 """What can be said of built kernels without a GPU: names, entries, static checks, loading and argument errors."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import typer
+import windowed
+from gpu import build as gpu_build
+from gpu import matrix
 from typer.testing import CliRunner
 
 import lowbit_attn
@@ -82,6 +86,36 @@ def test_decode_kernels_of_two_targets_are_two_sources():
     one, other = (kernels.decode_key("ampere", target, "float16", 64, "k4v4", "register", 8)
                   for target in ("sm_80", "sm_89"))
     assert emit.same_source(one) != emit.same_source(other)
+
+
+def test_the_kernels_of_the_gpu_tests_are_built_by_themselves(monkeypatch):
+    """Both architectures' keys of the matrix or of a sample, each once, where every process knows their formats."""
+    asked = []
+    monkeypatch.setattr(build, "build_and_report", lambda keys, *arguments, **kwargs: asked.append((keys, kwargs)))
+    monkeypatch.setattr(windowed, "register", lambda: asked.append("registered"))
+    app = typer.Typer()
+    app.command()(gpu_build.main)
+    fast, sample = ({key for arch in kernels.ARCH_TARGETS for key in keys_of(arch)}
+                    for keys_of in (matrix.keys, lambda arch: matrix.sample_keys(arch, 3, 14)))
+    for arguments, wanted in (([], fast), (["--seed", "3", "--cases", "14"], sample)):
+        asked.clear()
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+        first, (keys, options) = asked
+        assert first == "registered" and options == {"initializer": windowed.register}
+        assert len(keys) == len(wanted) and set(keys) == wanted
+
+
+def test_a_pool_calls_its_initializer_in_every_process(monkeypatch):
+    made = {}
+
+    def pool(jobs, **kwargs):
+        made.update(kwargs)
+        return ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(build, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(compile, "build", lambda key, force: None)
+    assert list(build.build_all(SHIPPED[:1], initializer=windowed.register)) == [(SHIPPED[0], "")]
+    assert made == {"initializer": windowed.register}
 
 
 def test_missing_tool_names_the_remedy(monkeypatch):

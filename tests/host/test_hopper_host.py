@@ -18,6 +18,7 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
+from host.wgmma import CONFIGS, FORMAT, HEAD_DIMS, LANES, ROWS, read_wgmma_tile, swizzle  # noqa: E402
 from lowbit_attn.hopper import PATHS  # noqa: E402
 from lowbit_attn.hopper import decode as entries  # noqa: E402
 from lowbit_attn.hopper.common import matrices  # noqa: E402
@@ -26,11 +27,6 @@ from lowbit_attn.hopper.tile import config, decode, dequant, ring, walk  # noqa:
 from lowbit_attn.hopper.tile import masks as masks  # noqa: E402
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, TILE_N, UNIT_TOKENS, UNITS, WARP  # noqa: E402
 
-FORMAT = FORMATS["k4v4"]
-HEAD_DIMS = (64, 96, 128, 256)
-ROWS = (8, 64)  # as WGMMA's columns, as its rows
-CONFIGS = {(d, rows): config.make_config(FORMAT, d, "float16", rows) for d in HEAD_DIMS for rows in ROWS}
-LANES = np.arange(32)
 CASES = [("k4v4", d, "float16") for d in HEAD_DIMS] + [
     ("k2v2", 64, "float16"), ("k2v2", 96, "bfloat16"), ("k8v8", 96, "float16"), ("k8v8", 256, "float16"),
     ("k8v8", 256, "bfloat16"), ("k1v1", 64, "float16"), ("k1v1", 64, "bfloat16"), ("k1v1", 256, "bfloat16"),
@@ -38,19 +34,6 @@ CASES = [("k4v4", d, "float16") for d in HEAD_DIMS] + [
     ("k4tv4", 64, "float16"), ("k4tv2", 96, "float16"), ("k8tv4-g32", 96, "float16"), ("k4tv4", 256, "bfloat16"),
     ("k4tv4-g32-vg64-bf16", 128, "float16"), ("k1tv1-g64-vg128", 256, "float16"), ("k2v2-vg32", 256, "bfloat16"),
     ("k4tv8-g64-vg32", 256, "float16")]
-
-
-def read_wgmma_tile(tile: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """K-major operand, 128-byte swizzle (address bits 4-6 XOR 7-9) or 64-byte swizzle (bits 4-5 XOR 7-8).
-
-    rows: of the whole tile."""
-    row, col = np.meshgrid(np.arange(rows), np.arange(cols), indexing="ij")
-    span = 64 if cols % 64 == 0 else 32
-    return tile[swizzle((col // span) * rows * 2 * span + row * 2 * span + (col % span) * 2, span) // 2]
-
-
-def swizzle(address, span):
-    return address ^ ((address >> 3) & (0x70 if span == 64 else 0x30))
 
 
 def stmatrix_x4(tile: np.ndarray, chunks: np.ndarray, registers: list[np.ndarray]) -> None:

@@ -7,16 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from gpu import matrix
 
-from lowbit_attn import dispatch, gpu_matrix, kernels, layout, registers
+from lowbit_attn import dispatch, kernels, layout, registers
 from lowbit_attn.formats import FORMATS, packing
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
-from lowbit_attn.hopper import (
-    PATHS,  # noqa: E402
-    decode,  # noqa: E402
-)
+from lowbit_attn.hopper import PATHS, decode  # noqa: E402
 from lowbit_attn.hopper.arith.int8 import boost, config, multiply, scores, values  # noqa: E402
 from lowbit_attn.hopper.common import tuning  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
@@ -204,7 +202,8 @@ def test_shared_memory_plan(name, head_dim, monkeypatch):
     assert len(banks) == 32, "the lanes of a warp write O to the same bank at the merge"
 
 
-@pytest.mark.parametrize("kernel", gpu_matrix.SMALL, ids=str)
+@pytest.mark.usefixtures("windowed_formats")
+@pytest.mark.parametrize("kernel", matrix.SMALL, ids=str)
 def test_four_ctas_fit_an_sm(kernel, monkeypatch):
     """By shared memory, and by the 168 registers a lane that four blocks an SM of the launch leave."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
@@ -216,7 +215,7 @@ def test_four_ctas_fit_an_sm(kernel, monkeypatch):
 
 
 def test_the_number_of_blocks_of_rows_picks_the_ctas():
-    plain, = gpu_matrix.MatrixKernel("k2v2", "float16", 128, 4).keys("hopper", "integer")
+    plain, = matrix.MatrixKernel("k2v2", "float16", 128, 4).keys("hopper", "integer")
     small, stream = (dataclasses.replace(plain, schedule=path) for path in ("small", "stream"))
     for blocks, pages, wanted in ((132, 1, plain), (133, 9, stream), (264, 9, small), (264, 19, stream),
                                   (300, 9, stream), (512, 32, small), (560, 32, stream), (512, 64, stream),

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
+from host.integers import replace_integers  # noqa: E402
 from lowbit_attn.hopper import scratch  # noqa: E402
 from lowbit_attn.hopper.common import combine  # noqa: E402
 from lowbit_attn.hopper.common.rows import Rows  # noqa: E402
@@ -24,8 +25,7 @@ class Memory:
 @pytest.mark.parametrize("rows, live, head_dim", [(4, 4, 128), (4, 1, 64), (8, 7, 96), (64, 64, 256)])
 def test_slots_of_scratch_lie_apart(monkeypatch, splits, rows, live, head_dim):
     """Of the second of two places with ``live`` of ``rows`` rows: slots that splits leave, and who merges them."""
-    for name in ("Int32", "Int64", "Uint32"):
-        monkeypatch.setattr(combine, name, int)
+    replace_integers(monkeypatch, int, combine, names=("Int32", "Int64", "Uint32"))
     monkeypatch.setattr(combine.cutlass, "select_", lambda chosen, x, y: x if chosen else y)
     monkeypatch.setattr(combine, "o_address", lambda *arguments: None)
     shape, = scratch((1, 1, 1, head_dim), rows, 2, splits).shapes

@@ -5,8 +5,9 @@ import random
 
 import pytest
 import torch
+from gpu import matrix
 
-from lowbit_attn import gpu_matrix, kernels, layout
+from lowbit_attn import kernels, layout
 from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
@@ -19,7 +20,7 @@ from lowbit_attn.hopper.warp import config as register  # noqa: E402
 from lowbit_attn.hopper.warp import mixed, walk  # noqa: E402
 
 COUNTS = [(0, 0, 0, 0), (4, 0, 0, 3), (0, 128, 0, 0), (130, 1280, 2, 255), (0, 640, 5, 128), (32, 4096, 1, 129)]
-pytestmark = pytest.mark.usefixtures("numpy_walk")
+pytestmark = pytest.mark.usefixtures("numpy_walk", "windowed_formats")
 
 
 def tokens(n_sink: int, n_qk: int, third_pages: int, residual: int) -> tuple[int, int, int, int]:
@@ -66,7 +67,7 @@ def test_the_next_item():
     assert items.after(cursor, 20, 5) == items.Cursor(4, 0, 0, 0, 120, 1000, 1, 29)
 
 
-@pytest.mark.parametrize("kernel", gpu_matrix.STREAM, ids=str)
+@pytest.mark.parametrize("kernel", matrix.STREAM, ids=str)
 def test_shared_memory_plan(kernel, monkeypatch):
     """Each warp has queries and the sums of two items beside its ring, which units reuse."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")

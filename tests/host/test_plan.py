@@ -20,7 +20,7 @@ from lowbit_attn.reference import Attention
 from lowbit_attn.state import STATE
 from lowbit_attn.testing import permute_pages
 
-sys.path.append(str(Path(__file__).parent.parent / "perf"))
+sys.path.append(str(Path(__file__).parents[2] / "perf"))
 tvm_ffi = pytest.importorskip("tvm_ffi", reason="kernels are called through it")
 
 # Host time of a planned call, in times of one allocation and one view: measured 1.9 on an idle machine (4.7 us) and on

@@ -4,13 +4,13 @@ m16n8k32 is written from the PTX definition; its sums are exact integers, read a
 The query rows stand in pairs of columns (row, digit); 16-bit tokens and the merge see each row twice.
 """
 
-import emulation
 import numpy as np
 import torch
-from emulation import C_COL, C_ROW, LANE, PAGE_TILES, G, T, bits_of, over_lanes, pow2
 
 from lowbit_attn import layout, registers
 from lowbit_attn.cache import KVCache
+from sim import emulation
+from sim.emulation import C_COL, C_ROW, LANE, PAGE_TILES, G, T, bits_of, over_lanes, pow2
 
 ROWS = 4
 BYTE = np.arange(4)

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 from typing import NamedTuple
 
-import emulation
 import numpy as np
 import pytest
 import torch
@@ -16,6 +15,7 @@ from lowbit_attn import kernels, layout, registers, testing
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.uniform import PerChannel
 from lowbit_attn.testing import Case
+from sim import emulation
 
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
 

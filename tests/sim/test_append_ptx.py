@@ -7,13 +7,13 @@ threads run one after the other in any order, so the one that moves the counters
 import struct
 
 import numpy as np
-import ptx
-import ptx_build
 import pytest
 import torch
 
 from lowbit_attn import kernels, sass, toolchain
 from lowbit_attn.formats import FORMATS
+from sim.ptx import build
+from sim.ptx import program as ptx
 
 SLOTS, SINKS, ENTRIES, WINDOW, ROOM = 256, 4, 8, 0, 1000
 COUNTERS = ("arrivals", "faults", "limit", "n_qk", "n_qv", "n_sink", "n_tok")
@@ -26,7 +26,7 @@ def step_key(name: str, head_dim: int) -> kernels.KernelKey:
 
 def program(head_dim: int) -> tuple[ptx.Program, int, int]:
     """(PTX, threads of a block, most blocks) of the step's kernel for k4v4."""
-    code = ptx_build.program(step_key("k4v4", head_dim))
+    code = build.program(step_key("k4v4", head_dim))
     from lowbit_attn.device.step import StepGeometry
 
     step = StepGeometry(FORMATS["k4v4"], head_dim, "", "float16")
@@ -110,5 +110,5 @@ def test_rows_of_no_power_of_two_spill_no_registers(name):
         toolchain.find_tool("nvdisasm"), toolchain.find_tool("cuobjdump")
     except toolchain.ToolMissingError as error:
         pytest.skip(str(error))
-    kernel, = sass.inspect_bytes(ptx_build.compiled(step_key(name, 96), "cubin"))
+    kernel, = sass.inspect_bytes(build.compiled(step_key(name, 96), "cubin"))
     assert [op for op in sass.SPILLS if kernel.ops[op]] == []

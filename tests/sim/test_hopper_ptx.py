@@ -11,19 +11,19 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-import ptx
 import pytest
 import torch
 
-from lowbit_attn import bench, dispatch, gpu_matrix, hopper, kernels, testing  # noqa: F401 - gpu_matrix: names like +w128
+from lowbit_attn import bench, dispatch, hopper, kernels, testing
 from lowbit_attn.hopper import EMPTY
 from lowbit_attn.hopper.common import scratch as sizes
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
+from sim.ptx import program as ptx
 
 cute = pytest.importorskip("cutlass.cute", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
-
+pytestmark = pytest.mark.usefixtures("windowed_formats")
 
 COUNTS = ("global", "add")  # the atomics of decode in global memory: relaxed, on the GPU, where nothing else is said
 

@@ -7,16 +7,16 @@ the kernel round differently shows here, and in random data in a few of a hundre
 import struct
 
 import numpy as np
-import ptx
-import ptx_build
 import pytest
 import torch
-from search_rule import hinging_groups
 
 from lowbit_attn import kernels, layout
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel
+from sim.ptx import build
+from sim.ptx import program as ptx
+from sim.search_rule import hinging_groups
 
 HEAD_DIM, GUARD = 128, 0xA5
 CASES = [("k2v2", "float16"), ("k2v2", "bfloat16"), ("k2v2-bf16", "float16"), ("k2v2-g64", "float16"),
@@ -60,7 +60,7 @@ def packed(code: ptx.Program, threads: int, parts: int, x: torch.Tensor, nbytes:
 @pytest.mark.parametrize("name, dtype", CASES)
 def test_search_packs_the_bytes_of_the_reference(name, dtype):
     side = FORMATS[name].k
-    code = ptx_build.program(kernels.quantize_key("sm_90", dtype, HEAD_DIM, FORMATS[name], "k", True))
+    code = build.program(kernels.quantize_key("sm_90", dtype, HEAD_DIM, FORMATS[name], "k", True))
     from lowbit_attn.device.quantize import matrix_of
 
     matrix, sizes = matrix_of(side.spec(HEAD_DIM), dtype), side.plane_sizes(HEAD_DIM)

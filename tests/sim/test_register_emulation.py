@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import emulation
 import numpy as np
 import pytest
 import torch
@@ -11,6 +10,7 @@ from lowbit_attn import layout, registers, testing
 from lowbit_attn.cache import KVCache
 from lowbit_attn.formats import FORMATS, packing
 from lowbit_attn.testing import Case
+from sim import emulation
 
 FP16, BF16 = torch.float16, torch.bfloat16
 LENGTHS = (0, 1, 127, 128, 129, 300, 1100)

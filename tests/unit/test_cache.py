@@ -1,13 +1,12 @@
 """The cache's state machine: however tokens arrive, pages, windows, reuse, exhaustion, and unused memory."""
 
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit_attn import FORMATS, KVCache, PageExhaustedError, decode
+from lowbit_attn import KVCache, PageExhaustedError, decode
 from lowbit_attn.testing import (
     Case,
     assert_decode,
@@ -20,45 +19,13 @@ from lowbit_attn.testing import (
     poison,
     to_device,
 )
+from unit.caches import DIM, HEADS, assert_account, assert_untouched, make, prefilled, snapshot, tokens
 
-HEADS, DIM = 2, 32
 WINDOWS = ((0, 0), (0, 128), (128, 128))
-
-
-def tokens(count, dtype=torch.float16):
-    return tuple(torch.randn(count, HEADS, DIM).to(dtype) for _ in range(2))
-
-
-def make(fmt="k4v4", windows=(0, 0), pages=8, **kwargs) -> KVCache:
-    fmt = replace(FORMATS[fmt], window_k=windows[0], window_v=windows[1])
-    return KVCache(fmt, pages, HEADS, DIM, **kwargs)
-
-
-def prefilled(k, v, **kwargs) -> KVCache:
-    cache = make(**kwargs)
-    cache.prefill(0, k, v)
-    return cache
 
 
 def packed(length, sinks, window):
     return 128 * (max(0, length - min(length, sinks) - window) // 128)
-
-
-def snapshot(cache: KVCache) -> dict:
-    """Everything a call could write: the tensors, and the host's account of pages and rows."""
-    tensors = {name: value.clone() for name, value in vars(cache).items() if isinstance(value, torch.Tensor)}
-    return tensors | {"book": cache.book.copy()}
-
-
-def assert_untouched(cache: KVCache, before: dict) -> None:
-    assert {"pool", "table", "n_tok", "n_qk", "sink_k", "ring_v", "limit"} <= before.keys()
-    for name, value in before.items():
-        if name == "book":
-            assert value.free == cache.book.free and value.held == cache.book.held
-            assert value.refs.tolist() == cache.book.refs.tolist()
-            assert value.state.tolist() == cache.book.state.tolist()
-        else:
-            assert_same_bytes(name, getattr(cache, name), value)
 
 
 # ---- however tokens arrive
@@ -216,16 +183,6 @@ def test_rejected_drafts_leave_no_trace(length, flush_first):
 
 
 # ---- several sequences and the pool
-
-
-def assert_account(cache: KVCache) -> None:
-    """No page lost, none owned twice; the table and the limits say what the book says."""
-    cache.book.check()
-    for row, pages in enumerate(cache.book.held):
-        assert cache.table[row].tolist() == pages + [-1] * (cache.table.shape[1] - len(pages))
-    limits = cache.limit.clone()
-    cache.refresh_limits()
-    assert torch.equal(cache.limit, limits)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("pafx"), st.integers(1, 400)), max_size=14),

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from test_errors import DIM, GOOD, HEADS, refused
 
 from lowbit_attn import FORMATS, KVCache, dispatch, loader
+from unit.refusals import DIM, GOOD, HEADS, refused
 
 NO_INTEGERS = (1.9, 1.0, "1", True, None, torch.tensor(1.0), torch.tensor(True), torch.tensor([1, 2]), np.float64(1))
 NO_SEQUENCES = ("01", b"01", {0}, {0: 1}, 0, (row for row in [0]), torch.zeros(1, 1, dtype=torch.int32), np.array(0),

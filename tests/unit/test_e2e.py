@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lowbit_attn.budget import SIXTEEN_BIT, Gpu
 
-sys.path.append(str(Path(__file__).parent.parent / "perf"))
+sys.path.append(str(Path(__file__).parents[2] / "perf"))
 import e2e  # noqa: E402
 import e2e_report  # noqa: E402
 from llama import SHAPES, Decoder, LowBitStore, Shape, SixteenBitStore  # noqa: E402

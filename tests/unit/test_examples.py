@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_models import build  # noqa: E402
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = "the quick brown fox jumps over the lazy dog and then it sleeps " * 5
 
 

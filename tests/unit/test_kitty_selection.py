@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from test_kitty import INF, NAN, F, chosen, element, emulated_masks, formats, keys, largest
 
 from lowbit_attn import FORMATS, KVCache, decode, kernels, layout
 from lowbit_attn.formats.kitty import Boosted, magnitude, variance, weighted
 from lowbit_attn.integrations.growth import grown
 from lowbit_attn.testing import assert_same_bytes
+from unit.boosted import INF, NAN, F, chosen, element, emulated_masks, formats, keys, largest
 
 
 @formats

@@ -2,37 +2,20 @@
 
 import pytest
 import torch
+from operators import arguments, assert_same, step_arguments
 
 from lowbit_attn import CacheFaultError, KVCache, decode, ops
 from lowbit_attn.formats import FORMATS
-from lowbit_attn.testing import Case, assert_same_bytes, assert_same_state, build, to_device
+from lowbit_attn.testing import Case, assert_same_state, build, to_device
 
 CASE = Case("k4v4", num_heads=4, num_heads_kv=2, head_dim=64, lengths=(0, 3, 300), q_len=2, sinks=2, poison=False)
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 OPTIONS = (dict(), dict(softmax_scale=0.2, softcap=9.0, window=40, keep_sinks=True))
 
 
 @pytest.fixture(scope="module")
 def problem():
     return build(CASE)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def arguments(cache: KVCache, sink_logits=None, softmax_scale=None, softcap=None, window=None, keep_sinks=False):
-    """An operator's arguments after q and outputs."""
-    state = [getattr(cache, name) for name in ops.STATE]
-    return (*state, sink_logits, cache.format.name, list(cache.strides), softmax_scale, softcap, window, keep_sinks,
-            None, None)
-
-
-def assert_same(got, want):
-    for name, ours, theirs in zip(("o", "lse"), got, want):
-        assert_same_bytes(name, ours, theirs)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=("plain", "options"))
@@ -109,12 +92,6 @@ def test_operators_take_no_path_that_the_device_lacks(problem):
     given[-1] = "register"
     with pytest.raises(NotImplementedError, match="path='reference'"):
         torch.ops.lowbit_attn.decode(problem.q, *given)
-
-
-def step_arguments(cache: KVCache):
-    """The append operator's arguments after rows."""
-    return (*(getattr(cache, name) for name in ops.STEP_STATE), cache.format.name, list(cache.strides),
-            *(getattr(cache, name) for name in ops.STEP_VALUES))
 
 
 def growing_cache(format: str = "k4v4", tokens: int = 100, **options) -> KVCache:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import windowed
 
-from lowbit_attn import KVCache, decode, gpu_matrix
+from lowbit_attn import KVCache, decode
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case, assert_decode, build, expected, per_head_table, share_pages
 
@@ -79,7 +80,7 @@ def test_sink_logits_refused(problem, logits, error):
 
 
 def test_pages_are_shared_only_where_both_sides_are_packed():
-    cache = KVCache(gpu_matrix.parse_windowed("k4v4+w128"), 12, 1, 64, max_batch=2)
+    cache = KVCache(windowed.FORMATS["k4v4+w128"], 12, 1, 64, max_batch=2)
     for row in range(2):
         cache.prefill(row, torch.randn(500, 1, 64), torch.randn(500, 1, 64))
     before = cache.table.clone()

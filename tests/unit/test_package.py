@@ -14,7 +14,7 @@ import pytest
 import lowbit_attn
 from lowbit_attn import FORMATS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT / "hopper",
            "lowbit_attn.ampere": ROOT / "ampere"}
 # What each part of the package stands on; it may import parts of a lower rank, or its own.

@@ -13,7 +13,7 @@ from lowbit_attn import bench as timing
 from lowbit_attn.bench import BenchCase, cache_tokens
 from lowbit_attn.budget import GPUS, MEASURED
 
-sys.path.append(str(Path(__file__).parent.parent / "perf"))
+sys.path.append(str(Path(__file__).parents[2] / "perf"))
 import measured  # noqa: E402
 import plots  # noqa: E402
 import roofline  # noqa: E402

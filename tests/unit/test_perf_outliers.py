@@ -13,7 +13,7 @@ import torch
 
 from lowbit_attn import FORMATS, decode, kernels
 
-PERF = Path(__file__).resolve().parent.parent / "perf"
+PERF = Path(__file__).resolve().parents[2] / "perf"
 
 
 @pytest.fixture(scope="module")

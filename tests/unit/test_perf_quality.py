@@ -8,7 +8,7 @@ import pytest
 
 from lowbit_attn import FORMATS
 
-PERF = Path(__file__).resolve().parent.parent / "perf"
+PERF = Path(__file__).resolve().parents[2] / "perf"
 
 
 @pytest.fixture(scope="module")

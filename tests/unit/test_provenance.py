@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "perf"))
+sys.path.append(str(Path(__file__).parents[2] / "perf"))
 import provenance  # noqa: E402
 
 

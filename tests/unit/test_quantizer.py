@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from search_rule import factors, hinging_groups, quotients
+from sim.search_rule import factors, hinging_groups, quotients
 
 from lowbit_attn.formats.affine import (
     SEARCH_FACTORS,

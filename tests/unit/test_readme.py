@@ -11,7 +11,7 @@ import torch
 
 from lowbit_attn import budget, support
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 RESULTS = ROOT / "perf/results"
 DOCS = sorted((ROOT / "docs").glob("*.md"))

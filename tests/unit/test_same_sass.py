@@ -1,5 +1,7 @@
 """The comparison of kernels of two commits: what counts as a difference, and which kernels are compared."""
 
+import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import pytest
 
 from lowbit_attn import sass
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "perf"))
 
 import same_sass  # noqa: E402
@@ -99,3 +101,19 @@ def test_a_package_is_put_together_from_a_working_tree(tmp_path):
                             env={"PYTHONPATH": str(package), "PATH": ""}, cwd="/")
     assert Path(answer.stdout.strip()) == package / "lowbit_attn/hopper/__init__.py"
     assert same_sass.content_hash(package) == same_sass.content_hash(package)
+
+
+def test_a_side_lists_the_kernels_of_its_own_tests(tmp_path):
+    """The matrix comes from the side's tests, or, where these are older, from its package."""
+    (tmp_path / "tree").mkdir()
+    package = same_sass.assemble(same_sass.export(None, tmp_path / "tree"), tmp_path / "package")
+    shutil.rmtree(tmp_path / "tree")
+    side = same_sass.Side(package, tmp_path)
+    assert side.run("list", str(side.listed)).wait() == 0
+    names = json.loads(side.listed.read_text())
+    assert "decode-int8-splits-k4v4+w128-float16-d128-r4@sm_90a" in names and len(names) > 500
+    old = package / "lowbit_attn/gpu_matrix.py"
+    old.write_text("def keys(arch):\n    return [f'old-{arch}']\n")
+    (package / "windowed.py").unlink()
+    assert side.run("list", str(side.listed)).wait() == 0
+    assert {"old-hopper", "old-ampere"} <= set(json.loads(side.listed.read_text()))

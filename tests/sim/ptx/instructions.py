@@ -8,7 +8,8 @@ import re
 from functools import cache
 
 import numpy as np
-from ptx_numbers import HALF, U32, U64, bits, f32, halves_of, raw, signed, to_half, typed, unsigned, width
+
+from sim.ptx.numbers import HALF, U32, U64, bits, f32, halves_of, raw, signed, to_half, typed, unsigned, width
 
 LANES = 32
 LANE = np.arange(LANES)
@@ -20,7 +21,7 @@ BITWISE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
 
 def execute(warp, opcode: str, operands: tuple[str, ...], active: np.ndarray) -> None:
-    """One instruction in the active lanes of a warp (ptx.Warp)."""
+    """One instruction in the active lanes of a warp (program.Warp)."""
     step, suffixes = step_of(opcode)
     result = step(warp, suffixes, operands, active)
     if result is not None:

@@ -1,6 +1,6 @@
 """Runs the PTX of a compiled kernel on the CPU: parsing, memory, barriers, and the warps of several CTAs in turns.
 
-What the instructions do is in ptx_instructions.py. A warp runs until it ends or needs others: at a barrier, before it
+What the instructions do is in instructions.py. A warp runs until it ends or needs others: at a barrier, before it
 reads what other CTAs may be writing (ld.relaxed), where an mbarrier lets it wait. Bulk copies complete at once: what is
 checked is what each thread computes and touches, not the timing. Shared memory starts as NaN; every access must be
 aligned and in bounds.
@@ -14,9 +14,10 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import ptx_instructions
 import torch
-from ptx_instructions import LANES, names_of
+
+from sim.ptx import instructions
+from sim.ptx.instructions import LANES, names_of
 
 OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 SHARED_BYTES = 232_448
@@ -180,7 +181,7 @@ class Cta:
 
     def of_cluster(self, address: int) -> tuple["Cta", int]:
         """(CTA, address in its shared memory) of an address of ``mapa``, or of one in this CTA's shared memory."""
-        window, own = divmod(address, ptx_instructions.CTA_WINDOW)
+        window, own = divmod(address, instructions.CTA_WINDOW)
         return (self.cluster or [self])[window - 1] if window else self, own
 
     def turns(self, threads: int, reverse: bool = False):
@@ -272,7 +273,7 @@ class Warp:
             elif active is here or active.any():
                 if opcode.startswith("ld.relaxed"):
                     yield self.look(instruction, at, active)
-                ptx_instructions.execute(self, opcode, operands, active)
+                instructions.execute(self, opcode, operands, active)
                 if opcode.startswith("mbarrier.try_wait") and not self.value(operands[0])[active].all():
                     yield self.look(instruction, at, active)
             at += 1

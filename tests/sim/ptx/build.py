@@ -2,10 +2,10 @@
 
 from functools import cache
 
-import ptx
 import pytest
 
 from lowbit_attn import kernels, toolchain
+from sim.ptx import program as ptx
 
 
 @cache
