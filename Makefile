@@ -57,7 +57,7 @@ same-sass: | $(PY)
 # N=0: the fast subset; else N decode calls drawn by SEED. gpu-kernels needs no GPU: build there, test where one is.
 gpu-kernels: | $(PY)
 	$(call need,tilelang cutlass typer rich,kernels,both tile DSLs (about 300 MB))
-	$(PY) -m lowbit_attn.build --arch hopper --arch ampere --tests --seed $(SEED) --cases $(N)
+	PYTHONPATH=tests $(PY) -m gpu.build --seed $(SEED) --cases $(N)
 
 gpu-tests: | $(PY)
 	$(call need,typer rich,cli,typer and rich (about 3 MB))

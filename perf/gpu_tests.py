@@ -1,14 +1,16 @@
 """Runs the GPU tests and appends one line to perf/results/gpu_tests.jsonl: what passed, where, the worst errors,
 and how many calls of the sample were drawn again because their bounds said nothing."""
 
+import sys
 import time
 from collections import defaultdict
 
 import pytest
 import typer
-from provenance import append_result, provenance
+from provenance import ROOT, append_result, provenance
 
-from lowbit_attn import gpu_matrix
+sys.path.append(str(ROOT / "tests"))
+from gpu import matrix  # noqa: E402
 
 
 class Summary:
@@ -35,8 +37,8 @@ def main(seed: int = 0, cases: int = 0, selection: str = "", workers: int = 8,
     """
     summary, started = Summary(), time.time()
     # those that compile last, when tests are dealt in small numbers: the first 90 go to one worker
-    fast = [f"tests/test_gpu{part}.py" for part in ("", "_register", "_long", "_cache", "_ops", "_hf")]
-    files = ["tests/test_gpu_matrix.py"] if cases else fast
+    fast = [f"tests/gpu/test_gpu{part}.py" for part in ("", "_register", "_long", "_cache", "_ops", "_hf")]
+    files = ["tests/gpu/test_gpu_matrix.py"] if cases else fast
     options = ["-m", "gpu", "-v" if cases else "-q", "--maxfail=40", "-p", "no:cacheprovider"]
     options += [f"--seed={seed}", f"--cases={cases}"]
     options += ["-n", str(workers)] if workers > 1 else ["-n", "0"]
@@ -49,7 +51,7 @@ def main(seed: int = 0, cases: int = 0, selection: str = "", workers: int = 8,
         **({"drawn_again": summary.drawn_again} if cases else {}),
         "worst_error": {group: round(error, 7) for group, error in sorted(summary.errors.items())},
     })
-    if summary.drawn_again > (most := gpu_matrix.most_drawn_again(sum(summary.counts.values()))):
+    if summary.drawn_again > (most := matrix.most_drawn_again(sum(summary.counts.values()))):
         typer.echo(f"drawn again, as their bounds say nothing: {summary.drawn_again} calls, at most {most}", err=True)
         raise typer.Exit(1)
     raise typer.Exit(int(status))

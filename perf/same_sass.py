@@ -36,6 +36,7 @@ from lowbit_attn import compile, sass
 ROOT = Path(__file__).parent.parent
 SIDE_SCRIPT = Path(__file__).with_name("same_sass_side.py")
 TOOLS = ("nvidia-cutlass-dsl", "tilelang", "apache-tvm-ffi", "nvidia-cuda-nvcc")
+TEST_MODULES = ("windowed.py", "gpu/__init__.py", "gpu/matrix.py")
 SHOWN_LINES = 40  # of a difference
 
 
@@ -85,11 +86,16 @@ def export(commit: str | None, folder: Path) -> Path:
 
 
 def assemble(tree: Path, package: Path) -> Path:
-    """A source tree as an importable package: the folders that pyproject.toml names, put inside each other."""
+    """A source tree as importable packages: the folders that pyproject.toml names, put inside each other, and the
+    modules of its tests that say which kernels these need."""
     folders = tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
     for name in sorted(folders):
         shutil.copytree(tree / folders[name], package.joinpath(*name.split(".")), dirs_exist_ok=True,
                         ignore=shutil.ignore_patterns("__pycache__"))
+    for name in TEST_MODULES:
+        if (tree / "tests" / name).exists():
+            (package / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(tree / "tests" / name, package / name)
     return package
 
 

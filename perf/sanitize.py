@@ -8,7 +8,7 @@ import time
 import typer
 from provenance import ROOT, append_result, provenance
 
-FILES = ("tests/test_gpu.py", "tests/test_gpu_register.py", "tests/test_gpu_cache.py")
+FILES = tuple(f"tests/gpu/test_gpu{part}.py" for part in ("", "_register", "_cache"))
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
 

@@ -2,7 +2,7 @@
 
     python perf/targets_table.py --gpu h200 --commit 7be43a01bf1c
 
-README has it between two comments, the first of which holds the arguments; tests/test_readme.py compares them.
+README has it between two comments, the first of which holds the arguments; tests/unit/test_readme.py compares them.
 """
 
 from typing import Annotated

@@ -1,18 +1,17 @@
 """Skips without a CUDA device, and one seed a test, taken from its name."""
 
-import zlib
 from collections import defaultdict
-from importlib import import_module
 
-import numpy as np
 import pytest
 import torch
+import windowed
+from seeds import seed_of
 
 from lowbit_attn import dispatch, kernels
 
 
 def pytest_addoption(parser):
-    parser.addoption("--seed", type=int, default=0, help="of the GPU tests' sample (gpu_matrix.sample)")
+    parser.addoption("--seed", type=int, default=0, help="of the GPU tests' sample (gpu.matrix.sample)")
     parser.addoption("--cases", type=int, default=0, help="decode calls in that sample, each on both architectures")
 
 
@@ -26,7 +25,7 @@ def pytest_collection_modifyitems(config, items):
         return
     cases = defaultdict(list)
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             cases[item.parent, item.originalname].append(item)
     for first, *others in cases.values():
         first.add_marker(pytest.mark.skip(reason=f"needs a CUDA device; cases: {1 + len(others)}"))
@@ -37,18 +36,23 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def seed(request) -> int:
-    value = zlib.crc32(request.node.nodeid.encode())
+    value = seed_of(request.node.nodeid)
     torch.manual_seed(value)
     return value
 
 
 @pytest.fixture
-def numpy_walk(monkeypatch):
-    """Hopper's walks compute in numpy's int32, where overflows raise: the DSL's integers take 100 times longer."""
-    for name in ("common.rows", "tile.walk", "warp.walk", "schedule.items"):
-        monkeypatch.setattr(import_module(f"lowbit_attn.hopper.{name}"), "Int32", np.int32)
-    with np.errstate(over="raise"):
+def windowed_formats():
+    """Kernels of formats like "k4v4+w128" are found, as the package's FORMATS has them."""
+    with windowed.registered():
         yield
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture(params=kernels.ARCH_TARGETS)

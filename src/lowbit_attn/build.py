@@ -1,7 +1,7 @@
 """``python -m lowbit_attn.build --arch hopper``: builds and checks an architecture's shipped kernels, without a GPU."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Annotated
 
@@ -9,20 +9,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_attn import compile, emit, gpu_matrix, kernels, promised, toolchain
+from lowbit_attn import compile, emit, kernels, promised, toolchain
 from lowbit_attn.kernels import KernelKey
 
 
-def build_all(keys: list[KernelKey], jobs: int | None = None,
-              force: bool = False) -> Iterator[tuple[KernelKey, str]]:
+def build_all(keys: list[KernelKey], jobs: int | None = None, force: bool = False,
+              initializer: Callable[[], None] | None = None) -> Iterator[tuple[KernelKey, str]]:
     """Build kernels in parallel processes; yields (key, what went wrong or "") as each ends.
 
-    Targets of one source follow each other in one process, and what takes longest comes first.
+    Targets of one source follow each other in one process, and what takes longest comes first. initializer: a module's
+    function that each process calls first.
     """
     groups: dict[KernelKey, list[KernelKey]] = {}
     for key in keys:
         groups.setdefault(emit.same_source(key), []).append(key)
-    with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
+    with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=initializer) as pool:
         futures = {pool.submit(_build_each, group, force): group for group in sorted(groups.values(), key=_quickness)}
         for future in as_completed(futures):
             if error := future.exception():  # the process died
@@ -54,20 +55,34 @@ def main(
     arch: Annotated[list[str], typer.Option(help="hopper or ampere; may be given twice")],
     force: Annotated[bool, typer.Option(help="rebuild what is up to date")] = False,
     perf: Annotated[bool, typer.Option(help="also build what the benchmarks compare with")] = False,
-    tests: Annotated[bool, typer.Option(help="the kernels of the GPU tests instead of the shipped ones")] = False,
     every: Annotated[bool, typer.Option("--all", help="all kernels that the support tables promise")] = False,
     rotation: Annotated[int, typer.Option(help="about so many of these kernels: those of the seed")] = 0,
-    seed: Annotated[int, typer.Option(help="of the GPU tests' sample, or of the rotation")] = 0,
-    cases: Annotated[int, typer.Option(help="decode calls in that sample; 0: the fast subset")] = 0,
+    seed: Annotated[int, typer.Option(help="of the rotation")] = 0,
     jobs: Annotated[int | None, typer.Option(help="parallel compilations; default: one a core")] = None,
 ) -> None:
     """Build the shipped kernels, check their SASS and shared memory, and print what came out."""
-    console = Console(width=None if Console().is_terminal else 150)
-    keys = list(dict.fromkeys(key for name in arch for key in _wanted(name, every, tests, seed, cases)))
+    console = new_console()
+    found = promised.promised if every else kernels.shipped
+    keys = list(dict.fromkeys(key for name in arch for key in found(name)))
     if rotation:
         total, keys = len(keys), promised.rotation(keys, rotation, seed)
         console.print(f"{len(keys)} of {total} kernels, as --rotation {rotation} --seed {seed} names them")
     keys += [key for name in arch for key in kernels.baselines(name) if perf]
+    build_and_report(keys, console, jobs, force, with_table=not every or bool(rotation))
+
+
+def new_console() -> Console:
+    """A console that is wide enough for the table where the output is no terminal."""
+    return Console(width=None if Console().is_terminal else 150)
+
+
+def build_and_report(keys: list[KernelKey], console: Console, jobs: int | None = None, force: bool = False,
+                     with_table: bool = True, initializer: Callable[[], None] | None = None) -> None:
+    """Build what is missing of these kernels, print failures, a table of all and their number, and end the command.
+
+    Raises typer.Exit: 0, 1 if a kernel failed, 2 if a tool is missing without which none can be built. See
+    ``build_all`` for ``initializer``.
+    """
     for tool in ("gcc", "nvdisasm", "cuobjdump"):
         if missing := _missing(tool):
             console.print(f"nothing built: {missing}", style="red", markup=False)
@@ -78,23 +93,15 @@ def main(
         console.print(f"{len(skipped)} TileLang kernels skipped: {missing}", style="yellow", markup=False)
     wanted = [k for k in keys if force or not compile.find(k)]
     failed = {}
-    for key, error in build_all(wanted, jobs, force):
+    for key, error in build_all(wanted, jobs, force, initializer):
         if error:
             failed[key] = error
             console.print(f"{key}: {error}", style="red", markup=False)
-    if not every or rotation:
+    if with_table:
         console.print(_table([k for k in keys if k not in failed]))
     console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()}, "
                   f"{len(wanted) - len(failed)} of them built now; {len(failed)} failed")
     raise typer.Exit(bool(failed))
-
-
-def _wanted(arch: str, every: bool, tests: bool, seed: int, cases: int) -> list[KernelKey]:
-    if every:
-        return promised.promised(arch)
-    if not tests:
-        return kernels.shipped(arch)
-    return gpu_matrix.sample_keys(arch, seed, cases) if cases else gpu_matrix.keys(arch)
 
 
 def _missing(tool: str) -> str:

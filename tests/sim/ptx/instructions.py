@@ -1,0 +1,448 @@
+"""What the PTX instructions of Hopper's decode kernels, of append and of quantize do, on registers of 32 lanes.
+
+Any other one is an error.
+"""
+
+import operator
+import re
+from functools import cache
+
+import numpy as np
+
+from sim.ptx.numbers import HALF, U32, U64, bits, f32, halves_of, raw, signed, to_half, typed, unsigned, width
+
+LANES = 32
+LANE = np.arange(LANES)
+G, T = LANE // 4, LANE % 4
+CTA_WINDOW = 1 << 24  # bytes between the shared memories of a cluster's CTAs
+COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
+           "ge": operator.ge, "neu": operator.ne, "nan": lambda x, y: np.isnan(x) | np.isnan(y)}
+BITWISE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
+
+
+def execute(warp, opcode: str, operands: tuple[str, ...], active: np.ndarray) -> None:
+    """One instruction in the active lanes of a warp (program.Warp)."""
+    step, suffixes = step_of(opcode)
+    result = step(warp, suffixes, operands, active)
+    if result is not None:
+        warp.set(operands[0], result, active)
+
+
+@cache
+def step_of(opcode: str) -> tuple:
+    """What an instruction does, and its suffixes."""
+    kind, _, rest = opcode.partition(".")
+    suffixes = tuple(rest.split("."))
+    tables = ((WHOLE, kind), (PAIRS, (kind, suffixes[-1])), (HALVES, (kind, suffixes[-1])),
+              (FLOATS, kind if suffixes[-1] == "f32" else None), (INTEGERS, kind))
+    for table, key in tables:
+        if key in table:
+            return table[key], suffixes
+    raise NotImplementedError(opcode)
+
+
+def names_of(operand: str) -> list[str]:
+    """The registers of a list in braces, or the one register."""
+    return operand.strip("{} ").replace(",", " ").split()
+
+
+# ---- fp32
+
+
+def float_step(function):
+    def step(warp, suffixes, operands, active):
+        return bits(function(*(f32(warp.value(x)) for x in operands[1:])))
+    return step
+
+
+def fused(x, y, z):
+    return (x.astype(np.float64) * y + z).astype(np.float32)
+
+
+def set_predicate(warp, suffixes, operands, active):
+    readers = {"f32": f32, "f16": lambda x: halves_of(x, False)[0]}
+    read = readers.get(suffixes[-1], lambda x: typed(x, suffixes))
+    return COMPARE[suffixes[0]](*(read(warp.value(x)) for x in operands[1:3]))
+
+
+def select(warp, suffixes, operands, active):
+    return np.where(warp.value(operands[3]).astype(bool), warp.value(operands[1]), warp.value(operands[2]))
+
+
+FLOATS = {name: float_step(function) for name, function in {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "max": np.fmax, "min": np.fmin, "abs": np.abs,
+    "fma": fused, "neg": operator.neg, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal,
+    "div": np.divide}.items()}
+
+
+# ---- 16-bit halves
+
+
+def each_half(function):
+    """A step on both halves of words."""
+    def step(warp, suffixes, operands, active):
+        words = [warp.value(x) for x in operands[1:]]
+        low, high = (function(*(word >> U64(shift) & HALF for word in words)) for shift in (0, 16))
+        return low | high << U64(16)
+    return step
+
+
+def half_product(x, y):
+    return to_half(halves_of(x, False)[0] * halves_of(y, False)[0], False)
+
+
+def half_maximum(warp, suffixes, operands, active):
+    return to_half(np.fmax(*(halves_of(warp.value(x), False)[0] for x in operands[1:])), False)
+
+
+def half_step(function, is_bf16: bool):
+    """A step on numbers of 16 bits; fp64 holds any sum of a product that it gives, so one rounding is left."""
+    def step(*halves):
+        exact = function(*(halves_of(half, is_bf16)[0].astype(np.float64) for half in halves))
+        rounded = exact.astype(np.float32)
+        assert (rounded == exact)[np.isfinite(exact)].all(), "two roundings"
+        return to_half(rounded, is_bf16)
+    return each_half(step)
+
+
+PAIRS = {("max", "u16x2"): each_half(np.maximum), ("mul", "f16x2"): each_half(half_product)} | {
+    (name, f"{kind}x2"): half_step(function, kind == "bf16") for kind in ("f16", "bf16")
+    for name, function in (("min", np.fmin), ("max", np.fmax), ("fma", lambda x, y, z: x * y + z))}
+HALVES = {("max", "f16"): half_maximum}
+
+
+# ---- integers
+
+
+def integer_step(function):
+    def step(warp, suffixes, operands, active):
+        return unsigned(raw(function(*(typed(warp.value(x), suffixes) for x in operands[1:]))), width(suffixes))
+    return step
+
+
+def bitwise(name):
+    def step(warp, suffixes, operands, active):
+        return BITWISE[name](*(warp.value(x) for x in operands[1:]))
+    return step
+
+
+def multiply(warp, suffixes, operands, active):
+    product = operator.mul(*(typed(warp.value(x), suffixes) for x in operands[1:]))
+    if suffixes[0] == "wide":
+        return raw(product)
+    return unsigned(raw(product >> product.dtype.type(32) if suffixes[0] == "hi" else product), width(suffixes))
+
+
+def multiply_add(warp, suffixes, operands, active):
+    x, y, z = (warp.value(x) for x in operands[1:])
+    return unsigned(x * y + z, width(suffixes))
+
+
+def shift(warp, suffixes, operands, active):
+    value, count = typed(warp.value(operands[1]), suffixes), warp.value(operands[2])
+    return unsigned(raw(value >> count.astype(value.dtype)), width(suffixes))
+
+
+def shift_left(warp, suffixes, operands, active):
+    return unsigned(warp.value(operands[1]) << warp.value(operands[2]), width(suffixes))
+
+
+def truncated(x, y):
+    return np.trunc(x / y).astype(x.dtype)
+
+
+def move(warp, suffixes, operands, active):
+    """To or from a list: 16 bits each."""
+    if operands[0][0] == "{":
+        for i, name in enumerate(names_of(operands[0])):
+            warp.set(name, warp.value(operands[1]) >> U64(16 * i) & HALF, active)
+        return None
+    if operands[1][0] == "{":
+        return sum((half & HALF) << U64(16 * i) for i, half in enumerate(warp.values(operands[1])))
+    return warp.value(operands[1])
+
+
+def convert(warp, suffixes, operands, active):
+    values = [warp.value(x) for x in operands[1:]]
+    kinds = tuple(x for x in suffixes if x != "rn")
+    if suffixes == ("sat", "f32", "f32"):  # not a number gives 0
+        return bits(np.fmin(np.fmax(f32(values[0]), np.float32(0)), np.float32(1)))
+    if suffixes == ("rzi", "s32", "f32"):
+        return unsigned(raw(f32(values[0]).astype(np.int64)), 32)
+    if kinds[0] == "f32" and kinds[1] in ("s32", "u32"):
+        return bits(typed(values[0], kinds[1:]).astype(np.float32))
+    if kinds[0] == "f32":
+        return bits(halves_of(values[0], kinds[1] == "bf16")[0])
+    if kinds[1] == "f32":
+        parts = [to_half(f32(x), "bf16" in kinds[0]) for x in values]
+        return parts[0] << U64(16) | parts[1] if "x2" in kinds[0] else parts[0]
+    return raw(typed(values[0], kinds[1:]))
+
+
+def negate(warp, suffixes, operands, active):
+    value = warp.value(operands[1])
+    return ~value.astype(bool) if suffixes[-1] == "pred" else unsigned(~value, width(suffixes))
+
+
+INTEGERS = {
+    "add": integer_step(operator.add), "sub": integer_step(operator.sub), "mul": multiply, "mad": multiply_add,
+    "min": integer_step(np.minimum), "max": integer_step(np.maximum), "neg": integer_step(operator.neg),
+    "abs": integer_step(np.abs),
+    "div": integer_step(truncated), "rem": integer_step(lambda x, y: x - truncated(x, y) * y),
+    "shl": shift_left, "shr": shift, "not": negate, **{name: bitwise(name) for name in BITWISE},
+}
+
+
+# ---- memory and barriers
+
+
+def load(warp, suffixes, operands, active):
+    names, size = names_of(operands[0]), width(suffixes) // 8
+    if suffixes[0] == "param":
+        number, offset = parameter_place(operands[1])
+        data = np.frombuffer(warp.cta.parameters[number], np.uint8, size * len(names), offset)
+        words = np.broadcast_to(data.view(f"u{size}"), (LANES, len(names)))
+    else:
+        memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
+        data = np.zeros((LANES, size * len(names)), np.uint8)
+        data[active] = memory.read(warp.address(operands[1])[active], size * len(names))
+        words = data.view(f"u{size}")
+    for i, name in enumerate(names):
+        warp.set(name, words[:, i], active)
+
+
+@cache
+def parameter_place(operand: str) -> tuple[int, int]:
+    """(number of the parameter, offset in it)."""
+    number, offset = re.fullmatch(r"\[\w+_param_(\d+)(?:\+(\d+))?\]", operand).groups()
+    return int(number), int(offset or 0)
+
+
+def store(warp, suffixes, operands, active):
+    if suffixes[0] == "async":
+        return store_async(warp, suffixes, operands, active)
+    memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
+    words = np.stack([x.astype(f"u{width(suffixes) // 8}") for x in warp.values(operands[1])], 1)
+    memory.write(warp.address(operands[0])[active], words.view(np.uint8)[active])
+
+
+def atomic(warp, suffixes, operands, active):
+    """Add 32 bits, in shared memory or, in the memory order that the kernel needs, in global memory; or exchange them
+    in shared memory."""
+    is_shared, adds = suffixes[0] == "shared", "add" in suffixes
+    assert is_shared or {*warp.cta.atomics} <= {*suffixes}
+    assert adds or is_shared and "exch" in suffixes
+    memory = warp.cta.shared if is_shared else warp.cta.memory
+    at, value = warp.address(operands[1]), warp.value(operands[2])
+    before = np.zeros(LANES, U64)
+    for lane in np.flatnonzero(active):
+        before[lane] = memory.read(at[lane : lane + 1], 4).view(U32)[0, 0]
+        memory.write(at[lane : lane + 1], np.array([[adds * before[lane] + value[lane]]]).astype(U32).view(np.uint8))
+    return before
+
+
+def bulk_copy(warp, suffixes, operands, active):
+    cta = warp.cta
+    target, source, size, barrier = (read(x) for read, x in zip((warp.address, warp.address, warp.value, warp.address),
+                                                                operands))
+    for lane in np.flatnonzero(active):
+        if suffixes[-1] == "L2::cache_hint":
+            cta.policies.add(int(warp.value(operands[4])[lane]))
+        to, first = cta.of_cluster(int(target[lane]))
+        last = first + int(size[lane])
+        assert to is cta
+        start = int(source[lane]) - cta.memory.base
+        assert first % 16 == start % 16 == size[lane] % 16 == 0 and start >= 0
+        assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
+        cta.shared.data[first:last] = cta.memory.data[start : start + int(size[lane])]
+        cta.barriers[int(barrier[lane])].bring(int(size[lane]))
+
+
+def copy(warp, suffixes, operands, active):
+    """cp.async: what a lane copies may come any time before its group is waited for; here, when it is."""
+    if "bulk" in suffixes:
+        bulk_copy(warp, suffixes, operands, active)
+    elif "commit_group" in suffixes:
+        warp.groups.append(warp.copies)
+        warp.copies = []
+    elif suffixes[1] in ("wait_group", "wait_all"):
+        if suffixes[1] == "wait_all":  # those without a group too
+            warp.groups.append(warp.copies)
+            warp.copies = []
+        while len(warp.groups) > int((*operands, 0)[0]):
+            for target, data in warp.groups.pop(0):
+                warp.cta.shared.write(target, data)
+    else:
+        assert suffixes[-2:] == ("shared", "global") and operands[2] == "16", (suffixes, operands)
+        target, source = (warp.address(x)[active] for x in operands[:2])
+        assert (target % 16 == 0).all() and (source % 16 == 0).all()
+        warp.copies.append((target, warp.cta.memory.read(source, 16)))
+
+
+def mbarrier(warp, suffixes, operands, active):
+    barriers, what = warp.cta.barriers, suffixes[0]
+    at = warp.address(operands[0 if what == "init" else 1])
+    value = warp.value(operands[1 if what == "init" else 2])
+    passed = np.zeros(LANES, bool)
+    for lane in np.flatnonzero(active):
+        if what == "init":
+            barriers[int(at[lane])] = warp.cta.new_barrier(int(value[lane]))
+        elif what == "arrive":
+            barriers[int(at[lane])].arrive(int(value[lane]))
+        else:
+            passed[lane] = barriers[int(at[lane])].phases % 2 != int(value[lane])
+    return passed if what in ("try_wait", "test_wait") else None
+
+
+def map_address(warp, suffixes, operands, active):
+    return warp.value(operands[1]) + (warp.value(operands[2]) + U64(1)) * U64(CTA_WINDOW)
+
+
+def arrive_at_cluster(warp, suffixes, operands, active):
+    assert suffixes == ("cluster", "arrive", "relaxed")
+    warp.cta.arrived += int(active.sum())
+
+
+def store_async(warp, suffixes, operands, active):
+    """To the shared memory of a CTA of the cluster; its barrier counts the bytes."""
+    words = np.stack([x.astype(U32) for x in warp.values(operands[1])], 1).view(np.uint8)
+    target, barrier = (warp.address(operands[i]) for i in (0, 2))
+    for lane in np.flatnonzero(active):
+        (cta, at), (owner, place) = (warp.cta.of_cluster(int(x[lane])) for x in (target, barrier))
+        assert cta is owner and cta.ended * LANES < cta.threads, "the CTA has ended"
+        cta.shared.write(np.array([at], U64), words[lane : lane + 1])
+        cta.barriers[place].bring(words.shape[1])
+
+
+# ---- the whole warp
+
+
+def shuffle(warp, suffixes, operands, active):
+    assert active.all()
+    value, by = warp.value(operands[1]), warp.value(operands[2]).astype(np.int64)
+    sources = {"bfly": LANE ^ by, "up": np.where(LANE >= by, LANE - by, LANE), "idx": by % LANES}
+    name, *found = operands[0].split("|")
+    warp.set(name, value[sources[suffixes[1]]], active)
+    for predicate in found:  # whether the lane asked for is there
+        warp.set(predicate, LANE >= by if suffixes[1] == "up" else active, active)
+
+
+def reduce(warp, suffixes, operands, active):
+    assert active.all() and suffixes[1:] in (("max", "u32"), ("add", "s32")), suffixes
+    value = warp.value(operands[1])
+    return np.full(LANES, value.max() if suffixes[1] == "max" else value.sum() & U64(0xFFFF_FFFF))
+
+
+def vote(warp, suffixes, operands, active):
+    assert active.all()
+    votes = warp.value(operands[1]).astype(bool)
+    if "ballot" in suffixes:
+        return np.full(LANES, (votes.astype(U64) << LANE.astype(U64)).sum())
+    return np.full(LANES, votes.all() if "all" in suffixes else votes.any())
+
+
+def count_ones(warp, suffixes, operands, active):
+    return np.array([int(x).bit_count() for x in unsigned(warp.value(operands[1]), width(suffixes))], U64)
+
+
+def insert_bits(warp, suffixes, operands, active):
+    first, count = int(operands[3]), int(operands[4])
+    mask = U64(((1 << count) - 1) << first)
+    return (warp.value(operands[2]) & ~mask) | (warp.value(operands[1]) << U64(first) & mask)
+
+
+def elect(warp, suffixes, operands, active):
+    number, chosen = operands[0].split("|")
+    warp.set(number, np.full(LANES, active.argmax(), U64), active)
+    warp.set(chosen, LANE == active.argmax(), active)
+
+
+def permute(warp, suffixes, operands, active):
+    low, high, selector = (warp.value(x) for x in operands[1:])
+    both, result = unsigned(low, 32) | high << U64(32), np.zeros(LANES, U64)
+    for i in range(4):
+        nibble = selector >> U64(4 * i) & U64(15)
+        assert (nibble < 8).all()
+        result |= (both >> nibble * U64(8) & U64(255)) << U64(8 * i)
+    return result
+
+
+def bytes_of(word: np.ndarray) -> np.ndarray:
+    """int64 [lanes, 4], the lowest first."""
+    return (word[:, None] >> U64(8) * np.arange(4, dtype=U64) & U64(255)).astype(np.int64)
+
+
+def byte_distances(warp, suffixes, operands, active):
+    """vabsdiff4 of unsigned bytes; the fourth operand is only for selected bytes."""
+    assert suffixes == ("u32", "u32", "u32")
+    x, y = (bytes_of(warp.value(operand)) for operand in operands[1:3])
+    return (np.abs(x - y) << 8 * np.arange(4)).sum(1)
+
+
+def byte_products(warp, suffixes, operands, active):
+    assert suffixes == ("u32", "u32")
+    x, y = (bytes_of(warp.value(operand)) for operand in operands[1:3])
+    return unsigned(raw((x * y).sum(1)) + warp.value(operands[3]), 32)
+
+
+def rows_of(matrix: np.ndarray) -> np.ndarray:
+    """Each lane's word of an 8x8 matrix of 16-bit values."""
+    return matrix[G, 2 * T] | matrix[G, 2 * T + 1] << U64(16)
+
+
+def movmatrix(warp, suffixes, operands, active):
+    assert active.all()
+    matrix, word = np.zeros((8, 8), U64), warp.value(operands[1])
+    matrix[G, 2 * T], matrix[G, 2 * T + 1] = word & HALF, word >> U64(16)
+    return rows_of(matrix.T)
+
+
+def ldmatrix(warp, suffixes, operands, active):
+    assert active.all()
+    rows = warp.cta.shared.read(warp.address(operands[1]), 16).view(np.uint16).astype(U64)
+    for i, name in enumerate(names_of(operands[0])):
+        matrix = rows[8 * i : 8 * i + 8]
+        warp.set(name, rows_of(matrix.T if "trans" in suffixes else matrix), active)
+
+
+def mma(warp, suffixes, operands, active):
+    """m16n8k16 of 16-bit floats, m16n8k32 and m16n8k16 of bytes: fragments by the PTX manual."""
+    assert active.all()
+    names, a, b, c = names_of(operands[0]), *(warp.values(x) for x in operands[1:])
+    kinds, k = suffixes[-3:-1], 32 if "m16n8k32" in suffixes else 16
+    is_bytes = "s32" in suffixes
+    each = 4 if is_bytes else 2  # values of a register
+    left, right = np.zeros((16, k)), np.zeros((k, 8))
+
+    def values(word, kind):
+        if not is_bytes:
+            return halves_of(word, kind == "bf16")
+        found = [(word >> U64(8 * i) & U64(255)).astype(np.uint8) for i in range(4)]
+        return [x.view(np.int8) if kind == "s8" else x for x in found]
+
+    for i, word in enumerate(a):
+        for j, value in enumerate(values(word, kinds[0])):
+            left[G + 8 * (i % 2), each * T + j + k // 2 * (i // 2)] = value
+    for i, word in enumerate(b):
+        for j, value in enumerate(values(word, kinds[1])):
+            right[each * T + j + k // 2 * i, G] = value
+    product = left @ right
+    for i, (name, word) in enumerate(zip(names, c)):
+        part = product[G + 8 * (i // 2), 2 * T + i % 2]
+        if is_bytes:
+            warp.set(name, unsigned(raw(signed(word, 32) + part.astype(np.int64)), 32), active)
+        else:
+            warp.set(name, bits(f32(word) + part), active)
+
+
+def nothing(warp, suffixes, operands, active):
+    """Fences, prefetches, and the barrier of a warp that runs in lock step."""
+
+
+WHOLE = {
+    "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": copy,
+    "mapa": map_address, "barrier": arrive_at_cluster, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote,
+    "redux": reduce, "elect": elect, "prmt": permute, "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
+    "fence": nothing, "bar": nothing, "atom": atomic, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
+    "popc": count_ones, "bfi": insert_bits, "vabsdiff4": byte_distances, "dp4a": byte_products,
+}
