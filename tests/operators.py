@@ -7,8 +7,8 @@ from lowbit_attn.testing import assert_same_bytes
 def arguments(cache: KVCache, sink_logits=None, softmax_scale=None, softcap=None, window=None, keep_sinks=False):
     """An operator's arguments after q and outputs."""
     state = [getattr(cache, name) for name in ops.STATE]
-    return (*state, sink_logits, cache.format.name, list(cache.strides), softmax_scale, softcap, window, keep_sinks,
-            None, None)
+    return (*cache.batch_rows(cache.max_batch), *state, sink_logits, cache.format.name, list(cache.strides),
+            softmax_scale, softcap, window, keep_sinks, None, None)
 
 
 def assert_same(got, want):

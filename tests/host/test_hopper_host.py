@@ -292,7 +292,7 @@ def tokens_of(w: walk.TileWalk) -> list[tuple[str, int, int]]:
         assert 1 <= live <= TILE_N
         units = [number(query_rows.clamp_unit(live - u * UNIT_TOKENS, UNIT_TOKENS)) for u in range(UNITS)]
         assert sum(units) == live
-        found.append(("sink", start, live) if is_sink else ("ring", w.packed_start + w.n_packed + start, live))
+        found.append(("sink", start, live) if is_sink else ("ring", w.packed_start + w.ring_start + start, live))
     return found
 
 
@@ -309,7 +309,7 @@ def test_walk_visits_every_seen_token_once(n_sink, n_qk, lag, residual, num_spli
     visited = {"k": [], "v": []}
     for split in range(num_splits):
         both = [walk.TileWalk(*map(number, w))
-                for w in walk.plan(n_sink, n_qk, n_qk - lag, n_tok, hidden, split, num_splits)]
+                for w in walk.plan(n_sink, n_qk, n_qk - lag, n_tok, n_qk, hidden, split, num_splits)]
         k, v = map(tokens_of, both)
         assert [at[1:] for at in k] == [at[1:] for at in v]  # tile for tile the same tokens
         visited["k"] += k
@@ -331,7 +331,7 @@ def seen_positions(w: walk.TileWalk, i: int, rows: query_rows.Rows, visible: mas
             first = masks.end_of(rows, visible, row, start) - visible.window
         return {start + c for c in range(TILE_N) if c >= first}
     start, live, is_sink = map(number, walk.token_tile_of(w, i - w.num_pages))
-    start += (1 - is_sink) * (w.packed_start + w.n_packed)
+    start += (1 - is_sink) * (w.packed_start + w.ring_start)
     end = masks.end_of(rows, visible, row, start)
     first = end - (is_sink * visible.sink_window + (1 - is_sink) * visible.window)
     return {start + c for c in range(TILE_N) if first <= c < min(live, end)}
@@ -349,7 +349,7 @@ def test_masks_leave_what_a_query_sees(n_sink, n_qk, lag, residual, q_len, windo
     hidden = number(walk.hidden_pages(n_sink, n_tok, q_len, window))
     seen = [set() for _ in range(rows.count)]
     for split in range(num_splits):
-        w = walk.TileWalk(*map(number, walk.plan(n_sink, n_qk, n_qk - lag, n_tok, hidden, split, num_splits)[0]))
+        w = walk.TileWalk(*map(number, walk.plan(n_sink, n_qk, n_qk - lag, n_tok, n_qk, hidden, split, num_splits)[0]))
         for i, row in itertools.product(range(w.num_pages + w.token_tiles), range(rows.count)):
             seen[row] |= seen_positions(w, i, rows, visible, row)
     for row, got in enumerate(seen):

@@ -36,7 +36,7 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
     visited, dealt, pages, takers = [], {}, [], warps * num_splits
     n_qv = max(0, n_qk - third_pages * layout.PAGE_TOKENS)
     for split, warp in itertools.product(range(num_splits), range(warps)):
-        w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, 1, None, split, num_splits, warp, warps,
+        w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, n_qk, 1, None, split, num_splits, warp, warps,
                       page_warps)
         w = walk.Walk(*(value(x) for x in w))
         apart = walk.pages_apart(num_splits, page_warps)
@@ -51,7 +51,7 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
             start, live, is_sink, _ = (value(x) for x in walk.unit(w, i, 1))
             assert 1 <= live <= config.UNIT_TOKENS and start % config.UNIT_TOKENS == 0
             visited += [("sink" if is_sink else "residual", start + j) for j in range(live)]
-        assert w.n_packed == n_qk, "the residual starts where K is no longer packed"
+        assert w.ring_start == n_qk, "the residual starts where K is no longer packed"
     packed_v = n_qv // layout.PAGE_TOKENS
     want = [("page", i) for i in range(packed_v)]
     want += [("third", i, tile) for i in range(packed_v, n_qk // layout.PAGE_TOKENS) for tile in range(8)]
@@ -76,8 +76,8 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
     for num_splits, warps in ((1, 8), (3, 4), (7, 2), (40, 8)):
         visited = []
         for split, warp in itertools.product(range(num_splits), range(warps)):
-            w = walk.plan(n_sink, n_qk, packed_v * layout.PAGE_TOKENS, n_tok, q_len, window, split, num_splits, warp,
-                          warps, warps)
+            w = walk.plan(n_sink, n_qk, packed_v * layout.PAGE_TOKENS, n_tok, n_qk, q_len, window, split, num_splits,
+                          warp, warps, warps)
             w = walk.Walk(*(value(x) for x in w))
             assert w.first_seen == lowest - n_sink
             packed = [w.first_page + i * walk.pages_apart(num_splits, warps) for i in range(w.num_pages)]
@@ -97,7 +97,7 @@ def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_
     limits, n_tok, warps, splits = masks.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4, 2
     seen = {j: [] for j in range(q_len)}
     for split, warp in itertools.product(range(splits), range(warps)):
-        w = walk.plan(n_sink, n_qk, n_qk, n_tok, q_len, window, split, splits, warp, warps, warps)
+        w = walk.plan(n_sink, n_qk, n_qk, n_tok, n_qk, q_len, window, split, splits, warp, warps, warps)
         w = walk.Walk(*(value(x) for x in w))
         for i in range(w.first_unit, w.num_units, warps * splits):
             unit = walk.Unit(*(value(x) for x in walk.unit(w, i, q_len)))
@@ -140,7 +140,7 @@ def test_values_beside_packed_keys_come_once_and_from_their_slots(name, head_dim
     found, pages, start = [], 3, 5 * layout.PAGE_TOKENS
     for warp in range(cfg.warps):
         barrier, phase = UnitBarrier(), 0
-        w = walk.plan(0, start + pages * 128, start, start + pages * 128, 1, None, 0, 1, warp, cfg.warps,
+        w = walk.plan(0, start + pages * 128, start, *2 * (start + pages * 128,), 1, None, 0, 1, warp, cfg.warps,
                       cfg.page_warps)
         w = walk.Walk(*(value(x) for x in w))
         for i in range(w.first_mixed, w.num_mixed, cfg.warps):

@@ -31,12 +31,12 @@ def tokens(n_sink: int, n_qk: int, third_pages: int, residual: int) -> tuple[int
 @pytest.mark.parametrize("counts", COUNTS)
 def test_pieces_of_an_item_visit_every_token_once(counts):
     n_sink, n_qk, n_qv, n_tok = tokens(*counts)
-    size, draw = int(items.work_item(n_sink, n_qk, n_qv, n_tok).positions), random.Random(0)
+    size, draw = int(items.work_item(n_sink, n_qk, n_qv, n_tok, n_qk).positions), random.Random(0)
     for pieces in (1, 2, 5, size):
         cuts = sorted({0, size, *(draw.randrange(size) for _ in range(pieces - 1))})
         visited, left = [], 0
         for first, end in itertools.pairwise(cuts):
-            w = walk.Walk(*map(int, items.walk_of(n_sink, n_qk, n_qv, n_tok, first, end - first)))
+            w = walk.Walk(*map(int, items.walk_of(n_sink, n_qk, n_qv, n_tok, n_qk, first, end - first)))
             visited += [("page", w.first_page + i) for i in range(w.num_pages)]
             visited += [("third", w.mixed_page + page, tile) for page, tile in (
                 mixed.unit_place(i) for i in range(w.first_mixed, w.num_mixed))]

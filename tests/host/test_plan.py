@@ -17,8 +17,8 @@ from lowbit_attn.hopper import EMPTY
 from lowbit_attn.hopper.common.scratch import CLUSTER_WORDS
 from lowbit_attn.plan import Buffer, Plans
 from lowbit_attn.reference import Attention
-from lowbit_attn.state import STATE
 from lowbit_attn.testing import permute_pages
+from lowbit_attn.view import STATE
 
 sys.path.append(str(Path(__file__).parents[2] / "perf"))
 tvm_ffi = pytest.importorskip("tvm_ffi", reason="kernels are called through it")
@@ -28,7 +28,7 @@ tvm_ffi = pytest.importorskip("tvm_ffi", reason="kernels are called through it")
 HOST_BOUND = 6
 
 
-PARTIALS, OUT, LSE, SINK_LOGITS, SCALARS = range(11, 16)  # among the kernel's arguments
+PARTIALS, OUT, LSE, SINK_LOGITS, SCALARS = range(14, 19)  # among the kernel's arguments
 
 
 class Stage:
@@ -79,11 +79,11 @@ def test_the_kernels_get_the_call(stage, cache):
     call(q, cache, softmax_scale=0.5, softcap=2.0, window=9, keep_sinks=True)
     given = stage.calls[0]
     assert [key.features for key in stage.loaded] == [("softcap", "window")]
-    state = (cache.n_sink, cache.n_qk, cache.n_qv, cache.n_tok, cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v)
-    for mine, theirs in zip(given, (q, cache.pool, cache.table, *state)):
+    state = [getattr(cache, name) for name in STATE]
+    for mine, theirs in zip(given, (q, cache.all_rows, cache.all_rows, *state)):
         assert mine.data_ptr() == theirs.data_ptr()
-    assert given[1].shape == (cache.pool.numel() // 128, 32) and given[1].dtype == torch.uint32
-    assert all(len(x) == 2 for x in given[3:11])
+    assert given[1].tolist() == given[2].tolist() == [0, 1]
+    assert given[3].shape == (cache.pool.numel() // 128, 32) and given[3].dtype == torch.uint32
     # a block of rows in each of two sequences and two KV heads, 3 splits; 3 merge 43 of the 8 x 16 chunks, 6 words each
     assert given[PARTIALS].shape == (4, 3, 800) and (given[PARTIALS].view(torch.int32) == EMPTY).all()
     assert given[OUT].shape == q.shape and given[LSE].shape == (2, 4, 2) and given[SINK_LOGITS].tolist() == [-torch.inf]
@@ -263,17 +263,17 @@ def test_a_plan_ends_with_the_memory_it_reads(stage, cache):
     permute_pages(cache, seed=3)
     call(q, cache)
     assert len(cache.plans) == 1  # none keeps the old pool
-    assert stage.calls[1][1].data_ptr() == cache.pool.data_ptr() != stage.calls[0][1].data_ptr()
+    assert stage.calls[1][3].data_ptr() == cache.pool.data_ptr() != stage.calls[0][3].data_ptr()
     view = copy.copy(cache)
     view.table = cache.table.clone()
     loaded = len(stage.loaded)
     for x in (view, cache, view, cache):
         call(q, x)
-        assert stage.calls[-1][2].data_ptr() == x.table.data_ptr()
+        assert stage.calls[-1][4].data_ptr() == x.table.data_ptr()
     assert len(stage.loaded) == loaded + 1 and view.plans is not cache.plans  # a plan for the view, none twice
 
 
-@pytest.mark.parametrize("name", (*STATE, "strides", "format"))
+@pytest.mark.parametrize("name", (*(name for name in STATE if name != "ring_start"), "strides", "format"))
 def test_a_cache_whose_state_was_replaced_is_never_read_by_its_plan(stage, cache, name):
     q = queries()
     for _ in range(2):
@@ -296,9 +296,9 @@ def test_a_new_sequence_makes_calls_pick_their_kernel_anew(stage):
 
     def plan_of(path):
         """As decode finds or makes it on a GPU."""
-        if dispatch.planned(q, cache, (None, None, None, False, None, path)) is None:
+        if dispatch.planned(q, cache, (None, None, None, False, None, path, False)) is None:
             key, _ = dispatch.kernel_of(q, cache, path)
-            plan = dispatch._plan_decode(q, cache, Attention(), None, key, path)
+            plan = dispatch._plan_decode(q, cache, Attention(), None, key, path, False)
             plan.run(q, q.clone(), torch.zeros(8, 32, 1), None)
         return [key.path for key in stage.loaded]
 
@@ -361,7 +361,7 @@ def test_a_copied_cache_starts_without_plans(stage, cache):
     for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         assert not other.plans
         call(queries(), other)
-        assert stage.calls[-1][1].data_ptr() == other.pool.data_ptr()
+        assert stage.calls[-1][3].data_ptr() == other.pool.data_ptr()
 
 
 def test_plans_are_bounded(stage, cache):

@@ -45,8 +45,19 @@ def ptx_of(traced: kernels.CuteKernel, target: str, scratch) -> str:
     return text if isinstance(text, str) else text.decode()
 
 
-def strides_of(tensor: torch.Tensor, count: int) -> tuple:
-    return tuple(int(np.prod(tensor.shape[i + 1 :])) for i in range(count))
+def scatter(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Row b of x as row rows[b]."""
+    found = torch.empty_like(x)
+    found[rows.long()] = x
+    return found
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """Tokens [rows, heads, slots, head_dim] with something between the heads."""
+    between = torch.nan if x.dtype.is_floating_point else 0
+    found = torch.full((x.shape[0], x.shape[1] + 1, *x.shape[2:]), between, dtype=x.dtype)
+    found[:, : x.shape[1]] = x
+    return found[:, : x.shape[1]]
 
 
 def divisor(n: int) -> list[bytes]:
@@ -60,8 +71,10 @@ class Call:
     """One call of a kernel as dispatch makes it, on the CPU."""
 
     def __init__(self, cfg, problem: testing.Problem, options: Attention, places: int | None, splits: int,
-                 in_clusters: bool = False):
-        """places: of scratch; None: one for each block of query rows. in_clusters: a block's splits are a cluster."""
+                 in_clusters: bool = False, scattered: bool = False):
+        """places: of scratch; None: one for each block of query rows. in_clusters: a block's splits are a cluster.
+        scattered: rows of counters and table, and those of sinks and rings, are in orders of their own, the latter
+        apart from each other."""
         cache, q = problem.cache, problem.q.to(problem.cache.dtype)
         batch, q_len, heads, head_dim = q.shape
         self.ratio = heads // cache.num_heads_kv
@@ -77,27 +90,35 @@ class Call:
         self.scratch = torch.full((scratch.header + math.prod(scratch.shapes[0]),), EMPTY, dtype=torch.int32)
         partials = self.scratch[scratch.header:].view(scratch.shapes[0])
         self.results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
-        counts = [cache.n_sink, cache.n_qk, *[cache.n_qv] * cfg.has_mixed, cache.n_tok]
+        names = ["table", "n_sink", "n_qk", *["n_qv"] * cfg.has_mixed, "n_tok", "ring_start"]
+        rows, ring_rows = cache.batch_rows(batch)
+        state = [getattr(cache, name) for name in names]
         tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
-        tensors = [q, dispatch._part(cache, "k"), cache.table.view(-1), *(x[:batch] for x in counts + tokens),
-                   partials, *self.results, sink_logits]
-        self.memory = ptx.GlobalMemory([self.scratch if x is partials else x for x in tensors])
-        sizes = [3, 1, 1, *[1] * len(counts), *[3] * 4, 3, 3, 3, 1]  # that vary
-        strides = [2, 0, 0, *[0] * len(counts), *[2] * 4, 2, 2, 2, 0]
-        self.tensors = [self.memory.parameter(i, x.shape[:count], strides_of(x, apart),
-                                              4 * self.header * (x is partials))
-                        for i, (x, count, apart) in enumerate(zip(tensors, sizes, strides))]
+        if scattered:
+            rows, ring_rows = (torch.roll(rows, shift) for shift in (1, 2))
+            state = [scatter(x, rows) for x in state]
+            tokens = [spread(scatter(x, ring_rows)) for x in tokens]
+        tensors = [q, rows, ring_rows, dispatch._part(cache, "k"), state[0].view(-1), *state[1:], *tokens, partials,
+                   *self.results, sink_logits]
+        whole = {id(partials): self.scratch} | {id(x): x if x._base is None else x._base for x in tokens}
+        self.memory = ptx.GlobalMemory([whole.get(id(x), x) for x in tensors])
+        sizes = [3, 1, 1, 1, 1, *[1] * len(state[1:]), *[3] * 4, 3, 3, 3, 1]  # that vary
+        strides = [2, 0, 0, 0, 0, *[0] * len(state[1:]), *[2] * 4, 2, 2, 2, 0]
+        given = [self.memory.parameter(i, x.shape[:count], x.stride()[:apart], 4 * self.header * (x is partials))
+                 for i, (x, count, apart) in enumerate(zip(tensors, sizes, strides))]
+        self.tensors = given[:-4] + packed("i", *cache.strides) + given[-4:]
+        self.count = len(given)
         self.policies: set[int] = set()  # of L2, of all CTAs' bulk copies
         self.scale = (head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale) * dispatch.LOG2_E
 
     def found(self) -> tuple[torch.Tensor, torch.Tensor]:
-        last = len(self.tensors) - 1
+        last = self.count - 1
         assert (self.memory.tensor(last - 3, self.scratch)[self.header:] == EMPTY).all()  # ready for the next call
         return self.memory.tensor(last - 2, self.results[0]), self.memory.tensor(last - 1, self.results[1])
 
     def counted(self) -> torch.Tensor:
         """Pages that each group of CTAs has told."""
-        lines = self.memory.tensor(len(self.tensors) - 4, self.scratch)[: self.header].view(-1, sizes.LINE_WORDS)
+        lines = self.memory.tensor(self.count - 4, self.scratch)[: self.header].view(-1, sizes.LINE_WORDS)
         assert (lines[:, 1:] == EMPTY).all()
         return lines[:, 0].flip(0) - EMPTY  # group 0 is next to the cells
 
@@ -107,22 +128,22 @@ def packed(kind: str, *values) -> list[bytes]:
 
 
 def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool = False,
-           in_clusters: bool = False):
+           in_clusters: bool = False, scattered: bool = False):
     """What dispatch does, on the CPU: (o, lse)."""
-    return run(program, cfg, problem, options, splits, reverse, in_clusters).found()
+    return run(program, cfg, problem, options, splits, reverse, in_clusters, scattered).found()
 
 
 def run(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool,
-        in_clusters: bool = False) -> Call:
+        in_clusters: bool = False, scattered: bool = False) -> Call:
     """A call that has ended. The splits of a row block run at once.
 
     reverse: the last CTA and the last warp have the first turn.
     """
-    call = Call(cfg, problem, options, None, splits, in_clusters)
+    call = Call(cfg, problem, options, None, splits, in_clusters, scattered)
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
     window = dispatch.NO_WINDOW if options.window is None else options.window
     parameters = call.tensors + packed("f", call.scale, 2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
-    parameters += packed("i", window, window, *problem.cache.strides)
+    parameters += packed("i", window, window)
     parameters += [argument for n in (call.ratio, call.row_blocks, splits) for argument in divisor(n)]
     for x, y in np.ndindex(call.grid[:2]):
         ctas = [ptx.Cta(program, parameters, call.memory.memory, (x, y, z), call.grid, COUNTS) for z in range(splits)]
@@ -133,15 +154,17 @@ def run(program, cfg, problem: testing.Problem, options: Attention, splits: int,
     return call
 
 
-def decode_stream(program, cfg, problem: testing.Problem, options: Attention, ctas: int, reverse: bool = False):
+def decode_stream(program, cfg, problem: testing.Problem, options: Attention, ctas: int, reverse: bool = False,
+                  scattered: bool = False):
     """``decode`` on the stream path."""
-    return run_stream(program, cfg, problem, options, ctas, reverse).found()
+    return run_stream(program, cfg, problem, options, ctas, reverse, scattered).found()
 
 
-def run_stream(program, cfg, problem: testing.Problem, options: Attention, ctas: int, reverse: bool = False) -> Call:
+def run_stream(program, cfg, problem: testing.Problem, options: Attention, ctas: int, reverse: bool = False,
+               scattered: bool = False) -> Call:
     """``run`` of the stream path, whose CTAs all run at once."""
-    call = Call(cfg, problem, options, ctas, 1)
-    parameters = call.tensors + packed("f", call.scale) + packed("i", *problem.cache.strides, call.grid[0])
+    call = Call(cfg, problem, options, ctas, 1, scattered=scattered)
+    parameters = call.tensors + packed("f", call.scale) + packed("i", call.grid[0])
     parameters += [argument for n in (call.ratio, call.row_blocks, ctas) for argument in divisor(n)]
     running = [ptx.Cta(program, parameters, call.memory.memory, (x, 0, 0), (ctas, 1, 1), COUNTS) for x in range(ctas)]
     ptx.run_grid(running[:: -1 if reverse else 1], cfg.threads, reverse)
@@ -404,3 +427,16 @@ def test_the_plain_read_reads_all_bytes_and_nothing_else(scratch):
                  256)
     assert seen.all() and "ld.global.L2::cache_hint" in text
     assert (memory.tensor(1, torch.zeros(1, dtype=torch.int32)) == 0).all()
+
+
+@pytest.mark.parametrize("name, path", [("k4v4", "integer"), ("k4v4", "stream"), ("kitty", "integer"),
+                                        ("kitty", "stream"), ("k4v4", "register")])
+def test_rows_of_the_cache_in_any_order(name, path, scratch):
+    """Counters and table in one order, sinks and rings in another and apart: the same results, bit for bit."""
+    case = Case(name, head_dim=64, num_heads=4, num_heads_kv=2, lengths=(300, 0, 520), sinks=3)
+    text, cfg = compiled(key_of(case, Attention(), path, 8 if path == "register" else 4), scratch)
+    problem, program = testing.build(case), ptx.Program(text)
+    attend = decode_stream if path == "stream" else decode
+    found = attend(program, cfg, problem, Attention(), 2, scattered=True)
+    testing.assert_decode(*found, testing.expected(problem))
+    assert all(torch.equal(*pair) for pair in zip(found, attend(program, cfg, problem, Attention(), 2)))
