@@ -14,7 +14,7 @@ from lowbit_attn import compile, gpu_matrix, kernels
 
 def known() -> dict:
     """Every kernel of ``make`` and of the GPU tests' fast subset by its name."""
-    found = (key for arch in kernels.ARCH_TARGETS for key in (*kernels.shipped(arch), *gpu_matrix.keys(arch)))
+    found = (key for arch in kernels.ARCH_TARGETS for key in (*kernels.shipped_keys(arch), *gpu_matrix.keys(arch)))
     return {str(key): key for key in found}
 
 

@@ -93,7 +93,7 @@ def _wanted(arch: str, every: bool, tests: bool, seed: int, cases: int) -> list[
     if every:
         return promised.promised(arch)
     if not tests:
-        return kernels.shipped(arch)
+        return kernels.shipped_keys(arch)
     return gpu_matrix.sample_keys(arch, seed, cases) if cases else gpu_matrix.keys(arch)
 
 

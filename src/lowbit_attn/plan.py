@@ -12,7 +12,7 @@ from operator import attrgetter, is_, mul
 import torch
 
 from lowbit_attn import loader
-from lowbit_attn.kernels import Scratch
+from lowbit_attn.kernels.key import Scratch
 from lowbit_attn.scratch import no_sink_logit, partials, words
 from lowbit_attn.state import STATE, STEP_STATE
 
