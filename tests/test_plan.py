@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lowbit_attn import KVCache, decode, dispatch, hopper, kernels, loader, plan
+from lowbit_attn import KVCache, _private, decode, dispatch, hopper, kernels, loader, plan
 from lowbit_attn.api import ready
 from lowbit_attn.cache import Strides
 from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
@@ -321,7 +321,7 @@ def test_buffers(monkeypatch, shape, is_private):
     """New memory is as torch.empty makes it, whether or not this torch has the function that is faster."""
     if not is_private:
         monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-        monkeypatch.setitem(plan._EMPTY, "cpu", plan._empty("cpu"))
+        monkeypatch.setitem(plan._EMPTY, "cpu", _private.empty_strided("cpu"))
     buffer, like = Buffer(shape, torch.bfloat16, torch.device("cpu")), torch.empty(shape, dtype=torch.bfloat16)
     a, b = buffer.new(), buffer.new()
     assert a.shape == like.shape and a.stride() == like.stride() and a.dtype == like.dtype and a.device == like.device
@@ -348,9 +348,9 @@ def test_a_call_while_another_device_is_current(stage, cache, monkeypatch):
             entered.append(None)
 
     made.is_cuda, made.index = True, 1
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1 if entered and entered[-1] else 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(_private, "current_device", lambda: 1 if entered and entered[-1] else 0)
+    monkeypatch.setattr(_private, "is_stream_capturing", lambda: False)
+    monkeypatch.setattr(_private, "raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     call(queries(), cache)
     assert entered == [made.device, None] and len(stage.calls) == 2
