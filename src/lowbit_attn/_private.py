@@ -60,8 +60,8 @@ def environment(name: str) -> Callable[[], bytes | None]:
 
     os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan.
     """
-    get = _find(os.environ, "_data.get")
-    return partial(get, os.environ.encodekey(name)) if get else partial(os.environb.get, os.fsencode(name))
+    get, encode = _find(os.environ, "_data.get"), _find(os.environ, "encodekey")
+    return partial(get, encode(name)) if get and encode else partial(os.environb.get, os.fsencode(name))
 
 
 def nanosleep(ns) -> None:

@@ -14,7 +14,7 @@ from lowbit_attn import _private, ampere, hopper
 
 FOLDERS = [Path(package.__file__).parent for package in (lowbit_attn, hopper, ampere)]
 # of an object of another package: torch._C, os.environ._data, cutlass._mlir
-PRIVATE = re.compile(r"\b(torch|os|numpy|np|cutlass|cute|tilelang|T|tvm|transformers)(\.\w+)*\._[a-z]\w*", re.I)
+PRIVATE = re.compile(r"\b(torch|os|numpy|np|cutlass|cute|tilelang|T|tvm|transformers)(\.\w+)*\._[A-Za-z]\w*")
 
 
 def without(monkeypatch, path: str, owner: object = torch) -> None:
