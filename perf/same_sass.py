@@ -34,22 +34,21 @@ import typer
 from lowbit_attn import compile, sass
 
 ROOT = Path(__file__).parent.parent
-SIDE_SCRIPT = "perf/same_sass_side.py"  # each side runs its own, which knows its names
+SIDE_SCRIPT = Path(__file__).with_name("same_sass_side.py")
 TOOLS = ("nvidia-cutlass-dsl", "tilelang", "apache-tvm-ffi", "nvidia-cuda-nvcc")
 SHOWN_LINES = 40  # of a difference
 
 
 class Side(NamedTuple):
-    """One of two source trees, as an importable package, the script that builds it, and the folder of its kernels."""
+    """One of two source trees, as an importable package, and the folder where its kernels are."""
 
     package: Path
-    script: Path
     cache: Path
 
     def run(self, *arguments: str, names: list[str] = ()) -> subprocess.Popen:
         """same_sass_side.py with this side's package in front of the installed one; ``names`` go to its input."""
         environment = os.environ | {"PYTHONPATH": str(self.package), "LOWBIT_ATTN_CACHE_DIR": str(self.cache)}
-        process = subprocess.Popen([sys.executable, str(self.script), *arguments], env=environment, text=True,
+        process = subprocess.Popen([sys.executable, str(SIDE_SCRIPT), *arguments], env=environment, text=True,
                                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         process.stdin.write(json.dumps(list(names)))
         process.stdin.close()
@@ -115,7 +114,7 @@ def make_side(commit: str | None, scratch: Path) -> Side:
     package = assemble(export(commit, tree), scratch / "packages" / name.replace("/", "_"))
     cache = compile.cache_dir().parent / "same-sass" / content_hash(package)
     cache.mkdir(parents=True, exist_ok=True)
-    return Side(package, tree / SIDE_SCRIPT, cache)
+    return Side(package, cache)
 
 
 def renamed(name: str, rules: list[str]) -> str:

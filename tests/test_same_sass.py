@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_attn import sass
+from lowbit_attn import compile, kernels, sass
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "perf"))
 
 import same_sass  # noqa: E402
+import same_sass_side  # noqa: E402
 
 NAMES = [f"decode-{path}-{fmt}-{dtype}-d{head_dim}@sm_90a" for path in ("integer", "register")
          for fmt in ("k4v4", "k2v2", "kitty") for dtype in ("float16", "bfloat16") for head_dim in (64, 128)]
@@ -99,3 +100,25 @@ def test_a_package_is_put_together_from_a_working_tree(tmp_path):
                             env={"PYTHONPATH": str(package), "PATH": ""}, cwd="/")
     assert Path(answer.stdout.strip()) == package / "lowbit_attn/hopper/__init__.py"
     assert same_sass.content_hash(package) == same_sass.content_hash(package)
+
+
+def test_a_side_tells_of_a_build_whatever_its_package_calls_it(monkeypatch):
+    """``build`` gave an entry's facts once, and gives them with their path now."""
+    key, facts = next(iter(same_sass_side.known().values())), {"registers": 128, "smem_total_bytes": 1024}
+    monkeypatch.setattr(compile, "so_path", lambda key: Path("kernel.so"))
+    for found in (facts, compile.Built(Path("kernel.so"), facts)):
+        monkeypatch.setattr(compile, "build", lambda key, found=found: found)
+        assert same_sass_side.built(key) == {"file": "kernel.so", "registers": 128, "smem_bytes": 1024}
+
+    def broken(key):
+        raise compile.KernelCheckError(f"{key}: STL x2")
+
+    monkeypatch.setattr(compile, "build", broken)
+    assert same_sass_side.built(key) == {"error": "STL x2"}
+
+
+def test_names_of_older_packages_are_known(monkeypatch):
+    now = same_sass_side.known()
+    monkeypatch.setattr(kernels, "shipped", kernels.shipped_keys)
+    monkeypatch.delattr(kernels, "shipped_keys")
+    assert same_sass_side.known() == now
