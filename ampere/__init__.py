@@ -2,7 +2,8 @@
 
 import torch
 
-from lowbit_attn.kernels import Scratch, Support
+from lowbit_attn.kernels.key import Scratch
+from lowbit_attn.kernels.support import Support
 
 EMPTY = None  # what words of scratch are between calls: anything
 SPLITS_MEET = False  # splits of a call may run one after the other

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from lowbit_attn import layout
 from lowbit_attn.formats import FORMATS, Format, Kind, SideSpec
-from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, Checks, KernelKey
-from lowbit_attn.kernels import ROWS as ROW_CHOICES
+from lowbit_attn.kernels.key import FEATURES, SMEM_LIMIT_BYTES, Checks, KernelKey
+from lowbit_attn.kernels.key import ROWS as ROW_CHOICES
 
 # (warps, ring slots of each), best first: the first that fits is taken. More warps hide the latency of the multiplies,
 # more slots that of memory; two slots are the least that overlaps loading with arithmetic. One warp is slow: it is
@@ -274,9 +274,9 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
                      f"{least.shared_bytes} B of shared memory, {target} has {limit} B a block")
 
 
-def ctas_per_sm(key: KernelKey) -> int:
+def ctas_per_sm(key: KernelKey, path: str) -> int:
     """Blocks of a decode kernel that an SM surely holds at once."""
-    return decode_config(FORMATS[key.format], key.head_dim, key.dtype, key.target, key.path, key.rows,
+    return decode_config(FORMATS[key.format], key.head_dim, key.dtype, key.target, path, key.rows,
                          key.features).ctas_per_sm
 
 

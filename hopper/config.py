@@ -12,7 +12,7 @@ from lowbit_attn.hopper.common.support import PATHS
 from lowbit_attn.hopper.schedule.config import SMALL, SPLITS, STREAM
 from lowbit_attn.hopper.tile import config as tile
 from lowbit_attn.hopper.warp import config as warp
-from lowbit_attn.kernels import Checks
+from lowbit_attn.kernels.key import Checks, KernelKey
 
 TARGET = tile.TARGET
 ARITHMETICS = {arithmetic.name: arithmetic for arithmetic in (FP16, INT8)}
@@ -30,7 +30,7 @@ def make_config(path: str, fmt: Format, head_dim: int, dtype: str, rows: int,
     return warp.make_config(fmt, head_dim, dtype, rows, arithmetic, schedule, features)
 
 
-def ctas_per_sm(key) -> int:
+def ctas_per_sm(key: KernelKey, path: str) -> int:
     """Blocks of a decode kernel that an SM surely holds at once."""
     return SCHEDULES[key.schedule].ctas_per_sm
 

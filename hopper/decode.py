@@ -8,7 +8,7 @@ from lowbit_attn.hopper.config import make_config
 from lowbit_attn.hopper.tile.config import TARGET
 from lowbit_attn.hopper.tile.config import DecodeConfig as TileConfig
 from lowbit_attn.hopper.warp.config import WarpConfig
-from lowbit_attn.kernels import CuteKernel
+from lowbit_attn.kernels.key import CuteKernel
 
 
 def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, path: str = "tile",

@@ -15,7 +15,7 @@ from provenance import append_result, provenance
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_attn import dispatch
+from lowbit_attn import dispatch, kernels
 from lowbit_attn.bench import BenchCase, fastest_reads, fp16_us, graph_us, make_cache, measure, query_of, read_us
 
 # what other scripts use
@@ -74,7 +74,7 @@ def main(
         cache = make_cache(case)
         q = query_of(case, cache)
         picked = [dispatch.kernel_of(q, cache, p)[0] for p in path or [None]]
-        for chosen in [key.path for key in picked if key]:
+        for chosen in [kernels.path_name(key) for key in picked if key]:
             line = measure(case, cache, name, chosen)
             append_result(output, origin | line)
             read, = fastest_reads([line])[0]

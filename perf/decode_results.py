@@ -33,7 +33,7 @@ def newest(lines: list[dict], case: BenchCase) -> dict | None:
 def path_of(case: BenchCase, arch: str) -> str | None:
     """The decode path that an architecture takes for a case on an H200; None where it has none."""
     key = kernel_of(case, arch)
-    return key and key.path
+    return key and kernels.path_name(key)
 
 
 def packed(case: BenchCase, length: int) -> tuple[int, int]:

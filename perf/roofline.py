@@ -84,13 +84,13 @@ def warps_of(key: KernelKey) -> tuple[int, bool] | None:
     if key.arch == "ampere":
         from lowbit_attn.ampere.config import decode_config
 
-        config = decode_config(fmt, key.head_dim, key.dtype, key.target, key.path, key.rows)
+        config = decode_config(fmt, key.head_dim, key.dtype, key.target, kernels.path_name(key), key.rows)
         return config.warps, config.shares_pages
-    if key.path == "tile":
+    if kernels.path_name(key) == "tile":
         return None
     from lowbit_attn.hopper.config import make_config
 
-    return make_config(key.path, fmt, key.head_dim, key.dtype, key.rows).warps, False
+    return make_config(kernels.path_name(key), fmt, key.head_dim, key.dtype, key.rows).warps, False
 
 
 def scheduler_pages(pages: int, warps: int, shares_pages: bool) -> int:
@@ -163,7 +163,7 @@ def table_row(case: BenchCase, found: Prediction, line: dict | None) -> list[str
     busiest = "-" if found.busiest is None else f"{found.busiest:.2f}"
     issue = "-" if found.issue_us is None else f"{found.issue_us:.1f}"
     measured = (f"{line['us']:.1f}", f"{line['us'] / found.us:.2f}", line["commit"]) if line else ("-", "-", "")
-    return [str(case), f"{key.path} r{key.rows}", str(found.grid.splits), f"{found.nbytes / 1e6:.2f}",
+    return [str(case), f"{kernels.path_name(key)} r{key.rows}", str(found.grid.splits), f"{found.nbytes / 1e6:.2f}",
             f"{found.partial_bytes / 1e3:.0f}", f"{found.read_us:.1f}", *counts, busiest, issue,
             f"{found.us:.1f}", *measured]
 

@@ -2,6 +2,8 @@
 
     python perf/same_sass_side.py list OUT                 names of the shipped set and of the fast subset
     python perf/same_sass_side.py build OUT JOBS < NAMES   a line of JSON a kernel, appended to OUT
+
+The package may be an older one, whose names this script also knows.
 """
 
 import json
@@ -24,18 +26,19 @@ except ModuleNotFoundError as error:
 
 def known() -> dict:
     """Every kernel of ``make`` and of the GPU tests' fast subset by its name."""
-    found = (key for arch in kernels.ARCH_TARGETS for key in (*kernels.shipped(arch), *matrix.keys(arch)))
+    shipped = kernels.shipped_keys if hasattr(kernels, "shipped_keys") else kernels.shipped
+    found = (key for arch in kernels.ARCH_TARGETS for key in (*shipped(arch), *matrix.keys(arch)))
     return {str(key): key for key in found}
 
 
 def built(key) -> dict:
     """What became of a kernel: its file, registers and shared memory, or why there is none."""
     try:
-        entry = compile.build(key)
+        found = compile.build(key)
     except compile.KernelCheckError as error:
         return {"error": str(error).partition(": ")[2]}
-    return {"file": str(compile.so_path(key)), "registers": entry["registers"],
-            "smem_bytes": entry["smem_total_bytes"]}
+    facts = found if isinstance(found, dict) else found.facts
+    return {"file": str(compile.so_path(key)), "registers": facts["registers"], "smem_bytes": facts["smem_total_bytes"]}
 
 
 def main(what: str, out: str, jobs: str = "1") -> None:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass._mlir import ir
 
+from lowbit_attn import _private
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.numbers import LN_2, LOG2_E, LOWEST, NEG_INF
 from lowbit_attn.hopper.common.rows import Rows, query_and_head
@@ -353,7 +353,7 @@ def access(element, at: Int64, count: int) -> cute.Tensor:
 
 def load(at: Int64, count: int) -> list[Uint32]:
     """Several words that other CTAs may be writing: each is an old value or a new one."""
-    kind = ir.VectorType.get([count], Uint32.mlir_type)
+    kind = _private.vector_type(Uint32, count)
     words = cute.arch.load(access(Uint32, at, count).iterator, kind, sem="relaxed", scope="gpu")
     words = cute.TensorSSA(words, (count,), Uint32)
     return [words[i] for i in range(count)]

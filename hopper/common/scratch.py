@@ -1,6 +1,6 @@
 """Scratch of a decode call: how many words the splits, clusters or CTAs of an even share exchange, and where."""
 
-from lowbit_attn.kernels import Scratch
+from lowbit_attn.kernels.key import Scratch
 
 EMPTY = -1  # a word of scratch whose value has not come: a NaN that no arithmetic gives
 CHUNK_CHANNELS = 4  # of a row's o that splits add up together

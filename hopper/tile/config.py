@@ -14,7 +14,7 @@ from lowbit_attn.formats.contract import Format
 from lowbit_attn.hopper.common.matrices import CHUNK, matrix_place
 from lowbit_attn.hopper.common.support import PATHS
 from lowbit_attn.hopper.common.tuning import IN_FLIGHT_BYTES, MAX_STAGES
-from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES
+from lowbit_attn.kernels.key import FEATURES, SMEM_LIMIT_BYTES
 
 TARGET = "sm_90a"
 SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]

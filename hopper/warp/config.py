@@ -12,7 +12,7 @@ from lowbit_attn.formats.spec import SideSpec
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.hopper.common.tuning import MANY_WARPS, MAX_SLOTS, MAX_WARPS, MIN_SLOTS, PAGE_WARPS, UNDER_WAY
 from lowbit_attn.hopper.warp.contract import Arithmetic, Schedule
-from lowbit_attn.kernels import FEATURES, SMEM_LIMIT_BYTES, WIDE_HEAD_DIM
+from lowbit_attn.kernels.key import FEATURES, SMEM_LIMIT_BYTES, WIDE_HEAD_DIM
 
 TARGET = "sm_90a"
 SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
-from cutlass._mlir.dialects import nvvm
 
+from lowbit_attn import _private
 from lowbit_attn.hopper.common.scratch import LINE_WORDS
 from lowbit_attn.hopper.common.tuning import FAR, FEW_PAGES, Rule
 from lowbit_attn.hopper.warp.config import WarpConfig
@@ -139,7 +139,7 @@ def is_behind(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: In
                 is_near = cutlass.max(found, 0 - found) <= FAR * cfg.page_warps
                 cute.arch.atomic_exch(pace.words + LEAD, found * Int32(is_near), sem="relaxed", scope="cta")
     if knows & (lag < -(pace.total // rule.ahead)):
-        nvvm.nanosleep(wait_ns(rule, pace, lag).ir_value())
+        _private.nanosleep(wait_ns(rule, pace, lag))
     return knows & (lag > pace.total // rule.behind)
 
 

@@ -1,8 +1,8 @@
 """Finds the source text that a definition is made of: itself and all that it reaches inside the package.
 
 ``texts`` follows names from definition to definition through the package's imports, on the syntax tree: nothing is
-imported but packages. It reads statements, not whole files, because files such as kernels.py hold constants that
-kernels compile in beside lists that change often. A statement at the top of a module that binds no name counts as soon
+imported but packages. It reads statements, not whole files, because files such as kernels/key.py hold constants that
+kernels compile in beside names that change often. A statement at the top of a module that binds no name counts as soon
 as the module is reached. Comments, docstrings and blank lines do not count. The same text comes from every Python.
 """
 

@@ -42,6 +42,7 @@ from platformdirs import user_cache_dir
 
 from lowbit_attn import closure, emit, entries, kernels, sass, toolchain
 from lowbit_attn.kernels import KernelKey
+from lowbit_attn.kernels.registry import MODULES, program
 
 PREBUILT = ("lowbit_attn_kernels_hopper", "lowbit_attn_kernels_ampere")
 LOCK_SECONDS = 600.0
@@ -88,12 +89,11 @@ def _fixed(folder: Path) -> Path:
 @cache
 def fingerprint(arch: str, op: str) -> str:
     """Hash of all source text that such a kernel is made from."""
-    device = "quantize" if op == "dequantize" else op
-    program = f"lowbit_attn.{arch}.decode" if op == "decode" else f"lowbit_attn.device.{device}"
     is_cute = op == "read" or (op, arch) == ("decode", "hopper")
-    roots = [(program, closure.ALL), ("lowbit_attn.kernels", "trace"), ("lowbit_attn.kernels", "checks"),
+    registry = "lowbit_attn.kernels.registry"
+    roots = [(MODULES[program(arch, op)], closure.ALL), (registry, "trace"), (registry, "checks"),
              ("lowbit_attn.emit", "emit_cute" if is_cute else "emit_tilelang")]
-    roots += [(f"lowbit_attn.{arch}.config", "checks")] * (op == "decode")
+    roots += [(MODULES[f"{arch}.config"], "checks")] if op == "decode" else []
     texts = [f"{module} {name}\n{text}\n" for (module, name), text in closure.texts(roots, NOT_IN_KERNELS).items()]
     texts += [emit.LAUNCH.read_text()] * (not is_cute)
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

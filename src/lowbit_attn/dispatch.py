@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from lowbit_attn import kernels, loader, reference
+from lowbit_attn import _private, kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
@@ -24,9 +24,7 @@ NO_WINDOW = 1 << 30  # positions: more than any sequence has
 CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"), (8, 9): ("ampere", "sm_89")}
 # Ampere kernels also run on Hopper, built for it, in its sizes or in those of the target named behind a hyphen
 FORCED_TARGETS = {(forced, (9, 0)): "sm_90" for forced in ("ampere", "ampere-sm_80", "ampere-sm_89")}
-# os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan
-_ENVIRONMENT = os.environ._data
-_ARCH = os.environ.encodekey("LOWBIT_ATTN_ARCH")
+_forced_arch = _private.environment("LOWBIT_ATTN_ARCH")
 PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win (perf/NOTES.md)
 IDLE_PART = 3  # where splits leave a third of the SMs idle, an even share of all pages wins from IDLE_PAGES on
 IDLE_PAGES = 128
@@ -255,7 +253,7 @@ def planned(q: torch.Tensor, cache: KVCache, options: tuple) -> DecodePlan | Non
 
 
 def _call(q: torch.Tensor, options: tuple) -> tuple:
-    return q.shape, q.dtype, options, _ENVIRONMENT.get(_ARCH)
+    return q.shape, q.dtype, options, _forced_arch()
 
 
 def default_splits(cache: KVCache, blocks: int, key: KernelKey) -> int:
@@ -316,7 +314,7 @@ def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 
 
 def _step_plan(cache: KVCache) -> StepPlan:
-    plans, name = plans_of(cache), (_STEP, _ENVIRONMENT.get(_ARCH))
+    plans, name = plans_of(cache), (_STEP, _forced_arch())
     plan = plans.get(name)
     if plan is None or not plan.serves(cache):
         key = kernels.append_key(*_specialisation(cache)[1:], cache.format, cache.range_search)

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from lowbit_attn import dispatch
+from lowbit_attn import _private, dispatch
 from lowbit_attn.cache import BACKENDS, KVCache, Strides
 from lowbit_attn.extend import Extension
 from lowbit_attn.formats import FORMATS
@@ -113,7 +113,7 @@ def mark_static(cache: KVCache) -> None:
     where the graph was captured.
     """
     for name in STEP_STATE:
-        torch._dynamo.mark_static_address(getattr(cache, name), guard=True)
+        _private.mark_static_address(getattr(cache, name))
 
 
 def _outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,8 +11,8 @@ from operator import attrgetter, is_, mul
 
 import torch
 
-from lowbit_attn import loader
-from lowbit_attn.kernels import Scratch
+from lowbit_attn import _private, loader
+from lowbit_attn.kernels.key import Scratch
 from lowbit_attn.scratch import no_sink_logit, partials, words
 from lowbit_attn.view import STATE, STEP_STATE
 
@@ -20,16 +20,7 @@ from lowbit_attn.view import STATE, STEP_STATE
 _made_of = attrgetter(*STATE, "strides", "format")
 _made_of_step = attrgetter(*STEP_STATE, "strides", "format", "query_weights")
 ACCESS_BYTES = 16  # of the kernels' widest loads
-
-
-def _empty(kind: str) -> Callable:
-    """(shape, strides, dtype) -> new memory on a kind of device, the current one if there are several."""
-    # what torch's compiled code calls: half the time of torch.empty_like
-    found = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
-    return found or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=kind))
-
-
-_EMPTY = {kind: _empty(kind) for kind in ("cpu", "cuda")}
+_EMPTY = {kind: _private.empty_strided(kind) for kind in ("cpu", "cuda")}
 
 
 class Buffer:
@@ -109,7 +100,7 @@ class DecodePlan:
     def launch(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None,
                sink_logits: torch.Tensor | None, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """``run`` of tensors that the plan takes."""
-        if self.is_cuda and torch._C._cuda_getDevice() != self.index:
+        if self.is_cuda and _private.current_device() != self.index:
             with torch.cuda.device(self.device):
                 return self.launch(q, out, lse, sink_logits, rows)
         before, after = self._around()
@@ -124,9 +115,9 @@ class DecodePlan:
         captured step, of its capture."""
         stream = 0
         if self.is_cuda:
-            if torch._C._cuda_isCurrentStreamCapturing():  # what is_capturing asks, without its calls
+            if _private.is_stream_capturing():  # what is_capturing asks, without its calls
                 return self._allocate()
-            stream = torch._C._cuda_getCurrentRawStream(self.index)
+            stream = _private.raw_stream(self.index)
         around = self.around.get(stream)
         if around is None:
             around = self.around[stream] = self._allocate()

@@ -98,7 +98,7 @@ def test_blocks_of_an_sm():
         for rows in (8, 64):
             key = kernels.decode_key("ampere", target, "float16", head_dim, name, "register", rows)
             cfg = sizes.decode_config(FORMATS[name], head_dim, "float16", target, "register", rows)
-            held = sizes.ctas_per_sm(key)
+            held = sizes.ctas_per_sm(key, "register")
             assert held * (cfg.shared_bytes + 1024) <= sizes.SM_SHARED_BYTES[target]
             assert held * cfg.threads * 256 <= 65_536 or held == 1
             if rows == 64:

@@ -16,7 +16,7 @@ from lowbit_attn import build, compile, emit, kernels, loader, sass, toolchain
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.sass import KernelSass
 
-SHIPPED = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped(arch)))
+SHIPPED = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped_keys(arch)))
 
 
 def test_names_are_unique_and_every_target_decodes():
@@ -138,7 +138,7 @@ def test_without_nvcc_the_build_says_so_and_skips(monkeypatch, tmp_path):
     answer = CliRunner().invoke(app, ["--arch", "ampere"])
     assert answer.exit_code == 0, answer.output
     shown = " ".join(answer.output.split())
-    assert f"{len(kernels.shipped('ampere'))} TileLang kernels skipped" in shown and "pip install" in shown
+    assert f"{len(kernels.shipped_keys('ampere'))} TileLang kernels skipped" in shown and "pip install" in shown
     assert not list(tmp_path.rglob("*.so"))
 
 

@@ -42,13 +42,14 @@ def test_kernels_are_not_made_of_each_others_files(reached):
         assert not {"compile", "entries", "closure", "loader", "toolchain", "dispatch", "build"} & modules(names)
 
 
-def test_constants_of_kernels_py_count_and_its_lists_do_not(reached):
+def test_limits_of_kernels_count_and_lists_of_them_do_not(reached):
     for kind in ("hopper", "ampere"):
-        assert {("kernels", name) for name in ("SMEM_LIMIT_BYTES", "FEATURES", "WIDE_HEAD_DIM", "Checks", "checks",
-                                               "trace")} <= reached[kind]
+        assert {("kernels.key", name) for name in ("SMEM_LIMIT_BYTES", "FEATURES", "WIDE_HEAD_DIM", "Checks")} <= (
+            reached[kind])
+        assert {("kernels.registry", name) for name in ("checks", "trace")} <= reached[kind]
     for names in reached.values():
-        assert not {("kernels", name) for name in ("SHIPPED_FORMATS", "SHIPPED_ROWS", "shipped", "append_key", "pick",
-                                                   "baselines")} & names
+        assert "kernels.shipped" not in modules(names)
+        assert not {("kernels.key", "append_key"), ("kernels.registry", "pick")} & names
     assert ("hopper.common.support", "PATHS") in reached["hopper"] and ("emit", "emit_cute") in reached["hopper"]
     assert ("emit", "emit_tilelang") in reached["ampere"] and ("emit", "_link") in reached["ampere"]
     assert ("ampere.expected", "expected") in reached["ampere"] or "ampere.expected" in modules(reached["ampere"])

@@ -28,7 +28,7 @@ def test_keys_name_both_and_give_the_path_back(arch):
     for path, support in kernels.arch_package(arch).PATHS.items():
         target = kernels.ARCH_TARGETS[arch][0]
         key = kernels.decode_key(arch, target, "float16", 128, "k4v4", path, support.rows[0], ("window",))
-        assert (key.path, key.arithmetic, key.schedule) == (path, support.arithmetic, support.schedule)
+        assert (kernels.path_name(key), key.arithmetic, key.schedule) == (path, support.arithmetic, support.schedule)
         assert str(key) == (f"decode-{key.arithmetic}-{key.schedule}-k4v4-float16-d128-r{key.rows}-window@{target}")
 
 

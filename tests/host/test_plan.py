@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lowbit_attn import KVCache, decode, dispatch, hopper, kernels, loader, plan
+from lowbit_attn import KVCache, _private, decode, dispatch, hopper, kernels, loader, plan
 from lowbit_attn.api import ready
 from lowbit_attn.cache import Strides
 from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
@@ -300,7 +300,7 @@ def test_a_new_sequence_makes_calls_pick_their_kernel_anew(stage):
             key, _ = dispatch.kernel_of(q, cache, path)
             plan = dispatch._plan_decode(q, cache, Attention(), None, key, path, False)
             plan.run(q, q.clone(), torch.zeros(8, 32, 1), None)
-        return [key.path for key in stage.loaded]
+        return [kernels.path_name(key) for key in stage.loaded]
 
     assert plan_of(None) == ["integer"] and plan_of("integer") == ["integer", "integer"]
     cache.n_qv[:] = torch.tensor([1024, *[100] * 6, 0]) * 128  # as steps would
@@ -321,7 +321,7 @@ def test_buffers(monkeypatch, shape, is_private):
     """New memory is as torch.empty makes it, whether or not this torch has the function that is faster."""
     if not is_private:
         monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-        monkeypatch.setitem(plan._EMPTY, "cpu", plan._empty("cpu"))
+        monkeypatch.setitem(plan._EMPTY, "cpu", _private.empty_strided("cpu"))
     buffer, like = Buffer(shape, torch.bfloat16, torch.device("cpu")), torch.empty(shape, dtype=torch.bfloat16)
     a, b = buffer.new(), buffer.new()
     assert a.shape == like.shape and a.stride() == like.stride() and a.dtype == like.dtype and a.device == like.device
@@ -348,9 +348,9 @@ def test_a_call_while_another_device_is_current(stage, cache, monkeypatch):
             entered.append(None)
 
     made.is_cuda, made.index = True, 1
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1 if entered and entered[-1] else 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(_private, "current_device", lambda: 1 if entered and entered[-1] else 0)
+    monkeypatch.setattr(_private, "is_stream_capturing", lambda: False)
+    monkeypatch.setattr(_private, "raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     call(queries(), cache)
     assert entered == [made.device, None] and len(stage.calls) == 2
@@ -376,7 +376,7 @@ def test_scratch_is_shared_by_calls_and_not_by_plans(stage, cache):
     logit = stage.calls[-1][SINK_LOGITS].data_ptr()
     call(queries(), cache, softcap=1.0)
     assert stage.calls[-1][SINK_LOGITS].data_ptr() == logit  # a graph that reads it may outlive any plan
-    first, second, other = (x[11].data_ptr() for x in stage.calls)
+    first, second, other = (x[PARTIALS].data_ptr() for x in stage.calls)
     assert first == second != other
 
 

@@ -22,8 +22,8 @@ def all_promised(arch: str) -> list[KernelKey]:
 
 @pytest.mark.parametrize("arch", kernels.SHIPPED_TARGETS)
 def test_what_is_shipped_is_promised(arch):
-    assert set(kernels.shipped(arch)) <= set(all_promised(arch))
-    assert {key.format for key in kernels.shipped(arch)} >= set(FORMATS)
+    assert set(kernels.shipped_keys(arch)) <= set(all_promised(arch))
+    assert {key.format for key in kernels.shipped_keys(arch)} >= set(FORMATS)
 
 
 @pytest.mark.parametrize("arch", kernels.SHIPPED_TARGETS)
@@ -32,7 +32,7 @@ def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
     assert found == {"op": {"decode", "quantize", "dequantize", "append"}, "head_dim": {64, 96, 128, 256},
                      "dtype": {"float16", "bfloat16", "float32"}}  # dequantize writes fp32
     decode = [key for key in all_promised(arch) if key.op == "decode"]
-    assert {key.path for key in decode} == set(kernels.arch_package(arch).PATHS)
+    assert {kernels.path_name(key) for key in decode} == set(kernels.arch_package(arch).PATHS)
     assert {key.features for key in decode} == {(), ("softcap",), ("window",), ("softcap", "window")}
 
 
@@ -40,7 +40,7 @@ def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
 @pytest.mark.parametrize("arch", kernels.SHIPPED_TARGETS)
 def test_a_cache_of_a_preset_needs_shipped_kernels_only(arch, name):
     """With default options, 1 to 16 query rows of a KV head, and any shape of the call."""
-    shipped, fmt = set(kernels.shipped(arch)), FORMATS[name]
+    shipped, fmt = set(kernels.shipped_keys(arch)), FORMATS[name]
     for target, dtype, head_dim in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES,
                                            kernels.SHIPPED_HEAD_DIMS):
         needed = {kernels.append_key(target, dtype, head_dim, fmt)}
@@ -57,7 +57,7 @@ def test_a_cache_of_a_preset_needs_shipped_kernels_only(arch, name):
 
 @pytest.mark.parametrize("count", [1, 60, 10**6])
 def test_a_rotation_comes_to_every_kernel_once(count):
-    keys = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped(arch)))
+    keys = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped_keys(arch)))
     parts = max(1, round(len(keys) / count))
     seen = Counter(key for seed in range(1000, 1000 + parts) for key in promised.rotation(keys, count, seed))
     assert seen == Counter(keys)
@@ -65,7 +65,7 @@ def test_a_rotation_comes_to_every_kernel_once(count):
 
 
 def test_kernels_of_one_source_come_in_one_part():
-    keys = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped(arch)))
+    keys = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped_keys(arch)))
     part = promised.rotation(keys, 60, 3)
     sources = {emit.same_source(key) for key in part}
     assert set(part) == {key for key in keys if emit.same_source(key) in sources}

@@ -13,20 +13,40 @@ import pytest
 
 import lowbit_attn
 from lowbit_attn import FORMATS
+from lowbit_attn.kernels import registry
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT / "hopper",
            "lowbit_attn.ampere": ROOT / "ampere"}
-# What each part of the package stands on; it may import parts of a lower rank, or its own.
-RANKS = {"layout": 0, "registers": 0, "checks": 0, "precision": 0, "journal": 0, "formats": 1, "pages": 2,
-         "backend": 2, "copies": 2, "extend": 2, "state": 2, "cache": 2, "paging": 2, "reference": 2,
-         "leankv": 3, "device": 3, "kernels": 3, "hopper": 4, "ampere": 4,
-         "dispatch": 6, "ops": 7, "api": 7, "": 8, "integrations": 9, "testing": 9, "parallel": 9,
-         "environment": 9, "budget": 9, "bench": 10, "quality": 10, "cli": 10, "demo": 10, "__main__": 11}
-# the folders of hopper/: a file may import from its own folder and from those of a lower rank; "": hopper/ itself
-HOPPER_RANKS = {"common": 0, "tile": 1, "warp": 1, "arith.fp16": 2, "arith.int8": 2, "arith": 2, "schedule": 2, "": 3}
-BETWEEN = 5  # a part not named above stands between the kernels and dispatch (finding, building, loading them)
-
+# Folders and files of the package, from the lowest: each imports from lower lines alone, and from itself. A folder's
+# part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
+LAYERS = (
+    ("_private", "layout", "checks", "precision", "journal", "pages", "backend", "toolchain", "closure", "entries"),
+    ("formats", "copies", "extend", "registers", "reference", "sass"),
+    ("state", "kernels.key"),
+    ("cache", "scratch", "device", "kernels.support"),
+    ("ampere", "hopper.common"),
+    ("hopper.tile", "hopper.warp"),
+    ("hopper.arith", "hopper.arith.fp16", "hopper.arith.int8", "hopper.schedule"),
+    ("hopper",),
+    ("kernels.registry",),
+    ("kernels.shipped",),
+    ("kernels",),
+    ("emit", "support"),
+    ("compile", "promised"),
+    ("loader", "build"),
+    ("plan",),
+    ("dispatch",),
+    ("ops", "environment"),
+    ("api",),
+    ("",),
+    ("integrations", "testing", "parallel", "budget"),
+    ("bench", "quality"),
+    ("demo",),
+    ("cli",),
+    ("__main__", "cli.__main__", "demo.__main__"),
+)
+RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name."""
@@ -53,33 +73,35 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def dynamic_imports(path: Path) -> set[str]:
-    """What a file names to ``import_module``, up to the first part that is known at run time alone."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
-            first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
-            names.add(first.value if isinstance(first, ast.Constant) else "")
-    return names
-
-
-def hopper_folder(module: str) -> str:
-    """The folder of ``HOPPER_RANKS`` that a module, or a name in it, is in."""
-    inside = module.removeprefix("lowbit_attn.hopper").lstrip(".")
-    longest_first = sorted(HOPPER_RANKS, key=len, reverse=True)
-    return next((name for name in longest_first if f"{inside}.".startswith(f"{name}.")), "")
+def dynamic_imports(path: Path) -> list[str]:
+    """Calls in a file that import what only a running program knows."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [ast.unparse(call) for call in calls if re.search(r"\bimport_module$|\b__import__$|\bexec_module$|\brunpy\b",
+                                                              ast.unparse(call.func))]
 
 
 def part(module: str) -> str:
     return module.removeprefix("lowbit_attn").lstrip(".").split(".")[0]
 
 
+def layer(module: str) -> str:
+    """The name in ``LAYERS`` of a module, or of what is in one."""
+    inside = module.removeprefix("lowbit_attn").lstrip(".")
+    if f"lowbit_attn.{part(module)}" not in MODULES:
+        return ""  # a public name
+    found = [name for name in RANKS if name and f"{inside}.".startswith(f"{name}.")]
+    assert found, f"{module} is not in LAYERS: name there what it stands on"
+    return max(found, key=len)
+
+
+def edges(module: str, path: Path) -> set[str]:
+    """Layers that a module imports from, wherever in it and by whatever means."""
+    names = {name for name in imports(path) if name.split(".")[0] == "lowbit_attn"}
+    return {layer(name) for name in (*names, *(registry.MODULES.values() if dynamic_imports(path) else ()))}
+
+
 def public_names() -> set[str]:
     return set(lowbit_attn.__all__)
-
-
-def rank(name: str) -> int:
-    return RANKS.get(name, BETWEEN)
 
 
 def test_every_folder_of_modules_is_a_listed_package():
@@ -108,24 +130,22 @@ def test_import_brings_no_dsl_and_no_transformers():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_one_way(module):
-    mine = part(module)
-    for name in imports(MODULES[module]):
-        if name.split(".")[0] != "lowbit_attn" or not mine and module == "lowbit_attn":
-            continue
-        theirs = part(name)
-        if theirs in public_names() or theirs == "":
-            theirs = ""  # a public name, imported from the package itself
-        assert theirs == mine or rank(theirs) <= rank(mine), f"{module} imports {name}, which stands on it"
-        assert {mine, theirs} != {"hopper", "ampere"}, f"{module} imports {name}: the architectures are apart"
+    mine = layer(module)
+    for theirs in edges(module, MODULES[module]) - {mine}:
+        assert RANKS[theirs] < RANKS[mine], f"{module} imports from {theirs or 'the package'}, not below {mine}"
+        assert {mine.split(".")[0], theirs.split(".")[0]} != {"hopper", "ampere"}, f"{module}: architectures are apart"
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if part(name) == "hopper"])
-def test_folders_of_hopper_import_one_way(module):
-    mine = hopper_folder(module)
-    assert not dynamic_imports(MODULES[module]), f"{module} imports what no guard sees"
-    for name in imports(MODULES[module]):
-        if part(name) == "hopper" and (theirs := hopper_folder(name)) != mine:
-            assert HOPPER_RANKS[theirs] < HOPPER_RANKS[mine], f"{module} imports {name}, which is not below it"
+def test_modules_are_imported_by_name_from_one_table_alone():
+    found = {module: calls for module, path in MODULES.items() if (calls := dynamic_imports(path))}
+    assert found == {"lowbit_attn.kernels.registry": ["import_module(MODULES[name])"]}
+    assert set(registry.MODULES.values()) <= set(MODULES)
+    assert {"ampere", "device", "hopper"} <= edges("registry", MODULES["lowbit_attn.kernels.registry"])
+
+
+def test_every_layer_is_there():
+    assert sum(map(len, LAYERS)) == len(RANKS), "a name is in two layers"
+    assert {layer(module) for module in MODULES} == set(RANKS)
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if part(name) == "hopper"])
@@ -144,13 +164,15 @@ def test_a_name_of_hopper_means_one_thing():
 
 def test_upward_imports_would_be_seen(tmp_path):
     path = tmp_path / "x.py"
-    path.write_text('def f(x):\n    from lowbit_attn.hopper.arith.int8 import steps\n'
-                    '    return import_module(f"lowbit_attn.{x}"), import_module("lowbit_attn.device")\n')
-    assert imports(path) == {"lowbit_attn.hopper.arith.int8.steps"}
-    assert dynamic_imports(path) == {"lowbit_attn.", "lowbit_attn.device"}
-    assert [hopper_folder(f"lowbit_attn.hopper{name}") for name in ("", ".config", ".warp.config", ".arith.int8.steps",
-                                                                   ".arith", ".PATHS")] == [
-        "", "", "warp", "arith.int8", "arith", ""]
+    path.write_text("from lowbit_attn import KVCache\ndef f(x):\n    import lowbit_attn.kernels.support\n"
+                    "    from lowbit_attn.hopper.arith.int8 import steps\n    from lowbit_attn.hopper import PATHS\n")
+    assert edges("x", path) == {"", "kernels.support", "hopper.arith.int8", "hopper"}
+    for call in ("import_module(x)", "importlib.import_module('lowbit_attn.' + x)", "__import__(x)"):
+        path.write_text(f"def f(x):\n    return {call}\n")
+        assert dynamic_imports(path) == [call] and {"hopper", "ampere"} <= edges("x", path)
+    named = {"lowbit_attn.kernels.registry.pick": "kernels.registry", "lowbit_attn.kernels.pick": "kernels",
+             "lowbit_attn.hopper.warp.config": "hopper.warp", "lowbit_attn.decode": "", "lowbit_attn": ""}
+    assert {name: layer(name) for name in named} == named
 
 
 def test_the_core_stands_on_nothing_else():

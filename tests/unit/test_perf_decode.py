@@ -113,7 +113,7 @@ def test_a_case_is_measured_over_its_own_cache(case, timing_on_cpu):
 def test_partial_results_are_those_of_several_splits():
     case = PRESETS["targets"][0]
     grid = roofline.launch(case, "hopper", 132)
-    assert (grid.key.path, grid.splits, grid.row_blocks) == ("integer", 8, 1)
+    assert (kernels.path_name(grid.key), grid.splits, grid.row_blocks) == ("integer", 8, 1)
     assert roofline.traffic(case, 8)["partial results"] == 2 * 8 * 32 * (128 + 1) * 4
     assert roofline.traffic(case, 1)["partial results"] == 0
     assert roofline.launch(PRESETS["targets"][7], "hopper", 132).splits == 1

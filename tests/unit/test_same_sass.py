@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_attn import sass
+from lowbit_attn import compile, kernels, sass
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "perf"))
 
 import same_sass  # noqa: E402
+import same_sass_side  # noqa: E402
 
 NAMES = [f"decode-{path}-{fmt}-{dtype}-d{head_dim}@sm_90a" for path in ("integer", "register")
          for fmt in ("k4v4", "k2v2", "kitty") for dtype in ("float16", "bfloat16") for head_dim in (64, 128)]
@@ -117,3 +118,25 @@ def test_a_side_lists_the_kernels_of_its_own_tests(tmp_path):
     (package / "windowed.py").unlink()
     assert side.run("list", str(side.listed)).wait() == 0
     assert {"old-hopper", "old-ampere"} <= set(json.loads(side.listed.read_text()))
+
+
+def test_a_side_tells_of_a_build_whatever_its_package_calls_it(monkeypatch):
+    """``build`` gave an entry's facts once, and gives them with their path now."""
+    key, facts = next(iter(same_sass_side.known().values())), {"registers": 128, "smem_total_bytes": 1024}
+    monkeypatch.setattr(compile, "so_path", lambda key: Path("kernel.so"))
+    for found in (facts, compile.Built(Path("kernel.so"), facts)):
+        monkeypatch.setattr(compile, "build", lambda key, found=found: found)
+        assert same_sass_side.built(key) == {"file": "kernel.so", "registers": 128, "smem_bytes": 1024}
+
+    def broken(key):
+        raise compile.KernelCheckError(f"{key}: STL x2")
+
+    monkeypatch.setattr(compile, "build", broken)
+    assert same_sass_side.built(key) == {"error": "STL x2"}
+
+
+def test_names_of_older_packages_are_known(monkeypatch):
+    now = same_sass_side.known()
+    monkeypatch.setattr(kernels, "shipped", kernels.shipped_keys)
+    monkeypatch.delattr(kernels, "shipped_keys")
+    assert same_sass_side.known() == now

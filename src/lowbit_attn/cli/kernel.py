@@ -113,8 +113,8 @@ def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head
     key, splits = _launch(key, kv_heads, batch, passes, seqlen, q_len, path)
     built = compile.find(key)
     facts = built.facts if built else {}
-    return Served(target, key.name, key.path, key.rows, passes, splits, bool(built), facts.get("registers"),
-                  facts.get("smem_total_bytes"), tuple(reasons))
+    return Served(target, key.name, kernels.path_name(key), key.rows, passes, splits, bool(built),
+                  facts.get("registers"), facts.get("smem_total_bytes"), tuple(reasons))
 
 
 def _launch(key: KernelKey, kv_heads: int, batch: int, passes: int, seqlen: int, q_len: int,

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from lowbit_attn.device import ptx
-from lowbit_attn.kernels import CuteKernel
+from lowbit_attn.kernels.key import CuteKernel
 
 ACCESS_WORDS = 4
 ACCESS_BYTES = 16

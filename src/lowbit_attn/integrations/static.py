@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lowbit_attn import ops
+from lowbit_attn import _private, ops
 from lowbit_attn.integrations.handle import Handle
 from lowbit_attn.integrations.layer import NOT_TRACED, LowBitLayer
 from lowbit_attn.reference import PLAIN, Attention
@@ -100,7 +100,7 @@ class StaticLowBitLayer(LowBitLayer):
             ops.mark_static(self.kv)
             for x in (self.first_pad, self.kv.query_weights):
                 if x is not None:
-                    torch._dynamo.mark_static_address(x, guard=True)
+                    _private.mark_static_address(x)
 
     def _reserve(self) -> None:
         self.kv.reserve(range(self.batch_size), self.kv.max_seqlen)

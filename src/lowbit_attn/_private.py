@@ -1,0 +1,92 @@
+"""Private names of torch, Python and CuTe-DSL: all that are used, each beside the public way to the same answer.
+
+They save microseconds of a decode call, or are the only ones with a setting that kernels need. Where a version lacks
+one, the public way is taken.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+
+def _find(owner: object, path: str) -> Callable | None:
+    """A name with dots inside an object; None if any part is not there."""
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner
+
+
+def _either(path: str, public: Callable) -> Callable:
+    """torch's private function, or the public one that gives the same."""
+    return _find(torch, path) or public
+
+
+def public_raw_stream(index: int) -> int:
+    """Handle of a device's current stream."""
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+def public_empty(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """New memory on a kind of device, the current one if there are several."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device=kind)
+
+
+# each a third to a tenth of the public call's time, which checks first what a plan knows
+current_device: Callable[[], int] = _either("_C._cuda_getDevice", torch.cuda.current_device)
+raw_stream: Callable[[int], int] = _either("_C._cuda_getCurrentRawStream", public_raw_stream)
+is_stream_capturing: Callable[[], bool] = _either("_C._cuda_isCurrentStreamCapturing",
+                                                  torch.cuda.is_current_stream_capturing)
+
+
+def empty_strided(kind: str) -> Callable:
+    """(shape, strides, dtype) -> new memory on a kind of device: half the time of torch.empty_like.
+
+    It is what torch's compiled code calls.
+    """
+    return _find(torch, f"_C._dynamo.guards._empty_strided_{kind}") or partial(public_empty, kind)
+
+
+def mark_static_address(x: torch.Tensor) -> None:
+    """Tell torch.compile that a tensor stays where it is. Without the name graphs copy the tensor at each call: slower,
+    with the same results."""
+    if mark := _find(torch, "_dynamo.mark_static_address"):
+        mark(x, guard=True)
+
+
+def environment(name: str) -> Callable[[], bytes | None]:
+    """A function that reads an environment variable, in bytes, as it is when called; None if it is not set.
+
+    os.environ.get takes 2 us for a name that is not set: as long as all the rest of finding a plan.
+    """
+    get, encode = _find(os.environ, "_data.get"), _find(os.environ, "encodekey")
+    return partial(get, encode(name)) if get and encode else partial(os.environb.get, os.fsencode(name))
+
+
+def nanosleep(ns) -> None:
+    """Let a warp sleep for about so many nanoseconds; in a kernel. Without the name it goes on at once: only the time
+    of its copies changes."""
+    try:
+        from cutlass._mlir.dialects.nvvm import nanosleep as sleep
+    except ImportError:
+        return
+    sleep(ns.ir_value())
+
+
+def vector_type(element: type, count: int):
+    """The DSL's type of ``count`` numbers, which its loads with an order of memory take; in a kernel."""
+    try:
+        from cutlass._mlir.ir import VectorType
+    except ImportError:
+        return public_vector_type(element, count)
+    return VectorType.get([count], element.mlir_type)
+
+
+def public_vector_type(element: type, count: int):
+    """The type of a vector that is loaded from registers; the compiler drops the load."""
+    import cutlass.cute as cute
+
+    registers = cute.make_rmem_tensor(count, element)
+    registers.fill(0)
+    return registers.load().ir_value().type

@@ -1,0 +1,63 @@
+"""Which kernels exist: names, what they serve, programs and checks, and the shipped set. Imports go down the list:
+
+    shipped    what ``make`` builds
+    registry   programs, checks, and which kernel takes a call; the only file that imports architectures
+    support    what decode paths and the kernels of pages serve
+    key        names and limits
+
+Architectures and programs import ``key`` and ``support``; what stands above them finds all names here.
+"""
+
+from lowbit_attn.kernels.key import (
+    FEATURES,
+    ROWS,
+    SCHEDULES,
+    SMALL,
+    SMEM_LIMIT_BYTES,
+    SPLITS,
+    STREAM,
+    WIDE_HEAD_DIM,
+    Checks,
+    CuteKernel,
+    KernelKey,
+    Scratch,
+    append_key,
+    dequantize_key,
+    device_target,
+    is_even,
+    packing_keys,
+    quantize_key,
+    step_keys,
+)
+from lowbit_attn.kernels.registry import (
+    ARCH_TARGETS,
+    arch_package,
+    checks,
+    clusters,
+    ctas_per_sm,
+    decode_key,
+    needs_nvcc,
+    other_ctas,
+    path_name,
+    path_of,
+    pick,
+    trace,
+)
+from lowbit_attn.kernels.shipped import (
+    SHIPPED_DTYPES,
+    SHIPPED_FORMATS,
+    SHIPPED_HEAD_DIMS,
+    SHIPPED_TARGETS,
+    baselines,
+    shipped_keys,
+)
+from lowbit_attn.kernels.support import QUANTIZE_HEAD_DIMS, Support, quantize_missing
+
+__all__ = [
+    "ARCH_TARGETS", "FEATURES", "QUANTIZE_HEAD_DIMS", "ROWS", "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS",
+    "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "WIDE_HEAD_DIM", "Checks",
+    "CuteKernel", "KernelKey", "Scratch", "Support", "append_key", "arch_package", "baselines", "checks", "clusters",
+    "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "needs_nvcc", "other_ctas",
+    "packing_keys", "path_name", "path_of", "pick", "quantize_key", "quantize_missing", "shipped_keys", "step_keys",
+    "trace",
+]

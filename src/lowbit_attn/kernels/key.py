@@ -1,0 +1,117 @@
+"""Names kernels and their limits: what architectures, programs and all above them share. Stands on formats alone."""
+
+from dataclasses import dataclass
+
+from lowbit_attn.formats import Format
+
+# Shared memory a block may use (CUDA programming guide, "Technical specifications per compute capability").
+SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
+ROWS = (4, 8, 16, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
+FEATURES = ("softcap", "window")  # of reference.Attention: compiled in only where a call asks for them
+SPLITS, SMALL, STREAM = SCHEDULES = ("splits", "small", "stream")  # see Support.schedule; the first one is picked
+WIDE_HEAD_DIM = 128  # above it the accumulators of a query row take so many registers that fewer rows fit
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
+
+    op: str  # "decode", "quantize", "dequantize", "append" or "read"
+    arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
+    target: str
+    dtype: str
+    head_dim: int
+    format: str = ""  # "" where no packed data is touched (read)
+    # quantize: side, or side-search; append: search_<sides>; dequantize: side; read: threads x unroll
+    variant: str = ""
+    arithmetic: str = ""  # decode: see Support, as for the schedule
+    schedule: str = ""
+    rows: int = 0  # decode: query rows of one KV head that it multiplies at once
+    features: tuple[str, ...] = ()  # decode: those of FEATURES it has, in that order
+    sizes: str = ""  # decode: the target whose shared memory it is made for, if not its own: to measure it elsewhere
+
+    @property
+    def name(self) -> str:
+        parts = [self.op, self.variant, self.arithmetic, self.schedule, self.format, self.dtype, f"d{self.head_dim}"]
+        parts += [f"r{self.rows}"] * bool(self.rows) + [f"as_{self.sizes}"] * bool(self.sizes)
+        return "-".join(filter(None, [*parts, *self.features]))
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.target}"
+
+
+@dataclass(frozen=True)
+class CuteKernel:
+    """A CuTe-DSL entry point and the fake arguments (all but the stream) it is compiled for."""
+
+    entry: object
+    arguments: tuple
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What the SASS of a kernel must show: see sass.KernelSass."""
+
+    need: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ("LDL", "STL")
+    expected: tuple[tuple[str, int], ...] = ()
+    smem_bytes: int | None = None  # dynamic shared memory the launch asks for; None: none
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What the splits of a decode call leave for those that merge them.
+
+    shapes: of fp32 tensors; word: what each of their 32-bit words is between calls, as int32, or None: anything;
+    counters: how many int32, zero between calls; header: words before each of ``shapes``, anything between calls, and
+    as many for all calls of an architecture with the same ``word``: captured ones share their memory.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    word: int | None = None
+    counters: int = 0
+    header: int = 0
+
+
+def is_even(key: KernelKey) -> bool:
+    """Whether all CTAs of a call share all sequences' pages evenly, so that a sequence has no splits."""
+    return key.schedule == STREAM
+
+
+def device_target(target: str) -> str:
+    """What an architecture-neutral kernel is built for: sm_80's binaries run on sm_89 too, sm_90's beside sm_90a's."""
+    return {"sm_89": "sm_80", "sm_90a": "sm_90"}.get(target, target)
+
+
+def quantize_key(target: str, dtype: str, head_dim: int, fmt: Format, side_name: str,
+                 range_search: bool | None = None) -> KernelKey:
+    """The kernel that fills one side ("k" or "v") of pages; formats that have the side in common share it."""
+    side = fmt.k if side_name == "k" else fmt.v
+    search = side.searches_range if range_search is None else range_search
+    return KernelKey("quantize", "device", device_target(target), dtype, head_dim, side.plainest(),
+                     f"{side_name}-search" if search else side_name)
+
+
+def append_key(target: str, dtype: str, head_dim: int, fmt: Format, range_search: bool | None = None) -> KernelKey:
+    """The kernel that does a step of ``KVCache.append``; its variant names the sides with range search."""
+    searches = "".join(name for name, side in (("k", fmt.k), ("v", fmt.v))
+                       if (side.searches_range if range_search is None else range_search))
+    return KernelKey("append", "device", device_target(target), dtype, head_dim, fmt.name,
+                     f"search_{searches}" if searches else "")
+
+
+def dequantize_key(target: str, head_dim: int, fmt: Format, side_name: str) -> KernelKey:
+    """The kernel that reads one side of pages, into fp32."""
+    side = fmt.k if side_name == "k" else fmt.v
+    return KernelKey("dequantize", "device", device_target(target), "float32", head_dim, side.plainest(), side_name)
+
+
+def packing_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:
+    """The kernels that fill and read the pages of a format with its default range search."""
+    return [quantize_key(target, dtype, head_dim, fmt, side) for side in "kv"] + [
+        dequantize_key(target, head_dim, fmt, side) for side in "kv"]
+
+
+def step_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:
+    """The kernels of ``KVCache.append`` and of what else fills and reads the pages."""
+    return [*packing_keys(target, dtype, head_dim, fmt), append_key(target, dtype, head_dim, fmt)]

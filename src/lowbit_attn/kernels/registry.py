@@ -1,0 +1,137 @@
+"""Finds the kernels: their programs, their checks, and which one takes a call.
+
+Programs need a DSL, which may be missing, and architectures stand above the names and limits that they share (key.py,
+support.py). So both are imported when they are asked for, by the names in ``MODULES`` and no others.
+"""
+
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.kernels.key import SPLITS, WIDE_HEAD_DIM, Checks, KernelKey
+from lowbit_attn.kernels.support import find_path
+
+ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
+# What is registered: of an architecture its paths and scratch, what its kernels are, and their program; then the
+# programs that architectures share, by op.
+MODULES = {
+    "hopper": "lowbit_attn.hopper", "hopper.config": "lowbit_attn.hopper.config",
+    "hopper.decode": "lowbit_attn.hopper.decode",
+    "ampere": "lowbit_attn.ampere", "ampere.config": "lowbit_attn.ampere.config",
+    "ampere.decode": "lowbit_attn.ampere.decode",
+    "quantize": "lowbit_attn.device.quantize", "dequantize": "lowbit_attn.device.quantize",
+    "append": "lowbit_attn.device.append", "read": "lowbit_attn.device.read",
+}
+
+
+@cache
+def module(name: str) -> ModuleType:
+    """A registered module, imported at its first use."""
+    return import_module(MODULES[name])
+
+
+def arch_package(arch: str) -> ModuleType:
+    """An architecture: ``PATHS`` by name, ``EMPTY``, ``SPLITS_MEET`` and the sizes of its scratch."""
+    return module(arch)
+
+
+def program(arch: str, op: str) -> str:
+    """Name in ``MODULES`` of the program of such a kernel."""
+    return f"{arch}.decode" if op == "decode" else op
+
+
+def trace(key: KernelKey):
+    """The DSL program of a kernel: a TileKernel or a CuteKernel. Imports the DSL."""
+    if key.op == "read":
+        threads, unroll = map(int, key.variant.split("x"))
+        return module("read").read_kernel(threads, unroll)
+    fmt = FORMATS[key.format]
+    if key.op == "decode":
+        return module(f"{key.arch}.decode").decode_kernel(fmt, key.head_dim, key.dtype, key.sizes or key.target,
+                                                          path_name(key), key.rows, key.features)
+    if key.op == "append":
+        return module("append").append_kernel(fmt, key.head_dim, key.dtype, key.variant.removeprefix("search_"))
+    side_name, _, search = key.variant.partition("-")
+    side = fmt.specs(key.head_dim)["kv".index(side_name)]
+    if key.op == "quantize":
+        return module("quantize").quantize_kernel(side, key.dtype, search == "search")
+    return module("dequantize").dequantize_kernel(side)
+
+
+def needs_nvcc(key: KernelKey) -> bool:
+    """Whether a kernel is TileLang's, which compiles with nvcc; CuTe-DSL brings its own compiler."""
+    return key.op != "read" and not (key.op == "decode" and key.arch == "hopper")
+
+
+def checks(key: KernelKey) -> Checks:
+    """The static checks of a kernel, declared beside its source."""
+    if key.op == "decode":
+        return module(f"{key.arch}.config").checks(FORMATS[key.format], key.head_dim, target=key.sizes or key.target,
+                                                   path=path_name(key), rows=key.rows, dtype=key.dtype,
+                                                   features=key.features)
+    if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and FORMATS[key.format].k.spec(key.head_dim).high:
+        return Checks(forbid=())  # beside K's 512 threads V's search, or weights, spill a few registers
+    return Checks()
+
+
+def ctas_per_sm(key: KernelKey) -> int:
+    """Blocks of a decode kernel that an SM surely holds at once."""
+    sized = replace(key, target=key.sizes or key.target)
+    return module(f"{key.arch}.config").ctas_per_sm(sized, path_name(key))
+
+
+def decode_key(arch: str, target: str, dtype: str, head_dim: int, fmt: str, path: str, rows: int,
+               features: tuple[str, ...] = (), sizes: str = "") -> KernelKey:
+    """The decode kernel of a path."""
+    support = arch_package(arch).PATHS[path]
+    return KernelKey("decode", arch, target, dtype, head_dim, fmt, "", support.arithmetic, support.schedule, rows,
+                     features, sizes)
+
+
+def path_name(key: KernelKey) -> str:
+    """The name by which a call asks for a decode kernel's arithmetic and schedule."""
+    return path_of(key.arch, key.arithmetic, key.schedule)
+
+
+def path_of(arch: str, arithmetic: str, schedule: str) -> str | None:
+    """An architecture's path with this arithmetic on this schedule; None if there is none."""
+    return find_path(arch_package(arch).PATHS, arithmetic, schedule)
+
+
+def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, path: str | None = None,
+         features: tuple[str, ...] = ()) -> tuple[tuple[str, int] | None, list[str]]:
+    """((path, rows of its kernel), reasons of the paths passed over) for ``rows`` query rows of a KV head.
+
+    The first path that takes all rows at once, or in two blocks where those are faster, else the one that takes most;
+    path: only this one. None: no path.
+    """
+    best, reach, reasons = None, 0, []
+    for name, support in arch_package(arch).PATHS.items():
+        if path != name and (path is not None or support.schedule != SPLITS):
+            continue
+        missing = support.missing(fmt, head_dim, dtype, features)
+        reasons += [f"{arch} {name} path: {reason}" for reason in missing]
+        if not missing and (best is None or support.rows_for(rows, head_dim) > best[1]):
+            best, reach = (name, support.rows_for(rows, head_dim)), support.reach(fmt, rows, head_dim)
+        if reach >= rows:
+            break
+    return best, reasons
+
+
+def other_ctas(arch: str, path: str | None = None) -> list[str]:
+    """Paths that are ``path``, or any other, on another schedule: not picked but by name or by a call's shape."""
+    paths = arch_package(arch).PATHS
+    return [other for other, has in paths.items() if has.schedule != SPLITS
+            and (path is None or (path != other and paths[path].arithmetic == has.arithmetic))]
+
+
+def clusters(key: KernelKey, blocks: int, sms: int) -> tuple[int, ...]:
+    """Splits of each of so many blocks of query rows that may be one cluster of CTAs and merge among themselves."""
+    package = arch_package(key.arch)
+    if not package.PATHS[path_name(key)].clusters or key.head_dim > WIDE_HEAD_DIM:
+        return ()
+    return tuple(splits for splits in package.CLUSTERS if package.fits_clusters(blocks, splits, sms))

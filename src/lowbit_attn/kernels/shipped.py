@@ -1,0 +1,47 @@
+"""Lists what ``make`` builds: the kernels of the presets, and those that the benchmarks compare with."""
+
+from itertools import product
+
+import torch
+
+from lowbit_attn.formats import FORMATS
+from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, step_keys
+from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, other_ctas, pick
+
+SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
+SHIPPED_FORMATS = tuple(FORMATS)  # the presets
+SHIPPED_HEAD_DIMS = (64, 128, 256)
+SHIPPED_DTYPES = ("float16", "bfloat16")
+SHIPPED_ROWS = (4, 8, 16)
+READ_VARIANTS = ("256x8", "512x4", "512x8", "1024x2")
+
+
+def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tuple[str, int]]:
+    """(path, rows) of the decode kernels that are shipped for a preset: what most calls take, and for the paper's own
+    case, int4 in fp16, the largest kernel and the tile path too."""
+    def picked(rows: int, path: str | None = None):
+        return pick(arch, FORMATS[name], head_dim, getattr(torch, dtype), rows, path)[0]
+
+    shapes = [picked(rows) for rows in SHIPPED_ROWS]
+    shapes += [picked(ROWS[0], path) for path in other_ctas(arch)]
+    if (name, dtype) == ("k4v4", "float16"):
+        shapes += [picked(ROWS[-1]), picked(ROWS[0], "tile")]
+    return sorted({shape for shape in shapes if shape})
+
+
+def shipped_keys(arch: str) -> list[KernelKey]:
+    """Every kernel that ``make`` builds for an architecture."""
+    keys = {}
+    for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
+        common = (target, dtype, head_dim)
+        for name in SHIPPED_FORMATS:
+            shapes = shipped_shapes(arch, name, dtype, head_dim)
+            keys |= dict.fromkeys([*step_keys(*common, FORMATS[name]),
+                                   *(decode_key(arch, *common, name, *shape) for shape in shapes)])
+    return list(keys)
+
+
+def baselines(arch: str) -> list[KernelKey]:
+    """The read-only kernels that the benchmarks compare with; they use no packed data."""
+    target = device_target(ARCH_TARGETS[arch][-1])
+    return [KernelKey("read", "device", target, "uint32", 0, variant=variant) for variant in READ_VARIANTS]
