@@ -277,7 +277,7 @@ def test_abi_of_tvm_ffi_is_its_minor_version(monkeypatch, emitted):
 
 
 def test_tvm_ffi_is_declared(monkeypatch):
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared, = [text for text in project["dependencies"] if text.startswith(toolchain.TVM_FFI)]
     assert declared == toolchain.TVM_FFI_NEEDED
     assert f"<{float(toolchain.TVM_FFI_ABI) + 0.1:.1f}" in declared
