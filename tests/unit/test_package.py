@@ -21,7 +21,8 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # Folders and files of the package, from the lowest: each imports from lower lines alone, and from itself. A folder's
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
-    ("_private", "layout", "checks", "precision", "journal", "pages", "backend", "toolchain", "closure", "entries"),
+    ("_private", "layout", "checks", "precision", "journal", "pages", "backend", "toolchain", "closure", "entries",
+     "view"),
     ("formats", "copies", "extend", "registers", "reference", "sass"),
     ("state", "kernels.key"),
     ("cache", "scratch", "device", "kernels.support"),
