@@ -134,8 +134,7 @@ def emulated(q: torch.Tensor, cache: KVCache, path: str, softmax_scale: float) -
     """o of the kernels' arithmetic in numpy, from the tests."""
     if (folder := str(ROOT / "tests")) not in sys.path:
         sys.path.append(folder)
-    import emulation
-    import integer_emulation
+    from sim import emulation, integer_emulation
 
     warp = integer_emulation.Warp if path == "integer" else None
     return emulation.decode(q, cache, 1, 2, softmax_scale=softmax_scale, make_warp=warp)[0]
