@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 UNIT_WORDS = 32  # of 128 bytes, in which the pool is counted
+TOKEN_BYTES = 2  # of an element of sinks and rings
 
 
 class View(NamedTuple):
@@ -96,8 +97,12 @@ def load_counts(view: View, batch_idx: Int32) -> tuple[Int32, tuple]:
 
 def first_token(tokens: cute.Tensor, ring_row: Int32, head_idx: Int32) -> Int64:
     """Address of the first token of a row and KV head, of sinks or of a ring."""
-    elements = Int64(ring_row) * Int64(tokens.stride[0]) + Int64(head_idx) * Int64(tokens.stride[1])
-    return tokens.iterator.toint() + elements * (tokens.element_type.width // 8)
+    return tokens.iterator.toint() + token_offset(*tokens.stride[:2], ring_row, head_idx)
+
+
+def token_offset(of_row, of_head, ring_row: Int32, head_idx: Int32) -> Int64:
+    """Bytes before the first token of a row and KV head; of_row, of_head: strides in elements."""
+    return (Int64(ring_row) * Int64(of_row) + Int64(head_idx) * Int64(of_head)) * TOKEN_BYTES
 
 
 def fake_arguments(head_dim: int, element) -> tuple:

@@ -33,6 +33,7 @@ MAX_BYTE_RUN_TILES = 12  # the same of V's bytes where query rows are columns: f
 SMEM_ALIGN = 1024  # an 8-row atom of the 128-byte swizzle; shared memory is a multiple of it
 BARRIER_BYTES = 8
 WORD = 4  # bytes
+BLOCK_BITS = 4  # 16x16 tiles times bits of a code that make a lane one word
 SASS_NEED = ("UBLKCP", "STSM", "HGMMA", "LDSM", "SYNCS")
 SASS_FORBID = ("LDL", "STL")
 
@@ -102,7 +103,14 @@ class TileSide:
 
     @property
     def row_parts(self) -> int:
-        return max(1, self.row_tiles // self.max_tiles)
+        """The fewest parts of a column tile's rows that are whole words of no more than ``max_tiles`` tiles. Byte runs
+        of 16 tiles, and 6 tiles of 1 bit, which have no such part, stay whole."""
+        if self.is_half:
+            return max(1, self.row_tiles // self.max_tiles)
+        whole = (parts for parts in range(1, self.row_tiles + 1)
+                 if self.row_tiles % parts == 0 and self.row_tiles // parts <= self.max_tiles
+                 and self.row_tiles // parts * self.bits % BLOCK_BITS == 0)
+        return next(whole, 1)
 
     @property
     def run_rows(self) -> int:

@@ -100,10 +100,10 @@ class DecodeSm90(DecodeKernel):
         if cutlass.const_expr("window" in cfg.features):
             hidden = walk.hidden_pages(n_sink, n_tok, rows.q_len, options.window)
         k_walk, v_walk = walk.plan(*counts, hidden, split_idx, num_splits)
-        place = (view.ring_rows[rows.batch_idx], head_idx, view.first_entry(row, head_idx), view.page_stride,
-                 view.head_stride)
         if group == 0:
             cute.arch.setmaxregister_decrease(cfg.load_regs)
+            place = (view.ring_rows[rows.batch_idx], head_idx, view.first_entry(row, head_idx), view.page_stride,
+                     view.head_stride)
             if warp_idx == cfg.load_k_warp:
                 source = load.Source(view.pool, view.table, view.sink_k, view.ring_k, *place)
                 load.run(cfg, cfg.k, source, k_walk, k_packed, smem.k_packed.data_ptr())

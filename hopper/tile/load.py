@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from lowbit_attn.hopper.common.abi import first_token
+from lowbit_attn.hopper.common.abi import token_offset
 from lowbit_attn.hopper.common.rows import clamp_unit
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import UNIT_TOKENS, UNITS, WARP, WORD, DecodeConfig, TileSide
@@ -78,16 +78,17 @@ def load_token_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexp
     stages = cute.make_tensor(packed_smem, cute.make_layout(
         (words, UNIT_TOKENS, cfg.packed_stages), stride=(1, cfg.row_pitch // WORD, cfg.stage_bytes(side) // WORD)))
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32)
-    sink, ring = (first_token(x, src.ring_row, src.head_idx) for x in (src.sink, src.ring))
     for u in cutlass.range(UNITS, unroll=1):
         live = clamp_unit(tile.live - u * UNIT_TOKENS, UNIT_TOKENS)
         start = tile.start + u * UNIT_TOKENS
         # The ring holds whole blocks of 64 tokens, so 32 aligned tokens never wrap around.
-        base = ring
+        base, (of_row, of_head) = src.ring.iterator.toint(), src.ring.stride[:2]
         row = (walk.ring_start + start) % src.ring.shape[2]
         if tile.is_sink == 1:
-            base = sink
+            base, (of_row, of_head) = src.sink.iterator.toint(), src.sink.stride[:2]
             row = start
+        # anew for every piece: the role has no registers to keep it
+        base = base + token_offset(of_row, of_head, src.ring_row, src.head_idx)
         rings.wait_empty(packed, fill + Uint32(u))
         with cute.arch.elect_one():
             rings.expect(packed, fill + Uint32(u), live * cfg.row_bytes)
