@@ -103,14 +103,14 @@ class TileSide:
 
     @property
     def row_parts(self) -> int:
-        """The fewest parts of a column tile's rows that are whole words of no more than ``max_tiles`` tiles. Byte runs
-        of 16 tiles, and 6 tiles of 1 bit, which have no such part, stay whole."""
+        """The fewest parts of a column tile's rows that are whole words of no more than ``max_tiles`` tiles; where the
+        arithmetic is half, a part may have a few tiles more."""
         if self.is_half:
             return max(1, self.row_tiles // self.max_tiles)
         whole = (parts for parts in range(1, self.row_tiles + 1)
                  if self.row_tiles % parts == 0 and self.row_tiles // parts <= self.max_tiles
                  and self.row_tiles // parts * self.bits % BLOCK_BITS == 0)
-        return next(whole, 1)
+        return next(whole)
 
     @property
     def run_rows(self) -> int:
