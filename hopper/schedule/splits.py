@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common.abi import DecodeKernel, Options, Results, View, load_counts
+from lowbit_attn.hopper.common.abi import DecodeKernel, Options, Results, View, guess_counts, right_counts
 from lowbit_attn.hopper.common.rows import Rows, grid_of
 from lowbit_attn.hopper.common.tuning import FEW_PAGES
 from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk
@@ -87,6 +87,14 @@ class SplitsSm90(DecodeKernel):
         apart = walk.pages_apart(partials.shape[1], cfg.page_warps)
         ids, place, counts, words = load_inputs(cfg, call, rows, results.sink_logits, me,
                                                 walk.page_place(block[2], partials.shape[1], me.warp), apart)
+        smem = cutlass.memory.SmemAllocator().allocate(self.storage())
+        ring = fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
+        with cute.arch.elect_one():
+            fetch.init(cfg, ring)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        ids, counts = right_inputs(cfg, view, rows, place, counts, ids,
+                                   walk.page_place(block[2], partials.shape[1], me.warp), apart, me)
         work = walk.plan(*counts, rows.q_len, limits.window if cfg.has_window else None, block[2], partials.shape[1],
                          me.warp, cfg.warps, cfg.page_warps, splits)
         first = view.first_entry(place.row, rows.head_idx) + work.first_page
@@ -94,12 +102,6 @@ class SplitsSm90(DecodeKernel):
                             Int64(rows.head_idx) * Int64(view.head_stride), apart, Int32(ptx.EVICT_FIRST))
         if cutlass.const_expr(cfg.has_window):
             ids = fetch.page_ids(pages, Int32(0), me.lane)
-        smem = cutlass.memory.SmemAllocator().allocate(self.storage())
-        ring = fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
-        with cute.arch.elect_one():
-            fetch.init(cfg, ring)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_warp()
         if pages.count < FEW_PAGES:
             fetch.start(cfg, pages, ring, me, ids, range(1))
         policy = pages.policy
@@ -159,14 +161,16 @@ def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:
 @cute.jit
 def load_inputs(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: unpack.Lane,
                 place: Int32, apart: Int32) -> tuple[Int32, walk.CacheRow, tuple, cute.Tensor | None]:
-    """(page ids, rows of the cache, counters, q words of the integer path). Page ids and pages are two reads in a row;
-    all others go beside them. With a window, pages depend on the counters, so there are no ids yet.
+    """(page ids, rows of the cache, counters, q words of the integer path), ids and counters as most calls have them
+    (``right_inputs``). Page ids and pages are two reads in a row; all others go beside them. With a window, pages
+    depend on the counters, so there are no ids yet.
 
     place: which of the sequence's pages is the warp's first; apart: from there to its next.
     """
     view, thread = call.view, cute.arch.thread_idx()[0]
     entries = view.table_h if view.table_h > 0 else view.table_b
-    ids, first = Int32(0), view.first_entry(rows.batch_idx, rows.head_idx)  # of most calls; see load_counts
+    guess = Int32(ptx.opaque(rows.batch_idx))  # the row of most calls, as load_counts has it
+    ids, first = Int32(0), view.first_entry(guess, rows.head_idx)
     if cutlass.const_expr(not cfg.has_window):
         ids = fetch.early_ids(view.table, first, entries, place, apart, me.lane)
         entries = entries * Int32(entries > WARP * apart)  # others are asked for later
@@ -175,9 +179,17 @@ def load_inputs(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink
     fetch.prefetch(sink_logits, rows.head_idx * rows.ratio * Int32(sink_logits.shape[0] > 1), 1, thread)
     unpack.fence()  # before the counters are waited for
     ring_row = view.ring_rows[rows.batch_idx]
-    row, counts = load_counts(view, rows.batch_idx)
-    if cutlass.const_expr(not cfg.has_window):
-        if row != rows.batch_idx:
-            pages = counts[2] >> walk.PAGE_LOG2
-            ids = fetch.early_ids(view.table, view.first_entry(row, rows.head_idx), pages, place, apart, me.lane)
+    row, counts = guess_counts(view, rows.batch_idx)
     return ids, walk.CacheRow(row, ring_row), counts, words
+
+
+@cute.jit
+def right_inputs(cfg: cutlass.Constexpr[WarpConfig], view: View, rows: Rows, where: walk.CacheRow, counts: tuple,
+                 ids: Int32, place: Int32, apart: Int32, me: unpack.Lane) -> tuple[Int32, tuple]:
+    """Page ids and counters of the row that the call reads, for those that were guessed."""
+    counts = right_counts(view, rows.batch_idx, where.row, counts)
+    if cutlass.const_expr(not cfg.has_window):
+        if where.row != rows.batch_idx:
+            pages = counts[2] >> walk.PAGE_LOG2
+            ids = fetch.early_ids(view.table, view.first_entry(where.row, rows.head_idx), pages, place, apart, me.lane)
+    return ids, counts

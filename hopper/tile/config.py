@@ -29,7 +29,8 @@ UNIT_TOKENS = 32  # tokens of a 16-bit tile in one packed stage; each lane of th
 UNITS = TILE_N // UNIT_TOKENS
 MAX_RUN_TILES = 16  # 16x16 tiles that a dequant warp unpacks in one piece of straight code, else registers spill
 MAX_WIDE_RUN_TILES = 4  # the same where the arithmetic is fp32
-MAX_BYTE_RUN_TILES = 12  # the same of V's bytes where query rows are columns: five warpgroups leave 96 registers
+MAX_BYTE_RUN_TILES = 12  # the same of bytes
+MAX_NARROW_BYTE_RUN_TILES = 6  # the same in the 64-byte swizzle of head_dim 96, whose addresses take registers
 SMEM_ALIGN = 1024  # an 8-row atom of the 128-byte swizzle; shared memory is a multiple of it
 BARRIER_BYTES = 8
 WORD = 4  # bytes
@@ -68,7 +69,6 @@ class TileSide:
     part_bytes: int
     meta_offset: int  # bytes from the start of the part
     tile_rows: int  # of the 16-bit tile: rows, or whole blocks of TILE_M, whose last rows are never written nor used
-    in_columns: bool = False  # whether query rows are WGMMA's columns
 
     @property
     def rows(self) -> int:
@@ -95,7 +95,9 @@ class TileSide:
     def max_tiles(self) -> int:
         if not self.is_half:
             return MAX_WIDE_RUN_TILES
-        return MAX_BYTE_RUN_TILES if self.in_columns and self.transposed and self.bits == 8 else MAX_RUN_TILES
+        if self.bits < 8:
+            return MAX_RUN_TILES
+        return MAX_BYTE_RUN_TILES if self.cols % TILE_M == 0 else MAX_NARROW_BYTE_RUN_TILES
 
     @property
     def run_cols(self) -> int:
@@ -103,10 +105,7 @@ class TileSide:
 
     @property
     def row_parts(self) -> int:
-        """The fewest parts of a column tile's rows that are whole words of no more than ``max_tiles`` tiles; where the
-        arithmetic is half, a part may have a few tiles more."""
-        if self.is_half:
-            return max(1, self.row_tiles // self.max_tiles)
+        """The fewest parts of a column tile's rows that are whole words of no more than ``max_tiles`` tiles."""
         whole = (parts for parts in range(1, self.row_tiles + 1)
                  if self.row_tiles % parts == 0 and self.row_tiles // parts <= self.max_tiles
                  and self.row_tiles // parts * self.bits % BLOCK_BITS == 0)
@@ -360,7 +359,7 @@ def plan_sides(fmt: Format, head_dim: int, dtype: str, in_columns: bool = False)
         rows = head_dim if side.transposed else TILE_N
         plans.append(TileSide(side.bits, side.transposed, head_dim, side.is_per_token, side.group_size, side.storage,
                               side.storage == dtype == "float16", side.start, side.nbytes, side.meta,
-                              -(-rows // TILE_M) * TILE_M if in_columns else rows, in_columns))
+                              -(-rows // TILE_M) * TILE_M if in_columns else rows))
     return plans
 
 
@@ -375,7 +374,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = COLUMNS,
     k, v = plan_sides(fmt, head_dim, dtype, rows == COLUMNS)
     one = DecodeConfig(k, v, head_dim, dtype, rows, features, packed_stages=1)
     if one.is_wide:
-        one = replace(one, mma_groups=1, load_regs=32, dequant_regs=120, mma_regs=240)
+        one = replace(one, mma_groups=1, load_regs=40, dequant_regs=112, mma_regs=240)
     elif one.in_columns:
         one = replace(one, groups=5, load_regs=40, dequant_regs=96, mma_regs=120)
     stage = one.stage_bytes(k) + one.stage_bytes(v) + 4 * BARRIER_BYTES

@@ -82,10 +82,12 @@ def load_token_tile(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexp
         live = clamp_unit(tile.live - u * UNIT_TOKENS, UNIT_TOKENS)
         start = tile.start + u * UNIT_TOKENS
         # The ring holds whole blocks of 64 tokens, so 32 aligned tokens never wrap around.
-        base, (of_row, of_head) = src.ring.iterator.toint(), src.ring.stride[:2]
+        base = src.ring.iterator.toint()
+        of_row, of_head = Int64(src.ring.stride[0]), Int64(src.ring.stride[1])
         row = (walk.ring_start + start) % src.ring.shape[2]
         if tile.is_sink == 1:
-            base, (of_row, of_head) = src.sink.iterator.toint(), src.sink.stride[:2]
+            base = src.sink.iterator.toint()
+            of_row, of_head = Int64(src.sink.stride[0]), Int64(src.sink.stride[1])
             row = start
         # anew for every piece: the role has no registers to keep it
         base = base + token_offset(of_row, of_head, src.ring_row, src.head_idx)

@@ -38,11 +38,6 @@ class KernelSass:
         """Needed mnemonics that are absent; "A|B" is met by either."""
         return [names for names in needed if not any(self.ops[name] for name in names.split("|"))]
 
-    def outside(self, expected: dict[str, int]) -> list[str]:
-        """Static counts further than a factor of two from the written prediction."""
-        return [f"{name} {self.ops[name]} (expected {count}, within 2x)" for name, count in expected.items()
-                if not count / 2 <= self.ops[name] <= count * 2]
-
 
 def inspect(path: Path) -> list[KernelSass]:
     """Every CUDA kernel embedded anywhere in a .so, .o or .cubin."""

@@ -29,16 +29,14 @@ def found(ops: dict[str, int], smem: int = 0) -> KernelSass:
     return KernelSass("k", "sm_80", 100, 0, smem, Counter(ops))
 
 
-def test_sass_checks_see_what_is_missing_and_what_is_out_of_bounds():
+def test_sass_checks_see_what_is_missing():
     kernel = found({"HMMA": 40, "LDSM": 2})
     assert kernel.missing(("HMMA", "LDSM|LDS")) == []
     assert kernel.missing(("HGMMA", "UBLKCP|UTMALDG")) == ["HGMMA", "UBLKCP|UTMALDG"]
-    assert kernel.outside({"HMMA": 20, "LDSM": 4}) == []
-    assert [s.split()[0] for s in kernel.outside({"HMMA": 19, "LDSM": 5})] == ["HMMA", "LDSM"]
 
 
 @pytest.mark.parametrize("ops, smem, message", [
-    ({"HMMA": 1, "LDL": 3}, 0, "LDL x3"), ({}, 0, "no HMMA"), ({"HMMA": 9}, 0, "HMMA 9"),
+    ({"HMMA": 1, "LDL": 3}, 0, "LDL x3"), ({}, 0, "no HMMA"),
     ({"HMMA": 1}, 200_000, "limit 166912"), ({"HMMA": 1}, 512, "planned 0"),
 ])
 def test_a_kernel_that_breaks_a_check_is_not_kept(monkeypatch, tmp_path, ops, smem, message):

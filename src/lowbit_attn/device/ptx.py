@@ -85,6 +85,11 @@ def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signe
         write_only_types=[Uint32] * 4, read_only_args=[*a, *b, *acc]))
 
 
+def opaque(x) -> Uint32:
+    """x, of which the compiler knows nothing."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[Uint32(x)])
+
+
 def any_of(barrier, threads: int, flag: Uint32) -> Uint32:
     """1 if ``flag`` is not 0 in any of the ``threads`` that meet at a named barrier, else 0; by whole warps."""
     return cute.arch.inline_ptx(
