@@ -28,7 +28,7 @@ from lowbit_attn import layout
 from lowbit_attn.ampere import combine, merge, mma, pages, queries, softmax, third, tokens
 from lowbit_attn.ampere.config import LANES, DecodeConfig, decode_config
 from lowbit_attn.device.tilelang_kernel import TileKernel
-from lowbit_attn.device.tokens import token_rows
+from lowbit_attn.device.tokens import token_strides
 from lowbit_attn.formats import Format
 
 COMPILE_FLAGS = ("-use_fast_math", *mma.MOVMATRIX_FLAGS)  # exp2 as one MUFU, approximate division; sums stay fp32
@@ -122,6 +122,8 @@ def _prim_func(config: DecodeConfig):
 
     row_blocks = T.truncdiv(T.truncdiv(heads, heads_kv) * q_len + (config.rows - 1), config.rows)
 
+    strides = {name: token_strides(name, head_dim) for name in ("sink_k", "sink_v", "ring_k", "ring_v")}
+
     @T.prim_func
     def decode(
         q: T.Tensor((batch, q_len, heads, head_dim), dtype),
@@ -134,10 +136,10 @@ def _prim_func(config: DecodeConfig):
         n_qv: T.Tensor((seqs,), "int32"),
         n_tok: T.Tensor((seqs,), "int32"),
         ring_start: T.Tensor((seqs,), "int32"),
-        sink_k: token_rows((rings, heads_kv, sinks, head_dim), dtype, "sink_k"),
-        sink_v: token_rows((rings, heads_kv, sinks, head_dim), dtype, "sink_v"),
-        ring_k: token_rows((rings, heads_kv, slots_k, head_dim), dtype, "ring_k"),
-        ring_v: token_rows((rings, heads_kv, slots_v, head_dim), dtype, "ring_v"),
+        sink_k: T.StridedTensor((rings, heads_kv, sinks, head_dim), strides["sink_k"], dtype),
+        sink_v: T.StridedTensor((rings, heads_kv, sinks, head_dim), strides["sink_v"], dtype),
+        ring_k: T.StridedTensor((rings, heads_kv, slots_k, head_dim), strides["ring_k"], dtype),
+        ring_v: T.StridedTensor((rings, heads_kv, slots_v, head_dim), strides["ring_v"], dtype),
         o_partial: T.Tensor((num_splits, batch, q_len, heads, head_dim), "float32"),
         lse_partial: T.Tensor((num_splits, batch, q_len, heads), "float32"),
         out: T.Tensor((batch, q_len, heads, head_dim), dtype),

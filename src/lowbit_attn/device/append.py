@@ -23,7 +23,7 @@ from lowbit_attn.device.quantize import BODIES, weighing, weights_argument
 from lowbit_attn.device.step import BatchRows, Counters, Pool, Side, StepGeometry, rows_in_shared_memory
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES as ACCESS
-from lowbit_attn.device.tokens import load_tokens, token_rows
+from lowbit_attn.device.tokens import assume_whole_accesses, load_tokens, token_strides
 from lowbit_attn.formats import Format
 
 PAGE, LANES = layout.PAGE_TOKENS, layout.LANES
@@ -140,10 +140,10 @@ def fetch(at, accesses, first, k, v, place, held):
 def store_fetched(at, accesses, k, v, here, place, held, num_sinks):
     """What ``fetch`` loaded -> sinks, ring; but for rows without room and sides whose block is full."""
     row, length, packed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    row = here.ring_row[place[0]]
     length = here.length[place[0]]
     packed = T.if_then_else(at < accesses, here.packed_k[place[0]], here.packed_v[place[0]])
     if T.And(length >= 0, packed < 0):
-        row = here.ring_row[place[0]]
         if at < accesses:
             put(held, k, row, place[2], length + place[1], place[3], num_sinks)
         else:
@@ -170,13 +170,14 @@ def pack_block(side, row, head, first, pool, unit, tile, threads, tx):
 @T.macro
 def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx):
     """A full block of one side and head of row ``first + t``, from token ``packed`` on; then its new tokens."""
-    m, (row, unit, slot) = side.m, (T.alloc_var("int32") for _ in range(3))
+    m, (row, ring_row, unit, slot) = side.m, (T.alloc_var("int32") for _ in range(4))
     packers = min(m.threads, threads)
     row = here.row[t]
+    ring_row = here.ring_row[t]  # before the branch: no barrier may come into it
     if tx < packers:
         unit = pool.table[row, T.truncdiv(packed, PAGE)] * pool.page_stride + head * pool.head_stride + side.first_unit
         slot = T.truncmod(packed, side.ring.shape[2])
-        pack_block(side, here.ring_row[t], head, slot, pool, unit, tile, packers, tx)
+        pack_block(side, ring_row, head, slot, pool, unit, tile, packers, tx)
     T.sync_threads()  # the block may lie where new tokens go
     for r in T.serial(T.truncdiv(side.x.shape[1] * m.row_accesses + threads - 1, threads)):
         token, access = T.alloc_var("int32"), T.alloc_var("int32")
@@ -185,7 +186,7 @@ def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, t
         if token < side.x.shape[1]:
             for e in T.vectorized(ACCESS):
                 held[e] = side.x[first + t, token, head, ACCESS * access + e]
-            put(held, side, here.ring_row[t], head, here.length[t] + token, access, num_sinks)
+            put(held, side, ring_row, head, here.length[t] + token, access, num_sinks)
 
 
 @T.macro
@@ -306,6 +307,8 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
     entries, units, marks, rings = (T.dynamic(name) for name in ("entries", "units", "marks", "rings"))
     grid = T.min(2 * heads * batch, step.max_blocks)
 
+    strides = {name: token_strides(name, head_dim) for name in ("sink_k", "sink_v", "ring_k", "ring_v")}
+
     @T.prim_func
     def append(
         x_k: T.Tensor((batch, tokens, heads, head_dim), dtype),
@@ -319,10 +322,10 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
         n_qk: T.Tensor((seqs,), "int32"),
         n_qv: T.Tensor((seqs,), "int32"),
         n_tok: T.Tensor((seqs,), "int32"),
-        sink_k: token_rows((rings, heads, sink_slots, head_dim), dtype, "sink_k"),
-        sink_v: token_rows((rings, heads, sink_slots, head_dim), dtype, "sink_v"),
-        ring_k: token_rows((rings, heads, slots_k, head_dim), dtype, "ring_k"),
-        ring_v: token_rows((rings, heads, slots_v, head_dim), dtype, "ring_v"),
+        sink_k: T.StridedTensor((rings, heads, sink_slots, head_dim), strides["sink_k"], dtype),
+        sink_v: T.StridedTensor((rings, heads, sink_slots, head_dim), strides["sink_v"], dtype),
+        ring_k: T.StridedTensor((rings, heads, slots_k, head_dim), strides["ring_k"], dtype),
+        ring_v: T.StridedTensor((rings, heads, slots_v, head_dim), strides["ring_v"], dtype),
         limit: T.Tensor((seqs,), "int32"),
         faults: T.Tensor((marks,), "int32"),
         arrivals: T.Tensor((seqs,), "int32"),
@@ -335,9 +338,10 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
     ):
         with T.Kernel(grid, threads=step.threads) as block:
             T.annotate_min_blocks_per_sm(step.blocks_per_sm)
-            for tensor in (sink_k, sink_v, ring_k, ring_v):
-                for stride in tensor.strides[:2]:
-                    T.assume(stride % ACCESS == 0)
+            assume_whole_accesses(sink_k)
+            assume_whole_accesses(sink_v)
+            assume_whole_accesses(ring_k)
+            assume_whole_accesses(ring_v)
             k = Side(step.matrices[0], "k" in searches, step.first_units[0], x_k, sink_k, ring_k, query_weights)
             v = Side(step.matrices[1], "v" in searches, step.first_units[1], x_v, sink_v, ring_v)
             counters = Counters(n_sink, n_qk, n_qv, n_tok, limit, num_sinks, window_k, window_v)

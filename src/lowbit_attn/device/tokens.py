@@ -7,10 +7,16 @@ ACCESS_HALVES = 8
 MATRICES = 4  # 8 x 8 matrices of one ldmatrix
 
 
-def token_rows(shape: tuple, dtype: str, name: str):
-    """Argument of 16-bit tokens [rows, num_heads_kv, slots, head_dim], where each (row, KV head) lies anywhere."""
-    return T.StridedTensor(shape, (T.dynamic(f"{name}_row", "int64"), T.dynamic(f"{name}_head", "int64"), shape[-1], 1),
-                           dtype)
+def token_strides(name: str, head_dim: int) -> tuple:
+    """Strides of 16-bit tokens [rows, num_heads_kv, slots, head_dim], where each (row, KV head) lies anywhere."""
+    return T.dynamic(f"{name}_row", "int64"), T.dynamic(f"{name}_head", "int64"), head_dim, 1
+
+
+@T.macro
+def assume_whole_accesses(tokens):
+    """Rows and heads of these tokens begin at whole accesses, which lets copies be vectors."""
+    T.assume(tokens.strides[0] % ACCESS_HALVES == 0)
+    T.assume(tokens.strides[1] % ACCESS_HALVES == 0)
 
 
 def token_place(index, row_accesses):
