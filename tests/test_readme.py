@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit_attn import budget, support
+from lowbit_attn import support
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -21,8 +21,8 @@ BLOCKS = {file.relative_to(ROOT).as_posix(): re.findall(r"```python\n(.*?)```", 
 EXAMPLES = [name for name, blocks in BLOCKS.items() if blocks]
 CUDA = "torch.cuda"  # in a block that needs a GPU
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{7,40}\b")
-TARGETS = re.compile(r"<!-- targets: begin \(python perf/targets_table.py --gpu (\w+) --commit (\w+)\) -->\n"
-                     r"(.*?)\n<!-- targets: end -->", re.S)
+TARGETS = re.compile(r"<!-- targets: begin \(python perf/targets_table.py --gpu (\w+) --commit (\w+) --kitty (\w+)\) "
+                     r"-->\n(.*?)\n<!-- targets: end -->", re.S)
 
 sys.path.append(str(ROOT / "perf"))
 import targets_table  # noqa: E402
@@ -57,13 +57,13 @@ def test_commits_that_are_quoted_were_measured():
 
 
 def test_tables_of_targets_are_the_results():
-    found = TARGETS.findall(README.read_text())
-    assert "h200" in [gpu for gpu, _, _ in found]
-    for gpu, commit, shown in found:
-        lines = targets_table.complete(targets_table.read_lines(gpu=budget.GPUS[gpu]), targets_table.PRESETS["targets"],
-                                       commit)
-        assert lines, f"no complete run of targets at {commit} on {gpu}"
-        assert shown == targets_table.table_of(lines), f"run python perf/targets_table.py --gpu {gpu} --commit {commit}"
+    found = [(file, *one) for file in SHOWN for one in TARGETS.findall(file.read_text())]
+    assert {("README.md", "h200"), ("performance.md", "h100")} <= {(file.name, gpu) for file, gpu, *_ in found}
+    for _, gpu, commit, kitty, shown in found:
+        lines = targets_table.lines_at(gpu, commit, kitty)
+        assert lines, f"no complete run of targets at {commit}, and of kitty at {kitty}, on {gpu}"
+        assert shown == targets_table.table_of(lines), (
+            f"run python perf/targets_table.py --gpu {gpu} --commit {commit} --kitty {kitty}")
 
 
 QUALITY = {  # a row of README's table -> its lines of preset table
