@@ -17,6 +17,8 @@ from typing import Annotated
 import typer
 from provenance import ROOT, append_result, provenance
 
+from lowbit_attn.demo.figures import bits_all_in
+
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -133,21 +135,14 @@ def plot(
     folder: Annotated[str, typer.Option(help="Where the plots go, in the repository.")] = PLOTS,
 ) -> None:
     """Draw boost-rate.svg and .png (curves that are complete), and quality.svg and .png, of the newest numbers."""
-    import matplotlib
+    from plots import save
 
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "lowbit_attn"  # the same numbers give the same file
-    target = ROOT / folder
-    target.mkdir(parents=True, exist_ok=True)
     for name, preset, draw in (("boost-rate", "boost", boost_figure), ("quality", "table", table_figure)):
         lines = newest(preset, results)
         if preset == "boost" and not boost_curves(lines):
             print(f"{name}: no curve is complete at one commit; run python perf/quality.py run --preset boost")
         elif lines:
-            figure = draw(lines)
-            figure.savefig(target / f"{name}.png", dpi=110, metadata={"Software": None})
-            figure.savefig(target / f"{name}.svg", metadata={"Date": None})
-            print(*(target / f"{name}.{kind}" for kind in ("png", "svg")))
+            save(draw(lines), ROOT / folder / name)
 
 
 def boost_labels(selection: str, is_search: bool) -> list[str]:
@@ -174,35 +169,49 @@ def boost_figure(lines: dict[str, dict]):
     searches = sorted({is_search for is_search, _ in curves})
     figure = Figure(figsize=(1 + 4.7 * len(searches), 4.2), layout="constrained")
     panels = figure.subplots(1, len(searches), sharey=True, squeeze=False)[0]
-    some = lines["16 bit"]
+    base = lines["16 bit"]
     for axes, is_search in zip(panels, searches, strict=True):
         for selection, marker in zip(SELECTIONS, "osd^", strict=True):
             if values := curves.get((is_search, selection)):
                 axes.plot(RATES, values, marker=marker, markersize=4, label=selection)
-        axes.axhline(some["perplexity"], linestyle="--", linewidth=0.8, color="grey", label="16 bit")
+        axes.axhline(base["perplexity"], linestyle="--", linewidth=0.8, color="grey", label="16 bit")
         axes.set(xlabel="K channels boosted from 2 to 4 bits (%)", xticks=RATES,
                  title="with range search" if is_search else "plain ranges, as published")
     panels[0].set_ylabel("perplexity")
     panels[0].legend(title="channels chosen by")
-    figure.suptitle(f"{some['model']}, {some['tokens']:,} tokens, {SINKS} sinks, V of 2 bits", fontsize=10)
+    figure.suptitle(f"Boosted channels of Kitty: perplexity, {SINKS} sinks, V of 2 bits\n{title_of(base)}", fontsize=9)
     return figure
 
 
+def title_of(line: dict) -> str:
+    """Where a line's numbers are from."""
+    machine = "CPU" if line["gpu"] == "none" else line["gpu"]
+    return (f"{line['model']}, {line['tokens']:,} tokens of help texts; {machine}, {line['date'][:10]}, "
+            f"commit {line['commit']}")
+
+
 def table_figure(lines: dict[str, dict]):
-    """A bar a case, in the table's order: how much its perplexity is above that of 16 bit, and its bits per element."""
+    """A row a case, in the table's order: perplexity on a linear axis with one standard error of its distance to 16 bit
+    (where the lines have it), and bits per element of the whole cache in the name."""
     from matplotlib.figure import Figure
 
     base, cases = lines["16 bit"], [label for label in lines if lines[label]["options"] is not None]
-    excess = [100 * (lines[label]["perplexity"] / base["perplexity"] - 1) for label in cases]
-    figure = Figure(figsize=(8, 1.2 + 0.25 * len(cases)), layout="constrained")
+    found = [lines[label] for label in cases]
+    figure = Figure(figsize=(8, 1.4 + 0.25 * len(cases)), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh([f"{label}, {lines[label]['bits_per_element']:.2f} bits" for label in cases], excess, height=0.7)
-    axes.bar_label(bars, [f"{lines[label]['perplexity']:.2f}" for label in cases], padding=3, fontsize=8)
+    axes.errorbar([line["perplexity"] for line in found], range(len(cases)), marker="o", markersize=4, capsize=3,
+                  xerr=[line.get("spread") or 0 for line in found], linestyle="none")
+    axes.axvline(base["perplexity"], linestyle="--", linewidth=0.8, color="grey")
+    bits = [bits_all_in(line["cache_bytes"], base["cache_bytes"]) for line in found]
+    axes.set_yticks(range(len(cases)), [f"{label}, {n:.2f} bits" for label, n in zip(cases, bits)], fontsize=8)
+    for place, line in enumerate(found):
+        axes.annotate(f"{line['perplexity']:.2f}", (line["perplexity"] + (line.get("spread") or 0), place),
+                      xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set(xlabel=f"perplexity above 16 bit's {base['perplexity']:.2f} (%)",
-             title=f"{base['model']}, {base['tokens']:,} tokens of help texts")
+    axes.margins(x=0.1)
+    axes.grid(axis="x", linewidth=0.3)
+    axes.set(xlabel=f"perplexity, ± one standard error beside 16 bit's {base['perplexity']:.2f} (dashed)")
+    figure.suptitle(f"Perplexity by cache; bits per element of the whole cache\n{title_of(base)}", fontsize=9)
     return figure
 
 

@@ -10,20 +10,13 @@ from typing import Annotated
 
 import typer
 from bench import PRESETS
-from decode_results import read_lines
+from decode_results import label_of, read_lines
 from plots import complete
 
 from lowbit_attn import budget
 from lowbit_attn.bench import BenchCase, fastest_reads
 
 KITTY = ("kitty", "kitty-pro")  # of preset kitty, whose k2v2 is of preset targets here
-
-
-def label_of(case: BenchCase) -> str:
-    """The case in words: "GQA 32/8, batch 1, 8K"."""
-    heads = f"{'MHA' if case.num_heads == case.num_heads_kv else 'GQA'} {case.num_heads}/{case.num_heads_kv}"
-    tokens = "ragged {}K to {}K".format(*(n >> 10 for n in case.ragged)) if case.ragged else f"{case.seqlen >> 10}K"
-    return f"{heads}, batch {case.batch}, {tokens}"
 
 
 def cell_of(line: dict, read: float) -> str:

@@ -219,7 +219,9 @@ def test_plots_are_of_the_newest_complete_commit(tmp_path):
     lines = old + new + new[:3] + lines_of("lengths", 1.0, "third")[1:] + lines_of("targets", commit="third")
     found = plots.complete(lines, PRESETS["lengths"], None)
     assert [line["us"] for line in found] == [10.0 + i for i in range(16)]
-    axes, = plots.lengths_figure(found).axes
+    axes, = (figure := plots.lengths_figure(found)).axes
+    assert "NVIDIA H200" in figure.get_suptitle() and "commit second" in figure.get_suptitle()
+    assert "(us)" in axes.get_ylabel()
     curves = {curve.get_label(): list(curve.get_ydata()) for curve in axes.get_lines()}
     assert curves["k2v2"] == [18.0 + i for i in range(8)] and set(curves["plain read of k4v4's bytes"]) == {8.0}
     assert set(curves["16 bit"]) == {30.0} and len(curves) == 5

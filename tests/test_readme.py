@@ -89,11 +89,18 @@ def quality_table(file: Path, heading: str) -> tuple[list[list[str]], dict[str, 
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows], found
 
 
+def bits_all_in(line: dict, found: dict[str, dict]) -> str:
+    """Bits per element of the whole cache of a line, from its bytes and the 16-bit line's."""
+    return f"{16 * line['cache_bytes'] / found['16 bit']['cache_bytes']:.2f}"
+
+
 def test_table_of_quality_is_the_results():
     rows, found = quality_table(README, "## Quality of one small model")
     assert [row[0] for row in rows] == list(QUALITY)
-    for label, _, perplexity, top1 in rows:
+    for label, packed, whole, perplexity, top1 in rows:
         lines = [found[name] for name in QUALITY[label]]
+        for line in lines:
+            assert packed == f"{line['bits_per_element']:.2f}" and whole == bits_all_in(line, found), label
         assert perplexity == " / ".join(f"{line['perplexity']:.2f}" for line in lines), label
         assert top1 == " / ".join(f"{100 * line['top1']:.1f}" for line in lines) + " %", label
 

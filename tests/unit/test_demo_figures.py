@@ -37,7 +37,8 @@ def test_perplexity_is_linear_with_its_spread_against_bits():
 
 def test_one_cache_alone_is_drawn():
     axes = panel()
-    figures.draw_perplexity(axes, [figures.Point("16 bit", 16.0, 12.0)])
+    figures.draw_perplexity(axes, [figures.Point("16 bit", 16.0, 12.0)], {"16 bit": "red"})
+    assert axes.containers[0][0].get_color() == "red" and axes.get_ylabel() == "perplexity"
     low, high = axes.get_ylim()
     assert low < 12 < high and [text.get_text() for text in axes.get_legend().get_texts()] == ["16 bit: 12.00"]
 

@@ -34,9 +34,12 @@ def where(device: str) -> str:
     return f"lowbit_attn {__version__}, {machine}"
 
 
-def draw_perplexity(axes, points: Sequence[Point]) -> None:
+def draw_perplexity(axes, points: Sequence[Point], colors: Mapping[str, str] | None = None) -> None:
     """Draw perplexity against bits per element, both linear, a marker and an error bar a cache; the first is the
-    baseline, a dashed line. Perplexities over MOST times the baseline's are triangles at the upper edge."""
+    baseline, a dashed line. Perplexities over MOST times the baseline's are triangles at the upper edge.
+
+    colors: by label; matplotlib's own where a label has none.
+    """
     base = points[0].perplexity
     inside = [point for point in points if point.perplexity <= MOST * base]
     low = min(point.perplexity - (point.spread or 0) for point in inside)
@@ -45,14 +48,16 @@ def draw_perplexity(axes, points: Sequence[Point]) -> None:
     low, high = low - margin, high + margin
     handles = []  # in the order of the points, which a legend of its own would not keep
     for point in points:
+        color = (colors or {}).get(point.label)
         name = f"{point.label}: {point.perplexity:.2f}" + (f" ± {point.spread:.2f}" if point.spread else "")
         if point in inside:
             handles.append(axes.errorbar(point.bits, point.perplexity, yerr=point.spread, marker="o", capsize=3,
-                                         linestyle="none", label=name))
+                                         linestyle="none", label=name, color=color))
         else:
-            handles += axes.plot(point.bits, high, "^", label=f"{name} (above)", clip_on=False)
+            handles += axes.plot(point.bits, high, "^", label=f"{name} (above)", clip_on=False, color=color)
     axes.axhline(base, linewidth=0.8, linestyle="--", color="grey")
-    axes.set(xlim=(0, 17), xticks=range(0, 17, 2), ylim=(low, high), ylabel="perplexity (± one standard error)",
+    what = "perplexity" + " (± one standard error)" * any(point.spread for point in points)
+    axes.set(xlim=(0, 17), xticks=range(0, 17, 2), ylim=(low, high), ylabel=what,
              xlabel="bits per element of the whole cache")
     axes.legend(handles=handles, fontsize=7)
 
