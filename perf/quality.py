@@ -2,6 +2,7 @@
 
     python perf/quality.py run --preset table     16 bit, k2v2 and its remedies, Kitty, wider formats
     python perf/quality.py run --preset boost     boost rates of Kitty by selection of channels
+    python perf/quality.py table                  README's table of the newest commit's lines
     python perf/quality.py plot                   plots of the newest commit's line of each case, beside the numbers
 
 SmolLM2-135M-Instruct reads the first 2,048 tokens of Python's help texts in chunks of 128 tokens, in fp32, over each
@@ -127,6 +128,37 @@ def newest(preset: str, path: str = RESULTS) -> dict[str, dict]:
     lines = [line for line in lines if line["commit"] == lines[-1]["commit"]]
     most = max((line["tokens"] for line in lines), default=0)
     return {line["label"]: line for line in lines if line["tokens"] == most}
+
+
+README_ROWS = {  # a row of README's table -> its labels of preset table
+    "16 bit": ["16 bit"], "k4v4": ["k4v4"], "k4v2, 32 sinks": ["k4v2, sinks"], "k2v2, no search": ["k2v2"],
+    "k2v2, no search, 32 sinks": ["k2v2, sinks"], "k2v2, 32 sinks": ["k2v2, sinks, search"],
+    "KIVI, groups of 32, 32 sinks": ["KIVI, sinks (simulator)"],
+    "kitty, no search / search": ["kitty", "kitty, search"],
+    "kitty-pro, no search / search": ["kitty-pro", "kitty-pro, search"],
+}
+
+
+def row_of(label: str, lines: list[dict], base: dict) -> str:
+    """One row of README's table: bits of a packed page and of the whole cache, which all its lines share, perplexities
+    and agreements with 16 bit."""
+    perplexity, top1 = (" / ".join(texts) for texts in zip(*(
+        (f"{line['perplexity']:.2f}", f"{100 * line['top1']:.1f}") for line in lines)))
+    bits = bits_all_in(lines[0]["cache_bytes"], base["cache_bytes"])
+    return f"| {label} | {lines[0]['bits_per_element']:.2f} | {bits:.2f} | {perplexity} | {top1} % |"
+
+
+@app.command()
+def table(results: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS) -> None:
+    """Print the rows of README's table; their commit goes to the sentence above it."""
+    lines = newest("table", results)
+    missing = sorted({name for names in README_ROWS.values() for name in names} - lines.keys())
+    if missing:
+        raise typer.BadParameter(f"the newest commit of {results} has no {', '.join(missing)}; run python "
+                                 "perf/quality.py run --preset table", param_hint="--results")
+    print("commit", lines["16 bit"]["commit"])
+    for label, names in README_ROWS.items():
+        print(row_of(label, [lines[name] for name in names], lines["16 bit"]))
 
 
 @app.command()

@@ -24,6 +24,7 @@ TARGETS = re.compile(r"<!-- targets: begin \(python perf/targets_table.py --gpu 
                      r"-->\n(.*?)\n<!-- targets: end -->", re.S)
 
 sys.path.append(str(ROOT / "perf"))
+import quality  # noqa: E402
 import targets_table  # noqa: E402
 
 
@@ -65,15 +66,6 @@ def test_tables_of_targets_are_the_results():
             f"run python perf/targets_table.py --gpu {gpu} --commit {commit} --kitty {kitty}")
 
 
-QUALITY = {  # a row of README's table -> its lines of preset table
-    "16 bit": ["16 bit"], "k4v4": ["k4v4"], "k4v2, 32 sinks": ["k4v2, sinks"], "k2v2, no search": ["k2v2"],
-    "k2v2, no search, 32 sinks": ["k2v2, sinks"], "k2v2, 32 sinks": ["k2v2, sinks, search"],
-    "KIVI, groups of 32, 32 sinks": ["KIVI, sinks (simulator)"],
-    "kitty, no search / search": ["kitty", "kitty, search"],
-    "kitty-pro, no search / search": ["kitty-pro", "kitty-pro, search"],
-}
-
-
 DEMO = {"16 bit": "16 bit", "k4v4": "k4v4", "k4v2": "k4v2", "k2v2": "k2v2", "k2v2, 32 sinks": "k2v2, sinks",
         "k2v2, 32 sinks, key search": "k2v2, sinks, search"}
 
@@ -95,13 +87,23 @@ def bits_all_in(line: dict, found: dict[str, dict]) -> str:
 
 def test_table_of_quality_is_the_results():
     rows, found = quality_table(README, "## Quality of one small model")
-    assert [row[0] for row in rows] == list(QUALITY)
+    assert [row[0] for row in rows] == list(quality.README_ROWS)
     for label, packed, whole, perplexity, top1 in rows:
-        lines = [found[name] for name in QUALITY[label]]
+        lines = [found[name] for name in quality.README_ROWS[label]]
         for line in lines:
             assert packed == f"{line['bits_per_element']:.2f}" and whole == bits_all_in(line, found), label
         assert perplexity == " / ".join(f"{line['perplexity']:.2f}" for line in lines), label
         assert top1 == " / ".join(f"{100 * line['top1']:.1f}" for line in lines) + " %", label
+
+
+def test_command_prints_the_table_of_quality(capsys, tmp_path):
+    quality.table()
+    commit, *rows = capsys.readouterr().out.splitlines()
+    text = README.read_text()
+    assert commit.removeprefix("commit ") in text and len(rows) == 9 and "\n".join(rows) in text
+    (tmp_path / "quality.jsonl").write_text((RESULTS / "quality.jsonl").read_text().splitlines()[0] + "\n")
+    with pytest.raises(quality.typer.BadParameter, match="run python perf/quality.py run"):
+        quality.table(str(tmp_path / "quality.jsonl"))
 
 
 def test_table_of_the_demo_is_the_results():
