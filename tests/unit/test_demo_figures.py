@@ -93,3 +93,27 @@ def test_machine_is_named(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
     assert figures.where("cpu").endswith(", CPU") and figures.where("cuda").endswith(", GPU of cuda")
+
+
+def test_rows_of_the_demo_have_their_spread():
+    """Rows of a tiny model: the spread is quality's own, of the same caches read in lockstep."""
+    import io
+
+    import torch
+    from rich.console import Console
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lowbit_attn import quality
+    from lowbit_attn.demo import __main__ as demo
+    from lowbit_attn.demo import scoring
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, vocab_size=50, max_position_embeddings=512, initializer_range=0.1)).eval()
+    ids = torch.randint(3, 50, (1, 300))
+    cases = [scoring.Case("16 bit"), scoring.Case("k2v2", "k2v2", range_search=False)]
+    rows = demo._score_all(Console(file=io.StringIO()), scoring, quality, model, ids, cases)
+    want = quality.evaluate(model, ids, dict(format="k2v2", sinks=0, range_search=False))
+    assert rows[0].spread == 0 and rows[1].spread == pytest.approx(want.spread, rel=1e-3) and want.spread > 0
+    assert rows[1].perplexity == pytest.approx(want.perplexity, rel=1e-5)
