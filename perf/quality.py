@@ -227,7 +227,8 @@ def table_figure(lines: dict[str, dict]):
     (where the lines have it), and bits per element of the whole cache in the name."""
     from matplotlib.figure import Figure
 
-    base, cases = lines["16 bit"], [label for label in lines if lines[label]["options"] is not None]
+    base, order = lines["16 bit"], list(PRESETS["table"]())
+    cases = [label for label in dict.fromkeys(order + list(lines)) if lines.get(label, base)["options"] is not None]
     found = [lines[label] for label in cases]
     figure = Figure(figsize=(8, 1.4 + 0.25 * len(cases)), layout="constrained")
     axes = figure.subplots()
