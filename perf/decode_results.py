@@ -30,6 +30,13 @@ def newest(lines: list[dict], case: BenchCase) -> dict | None:
                  and line["path"] == path_of(case, line["arch"])), None)
 
 
+def label_of(case: BenchCase) -> str:
+    """The case in words: "GQA 32/8, batch 1, 8K"."""
+    heads = f"{'MHA' if case.num_heads == case.num_heads_kv else 'GQA'} {case.num_heads}/{case.num_heads_kv}"
+    tokens = "ragged {}K to {}K".format(*(n >> 10 for n in case.ragged)) if case.ragged else f"{case.seqlen >> 10}K"
+    return f"{heads}, batch {case.batch}, {tokens}"
+
+
 def path_of(case: BenchCase, arch: str) -> str | None:
     """The decode path that an architecture takes for a case on an H200; None where it has none."""
     key = kernel_of(case, arch)

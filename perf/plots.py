@@ -6,11 +6,12 @@
 Each plot is of one kind of GPU and of one commit: the newest that has every case of its preset, or --commit.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from bench import PRESETS
-from decode_results import RESULTS, newest, read_lines
+from decode_results import RESULTS, label_of, newest, read_lines
 from provenance import ROOT
 
 from lowbit_attn import budget
@@ -43,7 +44,7 @@ def lengths_figure(lines: list[dict]):
     """Time of a call against the tokens of its one sequence: both formats, reads of their bytes, 16 bit."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
+    figure = Figure(figsize=(6.4, 5), layout="constrained")
     axes = figure.subplots()
     reads, kind = fastest_reads(lines)
     for name, color in COLORS.items():
@@ -57,12 +58,12 @@ def lengths_figure(lines: list[dict]):
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(tokens, [f"{n >> 10}K" for n in tokens])
-    axes.set(xlabel="tokens", ylabel="time of a decode call (us)")
+    axes.set(xlabel="tokens of the sequence", ylabel="time of a decode call (us)")
     axes.grid(which="both", linewidth=0.3)
     axes.legend(fontsize=8)
     one = points[0]
-    figure.suptitle(f"batch {one['batch']}, heads {one['heads']}/{one['kv_heads']}, head_dim {one['head_dim']}; "
-                    f"{title_of(lines)}", fontsize=8)
+    figure.suptitle(f"Time of a decode call, batch {one['batch']}, {one['heads']} query and {one['kv_heads']} KV "
+                    f"heads, head_dim {one['head_dim']}\n{title_of(lines)}", fontsize=9)
     return figure
 
 
@@ -70,11 +71,11 @@ def targets_figure(lines: list[dict]):
     """A bar a case: the rate at which a call reads its bytes, over that of the fastest read; *: slow reads."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 1.2 + 0.28 * len(lines)), layout="constrained")
+    figure = Figure(figsize=(8, 1.4 + 0.28 * len(lines)), layout="constrained")
     axes = figure.subplots()
     reads, kind = fastest_reads(lines)
     fractions = [read / line["us"] for read, line in zip(reads, lines)]
-    labels = [str(BenchCase.from_line(line)) + " *" * line["void"] for line in lines]
+    labels = [f"{line['format']}, {label_of(BenchCase.from_line(line))}" + " *" * line["void"] for line in lines]
     bars = axes.barh(labels, fractions, height=0.7, color=[COLORS[line["format"]] for line in lines])
     axes.bar_label(bars, [f"{fraction:.2f}, {line['us']:.1f} us" for fraction, line in zip(fractions, lines)],
                    label_type="center", color="white", fontsize=8)
@@ -83,8 +84,21 @@ def targets_figure(lines: list[dict]):
     axes.tick_params(axis="y", labelsize=8)
     which = "the fastest read" if kind == "read" else f"a {kind}"
     axes.set(xlabel=f"rate of a decode call over that of {which} of the same bytes", xlim=(0, 1.05))
-    axes.set_title(title_of(lines) + "; *: slow plain read" * any(line["void"] for line in lines), fontsize=8)
+    void = "; *: slow plain read" * any(line["void"] for line in lines)
+    figure.suptitle(f"How near a decode call comes to {which} of its bytes; in the bars: share, time\n"
+                    f"{title_of(lines)}{void}", fontsize=9)
     return figure
+
+
+def save(figure, file: Path) -> None:
+    """Write FILE.png and FILE.svg, whose text is text; the same numbers give the same files."""
+    import matplotlib
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": "lowbit_attn", "svg.fonttype": "none"}):
+        figure.savefig(f"{file}.png", dpi=110, metadata={"Software": None})
+        figure.savefig(f"{file}.svg", metadata={"Date": None})
+    print(f"{file}.png", f"{file}.svg")
 
 
 FIGURES = {"lengths": lengths_figure, "targets": targets_figure}
@@ -98,10 +112,6 @@ def main(
     folder: Annotated[str, typer.Option(help="Where the plots go, in the repository.")] = PLOTS,
 ) -> None:
     """Draw every plot whose lines are there; an error says what to run for the others."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "lowbit_attn"  # the same numbers give the same file
     try:
         known = budget.gpu_named(gpu)
     except ValueError as error:
@@ -113,11 +123,7 @@ def main(
         if not found:
             missing.append(preset)
             continue
-        target.mkdir(parents=True, exist_ok=True)
-        figure, file = draw(found), target / f"decode-{preset}{suffix}"
-        figure.savefig(f"{file}.png", dpi=110, metadata={"Software": None})
-        figure.savefig(f"{file}.svg", metadata={"Date": None})
-        print(f"{file}.png", f"{file}.svg")
+        save(draw(found), target / f"decode-{preset}{suffix}")
     for preset in missing:
         at = f"at commit {commit}" if commit else "of one commit"
         typer.echo(f"{results} has not all cases of preset {preset} {at}, {arch} kernels, {known.name}; on one run: "

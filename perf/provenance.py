@@ -1,8 +1,10 @@
-"""Where a measured number comes from: commit, date, GPU, driver."""
+"""Where a measured number comes from: commit, date, GPU, driver; and the lines of results that say so."""
 
+import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,6 +37,11 @@ def driver() -> str:
         return _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
     except (OSError, subprocess.CalledProcessError):
         return "none"
+
+
+def digest(names: Iterable[str]) -> str:
+    """First 16 hex digits of the SHA-256 of the sorted names, a line each: what a result says instead of a list."""
+    return hashlib.sha256("".join(f"{name}\n" for name in sorted(names)).encode()).hexdigest()[:16]
 
 
 def append_result(path: str, line: dict) -> None:

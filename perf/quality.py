@@ -2,6 +2,7 @@
 
     python perf/quality.py run --preset table     16 bit, k2v2 and its remedies, Kitty, wider formats
     python perf/quality.py run --preset boost     boost rates of Kitty by selection of channels
+    python perf/quality.py table                  README's table of the newest commit's lines
     python perf/quality.py plot                   plots of the newest commit's line of each case, beside the numbers
 
 SmolLM2-135M-Instruct reads the first 2,048 tokens of Python's help texts in chunks of 128 tokens, in fp32, over each
@@ -16,6 +17,8 @@ from typing import Annotated
 
 import typer
 from provenance import ROOT, append_result, provenance
+
+from lowbit_attn.demo.figures import bits_all_in
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -127,27 +130,51 @@ def newest(preset: str, path: str = RESULTS) -> dict[str, dict]:
     return {line["label"]: line for line in lines if line["tokens"] == most}
 
 
+README_ROWS = {  # a row of README's table -> its labels of preset table
+    "16 bit": ["16 bit"], "k4v4": ["k4v4"], "k4v2, 32 sinks": ["k4v2, sinks"], "k2v2, no search": ["k2v2"],
+    "k2v2, no search, 32 sinks": ["k2v2, sinks"], "k2v2, 32 sinks": ["k2v2, sinks, search"],
+    "KIVI, groups of 32, 32 sinks": ["KIVI, sinks (simulator)"],
+    "kitty, no search / search": ["kitty", "kitty, search"],
+    "kitty-pro, no search / search": ["kitty-pro", "kitty-pro, search"],
+}
+
+
+def row_of(label: str, lines: list[dict], base: dict) -> str:
+    """One row of README's table: bits of a packed page and of the whole cache, which all its lines share, perplexities
+    and agreements with 16 bit."""
+    perplexity, top1 = (" / ".join(texts) for texts in zip(*(
+        (f"{line['perplexity']:.2f}", f"{100 * line['top1']:.1f}") for line in lines)))
+    bits = bits_all_in(lines[0]["cache_bytes"], base["cache_bytes"])
+    return f"| {label} | {lines[0]['bits_per_element']:.2f} | {bits:.2f} | {perplexity} | {top1} % |"
+
+
+@app.command()
+def table(results: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS) -> None:
+    """Print the rows of README's table; their commit goes to the sentence above it."""
+    lines = newest("table", results)
+    missing = sorted({name for names in README_ROWS.values() for name in names} - lines.keys())
+    if missing:
+        raise typer.BadParameter(f"the newest commit of {results} has no {', '.join(missing)}; run python "
+                                 "perf/quality.py run --preset table", param_hint="--results")
+    print("commit", lines["16 bit"]["commit"])
+    for label, names in README_ROWS.items():
+        print(row_of(label, [lines[name] for name in names], lines["16 bit"]))
+
+
 @app.command()
 def plot(
     results: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS,
     folder: Annotated[str, typer.Option(help="Where the plots go, in the repository.")] = PLOTS,
 ) -> None:
     """Draw boost-rate.svg and .png (curves that are complete), and quality.svg and .png, of the newest numbers."""
-    import matplotlib
+    from plots import save
 
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "lowbit_attn"  # the same numbers give the same file
-    target = ROOT / folder
-    target.mkdir(parents=True, exist_ok=True)
     for name, preset, draw in (("boost-rate", "boost", boost_figure), ("quality", "table", table_figure)):
         lines = newest(preset, results)
         if preset == "boost" and not boost_curves(lines):
             print(f"{name}: no curve is complete at one commit; run python perf/quality.py run --preset boost")
         elif lines:
-            figure = draw(lines)
-            figure.savefig(target / f"{name}.png", dpi=110, metadata={"Software": None})
-            figure.savefig(target / f"{name}.svg", metadata={"Date": None})
-            print(*(target / f"{name}.{kind}" for kind in ("png", "svg")))
+            save(draw(lines), ROOT / folder / name)
 
 
 def boost_labels(selection: str, is_search: bool) -> list[str]:
@@ -174,35 +201,50 @@ def boost_figure(lines: dict[str, dict]):
     searches = sorted({is_search for is_search, _ in curves})
     figure = Figure(figsize=(1 + 4.7 * len(searches), 4.2), layout="constrained")
     panels = figure.subplots(1, len(searches), sharey=True, squeeze=False)[0]
-    some = lines["16 bit"]
+    base = lines["16 bit"]
     for axes, is_search in zip(panels, searches, strict=True):
         for selection, marker in zip(SELECTIONS, "osd^", strict=True):
             if values := curves.get((is_search, selection)):
                 axes.plot(RATES, values, marker=marker, markersize=4, label=selection)
-        axes.axhline(some["perplexity"], linestyle="--", linewidth=0.8, color="grey", label="16 bit")
+        axes.axhline(base["perplexity"], linestyle="--", linewidth=0.8, color="grey", label="16 bit")
         axes.set(xlabel="K channels boosted from 2 to 4 bits (%)", xticks=RATES,
                  title="with range search" if is_search else "plain ranges, as published")
     panels[0].set_ylabel("perplexity")
     panels[0].legend(title="channels chosen by")
-    figure.suptitle(f"{some['model']}, {some['tokens']:,} tokens, {SINKS} sinks, V of 2 bits", fontsize=10)
+    figure.suptitle(f"Boosted channels of Kitty: perplexity, {SINKS} sinks, V of 2 bits\n{title_of(base)}", fontsize=9)
     return figure
 
 
+def title_of(line: dict) -> str:
+    """Where a line's numbers are from."""
+    machine = "CPU" if line["gpu"] == "none" else line["gpu"]
+    return (f"{line['model']}, {line['tokens']:,} tokens of help texts; {machine}, {line['date'][:10]}, "
+            f"commit {line['commit']}")
+
+
 def table_figure(lines: dict[str, dict]):
-    """A bar a case, in the table's order: how much its perplexity is above that of 16 bit, and its bits per element."""
+    """A row a case, in the table's order: perplexity on a linear axis with one standard error of its distance to 16 bit
+    (where the lines have it), and bits per element of the whole cache in the name."""
     from matplotlib.figure import Figure
 
-    base, cases = lines["16 bit"], [label for label in lines if lines[label]["options"] is not None]
-    excess = [100 * (lines[label]["perplexity"] / base["perplexity"] - 1) for label in cases]
-    figure = Figure(figsize=(8, 1.2 + 0.25 * len(cases)), layout="constrained")
+    base, order = lines["16 bit"], list(PRESETS["table"]())
+    cases = [label for label in dict.fromkeys(order + list(lines)) if lines.get(label, base)["options"] is not None]
+    found = [lines[label] for label in cases]
+    figure = Figure(figsize=(8, 1.4 + 0.25 * len(cases)), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh([f"{label}, {lines[label]['bits_per_element']:.2f} bits" for label in cases], excess, height=0.7)
-    axes.bar_label(bars, [f"{lines[label]['perplexity']:.2f}" for label in cases], padding=3, fontsize=8)
+    axes.errorbar([line["perplexity"] for line in found], range(len(cases)), marker="o", markersize=4, capsize=3,
+                  xerr=[line.get("spread") or 0 for line in found], linestyle="none")
+    axes.axvline(base["perplexity"], linestyle="--", linewidth=0.8, color="grey")
+    bits = [bits_all_in(line["cache_bytes"], base["cache_bytes"]) for line in found]
+    axes.set_yticks(range(len(cases)), [f"{label}, {n:.2f} bits" for label, n in zip(cases, bits)], fontsize=8)
+    for place, line in enumerate(found):
+        axes.annotate(f"{line['perplexity']:.2f}", (line["perplexity"] + (line.get("spread") or 0), place),
+                      xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set(xlabel=f"perplexity above 16 bit's {base['perplexity']:.2f} (%)",
-             title=f"{base['model']}, {base['tokens']:,} tokens of help texts")
+    axes.margins(x=0.1)
+    axes.grid(axis="x", linewidth=0.3)
+    axes.set(xlabel=f"perplexity, ± one standard error beside 16 bit's {base['perplexity']:.2f} (dashed)")
+    figure.suptitle(f"Perplexity by cache; bits per element of the whole cache\n{title_of(base)}", fontsize=9)
     return figure
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 import typer
-from provenance import ROOT, append_result, provenance
+from provenance import ROOT, append_result, digest, provenance
 
 FILES = tuple(f"tests/gpu/test_gpu{part}.py" for part in ("", "_register", "_cache"))
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -24,7 +24,7 @@ def main(tool: list[str] = list(TOOLS), selection: str = "one_small_case or byte
         errors = [int(n) for n in re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", text)]
         passed, bad = (re.findall(rf"::(\S+) {word}", text) for word in ("PASSED", "FAILED"))
         line = {"tool": name, "selection": selection, "seconds": round(time.time() - started), "errors": sum(errors),
-                "summaries": len(errors), "passed": len(passed), "failed": len(bad), "tests": passed}
+                "summaries": len(errors), "passed": len(passed), "failed": len(bad), "tests_sha256": digest(passed)}
         append_result(output, provenance() | line)
         print(f"{name}: {len(passed)} passed, {len(bad)} failed, {sum(errors)} errors in {line['seconds']} s")
         if bad or sum(errors) or not errors:

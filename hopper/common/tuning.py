@@ -1,4 +1,4 @@
-"""What was tuned by trying: none of it changes a result, only how long a call takes: see perf/NOTES.md.
+"""What was tuned by trying: none of it changes a result, only how long a call takes: see docs/lessons.md.
 
 What follows from the hardware, or from how many registers a lane has, stands where it is used.
 """

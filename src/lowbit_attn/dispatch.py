@@ -25,14 +25,14 @@ CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"),
 # Ampere kernels also run on Hopper, built for it, in its sizes or in those of the target named behind a hyphen
 FORCED_TARGETS = {(forced, (9, 0)): "sm_90" for forced in ("ampere", "ampere-sm_80", "ampere-sm_89")}
 _forced_arch = _private.environment("LOWBIT_ATTN_ARCH")
-PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win (perf/NOTES.md)
+PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win (docs/lessons.md)
 IDLE_PART = 3  # where splits leave a third of the SMs idle, an even share of all pages wins from IDLE_PAGES on
 IDLE_PAGES = 128
 FULL = 0.85  # of its last round: with less, smaller CTAs leave SMs idle at the end for longer than they save
 UNEVEN = 1.1  # times an even share of all pages that the longest sequence's splits have, and ...
 UNEVEN_PAGES = 32  # ... pages beyond it, from which an even share wins
 PAGES_A_CLUSTERED_SPLIT = 16  # up to that a cluster of fewer splits is faster than more splits that meet in L2
-PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (perf/NOTES.md)
+PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (docs/lessons.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
 GRID_PAGES = 65_535  # that one launch takes: CUDA's limit of a grid's second axis
 

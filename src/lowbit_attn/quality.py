@@ -7,7 +7,7 @@ with is the same model over a 16-bit cache, read in lockstep, so that no logits 
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,7 +26,8 @@ SIXTEEN_BIT = "16 bit"
 class Scores:
     """What a model does with one cache, beside the same model with a 16-bit cache.
 
-    tokens: read; all but the first were predicted. perplexity of them. kl: mean over positions of
+    tokens: read; all but the first were predicted. perplexity of them. spread: one standard error of that perplexity
+    beside the 16-bit run's, from the chunks' differences; None for a single chunk. kl: mean over positions of
     KL(16 bit || this), in nats. top1: share of positions whose likeliest next token is the same. cosine: for each
     attention layer, the mean over positions of the cosine between the attention block's outputs in the two runs
     (errors of earlier layers included). bits_per_element: of packed pages, metadata included; cache_bytes: all that
@@ -35,6 +36,7 @@ class Scores:
 
     tokens: int
     perplexity: float
+    spread: float | None
     kl: float
     top1: float
     cosine: tuple[float, ...]
@@ -129,6 +131,21 @@ def perplexity(nll: float, tokens: int) -> float:
     return math.exp(nll / tokens)
 
 
+def spread(perplexity: float, nll: Sequence[float], baseline: Sequence[float], tokens: Sequence[int]) -> float | None:
+    """One standard error of a perplexity beside the baseline's on the same text, None for fewer than two chunks.
+
+    nll, baseline: sums of -log p over each chunk's predicted tokens, whose numbers are ``tokens``. What both runs find
+    hard cancels: the error is that of the mean difference a token (a ratio of sums over chunks), times the perplexity.
+    """
+    count, total = len(tokens), sum(tokens)
+    if count < 2:
+        return None
+    differences = [a - b for a, b in zip(nll, baseline, strict=True)]
+    mean = sum(differences) / total
+    squares = sum((difference - mean * n) ** 2 for difference, n in zip(differences, tokens, strict=True))
+    return perplexity * math.sqrt(count / (count - 1) * squares) / total
+
+
 def agreement(top1: torch.Tensor, baseline: torch.Tensor) -> float:
     """Share of places where both find the same token likeliest."""
     return (top1 == baseline).double().mean().item()
@@ -194,21 +211,26 @@ class _Sums:
     """Running sums over positions."""
 
     def __init__(self):
-        self.nll = self.kl = self.same = self.positions = self.predicted = 0
+        self.kl = self.same = self.positions = 0
+        self.nll: list[float] = []  # of each chunk, as the baseline's and the numbers of predicted tokens are
+        self.baseline: list[float] = []
+        self.predicted: list[int] = []
         self.cosine: list[float] = []
 
     def add(self, step: _Step, baseline: _Step, targets: torch.Tensor) -> None:
-        self.nll += negative_log_likelihood(step.logits[: len(targets)], targets)
+        self.nll.append(negative_log_likelihood(step.logits[: len(targets)], targets))
+        self.baseline.append(negative_log_likelihood(baseline.logits[: len(targets)], targets))
+        self.predicted.append(len(targets))
         self.kl += kl_divergence(baseline.logits, step.logits)
         self.same += int((step.logits.argmax(-1) == baseline.logits.argmax(-1)).sum())
         self.positions += step.logits.shape[0]
-        self.predicted += len(targets)
         cosine = [torch.nn.functional.cosine_similarity(a, b, dim=-1).sum().item()
                   for a, b in zip(step.outputs, baseline.outputs, strict=True)]
         self.cosine = [a + b for a, b in zip(self.cosine, cosine)] if self.cosine else cosine
 
     def scores(self, tokens: int, reader: _Reader) -> Scores:
-        return Scores(tokens, perplexity(self.nll, self.predicted), self.kl / self.positions,
+        whole = perplexity(sum(self.nll), sum(self.predicted))
+        return Scores(tokens, whole, spread(whole, self.nll, self.baseline, self.predicted), self.kl / self.positions,
                       self.same / self.positions, tuple(x / self.positions for x in self.cosine),
                       bits_per_element(reader.options, reader.model), cache_bytes(reader.cache), reader.seconds)
 

@@ -219,7 +219,9 @@ def test_plots_are_of_the_newest_complete_commit(tmp_path):
     lines = old + new + new[:3] + lines_of("lengths", 1.0, "third")[1:] + lines_of("targets", commit="third")
     found = plots.complete(lines, PRESETS["lengths"], None)
     assert [line["us"] for line in found] == [10.0 + i for i in range(16)]
-    axes, = plots.lengths_figure(found).axes
+    axes, = (figure := plots.lengths_figure(found)).axes
+    assert "NVIDIA H200" in figure.get_suptitle() and "commit second" in figure.get_suptitle()
+    assert "(us)" in axes.get_ylabel()
     curves = {curve.get_label(): list(curve.get_ydata()) for curve in axes.get_lines()}
     assert curves["k2v2"] == [18.0 + i for i in range(8)] and set(curves["plain read of k4v4's bytes"]) == {8.0}
     assert set(curves["16 bit"]) == {30.0} and len(curves) == 5
@@ -250,12 +252,27 @@ def test_read_is_the_faster_one_or_says_that_it_is_plain():
 def test_table_of_targets_is_of_the_fastest_read():
     lines = [line | {"hinted_read_us": 8.0 + i} for i, line in enumerate(lines_of("targets"))]
     rows = targets_table.table_of(lines).splitlines()
-    assert len(rows) == 2 + 8 and rows[0].count("x read") == 2 and rows[0].endswith("reads |")
-    assert rows[2] == "| GQA 32/8, batch 1, 8K | 20.0 us | 2.50 | 3.0 | 28.0 us | 1.75 | 2.1 | 8.0, 16.0 us |"
-    assert rows[9].startswith("| GQA 32/8, batch 64, ragged 1K to 16K | 27.0 us | 1.80 |")
-    assert all(row.count("|") == 9 for row in rows)
+    assert len(rows) == 2 + 8 and rows[0] == "| case: us, x 16 bit, x read | 16 bit | k4v4 | k2v2 |"
+    assert rows[2] == "| GQA 32/8, batch 1, 8K | 60.0 us | 20.0 us, 3.0x, 2.50 | 28.0 us, 2.1x, 1.75 |"
+    assert rows[9].startswith("| GQA 32/8, batch 64, ragged 1K to 16K | 60.0 us | 27.0 us, 2.2x, 1.80 |")
+    assert all(row.count("|") == 5 for row in rows)
     early = targets_table.table_of([line | {"void": True} for line in lines_of("targets")])
-    assert "x plain read" in early and "20.0 us (void) | 1.25" in early
+    assert "x plain read" in early and "20.0 us, 3.0x, 1.25 (void)" in early
+
+
+def test_table_of_targets_has_kittys_columns_of_one_commit(tmp_path, monkeypatch):
+    lines = lines_of("targets") + lines_of("kitty", us=10.0, commit="second")
+    monkeypatch.setattr(targets_table, "read_lines", lambda gpu: lines)
+    found = targets_table.lines_at("h200", "first", "second")
+    rows = targets_table.table_of(found).splitlines()
+    assert len(found) == 16 + 4 and rows[0].endswith("x plain read | 16 bit | k4v4 | k2v2 | kitty | kitty-pro |")
+    assert len(rows) == 2 + 8 and rows[2].endswith("| - | - |")
+    assert rows[6].startswith("| GQA 32/8, batch 8, 32K |")
+    assert rows[6].endswith("| 11.0 us, 2.7x, 1.38 | 12.0 us, 2.5x, 1.50 |")
+    assert targets_table.lines_at("h200", "first", None) == found[:16]
+    assert targets_table.lines_at("h200", "first", "third") == targets_table.lines_at("h200", "third", "second") == []
+    with pytest.raises(typer.BadParameter, match="has not all cases"):
+        targets_table.main(commit="third")
 
 
 H100 = "NVIDIA H100 80GB HBM3"

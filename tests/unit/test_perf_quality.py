@@ -48,12 +48,12 @@ def test_no_boost_plot_without_a_whole_curve(quality, tmp_path, capsys):
     results = tmp_path / "quality.jsonl"
     results.write_text("".join(json.dumps(line | dict(label=label)) + "\n" for label in ("16 bit", "kitty-b8-random")))
     quality.plot(str(results), str(tmp_path / "plots"))
-    assert not list((tmp_path / "plots").iterdir()) and "run --preset boost" in capsys.readouterr().out
+    assert not (tmp_path / "plots").exists() and "run --preset boost" in capsys.readouterr().out
 
 
 def test_plots_show_the_newest_complete_numbers(quality, tmp_path):
     pytest.importorskip("matplotlib")
-    common = dict(model="M", tokens=2048, bits_per_element=2.5, commit="new")
+    common = dict(model="M", tokens=2048, bits_per_element=2.5, commit="new", gpu="none", date="2026-11-22T00:00:00")
     lines = [common | dict(preset="boost", label=quality.boosted(12.5, "magnitude"), perplexity=3.0, commit="old"),
              common | dict(preset="boost", label="kitty-b8-variance", perplexity=3.0, commit="old")]
     lines += [common | dict(preset="boost", label="16 bit", perplexity=11.0)]
@@ -62,8 +62,10 @@ def test_plots_show_the_newest_complete_numbers(quality, tmp_path):
         lines.append(common | dict(preset="boost", label=label, perplexity=15.0 - i))  # newer
     lines.append(common | dict(preset="boost", label="kitty-b8-random", perplexity=30.0))  # a curve of one point
     lines.append(common | dict(preset="boost", label="kitty-b8", tokens=300, perplexity=99.0))  # of fewer tokens
-    for label, options in (("16 bit", None), ("a", {}), ("b", {"format": "b"})):
-        lines.append(common | dict(preset="table", label=label, options=options, perplexity=12.0))
+    for label, options, size, spread in (("16 bit", None, 1600, {}), ("a", {}, 300, {}),
+                                         ("b", {"format": "b"}, 400, {"spread": 0.5})):
+        lines.append(common | spread | dict(preset="table", label=label, options=options, perplexity=12.0,
+                                            cache_bytes=size))
     lines += [line | dict(perplexity=1.0, commit="newer+dirty") for line in lines]
     results = tmp_path / "quality.jsonl"
     results.write_text("\n".join(map(json.dumps, lines)) + "\n")
@@ -71,6 +73,11 @@ def test_plots_show_the_newest_complete_numbers(quality, tmp_path):
     curve, baseline = axes.get_lines()
     assert curve.get_label() == "magnitude" and list(curve.get_ydata()) == [15, 14, 13, 12, 11, 10]
     assert list(curve.get_xdata()) == list(quality.RATES) and set(baseline.get_ydata()) == {11}
+    axes, = (figure := quality.table_figure(quality.newest("table", str(results)))).axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["a, 3.00 bits", "b, 4.00 bits"]
+    bars = axes.containers[0][2][0].get_segments()
+    assert [[x for x, _ in bar] for bar in bars] == [[12, 12], [11.5, 12.5]] and axes.get_xscale() == "linear"
+    assert "M, 2,048 tokens of help texts; CPU, 2026-11-22, commit new" in figure.get_suptitle()
     quality.plot(str(results), str(tmp_path))
     for name in ("boost-rate", "quality"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -30,6 +30,19 @@ def test_arithmetic():
     assert quality.kl_divergence(a, b) == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(5), rel=1e-5)
 
 
+def test_spread_is_of_the_difference_to_the_baseline():
+    """By the jackknife over chunks, which for equal chunks is the same standard error."""
+    baseline, tokens = [100.0, 300.0, 200.0, 250.0], [50] * 4
+    nll = [b + d for b, d in zip(baseline, (1.0, 2.0, 4.0, 3.0))]
+    means = [sum(a - b for j, (a, b) in enumerate(zip(nll, baseline)) if j != i) / 150 for i in range(4)]
+    middle = sum(means) / 4
+    want = math.sqrt(3 / 4 * sum((m - middle) ** 2 for m in means))
+    assert quality.spread(12.0, nll, baseline, tokens) == pytest.approx(12 * want)
+    assert quality.spread(12.0, baseline, baseline, tokens) == 0 and quality.spread(12.0, [1.0], [2.0], [5]) is None
+    same_a_token = [b + n * 0.1 for b, n in zip(baseline, (1, 2, 3, 4))]
+    assert quality.spread(12.0, same_a_token, baseline, [1, 2, 3, 4]) == pytest.approx(0, abs=1e-9)
+
+
 def test_chunks_predict_every_token_but_the_first():
     ids = torch.arange(300)[None]
     parts = list(quality.chunks(ids))
@@ -67,6 +80,7 @@ def test_scores_are_those_of_whole_passes(tiny):
     assert scores["b"].kl == pytest.approx(kl, rel=2e-2) and kl > 0
     assert scores["b"].top1 == pytest.approx(quality.agreement(logits.argmax(-1), whole.logits[0].argmax(-1)), abs=0.02)
     assert scores["b"].cache_bytes == cache.nbytes < scores["c"].cache_bytes < scores["a"].cache_bytes
+    assert scores["a"].spread == 0 and scores["b"].spread > scores["c"].spread > 0
     assert scores["c"].kl < scores["b"].kl and scores["c"].top1 > scores["b"].top1
     assert all(b < c < 1 for b, c in zip(scores["b"].cosine, scores["c"].cosine)) and len(scores["b"].cosine) == 2
     alone = quality.evaluate(tiny, ids[0], options)

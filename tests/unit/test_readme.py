@@ -1,6 +1,5 @@
 """README.md and docs/ say what the code and the results say, and their examples run."""
 
-import ast
 import json
 import re
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit_attn import budget, support
+from lowbit_attn import support
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -21,10 +20,11 @@ BLOCKS = {file.relative_to(ROOT).as_posix(): re.findall(r"```python\n(.*?)```", 
 EXAMPLES = [name for name, blocks in BLOCKS.items() if blocks]
 CUDA = "torch.cuda"  # in a block that needs a GPU
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{7,40}\b")
-TARGETS = re.compile(r"<!-- targets: begin \(python perf/targets_table.py --gpu (\w+) --commit (\w+)\) -->\n"
-                     r"(.*?)\n<!-- targets: end -->", re.S)
+TARGETS = re.compile(r"<!-- targets: begin \(python perf/targets_table.py --gpu (\w+) --commit (\w+) --kitty (\w+)\) "
+                     r"-->\n(.*?)\n<!-- targets: end -->", re.S)
 
 sys.path.append(str(ROOT / "perf"))
+import quality  # noqa: E402
 import targets_table  # noqa: E402
 
 
@@ -46,7 +46,8 @@ def quoted_commits(text: str) -> set[str]:
 
 def test_commits_that_are_quoted_were_measured():
     """Short ids are the start of a line's; a tree with changes of its own ("+dirty") is no commit."""
-    found, quoted = measured_commits(), set().union(*(quoted_commits(file.read_text()) for file in SHOWN))
+    shown = [file for file in SHOWN if file.name != "lessons.md"]  # whose commits are those that kept a change
+    found, quoted = measured_commits(), set().union(*(quoted_commits(file.read_text()) for file in shown))
     assert len(quoted) > 10
     untraced = sorted(short for short in quoted if not any(
         commit.startswith(short) and "+" not in commit for commit in found))
@@ -56,22 +57,13 @@ def test_commits_that_are_quoted_were_measured():
 
 
 def test_tables_of_targets_are_the_results():
-    found = TARGETS.findall(README.read_text())
-    assert "h200" in [gpu for gpu, _, _ in found]
-    for gpu, commit, shown in found:
-        lines = targets_table.complete(targets_table.read_lines(gpu=budget.GPUS[gpu]), targets_table.PRESETS["targets"],
-                                       commit)
-        assert lines, f"no complete run of targets at {commit} on {gpu}"
-        assert shown == targets_table.table_of(lines), f"run python perf/targets_table.py --gpu {gpu} --commit {commit}"
-
-
-QUALITY = {  # a row of README's table -> its lines of preset table
-    "16 bit": ["16 bit"], "k4v4": ["k4v4"], "k4v2, 32 sinks": ["k4v2, sinks"], "k2v2 without search": ["k2v2"],
-    "the same, 32 sinks": ["k2v2, sinks"], "the same, 32 sinks, key search": ["k2v2, sinks, search"],
-    "KIVI, groups of 32 (simulator), 32 sinks": ["KIVI, sinks (simulator)"],
-    "kitty, without / with key search": ["kitty", "kitty, search"],
-    "kitty-pro, without / with key search": ["kitty-pro", "kitty-pro, search"],
-}
+    found = [(file, *one) for file in SHOWN for one in TARGETS.findall(file.read_text())]
+    assert {("README.md", "h200"), ("performance.md", "h100")} <= {(file.name, gpu) for file, gpu, *_ in found}
+    for _, gpu, commit, kitty, shown in found:
+        lines = targets_table.lines_at(gpu, commit, kitty)
+        assert lines, f"no complete run of targets at {commit}, and of kitty at {kitty}, on {gpu}"
+        assert shown == targets_table.table_of(lines), (
+            f"run python perf/targets_table.py --gpu {gpu} --commit {commit} --kitty {kitty}")
 
 
 DEMO = {"16 bit": "16 bit", "k4v4": "k4v4", "k4v2": "k4v2", "k2v2": "k2v2", "k2v2, 32 sinks": "k2v2, sinks",
@@ -88,13 +80,30 @@ def quality_table(file: Path, heading: str) -> tuple[list[list[str]], dict[str, 
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows], found
 
 
+def bits_all_in(line: dict, found: dict[str, dict]) -> str:
+    """Bits per element of the whole cache of a line, from its bytes and the 16-bit line's."""
+    return f"{16 * line['cache_bytes'] / found['16 bit']['cache_bytes']:.2f}"
+
+
 def test_table_of_quality_is_the_results():
     rows, found = quality_table(README, "## Quality of one small model")
-    assert [row[0] for row in rows] == list(QUALITY)
-    for label, _, perplexity, top1 in rows:
-        lines = [found[name] for name in QUALITY[label]]
+    assert [row[0] for row in rows] == list(quality.README_ROWS)
+    for label, packed, whole, perplexity, top1 in rows:
+        lines = [found[name] for name in quality.README_ROWS[label]]
+        for line in lines:
+            assert packed == f"{line['bits_per_element']:.2f}" and whole == bits_all_in(line, found), label
         assert perplexity == " / ".join(f"{line['perplexity']:.2f}" for line in lines), label
         assert top1 == " / ".join(f"{100 * line['top1']:.1f}" for line in lines) + " %", label
+
+
+def test_command_prints_the_table_of_quality(capsys, tmp_path):
+    quality.table()
+    commit, *rows = capsys.readouterr().out.splitlines()
+    text = README.read_text()
+    assert commit.removeprefix("commit ") in text and len(rows) == 9 and "\n".join(rows) in text
+    (tmp_path / "quality.jsonl").write_text((RESULTS / "quality.jsonl").read_text().splitlines()[0] + "\n")
+    with pytest.raises(quality.typer.BadParameter, match="run python perf/quality.py run"):
+        quality.table(str(tmp_path / "quality.jsonl"))
 
 
 def test_table_of_the_demo_is_the_results():
@@ -102,8 +111,8 @@ def test_table_of_the_demo_is_the_results():
     assert [row[0] for row in rows] == list(DEMO)
     for label, *cells in rows:
         line = found[DEMO[label]]
-        assert cells == [f"{line['bits_per_element']:.2f}", f"{line['cache_bytes']:,}", f"{line['perplexity']:.2f}",
-                         f"{100 * line['top1']:.1f} %"], label
+        assert cells == [f"{line['bits_per_element']:.2f}", bits_all_in(line, found), f"{line['cache_bytes']:,}",
+                         f"{line['perplexity']:.2f}", f"{100 * line['top1']:.1f} %"], label
 
 
 def test_first_number_is_the_results():
@@ -140,7 +149,7 @@ def test_readme_is_short():
 def test_links_lead_somewhere(file):
     for target in re.findall(r"\]\(([^)]+)\)", file.read_text()):
         path, _, heading = target.partition("#")
-        there = (file.parent / path).resolve()
+        there = (file.parent / path).resolve() if path else file
         assert there.is_relative_to(ROOT) and there.exists(), f"{file.name}: {target}"
         names = [re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
                  for line in there.read_text().splitlines() if line.startswith("#")] if heading else []
@@ -149,27 +158,6 @@ def test_links_lead_somewhere(file):
 
 def test_every_page_of_the_docs_is_linked():
     assert {f"docs/{file.name}" for file in DOCS} <= set(re.findall(r"\]\(([^)#]+)", README.read_text()))
-
-
-def defined_in(path: Path) -> set[str]:
-    """Names that a module defines, and the fields of its classes."""
-    tree = ast.parse(path.read_text())
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    return names | {node.target.id for node in ast.walk(tree)
-                    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-
-
-def test_steps_of_the_papers_are_where_the_tables_say():
-    """Cells are ``file: name, name``; a file is of its column's folder or of the package."""
-    text, seen = (ROOT / "docs/kernels.md").read_text(), 0
-    for row in re.findall(r"^\| (?:[34]\.\d|combine).*$", text, re.M):
-        for name, wanted in re.findall(r"`([\w/]+\.py)(?:: ([\w., ]+))?`", row):
-            places = [folder / name for folder in (ROOT / "hopper", ROOT / "ampere", ROOT / "src/lowbit_attn")]
-            found = set().union(*(defined_in(place) for place in places if place.exists()))
-            missing = {one.split(".")[-1] for one in wanted.split(", ") if one} - found
-            assert any(map(Path.exists, places)) and not missing, f"{name}: {missing}"
-            seen += 1
-    assert seen > 40
 
 
 @pytest.fixture

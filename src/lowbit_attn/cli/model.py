@@ -111,7 +111,10 @@ def quality(
             about = {"model": model, "text": str(text or "help texts"), "cache": label, "options": cases[label]}
             file.write(json.dumps(about | asdict(score)) + "\n")
     if plot:
-        save_plot(plot, scores)
+        from lowbit_attn.demo import figures
+
+        save_plot(plot, scores, f"{'SmolLM2-135M-Instruct' if model == DEMO else model}, {ids.shape[1]:,} tokens of "
+                                f"{text or 'help texts'}; {figures.where(network.device.type)}")
 
 
 def _check_writable(name: str, path: Path) -> None:
@@ -154,21 +157,23 @@ def _quality_table(scores: dict):
     return shown
 
 
-def save_plot(path: Path, scores: dict) -> None:
-    """Two panels: perplexity against the cache's bytes, and cosine by layer, one colour a cache."""
+def save_plot(path: Path, scores: dict, about: str) -> None:
+    """Two panels: perplexity against bits per element of the whole cache, and cosine by layer, one colour a cache.
+    scores: the 16-bit cache's first. about: the model, the text and the machine, for the title."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
-    for label, score in scores.items():
-        left.plot(score.cache_bytes / 1e6, score.perplexity, "o", label=f"{label}: {score.perplexity:.2f}")
-        right.plot(range(len(score.cosine)), score.cosine, ".-", label=label)
-    left.set(xlabel="bytes of the KV cache (MB)", ylabel="perplexity", yscale="log")
-    right.set(xlabel="layer", ylabel="cosine with the 16-bit run", title="attention output")
-    left.legend(fontsize="small")
-    right.legend(fontsize="small")
-    figure.tight_layout()
+    from lowbit_attn.demo import figures
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    base = next(iter(scores.values())).cache_bytes
+    figures.draw_perplexity(left, [
+        figures.Point(label, figures.bits_all_in(score.cache_bytes, base), score.perplexity, score.spread)
+        for label, score in scores.items()])
+    left.set_title("perplexity")
+    figures.draw_cosine(right, {label: score.cosine for label, score in scores.items()})
+    figure.suptitle(about, fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -59,7 +59,7 @@ def run(console: Console, gguf: Path, tokens: int, out: Path, extra: list[tuple[
     report.show_answers(console, answers, tokenizer.decode)
 
     out.mkdir(parents=True, exist_ok=True)
-    report.save_plot(out / "demo.png", rows, ids.shape[1])
+    report.save_plot(out / "demo.png", rows, ids.shape[1], device)
     report.save_json(out / "demo.json", rows, tokens=ids.shape[1], device=device, answers={
         label: tokenizer.decode(answer) for label, answer in answers.items()})
     _bench(console)
@@ -95,7 +95,8 @@ def _score_all(console: Console, scoring, quality, model, ids, cases) -> list[re
             baseline = score if baseline is None else baseline
             rows.append(report.Row(case.label, case.format, case.sinks, case.range_search, score.bits_per_element,
                                    score.cache_bytes, score.perplexity, quality.agreement(score.top1, baseline.top1),
-                                   score.tokens_per_s, score.served_by))
+                                   score.tokens_per_s, score.served_by,
+                                   quality.spread(score.perplexity, score.nll, baseline.nll, score.predicted)))
             bar.remove_task(task)
             bar.console.print(report.line(rows[-1].cells()))
     return rows

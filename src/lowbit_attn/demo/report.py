@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowbit_attn.demo import figures
+
 COLUMNS = (("KV cache", 28, "left"), ("bits/element", 12, "right"), ("cache bytes", 12, "right"),
            ("perplexity", 10, "right"), ("top-1 as 16 bit", 15, "right"), ("tokens/s", 8, "right"))
 
@@ -27,6 +29,7 @@ class Row:
     agreement: float
     tokens_per_s: float
     served_by: str
+    spread: float | None = None  # one standard error of the perplexity beside the 16-bit row's
 
     def cells(self) -> tuple[str, ...]:
         return (self.label, f"{self.bits_per_element:.2f}", f"{self.cache_bytes:,}", f"{self.perplexity:.2f}",
@@ -78,29 +81,19 @@ def save_json(path: Path, rows: Sequence[Row], **about) -> None:
     path.write_text(json.dumps({**about, "rows": [vars(row) for row in rows]}, indent=2) + "\n")
 
 
-def save_plot(path: Path, rows: Sequence[Row], tokens: int) -> None:
-    """Perplexity (log scale) against the cache's bytes, one point a row."""
+def save_plot(path: Path, rows: Sequence[Row], tokens: int, device: str = "cpu") -> None:
+    """Perplexity against bits per element of the whole cache, one point a row; the first row is the 16-bit one.
+    device: that computed, a torch device's name."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for row in rows:
-        axes.plot(row.cache_bytes / 1e6, row.perplexity, "o", label=f"{row.label}: {row.perplexity:.2f}")
-    axes.legend()
-    axes.axhline(rows[0].perplexity, linewidth=0.8, linestyle="--", color="grey")
-    axes.set(xscale="log", yscale="log", xlabel="bytes of the KV cache (MB)", ylabel="perplexity",
-             title=f"SmolLM2-135M-Instruct, {tokens:,} tokens of Python's help text")
-    ticks = [value for value in (5, 6, 8, 10, 12, 15, 20, 30, 50, 100, 200)
-             if min(r.perplexity for r in rows) * 0.9 < value < max(r.perplexity for r in rows) * 1.2]
-    axes.set_yticks(ticks, [str(tick) for tick in ticks], minor=False)
-    axes.set_yticks([], minor=True)
-    low, high = (f(r.cache_bytes for r in rows) / 1e6 for f in (min, max))
-    axes.set_xlim(low * 0.85, high * 1.6)
-    sizes = [value for value in (1, 2, 3, 5, 7, 10, 15, 20, 30, 50) if low * 0.8 < value < high * 1.3]
-    axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
-    axes.set_xticks([], minor=True)
-    figure.tight_layout()
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figures.draw_perplexity(axes, [
+        figures.Point(row.label, figures.bits_all_in(row.cache_bytes, rows[0].cache_bytes), row.perplexity, row.spread)
+        for row in rows])
+    axes.set_title(f"SmolLM2-135M-Instruct, {tokens:,} tokens of Python's help text; {figures.where(device)}",
+                   fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -55,6 +55,8 @@ class Score:
     tokens_per_s: float
     served_by: str
     top1: torch.Tensor = field(repr=False)
+    nll: tuple[float, ...]  # sums of -log p over the predicted tokens of each chunk, ...
+    predicted: tuple[int, ...]  # ... and how many those are
     agreement: float = 1.0
 
 
@@ -67,18 +69,19 @@ def score(model, ids: torch.Tensor, case: Case, on_tokens: Callable[[int], None]
     """Read ids [1, tokens] in chunks of 128 through a fresh cache; every token but the first is predicted."""
     cache = quality.new_cache(case.options)
     quality.use_cache_kind(model, case.options)
-    nll, top1 = 0.0, []
+    nll, top1, predicted = [], [], []
     start = time.perf_counter()
     for chunk, targets in quality.chunks(ids):
         with torch.inference_mode():
             logits = model(chunk, **{CACHE_ARGUMENT: cache}).logits[0].float()
-        nll += quality.negative_log_likelihood(logits[: len(targets)], targets)
+        nll.append(quality.negative_log_likelihood(logits[: len(targets)], targets))
+        predicted.append(len(targets))
         top1.append(logits.argmax(-1))
         on_tokens(chunk.shape[1])
     seconds = time.perf_counter() - start
     return Score(case, quality.bits_per_element(case.options, model), quality.cache_bytes(cache),
-                 quality.perplexity(nll, ids.shape[1] - 1), ids.shape[1] / seconds, served_by(cache, model),
-                 torch.cat(top1))
+                 quality.perplexity(sum(nll), ids.shape[1] - 1), ids.shape[1] / seconds, served_by(cache, model),
+                 torch.cat(top1), tuple(nll), tuple(predicted))
 
 
 def served_by(cache: Cache, model) -> str:

@@ -1,0 +1,119 @@
+"""demo/figures.py: panels that read at a glance, and the plots that are made of them."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.figure import Figure  # noqa: E402
+
+import lowbit_attn  # noqa: E402
+from lowbit_attn.demo import figures, report  # noqa: E402
+
+POINTS = [figures.Point("16 bit", 16.0, 12.0, 0.0), figures.Point("k4v4", 4.4, 12.1, 0.05),
+          figures.Point("k2v2", 2.4, 20.0, 1.5), figures.Point("k2tv2", 2.4, 300.0, 90.0)]
+
+
+def panel():
+    return Figure().subplots()
+
+
+def test_perplexity_is_linear_with_its_spread_against_bits():
+    axes = panel()
+    figures.draw_perplexity(axes, POINTS)
+    assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "linear")
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["16 bit: 12.00", "k4v4: 12.10 ± 0.05", "k2v2: 20.00 ± 1.50", "k2tv2: 300.00 ± 90.00 (above)"]
+    bars = {bar.get_label(): bar for bar in axes.containers}
+    (whisker,), (line,) = bars["k2v2: 20.00 ± 1.50"][2], [bars["k2v2: 20.00 ± 1.50"][0]]
+    assert [y for _, y in whisker.get_segments()[0]] == [18.5, 21.5] and list(line.get_xdata()) == [2.4]
+    low, high = axes.get_ylim()
+    assert 11 < low < 12 and 21.5 < high < 24, "the spread is inside, what is far above is not"
+    above = next(line for line in axes.get_lines() if str(line.get_label()).startswith("k2tv2"))
+    assert list(above.get_ydata()) == [high] and "bits per element" in axes.get_xlabel()
+
+
+def test_one_cache_alone_is_drawn():
+    axes = panel()
+    figures.draw_perplexity(axes, [figures.Point("16 bit", 16.0, 12.0)], {"16 bit": "red"})
+    assert axes.containers[0][0].get_color() == "red" and axes.get_ylabel() == "perplexity"
+    low, high = axes.get_ylim()
+    assert low < 12 < high and [text.get_text() for text in axes.get_legend().get_texts()] == ["16 bit: 12.00"]
+
+
+@pytest.mark.parametrize("layers", (2, 5, 30))
+def test_ticks_of_layers_are_whole_numbers(layers):
+    axes = panel()
+    figures.draw_cosine(axes, {"k4v4": [1 - 0.01 * i for i in range(layers)]})
+    assert all(tick == int(tick) for tick in axes.get_xticks()) and axes.get_xlabel() == "layer"
+
+
+def test_bits_count_all_bytes():
+    assert figures.bits_all_in(9_515_520, 47_185_920) == pytest.approx(3.227, abs=1e-3)
+    assert figures.bits_all_in(100, 100) == 16
+
+
+def titles(figure) -> str:
+    return " | ".join([figure.get_suptitle(), *(axes.get_title() for axes in figure.axes)])
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The figures that are saved, instead of files."""
+    found = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **rest: found.append(self))
+    return found
+
+
+def test_plot_of_the_demo_says_what_and_where(saved, tmp_path):
+    rows = [report.Row("16 bit", None, 0, None, 16.0, 1600, 11.9, 1.0, 300.4, "sdpa", 0.0),
+            report.Row("k4v4", "k4v4", 0, None, 4.375, 500, 12.1, 0.95, 255.0, "reference in torch", 0.1)]
+    report.save_plot(tmp_path / "p.png", rows, 2048)
+    axes, = saved[0].axes
+    assert f"2,048 tokens of Python's help text; lowbit_attn {lowbit_attn.__version__}, CPU" in titles(saved[0])
+    assert [bar[0].get_xdata()[0] for bar in axes.containers] == [16, 5]
+
+
+def test_plot_of_quality_says_what_and_where(saved, tmp_path):
+    from lowbit_attn.cli import model
+
+    scores = {label: SimpleNamespace(cache_bytes=size, perplexity=12.0 + spread, spread=spread, cosine=(1.0, 0.9, 0.8))
+              for label, size, spread in (("16 bit", 1600, 0.0), ("k2v2", 300, 0.5))}
+    model.save_plot(tmp_path / "p.png", scores, "a model, 300 tokens; lowbit_attn 0, CPU")
+    left, right = saved[0].axes
+    assert "a model, 300 tokens; lowbit_attn 0, CPU" in titles(saved[0])
+    assert [bar[0].get_xdata()[0] for bar in left.containers] == [16, 3]
+    assert re.search("layer", right.get_xlabel()) and len(right.get_lines()) == 2
+
+
+def test_machine_is_named(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
+    assert figures.where("cpu").endswith(", CPU") and figures.where("cuda").endswith(", GPU of cuda")
+
+
+def test_rows_of_the_demo_have_their_spread():
+    """Rows of a tiny model: the spread is quality's own, of the same caches read in lockstep."""
+    import io
+
+    import torch
+    from rich.console import Console
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lowbit_attn import quality
+    from lowbit_attn.demo import __main__ as demo
+    from lowbit_attn.demo import scoring
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, vocab_size=50, max_position_embeddings=512, initializer_range=0.1)).eval()
+    ids = torch.randint(3, 50, (1, 300))
+    cases = [scoring.Case("16 bit"), scoring.Case("k2v2", "k2v2", range_search=False)]
+    rows = demo._score_all(Console(file=io.StringIO()), scoring, quality, model, ids, cases)
+    want = quality.evaluate(model, ids, dict(format="k2v2", sinks=0, range_search=False))
+    assert rows[0].spread == 0 and rows[1].spread == pytest.approx(want.spread, rel=1e-3) and want.spread > 0
+    assert rows[1].perplexity == pytest.approx(want.perplexity, rel=1e-5)

@@ -1,0 +1,40 @@
+"""README.md: numbers in its sentences have lines in perf/results that say the same."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+TEXT = " ".join((ROOT / "README.md").read_text().split())
+PERFORMANCE = " ".join((ROOT / "docs/performance.md").read_text().split())
+
+
+def lines(name: str) -> list[dict]:
+    return [json.loads(line) for line in (ROOT / "perf/results" / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("text", (TEXT, PERFORMANCE), ids=("README", "performance"))
+def test_cost_of_the_gather(text):
+    """Time of a call over several GPUs less that of a rank's own tokens."""
+    costs = [line["us"] - line["local_us"] for line in lines("parallel.jsonl")]
+    assert len(costs) == 3 and f"{min(costs):.0f} to {max(costs):.0f} us a call" in text
+
+
+@pytest.mark.parametrize("model, words", (
+    ("k-channel-200x", r"one key channel 200 times the others puts (?:an output|it) up to (\d) % off"),
+    ("k-token-50x", r"one key token 50 times the others (\d) %")))
+def test_error_beside_an_outlier(model, words):
+    """The largest error of a query row, of all formats and paths."""
+    worst = max(max(line["error"]) for line in lines("outliers.jsonl") if line["model"] == model)
+    found = re.findall(words, TEXT) + re.findall(words, PERFORMANCE)
+    assert found and set(found) == {f"{100 * worst:.0f}"}
+
+
+def test_gpus_are_those_of_the_results():
+    measured = {line["gpu"].removeprefix("NVIDIA ").split(" ")[0] for name in ("decode.jsonl", "gpu_tests.jsonl")
+                for line in lines(name)}
+    named = re.search(r"\*\*Hardware\*\*: NVIDIA Hopper \((\w+), (\w+)\)", TEXT).groups()
+    assert set(named) == measured - {"none"}
+    assert not [line for line in lines("decode.jsonl") if "A100" in line["gpu"]], "Ampere has run: README says not"
