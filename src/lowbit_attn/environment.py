@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lowbit_attn import compile, dispatch, entries, toolchain
+from lowbit_attn import compile, dispatch, entries, prebuilt, toolchain
 from lowbit_attn.kernels import KernelKey
 
 DSLS = {"tilelang": "tilelang", "cutedsl": "nvidia-cutlass-dsl"}  # name -> distribution
@@ -111,9 +111,9 @@ def _gpu(index: int) -> Gpu:
 
 
 def _package(name: str) -> Tool:
-    version, tested = toolchain.dsl_version(name), toolchain.tested_version(name)
-    if version and tested not in (None, version):
-        return Tool(version, remedy=f"tested with {tested}; {DSL_REMEDY}")
+    version, tested = toolchain.dsl_version(name), toolchain.tested_range(name)
+    if version and tested and not toolchain.is_tested(version, tested):
+        return Tool(version, remedy=f"tested from {tested[0]} to below {tested[1]}; {DSL_REMEDY}")
     return Tool(version, remedy="" if version else DSL_REMEDY)
 
 
@@ -157,7 +157,7 @@ class Kept:
 
 def _survey() -> Kept:
     """Count the kernels in the cache and in prebuilt packages."""
-    found, folders = Kept(), [(folder, False) for folder in compile.prebuilt_dirs()]
+    found, folders = Kept(), [(folder, False) for folder in prebuilt.folders()]
     try:
         root = compile.cache_dir()
         found.folder = str(root)
