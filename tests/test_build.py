@@ -87,7 +87,7 @@ def test_decode_kernels_of_two_targets_are_two_sources():
 def test_missing_tool_names_the_remedy(monkeypatch):
     monkeypatch.setattr(toolchain, "_tool_folders", lambda: iter(()))
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(toolchain.ToolMissingError, match=r"pip install 'cuda-toolkit\[nvcc,cccl\]==13.0"):
+    with pytest.raises(toolchain.ToolMissingError, match=r"pip install 'cuda-toolkit\[nvcc,cccl\]>=13.0.2,<13.1'"):
         toolchain.find_tool("nvcc")
 
 

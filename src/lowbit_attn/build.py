@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_attn import compile, emit, gpu_matrix, kernels, promised, toolchain
+from lowbit_attn import compile, emit, gpu_matrix, kernels, progress, promised, toolchain
 from lowbit_attn.kernels import KernelKey
 
 
@@ -78,10 +78,13 @@ def main(
         console.print(f"{len(skipped)} TileLang kernels skipped: {missing}", style="yellow", markup=False)
     wanted = [k for k in keys if force or not compile.find(k)]
     failed = {}
-    for key, error in build_all(wanted, jobs, force):
-        if error:
-            failed[key] = error
-            console.print(f"{key}: {error}", style="red", markup=False)
+    with progress.bar(console, "kernels") as bar:
+        task = bar.add_task("building", total=len(wanted))
+        for key, error in build_all(wanted, jobs, force):
+            bar.advance(task)
+            if error:
+                failed[key] = error
+                console.print(f"{key}: {error}", style="red", markup=False)
     if not every or rotation:
         console.print(_table([k for k in keys if k not in failed]))
     console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()}, "

@@ -182,7 +182,10 @@ def build(key: KernelKey, force: bool = False) -> Built:
         entries.make_folders(path.parent)
         entries.check_trust(path.parent, cache_dir())
         with _lock(key, path):
-            return (not force and find(key)) or _build(key, path)
+            if found := not force and find(key):
+                return found
+            log.info("building %s, which is done once", key)
+            return _build(key, path)
     except KernelNotBuiltError:
         raise
     except Exception as error:

@@ -10,7 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-NVCC_REMEDY = "pip install 'cuda-toolkit[nvcc,cccl]==13.0.*', or install a CUDA toolkit and set CUDA_HOME"
+NVCC_REMEDY = "pip install 'cuda-toolkit[nvcc,cccl]>=13.0.2,<13.1', or install a CUDA toolkit and set CUDA_HOME"
 REMEDIES = {
     "nvcc": NVCC_REMEDY,
     "nvdisasm": "pip install nvidia-cuda-nvdisasm",
