@@ -43,14 +43,13 @@ demo: | $(PY)
 # All CPU tests. Those of the kernels trace and compile them, so that the compilers must be there.
 test: | $(PY)
 	$(call need,pytest xdist hypothesis pytest_timeout transformers matplotlib typer rich build $(DSLS),test$(COMMA)kernels,\
-	  pytest and transformers (about 70 MB) and $(COMPILERS))
+	  pytest and transformers (about 60 MB) and $(COMPILERS))
 	$(PY) -m pytest -n auto
 
 # The tests of transformers with one from before its argument "cache", in an environment that takes all else from VENV.
 OLD := build/hf-old
 test-hf-old: | $(PY)
-	$(call need,pytest xdist hypothesis pytest_timeout transformers matplotlib typer rich,test,pytest and transformers \
-	  (about 70 MB))
+	$(call need,pytest xdist hypothesis pytest_timeout transformers matplotlib typer rich,test,pytest and transformers (about 60 MB))
 	$(PY) -m venv $(OLD)
 	$(PY) -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_paths()[\"purelib\"]!r})')" \
 	  > $$(echo $(OLD)/lib/python*/site-packages)/parent.pth
