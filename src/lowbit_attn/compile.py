@@ -266,7 +266,7 @@ def _who(holder: Path) -> str:
 def elsewhere(key: KernelKey) -> str:
     """How to get a kernel onto a machine that cannot build it."""
     make = f"make {key.arch}" if key.op == "decode" else "make hopper or make ampere"
-    return f"run {make} where the tools are and copy its kernels to {cache_dir()}"
+    return f"run {make} where the tools are and copy its kernels to {cache_dir()}, or install a kernel wheel"
 
 
 def _reason(key: KernelKey, path: Path, error: Exception) -> str:

@@ -88,8 +88,9 @@ def cache_lines(network, cache, options: dict | None, tokens: int) -> list[str]:
     pages = [layer.kv for layer in cache.layers if layer.kv is not None]
     sliding = len(cache.layers) - len(pages)
     if pages and not any(kv.counts.n_qv.any() or kv.counts.n_qk.any() for kv in pages):
-        lines.append(f"nothing was packed: all tokens are still in 16 bit, since blocks of {PAGE_TOKENS} tokens after "
-                     f"the {pages[0].sinks} sinks are packed when they are full and a next token comes")
+        after = f" after the {pages[0].sinks} sinks" if pages[0].sinks else ""
+        lines.append(f"nothing was packed: all tokens are still in 16 bit; a block of {PAGE_TOKENS} tokens{after} is "
+                     "packed when it is full and a next token comes")
     if sliding:
         lines.append(f"{sliding} of {len(cache.layers)} layers have a sliding window and keep its tokens in 16 bit "
                      "(LowBitCache(sliding='lowbit') packs them)")
