@@ -16,8 +16,8 @@ from lowbit_attn import FORMATS
 from lowbit_attn.demo import model as models
 from lowbit_attn.demo import report
 
-ROWS = [report.Row("16 bit", None, 0, None, 16.0, 47_185_920, 11.91, 1.0, 300.4, "sdpa", 16.0),
-        report.Row("k4v4", "k4v4", 0, None, 4.375, 12_902_400, 12.05, 0.953, 255.0, "reference in torch", 4.375)]
+ROWS = [report.Row("16 bit", None, 0, None, 16.0, 47_185_920, 11.91, 1.0, 300.4, "sdpa"),
+        report.Row("k4v4", "k4v4", 0, None, 4.375, 12_902_400, 12.05, 0.953, 255.0, "reference in torch")]
 
 
 @pytest.fixture
@@ -105,8 +105,6 @@ def test_score_equals_one_pass_of_the_model(tiny):
     assert counts == [128, 72] * 2
     assert baseline.cache_bytes == 200 * 2 * 64 * 2 and baseline.bits_per_element == 16
     assert k8.cache_bytes < baseline.cache_bytes and len(k8.top1) == 200
-    assert baseline.measured_bits == 16 and k8.measured_bits == 16 * k8.cache_bytes / baseline.cache_bytes
-    assert k8.measured_bits > k8.bits_per_element, "the open block is in 16 bit"
     assert k8.served_by == "reference in torch"
     assert quality.agreement(baseline.top1, whole.logits[0].argmax(-1)) > 0.95
 
@@ -130,11 +128,11 @@ def test_cases_are_known_formats():
 
 def test_table_and_answers():
     console = Console(record=True, width=120, file=io.StringIO())
-    for cells in (report.header(), *(report.line(row.cells()) for row in ROWS)):
+    for cells in (report.header(), *(report.line(row.cells(ROWS[0].cache_bytes)) for row in ROWS)):
         console.print(cells)
     report.show_answers(console, {"16 bit": [1, 2, 3], "k4v4": [1, 7, 3]}, lambda t: " ".join(map(str, t)))
     text = console.export_text()
-    assert re.search(r"k4v4 +4\.38 +4\.38 +12,902,400 +12\.05 +95\.3% +255", text)
+    assert re.search(r"k4v4 +4\.38 +12,902,400 +4\.38 +12\.05 +95\.3% +255", text)
     assert ">>7<<" in text and "differs from token 2 on" in text
     assert report.first_difference([1, 2], [1, 2, 3]) is None
 

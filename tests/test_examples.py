@@ -11,9 +11,11 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_models import build  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # none in what is documented
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TEXT = "the quick brown fox jumps over the lazy dog and then it sleeps " * 5
+
+
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # none in what is documented
 
 
 def main_of(name: str):

@@ -2,15 +2,16 @@
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_attn import compile, emit, gpu_matrix, kernels, progress, promised, toolchain
+from lowbit_attn import compile, emit, gpu_matrix, kernels, promised, toolchain
 from lowbit_attn.kernels import KernelKey
+from lowbit_attn.progress import bar
 
 
 def build_all(keys: list[KernelKey], jobs: int | None = None,
@@ -24,11 +25,20 @@ def build_all(keys: list[KernelKey], jobs: int | None = None,
         groups.setdefault(emit.same_source(key), []).append(key)
     with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
         futures = {pool.submit(_build_each, group, force): group for group in sorted(groups.values(), key=_quickness)}
-        for future in as_completed(futures):
+        for future in _shown(as_completed(futures), futures):
             if error := future.exception():  # the process died
                 yield from ((key, f"{type(error).__name__}: {error}") for key in futures[future])
             else:
                 yield from zip(futures[future], future.result())
+
+
+def _shown(ended: Iterator[Future], groups: dict[Future, list[KernelKey]]) -> Iterator[Future]:
+    """Pass futures on as they end, and show on a terminal how many kernels are done, and the time left."""
+    with bar(Console(stderr=True), "kernels") as progress:
+        task = progress.add_task("building", total=sum(map(len, groups.values())))
+        for future in ended:
+            progress.advance(task, len(groups[future]))
+            yield future
 
 
 def _build_each(keys: list[KernelKey], force: bool = False) -> list[str]:
@@ -78,13 +88,10 @@ def main(
         console.print(f"{len(skipped)} TileLang kernels skipped: {missing}", style="yellow", markup=False)
     wanted = [k for k in keys if force or not compile.find(k)]
     failed = {}
-    with progress.bar(console, "kernels") as bar:
-        task = bar.add_task("building", total=len(wanted))
-        for key, error in build_all(wanted, jobs, force):
-            bar.advance(task)
-            if error:
-                failed[key] = error
-                console.print(f"{key}: {error}", style="red", markup=False)
+    for key, error in build_all(wanted, jobs, force):
+        if error:
+            failed[key] = error
+            console.print(f"{key}: {error}", style="red", markup=False)
     if not every or rotation:
         console.print(_table([k for k in keys if k not in failed]))
     console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()}, "

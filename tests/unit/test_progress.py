@@ -2,13 +2,14 @@
 
 import io
 import logging
+from concurrent.futures import Future
 
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lowbit_attn import compile, kernels, progress
+from lowbit_attn import build, compile, kernels, progress
 from lowbit_attn.cli import app, bench, common
 from lowbit_attn.formats import FORMATS
 
@@ -73,39 +74,15 @@ def test_commands_tell_of_kernels_that_they_build(monkeypatch, tmp_path, capsys,
     assert capsys.readouterr().err == f"building {key}, which is done once\n"
 
 
-def test_command_of_the_build_shows_its_bar(monkeypatch, tmp_path):
-    """Whatever fails is printed beside the bar, and the counts come after it."""
-    from lowbit_attn import build
-
-    shown = []
-    monkeypatch.setattr(progress, "bar", lambda console, unit: shown.append(unit) or Silent())
-    keys = kernels.shipped("ampere")[:3]
-    monkeypatch.setattr(kernels, "shipped", lambda arch: keys)
-    monkeypatch.setattr(build, "_missing", lambda tool: "")
-    monkeypatch.setattr(compile, "find", lambda key: None)
-    monkeypatch.setattr(build, "build_all", lambda wanted, jobs, force: ((key, "broken") for key in wanted))
-    with pytest.raises(build.typer.Exit) as ended:
-        build.main(["ampere"])
-    assert ended.value.exit_code == 1 and shown == ["kernels"] and Silent.advanced == 3
-
-
-class Silent:
-    """A bar that counts."""
-
-    advanced = 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def add_task(self, description, total):
-        assert total == 3
-        return 0
-
-    def advance(self, task):
-        Silent.advanced += 1
+def test_builds_show_how_many_are_done_and_the_time_left(monkeypatch):
+    """Kernels of one source end together; a bar counts each of them."""
+    groups = {Future(): list("abc"), Future(): list("d")}
+    written = io.StringIO()
+    monkeypatch.setattr(build, "Console", lambda stderr: Console(file=written, force_terminal=True, width=100))
+    ended = build._shown(iter(groups), groups)
+    assert list(ended) == list(groups)
+    shown = written.getvalue()
+    assert "building" in shown and "4/4 kernels" in shown and "left:" in shown
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

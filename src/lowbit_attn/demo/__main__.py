@@ -83,15 +83,16 @@ def _score_all(console: Console, scoring, quality, model, ids, cases) -> list[re
     rows, baseline = [], None
     console.print(report.header())
     with progress.bar(console, "tokens") as bar:
-        task = bar.add_task("", total=len(cases) * ids.shape[1])
+        whole = bar.add_task("all caches", total=len(cases) * ids.shape[1])
         for case in cases:
-            bar.update(task, description=case.label)
-            score = scoring.score(model, ids, case, lambda n: bar.advance(task, n))
+            task = bar.add_task(case.label, total=ids.shape[1])
+            score = scoring.score(model, ids, case, lambda n, task=task: (bar.advance(task, n), bar.advance(whole, n)))
             baseline = score if baseline is None else baseline
             rows.append(report.Row(case.label, case.format, case.sinks, case.range_search, score.bits_per_element,
                                    score.cache_bytes, score.perplexity, quality.agreement(score.top1, baseline.top1),
-                                   score.tokens_per_s, score.served_by, score.measured_bits))
-            bar.console.print(report.line(rows[-1].cells()))
+                                   score.tokens_per_s, score.served_by))
+            bar.remove_task(task)
+            bar.console.print(report.line(rows[-1].cells(rows[0].cache_bytes)))
     return rows
 
 

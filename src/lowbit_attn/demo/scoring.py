@@ -54,7 +54,6 @@ class Score:
     perplexity: float
     tokens_per_s: float
     served_by: str
-    measured_bits: float
     top1: torch.Tensor = field(repr=False)
     agreement: float = 1.0
 
@@ -77,10 +76,9 @@ def score(model, ids: torch.Tensor, case: Case, on_tokens: Callable[[int], None]
         top1.append(logits.argmax(-1))
         on_tokens(chunk.shape[1])
     seconds = time.perf_counter() - start
-    nbytes = quality.cache_bytes(cache)
-    return Score(case, quality.bits_per_element(case.options, model), nbytes,
+    return Score(case, quality.bits_per_element(case.options, model), quality.cache_bytes(cache),
                  quality.perplexity(nll, ids.shape[1] - 1), ids.shape[1] / seconds, served_by(cache, model),
-                 quality.measured_bits(model, nbytes, ids.shape[1]), torch.cat(top1))
+                 torch.cat(top1))
 
 
 def served_by(cache: Cache, model) -> str:
