@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Annotated
 
 import typer
@@ -32,7 +32,7 @@ def build_all(keys: list[KernelKey], jobs: int | None = None,
                 yield from zip(futures[future], future.result())
 
 
-def _shown(ended: Iterator[Future], groups: dict[Future, list[KernelKey]]) -> Iterator[Future]:
+def _shown(ended: Iterator, groups: dict[object, list[KernelKey]]) -> Iterator:
     """Pass futures on as they end, and show on a terminal how many kernels are done, and the time left."""
     with bar(Console(stderr=True), "kernels") as progress:
         task = progress.add_task("building", total=sum(map(len, groups.values())))

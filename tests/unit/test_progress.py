@@ -78,7 +78,8 @@ def test_builds_show_how_many_are_done_and_the_time_left(monkeypatch):
     """Kernels of one source end together; a bar counts each of them."""
     groups = {Future(): list("abc"), Future(): list("d")}
     written = io.StringIO()
-    monkeypatch.setattr(build, "Console", lambda stderr: Console(file=written, force_terminal=True, width=100))
+    monkeypatch.setattr(build, "Console", lambda stderr: Console(file=written, force_terminal=True, width=100,
+                                                              color_system=None))
     ended = build._shown(iter(groups), groups)
     assert list(ended) == list(groups)
     shown = written.getvalue()

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 COLUMNS = (("KV cache", 28, "left"), ("bits/element", 12, "right"), ("cache bytes", 12, "right"),
-           ("bits all-in", 11, "right"), ("perplexity", 10, "right"), ("top-1 as 16 bit", 15, "right"), ("tokens/s", 8, "right"))
+           ("bits all-in", 11, "right"),
+           ("perplexity", 10, "right"), ("top-1 as 16 bit", 15, "right"), ("tokens/s", 8, "right"))
 
 
 @dataclass(frozen=True)
