@@ -84,15 +84,24 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of a model's attention. weights_gb: bytes read a step besides the cache, in GB; None: not known."""
+    """Shape of a model's attention. weights_gb: bytes read a step besides the cache, in GB; None: not known.
+
+    sliding_layers: how many of the layers see the last ``sliding_window`` tokens only; they keep them in 16 bit,
+    whatever the format, and drop older ones, as LowBitCache does by default.
+    """
 
     layers: int
     num_heads: int
     num_heads_kv: int
     head_dim: int
     weights_gb: float | None = None
+    sliding_layers: int = 0
+    sliding_window: int = 0
 
     def __post_init__(self):
+        if not 0 <= self.sliding_layers <= self.layers or (self.sliding_layers and self.sliding_window < 1):
+            raise ValueError(f"sliding_layers: got {self.sliding_layers} with a window of {self.sliding_window}, "
+                             f"supported: 0 to {self.layers}, with a window of 1 or more")
         for name in ("layers", "num_heads", "num_heads_kv", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, supported: 1 or more")
@@ -106,10 +115,10 @@ class Model:
 class Row:
     """One format's line. reason: why the format cannot be used or brings nothing, "" if it does.
 
-    bits: stored bits per element of the whole cache, 16-bit tails included; cache_gb in 10^9 bytes; max_batch: largest
-    batch of this context that fits beside the weights; floor_ms: least time a token step needs to read the cache;
-    measured_ms: the same by this package's kernels, between decode calls measured on this GPU with as many query rows a
-    KV head (None: none was);
+    bits: stored bits per element of the whole cache, 16-bit tails and sliding layers included; cache_gb in 10^9 bytes;
+    max_batch: largest batch of this context that fits beside the weights; floor_ms: least time a token step needs to
+    read the cache; measured_ms: time of this package's kernels, between decode calls measured on this GPU with as many
+    query rows a KV head (None: none was);
     ratio: the 16-bit floor over this one; step_ratio: the same with the time of the weights added to both (None: not
     known).
     """
@@ -162,10 +171,16 @@ def sequence_bytes(fmt: Format | None, num_heads_kv: int, head_dim: int, ctx: in
     return total
 
 
-def floor_us(gpu: Gpu, model: Model, layer_bytes: float) -> float:
+def sliding_bytes(model: Model, ctx: int) -> int:
+    """Bytes of one sliding layer's cache of one sequence: all but one token of its window, in 16 bit."""
+    return sequence_bytes(None, model.num_heads_kv, model.head_dim, min(ctx, max(0, model.sliding_window - 1)))
+
+
+def floor_us(gpu: Gpu, model: Model, layer_bytes: float, sliding_layer_bytes: float = 0.0) -> float:
     """Least time of a token step that reads this much cache in every layer, one kernel a layer."""
     passes = -(-(model.num_heads // model.num_heads_kv) // MAX_QUERY_ROWS)
-    return model.layers * gpu.read_us(layer_bytes * passes)
+    sliding = model.sliding_layers and model.sliding_layers * gpu.read_us(sliding_layer_bytes * passes)
+    return (model.layers - model.sliding_layers) * gpu.read_us(layer_bytes * passes) + sliding
 
 
 @cache
@@ -192,8 +207,8 @@ def measured_note(gpu: Gpu, model: Model) -> str:
 
 
 def measured_ms(gpu: Gpu, model: Model, fmt: Format | None, layer_bytes: float) -> float | None:
-    """Time of a token step's decode calls, from those measured on this GPU with this format and as many query rows a
-    KV head; None if there are none, or none so small.
+    """Time of a token step's decode calls over low-bit layers, from those measured on this GPU with this format and as
+    many query rows a KV head; None if there are none, or none so small.
 
     layer_bytes: of one layer's cache of the batch. Beyond the largest call times grow with the bytes.
     """
@@ -204,7 +219,7 @@ def measured_ms(gpu: Gpu, model: Model, fmt: Format | None, layer_bytes: float) 
         for call in _calls_like(gpu, model) if call["format"] == fmt.name))
     if not points or layer_bytes < points[0][0]:
         return None
-    return model.layers * interpolate(points, layer_bytes) * 1e-3
+    return (model.layers - model.sliding_layers) * interpolate(points, layer_bytes) * 1e-3
 
 
 def suggest(model: Model, ctx: int, batch: int, gpu: Gpu, formats: Iterable[str] | None = None,
@@ -229,14 +244,17 @@ def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | None, sinks
     except ValueError as error:
         return Row(name, reason=str(error))
     plain = sequence_bytes(None, model.num_heads_kv, model.head_dim, ctx)
+    sliding = sliding_bytes(model, ctx)
     weights = (model.weights_gb or 0.0) * 1e9
-    floor, plain_floor = (floor_us(gpu, model, batch * size) for size in (sequence, plain))
+    floor, plain_floor = (floor_us(gpu, model, batch * size, batch * sliding) for size in (sequence, plain))
+    low_layers = model.layers - model.sliding_layers
+    total, plain_total = (low_layers * size + model.sliding_layers * sliding for size in (sequence, plain))
     step_ratio = None
     if model.weights_gb is not None:
         weights_us = weights / gpu.peak_tb_per_s * 1e-6
         step_ratio = (plain_floor + weights_us) / (floor + weights_us)
-    max_batch = max(0, int((gpu.memory_gb * 1e9 - weights) // (model.layers * sequence)))
-    row = Row(name, 16 * sequence / plain, batch * model.layers * sequence * 1e-9, max_batch >= batch, max_batch,
+    max_batch = max(0, int((gpu.memory_gb * 1e9 - weights) // total))
+    row = Row(name, 16 * total / plain_total, batch * total * 1e-9, max_batch >= batch, max_batch,
               floor * 1e-3, measured_ms(gpu, model, fmt, batch * sequence), plain_floor / floor, step_ratio)
     reason = _reason(row, fmt, ctx - sinks < PAGE_TOKENS + (max(fmt.window_k, fmt.window_v) if fmt else 0))
     return Row(**{**vars(row), "reason": reason})

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from lowbit_attn import compile, emit, kernels, promised, toolchain
 from lowbit_attn.kernels import KernelKey
+from lowbit_attn.progress import bar
 
 
 def build_all(keys: list[KernelKey], jobs: int | None = None, force: bool = False,
@@ -25,11 +26,20 @@ def build_all(keys: list[KernelKey], jobs: int | None = None, force: bool = Fals
         groups.setdefault(emit.same_source(key), []).append(key)
     with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=initializer) as pool:
         futures = {pool.submit(_build_each, group, force): group for group in sorted(groups.values(), key=_quickness)}
-        for future in as_completed(futures):
+        for future in _shown(as_completed(futures), futures):
             if error := future.exception():  # the process died
                 yield from ((key, f"{type(error).__name__}: {error}") for key in futures[future])
             else:
                 yield from zip(futures[future], future.result())
+
+
+def _shown(ended: Iterator, groups: dict[object, list[KernelKey]]) -> Iterator:
+    """Pass futures on as they end, and show on a terminal how many kernels are done, and the time left."""
+    with bar(Console(stderr=True), "kernels") as progress:
+        task = progress.add_task("building", total=sum(map(len, groups.values())))
+        for future in ended:
+            progress.advance(task, len(groups[future]))
+            yield future
 
 
 def _build_each(keys: list[KernelKey], force: bool = False) -> list[str]:

@@ -12,7 +12,7 @@ TOOLS        versions of the DSL, nvcc and Python that built it. Where the DSL i
              is passed over and built again; where it is not, any is taken: kernels are carried to such machines. With
              LOWBIT_ATTN_NO_JIT a TileLang kernel of other versions is taken, too. CuTe-DSL's need their own runtime.
 
-Then in ``kernels`` of the installed packages ``PREBUILT``, with the same layout, which is only read.
+Then in ``kernels`` of the installed packages that prebuilt.py names, with the same layout, which is only read.
 
 Trust. Folders are made for the user alone. A kernel is loaded if its file and folders, up to ``kernels``, belong to the
 user or root and nobody else may write them, and if its sha256 is in its entry. Folders above are not looked at: who
@@ -34,17 +34,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
 
-from lowbit_attn import closure, emit, entries, kernels, sass, toolchain
+from lowbit_attn import closure, emit, entries, kernels, prebuilt, sass, toolchain
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.kernels.registry import MODULES, program
 
-PREBUILT = ("lowbit_attn_kernels_hopper", "lowbit_attn_kernels_ampere")
 LOCK_SECONDS = 600.0
 LOCK_QUIET_SECONDS = 2.0  # of waiting before it is told
 TOOLS = {True: ("tilelang", "nvcc", "python"), False: ("nvidia-cutlass-dsl", "python")}  # by kernels.needs_nvcc
@@ -133,14 +131,15 @@ def look(key: KernelKey) -> tuple[Built | None, list[str]]:
         folders = [(cache_dir(), True)]
     except KernelNotBuiltError as error:
         folders, notes = [], [str(error)]
-    for root, is_own in [*folders, *((folder, False) for folder in prebuilt_dirs())]:
+    packages = prebuilt.folders()
+    for root, is_own in [*folders, *((folder, False) for folder in packages)]:
         for file in sorted((root / place(key)).glob(f"*/{key.name}.json"), reverse=True):
             try:
                 if built := take(key, file, root if is_own else None, notes):
                     return built, notes
             except (entries.DamagedEntryError, OSError) as error:
                 notes.append(str(error))
-    return None, notes
+    return None, notes + [note for root in packages if (note := prebuilt.why_not(root, place(key), key.name))]
 
 
 def take(key: KernelKey, file: Path, root: Path | None, notes: list[str]) -> Built | None:
@@ -149,6 +148,9 @@ def take(key: KernelKey, file: Path, root: Path | None, notes: list[str]) -> Bui
         for path in filter(Path.exists, (file, file.with_suffix(".so"))):
             entries.check_trust(path, root)
     facts = entries.read(file)
+    if facts["tvm_ffi_abi"] != toolchain.tvm_ffi_abi():
+        raise entries.DamagedEntryError(f"{file} is damaged: it is for {toolchain.TVM_FFI} {facts['tvm_ffi_abi']}, in "
+                                        f"the folder of {toolchain.tvm_ffi_abi()}")
     others = other_tools(key, facts)
     may_take = not others or (bool(os.environ.get("LOWBIT_ATTN_NO_JIT")) and kernels.needs_nvcc(key))
     path = entries.check_binary(file, facts)
@@ -172,12 +174,6 @@ def find(key: KernelKey) -> Built | None:
     return look(key)[0]
 
 
-def prebuilt_dirs() -> list[Path]:
-    """Folders of kernels in the installed packages of PREBUILT, which are not imported for it."""
-    specs = filter(None, map(find_spec, PREBUILT))
-    return [Path(place) / "kernels" for spec in specs for place in spec.submodule_search_locations or ()]
-
-
 def build(key: KernelKey, force: bool = False) -> Built:
     """Compile one kernel, check it and enter it into the cache, unless it is there; force: also if it is."""
     path = so_path(key)
@@ -186,7 +182,10 @@ def build(key: KernelKey, force: bool = False) -> Built:
         entries.make_folders(path.parent)
         entries.check_trust(path.parent, cache_dir())
         with _lock(key, path):
-            return (not force and find(key)) or _build(key, path)
+            if found := not force and find(key):
+                return found
+            log.info("building %s, which is done once", key)
+            return _build(key, path)
     except KernelNotBuiltError:
         raise
     except Exception as error:
@@ -266,7 +265,7 @@ def _who(holder: Path) -> str:
 def elsewhere(key: KernelKey) -> str:
     """How to get a kernel onto a machine that cannot build it."""
     make = f"make {key.arch}" if key.op == "decode" else "make hopper or make ampere"
-    return f"run {make} where the tools are and copy its kernels to {cache_dir()}"
+    return f"run {make} where the tools are and copy its kernels to {cache_dir()}, or install a kernel wheel"
 
 
 def _reason(key: KernelKey, path: Path, error: Exception) -> str:
@@ -284,8 +283,9 @@ def _reason(key: KernelKey, path: Path, error: Exception) -> str:
     if isinstance(error, toolchain.ToolFailedError):
         return f"{key} cannot be built: {text}; all of its output is in {where}"
     dsl = TOOLS[kernels.needs_nvcc(key)][0]
-    return (f"{key} cannot be built with {dsl} {_version(dsl)}, tested with {toolchain.tested_version(dsl)}: "
-            f"{type(error).__name__}: {text}; {toolchain.PACKAGE_REMEDY}; details are in {where}")
+    tested = " to below ".join(toolchain.tested_range(dsl) or ("no version",))
+    return (f"{key} cannot be built with {dsl} {_version(dsl)}, tested with {tested}: {type(error).__name__}: {text}; "
+            f"{toolchain.PACKAGE_REMEDY}; details are in {where}")
 
 
 def _write_log(path: Path, error: Exception) -> str:

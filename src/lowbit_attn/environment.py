@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
-from lowbit_attn import compile, dispatch, entries, toolchain
+from lowbit_attn import compile, dispatch, entries, prebuilt, toolchain
 from lowbit_attn.kernels import KernelKey
 
 DSLS = {"tilelang": "tilelang", "cutedsl": "nvidia-cutlass-dsl"}  # name -> distribution
 DSL_REMEDY = toolchain.PACKAGE_REMEDY
+BINUTILS = ("nvdisasm", "cuobjdump")  # read built kernels, for their checks
+NEEDS = {"hopper": ("cutedsl", "tilelang", "nvcc", "gcc", *BINUTILS), "ampere": ("tilelang", "nvcc", "gcc", *BINUTILS)}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Environment:
     """Everything ``doctor`` shows.
 
     kernels_built: by target, those that would be loaded; kernels_stale: of other sources or tools; kernels_damaged:
-    cut, changed, or open to others; cache_problem: why no kernel can be kept or trusted there, "" if all is well.
+    cut, changed, or open to others; cache_problem: why no kernel can be kept or trusted there, "" if all is well;
+    next_steps: what to do, in this order.
     """
 
     lowbit_attn: str
@@ -59,12 +62,15 @@ class Environment:
     kernels_damaged: int
     cache_problem: str
     will_use: str
+    next_steps: tuple[str, ...]
 
 
 def gather() -> Environment:
     """Look at this process's Python, the installed packages, the tools and the devices. Imports no DSL."""
     gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
-    tools = {"nvcc": _nvcc()} | {name: _package(package) for name, package in DSLS.items()}
+    tools = {"gcc": _gcc(), "nvcc": _nvcc("nvcc")} | {name: _package(package) for name, package in DSLS.items()}
+    tools |= {name: _nvcc(name) for name in BINUTILS}
+    driver = _driver()
     kept = _survey()
     return Environment(
         lowbit_attn=metadata.version("lowbit-attn"),
@@ -72,7 +78,7 @@ def gather() -> Environment:
         platform=f"{platform.system()} {platform.machine()}",
         torch=torch.__version__,
         cuda_runtime=torch.version.cuda,
-        driver=_driver(),
+        driver=driver,
         gpus=gpus,
         tools=tools,
         cache_dir=kept.folder,
@@ -81,6 +87,7 @@ def gather() -> Environment:
         kernels_damaged=kept.damaged,
         cache_problem=kept.problem,
         will_use=will_use(gpus, tools, kept.built),
+        next_steps=next_steps(gpus, tools, kept, driver, torch.version.cuda),
     )
 
 
@@ -91,14 +98,37 @@ def will_use(gpus: tuple[Gpu, ...], tools: dict[str, Tool], built: dict[str, int
     gpu = gpus[0]
     if gpu.reason:
         return f"path='reference' only: {gpu.reason}"
-    needs = {"hopper": ("cutedsl", "tilelang", "nvcc"), "ampere": ("tilelang", "nvcc")}[gpu.arch]
-    missing = [name for name in needs if tools[name].version is None]
+    missing = [name for name in NEEDS[gpu.arch] if tools[name].version is None]
     count = built.get(gpu.target, 0)
     if not missing:
         return f"the {gpu.arch} kernels for {gpu.target} on {gpu.name}; {count} built, others are built at first use"
     if count:
         return f"the {count} built {gpu.arch} kernels for {gpu.target} on {gpu.name}; no others, without {missing[0]}"
     return f"path='reference' only: no {gpu.target} kernels are built, and building needs {' and '.join(missing)}"
+
+
+def next_steps(gpus: tuple[Gpu, ...], tools: dict[str, Tool], kept: "Kept", driver: str | None,
+               cuda_runtime: str | None) -> tuple[str, ...]:
+    """What to do on this machine, in order, each in a sentence; the last is always something to try."""
+    arch = gpus[0].arch if gpus else ""
+    needed = NEEDS.get(arch, tuple(tools))
+    faults = {name: tools[name].remedy for name in needed if tools[name].remedy}
+    steps = {remedy: f"{name} {'is missing' if tools[name].version is None else f'is {tools[name].version}'}: {remedy}"
+             for name, remedy in reversed(faults.items())}  # one step for each remedy
+    found = list(reversed(steps.values()))
+    if kept.problem:
+        found.insert(0, f"The kernel cache cannot be used: {kept.problem}")
+    if not arch:
+        found = [f"Only to build kernels here for another machine: {step}" for step in found]
+        if driver and not cuda_runtime:
+            found.insert(0, "This torch is for CPUs, and a driver is there: install a torch that is built for CUDA")
+        return *found, ("Try it on the CPU, where everything is exact and slow: make demo, or lowbit-attn generate "
+                        "\"The capital of France is\"")
+    if not kept.built.get(gpus[0].target):
+        ahead = f"build the kernels ahead (make {arch}; minutes to hours), or let each be built at its first use"
+        found.append(f"Install a kernel wheel of {arch}, or {ahead}")
+    gain = "See what your model gains: lowbit-attn suggest --model FOLDER, then lowbit-attn quality --model FOLDER"
+    return *found, "Time it beside 16 bit: lowbit-attn bench", gain
 
 
 def _gpu(index: int) -> Gpu:
@@ -111,21 +141,31 @@ def _gpu(index: int) -> Gpu:
 
 
 def _package(name: str) -> Tool:
-    version, tested = toolchain.dsl_version(name), toolchain.tested_version(name)
-    if version and tested not in (None, version):
-        return Tool(version, remedy=f"tested with {tested}; {DSL_REMEDY}")
+    version, tested = toolchain.dsl_version(name), toolchain.tested_range(name)
+    if version and tested and not toolchain.is_tested(version, tested):
+        return Tool(version, remedy=f"tested from {tested[0]} to below {tested[1]}; {DSL_REMEDY}")
     return Tool(version, remedy="" if version else DSL_REMEDY)
 
 
-def _nvcc() -> Tool:
+def _nvcc(name: str) -> Tool:
+    """nvcc, or another program of the CUDA toolkit that tells its version as nvcc does."""
     try:
-        path = toolchain.find_tool("nvcc")
+        path = toolchain.find_tool(name)
     except toolchain.ToolMissingError as error:
-        return Tool(None, remedy=str(error).removeprefix("nvcc not found; "))
+        return Tool(None, remedy=str(error).removeprefix(f"{name} not found; "))
     version = toolchain.nvcc_version(path)
     if not version:
-        return Tool(None, path, f"{path} does not run; {toolchain.NVCC_REMEDY}")
+        return Tool(None, path, f"{path} does not run; {toolchain.REMEDIES[name]}")
     return Tool(version, path)
+
+
+def _gcc() -> Tool:
+    try:
+        path = toolchain.find_tool("gcc")
+    except toolchain.ToolMissingError as error:
+        return Tool(None, remedy=str(error).removeprefix("gcc not found; "))
+    version = (_output([path, "-dumpfullversion"]) or "").strip()
+    return Tool(version, path) if version else Tool(None, path, f"{path} does not run; {toolchain.REMEDIES['gcc']}")
 
 
 def _driver() -> str | None:
@@ -157,7 +197,7 @@ class Kept:
 
 def _survey() -> Kept:
     """Count the kernels in the cache and in prebuilt packages."""
-    found, folders = Kept(), [(folder, False) for folder in compile.prebuilt_dirs()]
+    found, folders = Kept(), [(folder, False) for folder in prebuilt.folders()]
     try:
         root = compile.cache_dir()
         found.folder = str(root)

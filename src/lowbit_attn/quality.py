@@ -164,6 +164,19 @@ def bits_per_element(options: Mapping | None, model) -> float:
     return (fmt if isinstance(fmt, Format) else FORMATS[fmt]).bits_per_element(head_dim_of(model.config))
 
 
+def sixteen_bit_bytes(model, tokens: int) -> int:
+    """Bytes of K and V of so many tokens of one sequence in all layers, in 16 bit."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return config.num_hidden_layers * tokens * heads * head_dim_of(config) * 2 * 2
+
+
+def measured_bits(model, nbytes: int, tokens: int) -> float:
+    """Bits of a whole cache of so many bytes per element of K and V of the tokens of one sequence in all layers: sinks,
+    open blocks and layers that stay in 16 bit included."""
+    return 16 * nbytes / sixteen_bit_bytes(model, tokens)
+
+
 def cache_bytes(cache: Cache) -> int:
     """Bytes that hold the present tokens of all layers."""
     if isinstance(cache, LowBitCache | SimulatedCache):

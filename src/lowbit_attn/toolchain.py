@@ -10,8 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-NVCC_REMEDY = ("pip install 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*' "
-               "'nvidia-cuda-runtime==13.0.*' 'nvidia-nvvm==13.0.*', or install a CUDA toolkit and set CUDA_HOME")
+NVCC_REMEDY = "pip install 'cuda-toolkit[nvcc,cccl]>=13.0.2,<13.1', or install a CUDA toolkit and set CUDA_HOME"
 REMEDIES = {
     "nvcc": NVCC_REMEDY,
     "nvdisasm": "pip install nvidia-cuda-nvdisasm",
@@ -109,14 +108,26 @@ def dsl_version(package: str) -> str | None:
 
 
 @cache
-def tested_version(package: str) -> str | None:
-    """The version of a DSL distribution that this package names as its own; None where it is not installed itself."""
+def tested_range(package: str) -> tuple[str, str] | None:
+    """(first version, first one beyond) of a DSL distribution that this package names as tested; None where it is not
+    installed itself."""
     try:
         needed = importlib.metadata.requires("lowbit-attn") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = (re.match(rf"{re.escape(package)}(?:\[\w+\])?==([\w.]+)", text) for text in needed)
-    return next((match[1] for match in found if match), None)
+    for text in needed:
+        if re.match(rf"{re.escape(package)}(?![\w.-])", text):
+            bounds = dict(re.findall(r"(>=|<)([\d.]+)", text.partition(";")[0]))
+            return bounds[">="], bounds["<"]
+    return None
+
+
+def is_tested(version: str, bounds: tuple[str, str]) -> bool:
+    """Whether a version is in a range of ``tested_range``: by its numbers, up to the first part that is none."""
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in re.match(r"\d+(?:\.\d+)*", text)[0].split(".")]
+
+    return numbers(bounds[0]) <= numbers(version) < numbers(bounds[1])
 
 
 def _tool_folders():

@@ -119,7 +119,7 @@ def test_a_pool_calls_its_initializer_in_every_process(monkeypatch):
 def test_missing_tool_names_the_remedy(monkeypatch):
     monkeypatch.setattr(toolchain, "_tool_folders", lambda: iter(()))
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(toolchain.ToolMissingError, match="pip install 'nvidia-cuda-nvcc==13.0"):
+    with pytest.raises(toolchain.ToolMissingError, match=r"pip install 'cuda-toolkit\[nvcc,cccl\]>=13.0.2,<13.1'"):
         toolchain.find_tool("nvcc")
 
 

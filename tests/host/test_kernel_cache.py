@@ -405,9 +405,26 @@ def test_binary_that_does_not_open(monkeypatch, emitted):
 
 def test_doctor_compares_the_dsls_with_the_tested_ones(monkeypatch):
     monkeypatch.setattr(toolchain, "dsl_version", lambda package: "0.0.1")
-    tested = toolchain.tested_version("tilelang")
-    assert tested and f"tested with {tested}" in environment.gather().tools["tilelang"].remedy
-    assert "tilelang is 0.0.1: tested with" in CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "160"}).output
+    first, beyond = toolchain.tested_range("tilelang")
+    assert f"tested from {first} to below {beyond}" in environment.gather().tools["tilelang"].remedy
+    assert "tilelang is 0.0.1: tested from" in CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "160"}).output
+    monkeypatch.setattr(toolchain, "dsl_version", lambda package: toolchain.tested_range(package)[0] + ".post1")
+    assert not any(environment.gather().tools[name].remedy for name in ("tilelang", "cutedsl"))
+
+
+@pytest.mark.parametrize("version, is_tested", [("0.1.14", False), ("0.1.15", True), ("0.1.15.post2", True),
+                                                ("0.1.16", False), ("0.1.16rc1", False), ("0.2", False), ("1", False)])
+def test_a_range_has_its_first_version_and_not_its_last(version, is_tested):
+    assert toolchain.is_tested(version, ("0.1.15", "0.1.16")) == is_tested
+
+
+def test_every_dsl_has_a_tested_range_that_has_the_one_here():
+    assert toolchain.tested_range("torch-not-there") is None and toolchain.tested_range("tile") is None
+    here = {name: toolchain.dsl_version(name) for name in environment.DSLS.values()}
+    if None in here.values():
+        pytest.skip("both DSLs are not installed")
+    for name, version in here.items():
+        assert toolchain.is_tested(version, toolchain.tested_range(name)), name
 
 
 # ---- a real kernel

@@ -142,7 +142,7 @@ def test_gpu_names(name):
 
 HOPPER = Gpu("NVIDIA H200", "9.0", 150 * 10**9, "hopper", "sm_90a", "")
 OLD = Gpu("Tesla V100", "7.0", 16 * 10**9, "", "", "device: compute capability 7.0, supported: 9.0, 8.0, 8.9")
-TOOLS = {name: Tool("1.0") for name in ("nvcc", "tilelang", "cutedsl")}
+TOOLS = {name: Tool("1.0") for name in ("gcc", "nvcc", "tilelang", "cutedsl", "nvdisasm", "cuobjdump")}
 
 
 @pytest.mark.parametrize("gpus, tools, built, words", [
@@ -163,12 +163,53 @@ def test_missing_tools_come_with_a_remedy(monkeypatch):
     monkeypatch.setattr(toolchain, "find_tool", missing)
     monkeypatch.setattr(toolchain, "dsl_version", lambda package: None)
     found = environment.gather()
-    assert "nvidia-cuda-nvcc==13.0" in found.tools["nvcc"].remedy
-    for package in ("crt", "cccl", "runtime"):
-        assert f"nvidia-cuda-{package}==13.0" in found.tools["nvcc"].remedy
+    assert "pip install 'cuda-toolkit[nvcc,cccl]>=13.0.2,<13.1'" in found.tools["nvcc"].remedy
     assert "lowbit-attn[kernels]" in found.tools["tilelang"].remedy and found.tools["cutedsl"].version is None
     shown = run("doctor").output
     assert "nvcc is missing: pip install" in shown and "pip install 'lowbit-attn[kernels]'" in shown
+
+
+NO_DSL, NO_NVCC = Tool(None, remedy="pip install dsls"), Tool(None, remedy="pip install nvcc")
+TRY = {"cpu": "Try it on the CPU", "gpu": "See what your model gains"}
+
+
+@pytest.mark.parametrize("gpus, tools, kept, driver, runtime, beginnings", [
+    ((HOPPER,), {}, {"built": {"sm_90a": 5}}, "580", "13.0", ("Time it", TRY["gpu"])),
+    ((HOPPER,), {}, {}, "580", "13.0", ("Install a kernel wheel of hopper, or build the kernels ahead (make hopper",
+                                        "Time it", TRY["gpu"])),
+    ((HOPPER,), {"nvcc": NO_NVCC, "tilelang": NO_DSL, "cutedsl": NO_DSL}, {"problem": "not yours"}, "580", "13.0",
+     ("The kernel cache cannot be used: not yours", "cutedsl is missing: pip install dsls",
+      "nvcc is missing: pip install nvcc", "Install a kernel wheel", "Time it", TRY["gpu"])),
+    ((replace(HOPPER, arch="ampere", target="sm_80"),), {"cutedsl": NO_DSL}, {"built": {"sm_80": 1}}, "580", "13.0",
+     ("Time it", TRY["gpu"])),
+    ((), {}, {}, None, None, (TRY["cpu"],)),
+    ((), {"nvcc": NO_NVCC}, {}, "580", None, ("This torch is for CPUs, and a driver is there",
+                                              "Only to build kernels here for another machine: nvcc is missing",
+                                              TRY["cpu"])),
+    ((OLD,), {"nvcc": NO_NVCC}, {}, "580", "13.0", ("Only to build kernels here for another", TRY["cpu"])),
+])
+def test_what_to_do_next_is_in_order(gpus, tools, kept, driver, runtime, beginnings):
+    steps = environment.next_steps(gpus, TOOLS | tools, environment.Kept(**kept), driver, runtime)
+    assert len(steps) == len(beginnings)
+    for step, beginning in zip(steps, beginnings):
+        assert step.startswith(beginning)
+
+
+def test_doctor_ends_with_what_to_do_next():
+    lines = run("doctor").output.strip().splitlines()
+    at = lines.index("what to do next, in this order:")
+    steps = environment.gather().next_steps
+    assert lines[at + 1 :] == [f"  {number}. {step}" for number, step in enumerate(steps, 1)] and steps
+
+
+def test_a_program_that_does_not_run_is_missing(monkeypatch, tmp_path):
+    broken = tmp_path / "program"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(toolchain, "find_tool", lambda name: str(broken))
+    for name, tool in environment.gather().tools.items():
+        if name not in environment.DSLS:
+            assert tool == Tool(None, str(broken), f"{broken} does not run; {toolchain.REMEDIES[name]}")
 
 
 @pytest.mark.parametrize("script, version", [("echo 'Cuda compilation tools, release 13.0, V13.0.88'", "13.0.88"),

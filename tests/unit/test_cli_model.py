@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import build  # noqa: E402
+from tiny_models import WINDOW, build, stepwise, tokens  # noqa: E402
 
 from lowbit_attn import quality  # noqa: E402
 from lowbit_attn.cli import app, model  # noqa: E402
@@ -42,6 +42,33 @@ def test_generate(folder, name, nbytes):
     assert result.exit_code == 0, result.output
     assert "8 tokens after 315 in" in result.output and "tokens/s" in result.output
     assert nbytes is None or f"cache {name}: {nbytes:,} bytes, in 16 bit {nbytes:,}" in result.output
+    assert ("16.00 bits per element of all 322 tokens, 16.00 where packed" in result.output) == (name == "16")
+    assert "nothing was packed" not in result.output
+
+
+def test_generate_says_what_is_not_packed(folder):
+    """A short text, and a model with sliding layers, are not told as if they were in the format."""
+    short = run("generate", "the dog", "--model", folder, "--tokens", 4, "--sinks", 2)
+    assert short.exit_code == 0 and "16.00 bits per element of all 10 tokens, 4.38 where packed" in short.output
+    assert "nothing was packed: all tokens are still in 16 bit" in short.output and "the 2 sinks" in short.output
+    assert "sliding" not in short.output
+    network, cache = build("gemma3"), quality.new_cache(dict(format="k4v4"))
+    stepwise(network, cache, tokens(1024), [1024])
+    line, note = model.cache_lines(network, cache, dict(format="k4v4"), 1024)
+    elements = 2 * 2 * 1024 * 2 * 256  # layers, sides, tokens, heads, channels
+    assert f"{8 * cache.nbytes / elements:.2f} bits per element of all 1,024 tokens, " in line
+    assert note.startswith("1 of 2 layers have a sliding window and keep its tokens in 16 bit")
+
+
+def test_measured_bits_are_those_of_the_whole_cache(folder):
+    """Sliding layers in 16 bit, sinks and open blocks are counted: more than a page's own bits."""
+    network, cache = build("gemma3"), quality.new_cache(dict(format="k4v4", sinks=32))
+    stepwise(network, cache, tokens(400), [400])
+    full, sliding = (layer.nbytes for layer in reversed(cache.layers))
+    assert sliding == 2 * 2 * 2 * 256 * (WINDOW - 1), "one layer's window but one token, in 16 bit"
+    want = 8 * (full + sliding) / (2 * 2 * 400 * 2 * 256)
+    assert quality.measured_bits(network, cache.nbytes, 400) == pytest.approx(want)
+    assert quality.sixteen_bit_bytes(network, 400) == 2 * (2 * 2 * 2 * 256 * 400)
 
 
 def test_quality_prints_and_writes_what_compare_gives(folder, tmp_path):
@@ -61,6 +88,8 @@ def test_quality_prints_and_writes_what_compare_gives(folder, tmp_path):
     assert read[2]["perplexity"] == pytest.approx(want.perplexity) and read[2]["kl"] == pytest.approx(want.kl)
     assert read[2]["options"] == dict(format="k2v2", sinks=4, range_search=False)
     shown = next(line for line in result.output.splitlines() if line.startswith("k2v2"))
+    bits = quality.measured_bits(network, want.cache_bytes, 200)
+    assert shown.split("no search")[1].split()[:2] == [f"{want.bits_per_element:.2f}", f"{bits:.2f}"]
     assert f"{want.perplexity:.3f}" in shown and f"{want.top1:.1%}" in shown and f"{want.cache_bytes:,}" in shown
 
 

@@ -15,6 +15,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = "the quick brown fox jumps over the lazy dog and then it sleeps " * 5
 
 
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # none in what is documented
+
+
 def main_of(name: str):
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)

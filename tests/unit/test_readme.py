@@ -196,6 +196,7 @@ def run(file: str, names: dict, has_cuda: bool) -> None:
             assert names["o"].shape == (2, 1, 32, 128) and names["cache"].n_tok.tolist() == [1001, 78]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("file", EXAMPLES)
 def test_examples_run(file, names):
     run(file, names, has_cuda=False)

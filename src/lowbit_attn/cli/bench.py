@@ -1,13 +1,15 @@
 """``lowbit-attn bench``: one decode step on this GPU beside the fastest read of its bytes and 16-bit attention."""
 
 import json
+from importlib import metadata
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
 from lowbit_attn import dispatch, kernels
-from lowbit_attn.cli.common import JsonOption, console, fail, format_named, table
+from lowbit_attn.cli.common import JsonOption, check_writable, console, fail, format_named, table, tell_builds
 
 
 def bench(
@@ -19,14 +21,18 @@ def bench(
     q_len: Annotated[int, typer.Option(min=1, max=dispatch.MAX_Q_LEN, help="New tokens of a sequence.")] = 1,
     seqlen: Annotated[int, typer.Option(min=256, help="Tokens of every sequence.")] = 32768,
     path: Annotated[str | None, typer.Option(help="Decode path; default: the dispatcher's pick.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the times into this PNG or SVG.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time decode on this GPU: microseconds, ratio to the fastest read of the same bytes, gain over 16 bit."""
     formats = [format_named(name) for name in format or ["k4v4", "k2v2"]]
     if heads % kv_heads:
         fail(f"heads: got {heads}, supported: multiples of kv-heads = {kv_heads}")
+    if plot is not None:
+        check_writable("plot", plot)
     if reason := unavailable():
         fail(f"bench: {reason}", 1)
+    tell_builds()
     arch, target = dispatch.target_of(torch.device("cuda"))
     from lowbit_attn import bench as timing
 
@@ -37,10 +43,13 @@ def bench(
             fail("; ".join(reasons))
         case = timing.BenchCase(fmt.name, batch, heads, kv_heads, head_dim, seqlen, q_len)
         lines.append(timing.measure(case, timing.make_cache(case), arch, picked[0]))
+    where = f"{torch.cuda.get_device_name()}, {target} kernels"
+    if plot is not None:
+        save_plot(plot, lines, where)
     if as_json:
         typer.echo(json.dumps(lines, indent=1))
         return
-    show(lines, f"{torch.cuda.get_device_name()}, {target} kernels")
+    show(lines, where)
 
 
 def unavailable() -> str:
@@ -71,3 +80,32 @@ def show(lines: list[dict], where: str) -> None:
               f"{first['head_dim']}, {first['seqlen']:,} tokens, q_len {first['q_len']}; 16 bit: {first['fp16_by']}; "
               "x read: ratio to the fastest read of the same bytes, plain or with the cache hint; void: a plain read "
               f"below {first['floor']}", soft_wrap=True)
+
+
+def save_plot(path: Path, lines: list[dict], where: str) -> None:
+    """Three bars a format: the fastest read of its bytes, decode, and 16-bit attention, in microseconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from lowbit_attn.bench import fastest_reads
+
+    bars = (("fastest read of the same bytes", fastest_reads(lines)[0]), ("decode", [line["us"] for line in lines]),
+            ("16-bit attention (torch's best)", [line["fp16_us"] for line in lines]))
+    figure, axes = pyplot.subplots(figsize=(8, 1.6 + 0.9 * len(lines)))
+    for i, (label, values) in enumerate(bars):
+        drawn = axes.barh([row + 0.27 * (i - 1) for row in range(len(lines))], values, height=0.25, label=label)
+        axes.bar_label(drawn, fmt="%.1f", padding=3)
+    axes.set_yticks(range(len(lines)), [line["format"] + " (void)" * line["void"] for line in lines])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    first = lines[0]
+    axes.set(xlabel="microseconds a call", title=(
+        f"One decode call on {where}, lowbit_attn {metadata.version('lowbit-attn')}\nbatch {first['batch']}, heads "
+        f"{first['heads']}/{first['kv_heads']}, head_dim {first['head_dim']}, {first['seqlen']:,} tokens, q_len "
+        f"{first['q_len']}"))
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

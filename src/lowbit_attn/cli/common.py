@@ -1,5 +1,8 @@
 """What the commands share."""
 
+import logging
+import os
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -37,3 +40,22 @@ def format_named(name: str) -> Format:
         return FORMATS[name]
     except KeyError as error:
         fail(error)
+
+
+def check_writable(name: str, path: Path) -> None:
+    """End the command, before its long run, where it could not write this file."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        fail(f"{name}: got {str(path)!r}, supported: a file in a folder that is there, and {str(parent)!r} is not")
+    if path.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
+        fail(f"{name}: got {str(path)!r}, which cannot be written, supported: a file in a folder that can be")
+
+
+def tell_builds() -> None:
+    """Print a line for each kernel that is built at its first use, which takes seconds to minutes."""
+    logger = logging.getLogger("lowbit_attn")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

@@ -1,7 +1,8 @@
 """``lowbit-attn doctor`` and ``lowbit-attn suggest``: what this machine has, and what a format would gain."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowbit_attn import budget, environment
+from lowbit_attn.cli import config
 from lowbit_attn.cli.common import JsonOption, console, fail, table
 
 
@@ -24,12 +26,9 @@ def doctor(as_json: JsonOption = False) -> None:
     out = console()
     out.print(shown)
     out.print(f"[bold]will use[/]: {escape(found.will_use)}", soft_wrap=True)
-    for name, tool in found.tools.items():
-        if tool.remedy:
-            state = "is missing" if tool.version is None else f"is {tool.version}"
-            out.print(f"[bold]{name}[/] {state}: {escape(tool.remedy)}", soft_wrap=True)
-    if found.cache_problem:
-        out.print(f"[bold]cache[/]: {escape(found.cache_problem)}", soft_wrap=True)
+    out.print("[bold]what to do next[/], in this order:")
+    for number, step in enumerate(found.next_steps, 1):
+        out.print(f"  {number}. {escape(step)}", soft_wrap=True)
 
 
 def _doctor_lines(found: environment.Environment):
@@ -51,38 +50,62 @@ def _doctor_lines(found: environment.Environment):
 
 
 def suggest(
-    layers: Annotated[int, typer.Option(help="Layers with attention.")],
-    kv_heads: Annotated[int, typer.Option(help="KV heads of a layer.")],
-    head_dim: Annotated[int, typer.Option(help="Channels of a head.")],
-    ctx: Annotated[str, typer.Option(help="Tokens of a sequence: 4096, 128K, 1M.")],
+    model: Annotated[Path | None, typer.Option(help="Folder of a model: its config.json gives layers, heads, head-dim "
+                                                    "and ctx.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers with attention.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads of a layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
+    ctx: Annotated[str | None, typer.Option(help="Tokens of a sequence: 4096, 128K, 1M; default: the model's.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 1,
     gpu: Annotated[str, typer.Option(help=f"One of {', '.join(budget.GPUS)}.")] = "h200",
-    heads: Annotated[int | None, typer.Option(help="Query heads of a layer; default: kv-heads.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads of a layer; default: the model's.")] = None,
     weights_gb: Annotated[float | None, typer.Option(help="Weights read each step, in GB (10^9 bytes).")] = None,
     sinks: Annotated[int, typer.Option(help="First tokens that stay in 16 bit.")] = 0,
     format: Annotated[list[str] | None, typer.Option(help="A format; repeatable. Default: the presets.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare formats for a model: size of the cache, what fits, and the least time a token can take."""
+    given = {"layers": layers, "num_heads": heads, "num_heads_kv": kv_heads, "head_dim": head_dim}
     try:
-        model = budget.Model(layers, kv_heads if heads is None else heads, kv_heads, head_dim, weights_gb)
-        device, tokens = budget.gpu_named(gpu), budget.parse_tokens(ctx)
-        rows = budget.suggest(model, tokens, batch, device, format, sinks)
+        shape = _shape(model, given)
+        network, device = shape.model(weights_gb), budget.gpu_named(gpu)
+        if ctx is None and shape.context is None:
+            raise ValueError("ctx: got none, supported: a number of tokens, or --model FOLDER whose config.json has "
+                             "max_position_embeddings")
+        tokens = shape.context if ctx is None else budget.parse_tokens(ctx)
+        rows = budget.suggest(network, tokens, batch, device, format, sinks)
     except (ValueError, KeyError) as error:
         fail(error)
+    note = budget.measured_note(device, network)
     if as_json:
         answer = {"gpu": device.name, "memory_gb": device.memory_gb, "read_tb_per_s": round(device.peak_tb_per_s, 3),
-                  "read_source": device.source, "measured": budget.measured_note(device, model), "ctx": tokens,
+                  "read_source": device.source, "measured": note, "model": asdict(shape), "ctx": tokens,
                   "batch": batch, "rows": [asdict(row) for row in rows]}
         typer.echo(json.dumps(answer, indent=1))
         return
     out = console()
+    out.print(f"{shape}; {tokens:,} tokens a sequence, batch {batch}", soft_wrap=True)
     out.print(_suggest_table(rows))
     out.print(f"{device.name}: {device.memory_gb:g} GB, reads at most {device.peak_tb_per_s:.2f} TB/s "
               f"({device.source}). The floor is a plain read of the cache.", soft_wrap=True)
-    out.print(f"kernels ms: {budget.measured_note(device, model)}.", soft_wrap=True)
+    out.print(f"kernels ms: {note}.", soft_wrap=True)
+    if shape.sliding_layers:
+        out.print(f"Sliding layers keep their last {shape.sliding_window - 1:,} tokens in 16 bit in every row; kernels "
+                  "ms leave them out.", soft_wrap=True)
     if weights_gb is None:
         out.print("With --weights-gb, the gain of a whole step and the room beside the weights are shown.")
+
+
+def _shape(folder: Path | None, given: dict[str, int | None]) -> config.Shape:
+    """The shape of a folder's model, with the given numbers in place of its own; ValueError if one is missing."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if folder is not None:
+        return replace(config.read(folder), **given)
+    missing = [name for name in ("layers", "num_heads_kv", "head_dim") if name not in given]
+    if missing:
+        option = {"num_heads_kv": "kv-heads", "head_dim": "head-dim"}.get(missing[0], missing[0])
+        raise ValueError(f"{option}: got none, supported: a number, or --model FOLDER with a config.json")
+    return config.Shape(**{"num_heads": given["num_heads_kv"]} | given)
 
 
 def _suggest_table(rows: list[budget.Row]) -> Table:

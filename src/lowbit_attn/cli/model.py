@@ -1,17 +1,18 @@
 """``lowbit-attn generate`` and ``lowbit-attn quality``: a local model over low-bit caches."""
 
 import json
-import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.progress import Progress
 
-from lowbit_attn.cli.common import console, fail, format_named, table
+from lowbit_attn import progress
+from lowbit_attn.cli.common import check_writable, console, fail, format_named, table, tell_builds
+from lowbit_attn.layout import PAGE_TOKENS
 
 DEMO = "demo"
 ModelOption = Annotated[str, typer.Option(help="Folder of a transformers model; demo: SmolLM2-135M-Instruct, fetched.")]
@@ -24,6 +25,7 @@ def load(name: str):
     from lowbit_attn.demo import model as models
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    tell_builds()
     try:
         if name == DEMO:
             return models.load(models.fetch(models.default_folder(), lambda text: typer.echo(text, err=True)), device)
@@ -66,9 +68,33 @@ def generate(
                                max_new_tokens=tokens, pad_token_id=0)
     new, seconds = out.shape[1] - ids.shape[1], time.perf_counter() - start
     typer.echo(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    typer.echo(f"{new} tokens after {ids.shape[1]} in {seconds:.2f} s, {new / seconds:.1f} tokens/s (prompt included); "
-               f"cache {format}: {scoring.cache_bytes(cache):,} bytes, in 16 bit "
-               f"{_sixteen_bit_bytes(network.config, out.shape[1] - 1):,}", err=True)
+    typer.echo(f"{new} tokens after {ids.shape[1]} in {seconds:.2f} s, {new / seconds:.1f} tokens/s (prompt included)",
+               err=True)
+    for line in cache_lines(network, cache, options, out.shape[1] - 1):
+        typer.echo(line, err=True)
+
+
+def cache_lines(network, cache, options: dict | None, tokens: int) -> list[str]:
+    """What a cache of so many tokens takes, beside 16 bit and beside its format's own bits, and what is not packed."""
+    from lowbit_attn import quality as scoring
+
+    nbytes, whole = scoring.cache_bytes(cache), scoring.sixteen_bit_bytes(network, tokens)
+    bits, own = scoring.measured_bits(network, nbytes, tokens), scoring.bits_per_element(options, network)
+    name = "16" if options is None else options["format"]
+    lines = [f"cache {name}: {nbytes:,} bytes, in 16 bit {whole:,}; {bits:.2f} bits per element of all {tokens:,} "
+             f"tokens, {own:.2f} where packed"]
+    if options is None:
+        return lines
+    pages = [layer.kv for layer in cache.layers if layer.kv is not None]
+    sliding = len(cache.layers) - len(pages)
+    if pages and not any(kv.counts.n_qv.any() or kv.counts.n_qk.any() for kv in pages):
+        after = f" after the {pages[0].sinks} sinks" if pages[0].sinks else ""
+        lines.append(f"nothing was packed: all tokens are still in 16 bit; a block of {PAGE_TOKENS} tokens{after} is "
+                     "packed when it is full and a next token comes")
+    if sliding:
+        lines.append(f"{sliding} of {len(cache.layers)} layers have a sliding window and keep its tokens in 16 bit "
+                     "(LowBitCache(sliding='lowbit') packs them)")
+    return lines
 
 
 def quality(
@@ -88,7 +114,7 @@ def quality(
         fail(f"text: got {str(text)!r}, supported: a text file")
     for name, path in (("jsonl", jsonl), ("plot", plot)):
         if path is not None:
-            _check_writable(name, path)
+            check_writable(name, path)
     network, tokenizer = load(model)
     from lowbit_attn import quality as scoring
     from lowbit_attn.demo.scoring import help_text
@@ -100,12 +126,13 @@ def quality(
     except ValueError as error:
         fail(error)
     out = console()
-    with Progress(console=out, transient=True) as bar:
+    with progress.bar(out, "tokens") as bar:
         task = bar.add_task("reading", total=ids.shape[1])
         scores = scoring.compare(network, ids, cases, lambda count: bar.advance(task, count))
-    out.print(_quality_table(scores))
+    out.print(_quality_table(scores, lambda nbytes: scoring.measured_bits(network, nbytes, ids.shape[1])))
     out.print(f"{ids.shape[1]:,} tokens in chunks of {scoring.CHUNK}; lowest cosine of an attention block's output, "
-              "averaged over tokens, beside the 16-bit run")
+              "averaged over tokens, beside the 16-bit run; bits per element of K and V: of a packed page, and all-in, "
+              "of the whole cache with what stays in 16 bit", soft_wrap=True)
     for label, score in scores.items() if jsonl else ():
         with jsonl.open("a") as file:
             about = {"model": model, "text": str(text or "help texts"), "cache": label, "options": cases[label]}
@@ -115,15 +142,6 @@ def quality(
 
         save_plot(plot, scores, f"{'SmolLM2-135M-Instruct' if model == DEMO else model}, {ids.shape[1]:,} tokens of "
                                 f"{text or 'help texts'}; {figures.where(network.device.type)}")
-
-
-def _check_writable(name: str, path: Path) -> None:
-    """End the command, before its long run, where it could not write this file."""
-    parent = path.absolute().parent
-    if not parent.is_dir():
-        fail(f"{name}: got {str(path)!r}, supported: a file in a folder that is there, and {str(parent)!r} is not")
-    if path.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
-        fail(f"{name}: got {str(path)!r}, which cannot be written, supported: a file in a folder that can be")
 
 
 def _label(name: str, sinks: int, search: bool | None) -> str:
@@ -140,18 +158,13 @@ def _options(name: str, sinks: int, search: bool | None) -> dict | None:
     return dict(format=format_named(name).name, sinks=sinks, range_search=search)
 
 
-def _sixteen_bit_bytes(config, tokens: int) -> int:
-    from lowbit_attn.quality import head_dim_of
-
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    return config.num_hidden_layers * tokens * heads * head_dim_of(config) * 2 * 2
-
-
-def _quality_table(scores: dict):
-    shown = table("cache", "bits/elt", "cache bytes", "perplexity", "KL nats", "top-1", "lowest cosine", "s")
+def _quality_table(scores: dict, measured: Callable[[int], float]):
+    shown = table("cache", "packed bits", "all-in bits", "cache bytes", "perplexity", "KL nats", "top-1",
+                  "lowest cosine", "s")
     for label, score in scores.items():
         worst = min(range(len(score.cosine)), key=score.cosine.__getitem__)
-        shown.add_row(label, f"{score.bits_per_element:.2f}", f"{score.cache_bytes:,}", f"{score.perplexity:.3f}",
+        shown.add_row(label, f"{score.bits_per_element:.2f}", f"{measured(score.cache_bytes):.2f}",
+                      f"{score.cache_bytes:,}", f"{score.perplexity:.3f}",
                       f"{score.kl:.5f}", f"{score.top1:.1%}", f"{score.cosine[worst]:.4f} (layer {worst})",
                       f"{score.seconds:.1f}")
     return shown

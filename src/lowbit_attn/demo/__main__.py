@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lowbit_attn import FORMATS
+from lowbit_attn import FORMATS, progress
 from lowbit_attn.demo import model as models
 from lowbit_attn.demo import report
 
@@ -76,42 +75,37 @@ def _bench(console: Console) -> None:
         console.print(f"\nDecode at 32K tokens was not timed: {reason}.", markup=False)
         return
     console.print("\nDecode at 32K tokens, random data (kernels that are not built yet are built first):")
-    bench.bench(BENCHED, 32, 8, 128, 8, 1, 32768, None, False)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"),
-                    TimeElapsedColumn(), console=console, transient=True)
+    bench.bench(BENCHED, 32, 8, 128, 8, 1, 32768, None, None, False)
 
 
 def _score_all(console: Console, scoring, quality, model, ids, cases) -> list[report.Row]:
     """Print one row a case as it finishes."""
     rows, baseline = [], None
     console.print(report.header())
-    with _progress(console) as bar:
+    with progress.bar(console, "tokens") as bar:
+        whole = bar.add_task("all caches", total=len(cases) * ids.shape[1])
         for case in cases:
             task = bar.add_task(case.label, total=ids.shape[1])
-            score = scoring.score(model, ids, case, lambda n, task=task: bar.advance(task, n))
+            score = scoring.score(model, ids, case, lambda n, task=task: (bar.advance(task, n), bar.advance(whole, n)))
             baseline = score if baseline is None else baseline
             rows.append(report.Row(case.label, case.format, case.sinks, case.range_search, score.bits_per_element,
                                    score.cache_bytes, score.perplexity, quality.agreement(score.top1, baseline.top1),
                                    score.tokens_per_s, score.served_by,
                                    quality.spread(score.perplexity, score.nll, baseline.nll, score.predicted)))
             bar.remove_task(task)
-            bar.console.print(report.line(rows[-1].cells()))
+            bar.console.print(report.line(rows[-1].cells(rows[0].cache_bytes)))
     return rows
 
 
 def _answer_all(console: Console, scoring, model, tokenizer, cases) -> dict[str, list[int]]:
     prompt = scoring.question(tokenizer, CONTEXT_TOKENS).to(model.device)
     answers = {}
-    with _progress(console) as bar:
-        for case in cases:
-            if case.label in scoring.ANSWERED:
-                task = bar.add_task(f"answering: {case.label}", total=ANSWER_TOKENS)
-                answers[case.label] = scoring.answer(model, prompt, case, ANSWER_TOKENS,
-                                                     lambda n, task=task: bar.advance(task, n))
-                bar.remove_task(task)
+    answered = [case for case in cases if case.label in scoring.ANSWERED]
+    with progress.bar(console, "tokens") as bar:
+        task = bar.add_task("", total=len(answered) * ANSWER_TOKENS)
+        for case in answered:
+            bar.update(task, description=f"answering: {case.label}")
+            answers[case.label] = scoring.answer(model, prompt, case, ANSWER_TOKENS, lambda n: bar.advance(task, n))
     return answers
 
 

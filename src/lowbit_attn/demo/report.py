@@ -12,6 +12,7 @@ from rich.text import Text
 from lowbit_attn.demo import figures
 
 COLUMNS = (("KV cache", 28, "left"), ("bits/element", 12, "right"), ("cache bytes", 12, "right"),
+           ("bits all-in", 11, "right"),
            ("perplexity", 10, "right"), ("top-1 as 16 bit", 15, "right"), ("tokens/s", 8, "right"))
 
 
@@ -31,9 +32,11 @@ class Row:
     served_by: str
     spread: float | None = None  # one standard error of the perplexity beside the 16-bit row's
 
-    def cells(self) -> tuple[str, ...]:
-        return (self.label, f"{self.bits_per_element:.2f}", f"{self.cache_bytes:,}", f"{self.perplexity:.2f}",
-                f"{self.agreement:.1%}", f"{self.tokens_per_s:.0f}")
+    def cells(self, sixteen_bit_bytes: int) -> tuple[str, ...]:
+        """Texts of the table's columns; sixteen_bit_bytes: what the 16-bit cache of the same tokens takes."""
+        all_in = 16 * self.cache_bytes / sixteen_bit_bytes
+        return (self.label, f"{self.bits_per_element:.2f}", f"{self.cache_bytes:,}", f"{all_in:.2f}",
+                f"{self.perplexity:.2f}", f"{self.agreement:.1%}", f"{self.tokens_per_s:.0f}")
 
 
 def line(cells: Sequence[str], style: str = "") -> Table:

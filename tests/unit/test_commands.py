@@ -1,0 +1,155 @@
+"""Every command that README.md, docs/ and their like show: it is run here, or checked against what it names."""
+
+import re
+import shlex
+import subprocess
+import tomllib
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lowbit_attn import toolchain
+from lowbit_attn.cli import app
+
+ROOT = Path(__file__).parents[2]
+FILES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+         *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("lowbit-attn", "make", "pip", "python")
+VARIABLE = re.compile(r"[A-Z_]+=\S*$")
+OWN = "serve.py"  # a program of the user's
+
+
+def commands_of(text: str) -> list[str]:
+    """Commands in indented lines and shell blocks, up to a comment, and those in backticks that have arguments."""
+    blocks = "\n".join(re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.S | re.M))
+    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    lines = [*re.findall(r"^    (\S.*)$", text, re.M), *blocks.splitlines(),
+             *(" ".join(one.split()) for one in re.findall(r"`([^`]+)`", text) if len(one.split()) > 1)]
+    found = [part.strip() for line in lines for part in line.partition(" #")[0].split("&&")]
+    return [command for command in found if program_of(command) in PROGRAMS]
+
+
+def program_of(command: str) -> str:
+    """The first word that sets no variable."""
+    return next((word for word in command.split() if not VARIABLE.match(word)), "")
+
+
+SHOWN = {file.relative_to(ROOT).as_posix(): commands_of(file.read_text()) for file in FILES}
+COMMANDS = list(dict.fromkeys(command for commands in SHOWN.values() for command in commands))
+
+
+def words_of(command: str, program: str) -> list[str]:
+    words = shlex.split(command)
+    return words[words.index(program) + 1 :]
+
+
+def by_program(name: str) -> list[str]:
+    return [command for command in COMMANDS if program_of(command) == name]
+
+
+def test_commands_are_found():
+    assert commands_of("    make demo  # a\ntext `make x`, `make`, `lowbit-attn\nbench` `cache.free([0])`\n\n"
+                       "    A=1 make y && pip install z\n```sh\npython a.py\n```\n```python\n    make no\n```\n") == [
+        "make demo", "A=1 make y", "pip install z", "python a.py", "make x", "lowbit-attn bench"]
+    assert len(SHOWN["README.md"]) >= 6 and len(SHOWN["docs/serving.md"]) >= 6 and len(COMMANDS) > 25
+    assert all(len(by_program(name)) > 2 for name in PROGRAMS)
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch, tiny_folder) -> dict[str, str]:
+    """What stands in the commands for a user's own: a model's folder and a text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
+    return {"FOLDER": str(tiny_folder), "FILE": "text.txt", "FORMAT": "k4v4"}
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A random Llama with a tokenizer of single characters."""
+    transformers = pytest.importorskip("transformers")
+    from tiny_models import build
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("model")
+    letters = {c: i for i, c in enumerate(["<unk>", "<eos>", "<pad>", *" abcdefghijklmnopqrstuvwxyz"])}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>",
+                                         unk_token="<unk>").save_pretrained(path)
+    build("llama").save_pretrained(path)
+    return path
+
+
+NAMES = [f"lowbit-attn {name}" for name in ("info", "generate", "suggest")]  # in prose, without their arguments
+
+
+@pytest.mark.parametrize("command", [one for one in by_program("lowbit-attn") if one not in NAMES])
+def test_lowbit_attn(command, names):
+    """Each runs to its end, without a FutureWarning; ``bench`` says that it needs a GPU where there is none."""
+    words = [names.get(word, word) for word in words_of(command, "lowbit-attn")]
+    if words[0] == "generate" and "--model" not in words:
+        words += ["--model", names["FOLDER"], "--tokens", "4"]  # in place of the demo's, which is fetched
+    if words[0] == "quality":
+        words += [] if "--model" in words else ["--model", names["FOLDER"]]
+        words += ["--tokens", "150"] + ([] if "--text" in words else ["--text", names["FILE"]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        answer = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+    if words[0] == "bench" and not torch.cuda.is_available():
+        assert answer.exit_code == 1 and "bench: needs a CUDA device" in answer.output
+    else:
+        assert answer.exit_code == 0, f"{words}: {answer.output}"
+    for option, value in zip(words, words[1:]):
+        assert option != "--plot" or words[0] == "bench" or Path(value).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("command", by_program("make"))
+def test_make(command):
+    """The targets are there, and all that they would run is known to make."""
+    answer = subprocess.run(["make", "-n", *(word for word in words_of(command, "make"))], cwd=ROOT,
+                            capture_output=True, text=True)
+    assert answer.returncode == 0 and answer.stdout.strip(), answer.stderr
+
+
+@pytest.mark.parametrize("command", [one for one in by_program("python") if OWN not in one])
+def test_python(command):
+    """The program is there, and its source names each option that the command gives it."""
+    first, *rest = words_of(command, "python")
+    if first == "-m":
+        assert find_spec(rest[0]), rest[0]
+        file, rest = Path(find_spec(rest[0]).origin), rest[1:]
+        file = file.with_name("__main__.py") if file.name == "__init__.py" else file
+    else:
+        file = ROOT / first
+    source = file.read_text()
+    for option in (word.removeprefix("--") for word in rest if word.startswith("--")):
+        assert re.search(rf"--{option}\b|\b{option.replace('-', '_')}: ", source), f"{first} has no --{option}"
+
+
+@pytest.mark.parametrize("command", by_program("pip"))
+def test_pip(command):
+    """What is installed is this package, with extras that it has, or a package that its own remedies name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    words = words_of(command, "pip")
+    assert words[0] == "install" and len(words) > 1
+    for word in (word for word in words[1:] if not word.startswith("-")):
+        extras = re.match(r"(?:\.|lowbit-attn|\S*\.whl)(?:\[([\w,]+)\])?$", word)
+        if extras:
+            unknown = set((extras[1] or "cli").split(",")) - set(project["optional-dependencies"])
+            assert not unknown, f"{command}: no extra {unknown}"
+        else:
+            assert word in toolchain.NVCC_REMEDY or word in ("pre-commit", "build"), word
+
+
+def test_make_says_how_much_it_downloads():
+    """The sizes that README names are those that make prints, which were measured."""
+    made = (ROOT / "Makefile").read_text()
+    told = " ".join((ROOT / "README.md").read_text().split())
+    demo, tests, compilers = (int(re.search(rf"{what} \(about (\d+) MB\)", made)[1]) for what in (
+        "transformers and friends", "pytest and transformers", r"both tile DSLs and nvcc"))
+    assert f"about {demo} MB of Python packages" in told
+    assert f"downloads about {tests + compilers} MB" in told and f"{compilers} MB" in told
