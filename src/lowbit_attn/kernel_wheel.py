@@ -120,7 +120,7 @@ def main(
     """Put an architecture's shipped kernels, which must be built, into a wheel; print its size."""
     if arch not in prebuilt.PACKAGES:
         raise typer.BadParameter(f"{arch!r}, supported: {', '.join(prebuilt.PACKAGES)}", param_hint="--arch")
-    keys = kernels.shipped(arch)
+    keys = kernels.shipped_keys(arch)
     if rotation:
         keys = promised.rotation(keys, rotation, seed)
     try:

@@ -14,7 +14,7 @@ from lowbit_attn import compile, entries, environment, kernel_wheel, kernels, lo
 from lowbit_attn.kernels import KernelKey
 
 pytest.importorskip("build", reason="wheels are made by build")
-SHIPPED = kernels.shipped("hopper")
+SHIPPED = kernels.shipped_keys("hopper")
 KEYS = [next(key for key in SHIPPED if key.op == op) for op in ("decode", "append", "quantize")]
 TOOLS = {"nvidia-cutlass-dsl": "4.8.1", "tilelang": "0.1.15", "nvcc": "13.0.88", "python": "3.11"}
 
@@ -112,7 +112,7 @@ def run(*arguments: str):
 
 
 def test_command_prints_the_size(monkeypatch, tmp_path, built):
-    monkeypatch.setattr(kernels, "shipped", lambda arch: KEYS)
+    monkeypatch.setattr(kernels, "shipped_keys", lambda arch: KEYS)
     answer = run("--arch", "hopper", "--out", str(tmp_path))
     assert answer.exit_code == 0, answer.output
     assert "py3-none-linux_x86_64.whl: 3 kernels, 0.0 MB of at most 60" in answer.output
@@ -122,7 +122,7 @@ def test_command_prints_the_size(monkeypatch, tmp_path, built):
                                            ("large", "MB, supported: at most 0 MB")])
 def test_command_makes_all_or_nothing(monkeypatch, tmp_path, built, change, words):
     other = next(key for key in SHIPPED if key not in KEYS)
-    monkeypatch.setattr(kernels, "shipped", lambda arch: KEYS + [other] * (change == "missing"))
+    monkeypatch.setattr(kernels, "shipped_keys", lambda arch: KEYS + [other] * (change == "missing"))
     monkeypatch.setattr(kernel_wheel, "LIMIT_MB", 0 if change == "large" else 60)
     answer = run("--arch", "hopper", "--out", str(tmp_path / "dist"))
     assert answer.exit_code == 1 and words in answer.output

@@ -22,8 +22,8 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
     ("_private", "layout", "checks", "precision", "journal", "pages", "backend", "toolchain", "closure", "entries",
-     "view"),
-    ("formats", "copies", "extend", "registers", "reference", "sass"),
+     "view", "progress"),
+    ("formats", "copies", "extend", "registers", "reference", "sass", "prebuilt"),
     ("state", "kernels.key"),
     ("cache", "scratch", "device", "kernels.support"),
     ("ampere", "hopper.common"),
@@ -35,7 +35,7 @@ LAYERS = (
     ("kernels",),
     ("emit", "support"),
     ("compile", "promised"),
-    ("loader", "build"),
+    ("loader", "build", "kernel_wheel"),
     ("plan",),
     ("dispatch",),
     ("ops", "environment"),
