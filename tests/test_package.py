@@ -251,7 +251,7 @@ def test_what_is_imported_is_declared():
         tops = {name.split(".")[0] for name in imports(path)} - {*sys.stdlib_module_names, "lowbit_attn"} - WITH_TORCH
         missing = {DISTRIBUTIONS.get(top, top) for top in tops} - set().union(*declared.values())
         assert not missing, f"{module} imports {missing}, which pyproject.toml does not name"
-    assert declared["core"] == {"torch", "numpy", "filelock", "platformdirs", "apache-tvm-ffi"}
+    assert declared["core"] == {"torch", "numpy", "filelock", "platformdirs", "apache-tvm-ffi", "safetensors"}
     for extra in ("kernels", "demo", "test"):
         assert declared["cli"] <= declared[extra], extra
 

@@ -11,6 +11,8 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.cache import KVCache, Strides
+from lowbit_attn.codebooks import Codebooks
+from lowbit_attn.formats import FORMATS, Kind
 from lowbit_attn.reference import PLAIN, Attention
 
 NORMAL_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of o, on N(0, 1) data
@@ -84,6 +86,24 @@ class Expected:
 
 
 # ---- cases
+
+
+def normal_codebooks(format: str, layers: int = 1, num_heads_kv: int = 2, head_dim: int = 128, rope: str = "post",
+                     seed: int = 0) -> Codebooks:
+    """Codebooks of normal entries, in no data's order and with uneven weights: for what needs no quality."""
+    generator = torch.Generator().manual_seed(seed)
+    fmt, lead = FORMATS[format], (layers, num_heads_kv)
+    k_entries, v_entries = (
+        torch.randn((*lead, *side.entries_shape(1, head_dim)[1:]), generator=generator).half()
+        if side.kind is Kind.CODEBOOK else None for side in (fmt.k, fmt.v))
+    of_keys, freq = {}, None
+    if k_entries is not None:
+        half = torch.rand((*lead, head_dim // 2), generator=generator) + 0.5
+        of_keys = dict(k_order=torch.rand((*lead, head_dim), generator=generator).argsort(-1).short(),
+                       k_weights=torch.cat((half, half), -1))
+    if rope == "pre":
+        freq = (10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))).expand(layers, -1)
+    return Codebooks(format, rope, head_dim, k_entries, v_entries, **of_keys, rope_inv_freq=freq)
 
 
 def build(case: Case, device: torch.device | str = "cpu") -> Problem:
