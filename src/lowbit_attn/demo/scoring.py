@@ -3,15 +3,14 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pydoc_data.topics import topics
 
 import torch
 from transformers.cache_utils import Cache
 
 from lowbit_attn import KVCache, dispatch, kernels, quality, why_not
+from lowbit_attn.codebooks.text import help_text
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache
 
-TOPICS = 40  # enough of Python's help texts for 2,048 tokens
 QUESTION = "Using the text above, explain the assert statement in Python in a few sentences."
 
 
@@ -56,11 +55,6 @@ class Score:
     served_by: str
     top1: torch.Tensor = field(repr=False)
     agreement: float = 1.0
-
-
-def help_text(count: int | None = TOPICS) -> str:
-    """English prose that every Python installation has: its first ``count`` topics, None: all."""
-    return "\n".join(topics[key] for key in sorted(topics)[:count])
 
 
 def score(model, ids: torch.Tensor, case: Case, on_tokens: Callable[[int], None] = lambda n: None) -> Score:
