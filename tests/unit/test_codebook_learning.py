@@ -5,8 +5,14 @@ import torch
 
 from lowbit_attn.codebooks.capture import LayerSample, Sample, turned
 from lowbit_attn.codebooks.kmeans import gathered, kmeans, nearest
-from lowbit_attn.codebooks.learn import (LEAST_WEIGHT, Recipe, balanced_order, channel_weights, learn_layers,
-                                         random_offsets)
+from lowbit_attn.codebooks.learn import (
+    LEAST_WEIGHT,
+    Recipe,
+    balanced_order,
+    channel_weights,
+    learn_layers,
+    random_offsets,
+)
 
 HEADS, DIM, PAGES = 2, 16, 9
 
@@ -142,8 +148,8 @@ def test_random_positions_serve_positions_that_the_text_did_not_have():
 
 def test_page_means_take_a_drift_off():
     drifting = sample(drift=3.0)
-    with_, without = (learn_layers(drifting, Recipe(4, None, has_page_mean=has))[0].logit_error for has in (True, False))
-    assert with_ < without / 2
+    with_, without = (learn_layers(drifting, Recipe(4, None, has_page_mean=has))[0] for has in (True, False))
+    assert with_.logit_error < without.logit_error / 2
 
 
 def test_weights_and_even_groups_lower_the_logits_error():
