@@ -103,10 +103,16 @@ def sides(case: Case) -> tuple[Side, Side]:
     return (Side("K", fmt.k.vec_size, case.rope, case.left_out, case.seed), Side("V", fmt.v.vec_size, seed=case.seed))
 
 
-def load_model():
+def load_model(folder: Path):
+    """(model, tokenizer) in fp32; kept as transformers saves it, which loads in seconds."""
     from lowbit_attn.demo import model as models
 
-    return models.load(models.fetch(models.default_folder()), "cpu")
+    kept = folder / "model"
+    if not (kept / "config.json").exists():
+        model, tokenizer = models.load(models.fetch(models.default_folder()), "cpu")
+        tokenizer.save_pretrained(kept)
+        model.save_pretrained(kept)
+    return models.load_folder(kept, "cpu")
 
 
 def sample_of(folder: Path):
@@ -116,7 +122,7 @@ def sample_of(folder: Path):
         from lowbit_attn.codebooks import calibrate, capture, text
 
         start = time.process_time()
-        model, tokenizer = load_model()
+        model, tokenizer = load_model(folder)
         print(f"loaded in {time.process_time() - start:.0f} s of CPU time", flush=True)
         start = time.process_time()
         ids = text.tokenized(tokenizer, text.mixture(), calibrate.tokens_to_read(LEARNED_TOKENS))
@@ -193,13 +199,14 @@ def run(
                                  param_hint="--only")
     done = {line["label"] for line in lines_of(output) if line["commit"] == commit() and line["tokens"] == tokens}
     cases = [case for case in CASES if case.label not in done and (not only or case.label in only)]
-    end, model = time.monotonic() + seconds, None
+    end, loaded = time.monotonic() + seconds, None
     for _, reading in groupby(cases, lambda case: case.reading):
         reading = list(reading)
         for start in range(0, len(reading), TOGETHER):
             if time.monotonic() > end:
                 raise typer.Exit(3)
-            model, tokenizer = (model, tokenizer) if model is not None else load_model()
+            loaded = loaded or load_model(folder)
+            model, tokenizer = loaded
             some = reading[start : start + TOGETHER]
             ids = tokenizer(text_of(some[0]), return_tensors="pt").input_ids[:, :tokens]
             options = {case.label: options_of(case, folder) for case in some}
