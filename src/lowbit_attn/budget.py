@@ -107,7 +107,8 @@ class Row:
     """One format's line. reason: why the format cannot be used or brings nothing, "" if it does.
 
     bits: stored bits per element of the whole cache, 16-bit tails and the codebooks of all layers included; cache_gb in
-    10^9 bytes; max_batch: largest batch of this context that fits beside the weights; floor_ms: least time a token step needs to read the cache;
+    10^9 bytes; max_batch: largest batch of this context that fits beside the weights; floor_ms: least time a token step
+    needs to read the cache;
     measured_ms: the same by this package's kernels, between decode calls measured on this GPU with as many query rows a
     KV head (None: none was);
     ratio: the 16-bit floor over this one; step_ratio: the same with the time of the weights added to both (None: not
