@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lowbit_attn.backend import BACKENDS
+from lowbit_attn.attached import check_identity
+from lowbit_attn.backend import BACKENDS, backend_of
 from lowbit_attn.checks import one_of
 
 MADE_ANEW = ("_counts", "_row_tensors")  # by every copy
@@ -54,6 +55,7 @@ class Copies:
 
     def __getstate__(self) -> dict:
         self._refuse_capture("copy")
+        check_identity(self)
         return {name: x for name, x in vars(self).items() if name not in MADE_ANEW}
 
     def __setstate__(self, state: dict) -> None:
@@ -63,7 +65,8 @@ class Copies:
         if self.pool.device.type != self.device.type:  # torch.load(..., map_location=)
             self.device = self.pool.device
         one_of("device", self.device.type, list(BACKENDS))
-        BACKENDS[self.device.type].prepare(self)
+        backend_of(self).prepare(self)
+        check_identity(self)
         self._start_copy()
 
     def _start_copy(self) -> None:

@@ -92,6 +92,8 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     if path is not None and path not in paths:
         return None, [f"path: {path!r} is not known on {arch}, supported: {', '.join(paths)}, reference"]
     reasons = list(cache.unnamed)
+    if cache.format.needs_codebooks:
+        reasons.append(f"format {cache.format}: no kernel reads codebooks yet, supported: path='reference', any device")
     if not 1 <= q_len <= MAX_Q_LEN:
         reasons.append(f"q_len {q_len}, supported: 1 to {MAX_Q_LEN}")
     if reasons:
@@ -145,14 +147,15 @@ def _is_uneven(held: np.ndarray, blocks: int, splits: int, sms: int) -> bool:
 
 def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path) -> None:
     """Run the chosen path into out and lse; raise NotImplementedError with the reasons if there is none."""
-    if cache.rotate_keys:
-        q = cache.rotate(q)
     if _is_reference(cache, path):
+        q = cache.queries(q)
         with torch.no_grad():
             o, logsumexp = reference.decode(q, cache, options)
             out.copy_(o)
             lse.copy_(logsumexp)
         return
+    if cache.rotate_keys:
+        q = cache.rotate(q)
     key = _served(q, cache, options, num_splits, path)
     _plan_decode(q, cache, options, num_splits, key, path).run(q, out, lse, options.sink_logits)
 

@@ -107,6 +107,8 @@ def bad(x: torch.Tensor, value: float) -> torch.Tensor:
     (dict(k_weights=bad(weights(), float("nan"))), "k_weights: .* not positive"),
     (dict(rope_inv_freq=torch.rand(LAYERS, DIM // 2)), "rope_inv_freq: got a tensor with rope='post'"),
     (dict(rope="pre"), "rope_inv_freq: got None"),
+    (dict(rope="pre", rope_inv_freq=torch.rand(LAYERS, DIM // 2), metadata={"rope_type": ["default", "yarn"]}),
+     r"rope_type: got yarn, supported with rope='pre': default, linear, llama3"),
     (dict(rope="pre", rope_inv_freq=torch.full((LAYERS, DIM // 2), -1.0)), "rope_inv_freq: got negative"),
     (dict(rope="pre", rope_inv_freq=torch.rand(LAYERS, DIM // 2), k_weights=bad(weights(), 3.0)),
      "k_weights: got two weights for channels that turn together"),

@@ -18,6 +18,7 @@ VERSION = 1  # of the file: another number where the meaning of a tensor or fiel
 ENTRIES = 256
 VEC_SIZES = (2, 4, 8)  # channels a code: 4, 2 and 1 bits
 ROPES = ("post", "pre")
+ROPE_TYPES = ("default", "linear", "llama3")  # transformers' rotary embeddings whose frequencies know no length
 TENSORS = ("k_entries", "v_entries", "k_order", "k_weights", "rope_inv_freq")
 KIND = "lowbit_attn codebooks"
 _DTYPES = {"k_entries": torch.float16, "v_entries": torch.float16, "k_order": torch.int16, "k_weights": torch.float32,
@@ -42,8 +43,8 @@ class Codebooks:
         k_weights: fp32 [layers, num_heads_kv, head_dim] by the model's channel, factors of keys (and divisors of
             queries), positive; None: 1. With rope="pre" channels d and d + head_dim / 2 have one weight.
         rope_inv_freq: fp32 [layers, head_dim / 2], radians a position, with rope="pre" only.
-        metadata: what can be written as JSON: "model", "config_hash", "weights_hash", "rope_type", provenance, errors
-            on held-out text by layer, "warnings".
+        metadata: what can be written as JSON: "model", "config_hash", "weights_hash", "rope_type" (a list of names),
+            provenance, errors on held-out text by layer, "warnings".
 
     Tensors are on the CPU. ValueError names the field that does not fit.
     """
@@ -114,6 +115,9 @@ class Codebooks:
         if self.head_dim % 2 or not bool((freq.isfinite() & (freq >= 0)).all()):
             raise ValueError("rope_inv_freq: got negative or non-finite values or an odd head_dim, supported: radians "
                              "a position, of an even head_dim")
+        if unknown := [kind for kind in self.metadata.get("rope_type", ()) if kind not in ROPE_TYPES]:
+            raise ValueError(f"rope_type: got {', '.join(map(str, unknown))}, supported with rope='pre': "
+                             f"{', '.join(ROPE_TYPES)}")
         object.__setattr__(self, "rope_inv_freq", freq.detach().to("cpu", torch.float32).contiguous())
 
     # ---- sizes and identity

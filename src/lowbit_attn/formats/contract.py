@@ -127,9 +127,17 @@ class Format:
     def record_bytes(self, head_dim: int) -> int:
         return self.record(head_dim).nbytes
 
-    def bits_per_element(self, head_dim: int) -> float:
-        """Stored bits per K or V element, metadata and rounding of the record included."""
-        return 8 * self.record_bytes(head_dim) / (2 * layout.PAGE_TOKENS * head_dim)
+    def shared_bytes(self, head_dim: int) -> int:
+        """Bytes of a layer's KV head that all pages share: codebooks, channel order and weights."""
+        return sum(plane.nbytes for spec in self.specs(head_dim) if spec for plane in spec.shared)
+
+    def bits_per_element(self, head_dim: int, tokens: int | None = None) -> float:
+        """Stored bits per K or V element, metadata and rounding of the record included.
+
+        tokens: of all sequences of a batch, over which what their pages share is spread; None: without it.
+        """
+        shared = 0 if tokens is None else 8 * self.shared_bytes(head_dim) / (2 * head_dim * tokens)
+        return 8 * self.record_bytes(head_dim) / (2 * layout.PAGE_TOKENS * head_dim) + shared
 
     def quantize(self, k: torch.Tensor, v: torch.Tensor, range_search: bool | None = None,
                  query_weights: torch.Tensor | None = None, k_entries: torch.Tensor | None = None,
