@@ -50,7 +50,7 @@ def frequencies(module: torch.nn.Module, head_dim: int) -> torch.Tensor:
     """
     config = module.config
     check_rope(rope_types(config), "post")
-    if getattr(module, "use_rope", True) is False or not rope_types(config):
+    if not getattr(module, "use_rope", True) or not rope_types(config):
         return torch.zeros(head_dim // 2)
     stated = config.rope_parameters
     if "rope_type" not in stated:

@@ -29,9 +29,11 @@ from lowbit_attn import kernels, reference
 from lowbit_attn.cache import CacheFaultError, KVCache
 from lowbit_attn.checks import integer, is_truth, one_of
 from lowbit_attn.codebooks import Codebooks
+from lowbit_attn.codebooks.prompt import PROMPT
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.integrations.handle import NAME, SUPPORTED, Handle
 from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
+from lowbit_attn.integrations.prompt import PromptLayer, blank
 from lowbit_attn.integrations.static import StaticLowBitLayer
 from lowbit_attn.reference import Attention
 
@@ -60,7 +62,8 @@ class LowBitCache(Cache):
         max_q_len: one more than the draft tokens that may be taken back at once (assisted generation, prompt lookup):
             so many recent tokens stay in 16 bit at least.
         max_seqlen: longest sequence, allocated at once and never moved; None: the pools double when they are full.
-        codebooks: for formats that need them ("cq2", ...): a file of ``lowbit-attn calibrate``, or Codebooks. Steps
+        codebooks: for formats that need them ("cq2", ...): a file of ``lowbit-attn calibrate``, Codebooks, or "prompt":
+            each row learns its own from its first 1,024 tokens or more, which stay in 16 bit until then. Steps
             over them cannot be compiled yet, so ``generate`` does not, and on a GPU they want path="reference".
         static: with max_seqlen, take all pages at once too, so that steps of one token after the prompt need nothing of
             the host: torch.compile traces them into one graph (``generate`` does so by itself on a GPU, as with
@@ -99,9 +102,15 @@ class LowBitCache(Cache):
             raise TypeError(f"codebooks: got {type(codebooks).__name__}, supported: Codebooks of a model or their file")
         options = dict(range_search=range_search, saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
         self.static = static
-        self.codebooks = Codebooks.load(codebooks) if isinstance(codebooks, str | PathLike) else codebooks
+        is_prompt = isinstance(codebooks, str) and codebooks == PROMPT
+        if is_prompt and static:
+            raise NotImplementedError("static: got True with codebooks='prompt', supported: a file of lowbit-attn "
+                                      "calibrate, for a prompt's codebooks are made while it is read")
+        is_path = isinstance(codebooks, str | PathLike) and not is_prompt
+        self.codebooks = Codebooks.load(codebooks) if is_path else codebooks
         self.format = _tried(format, dtype, max_seqlen, sinks, self.codebooks, options)
-        layer = partial(StaticLowBitLayer if static else LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype,
+        kind = StaticLowBitLayer if static else PromptLayer if is_prompt else LowBitLayer
+        layer = partial(kind, self.format, max_seqlen=max_seqlen, dtype=dtype,
                         path=path, sliding=sliding, window=window, keep_sinks=keep_sinks, sinks=sinks,
                         codebooks=self.codebooks, **options)
         super().__init__(layer_class_to_replicate=layer)
@@ -157,14 +166,16 @@ def _paths() -> list[str]:
 
 
 def _tried(format: str | Format, dtype: torch.dtype | None, max_seqlen: int | None, sinks: int | None,
-           codebooks: Codebooks | None, options: dict) -> Format:
+           codebooks: Codebooks | str | None, options: dict) -> Format:
     """The format; raises what a KVCache of these options would raise, before a model has run."""
     format = FORMATS[format] if isinstance(format, str) else format
     weighs = isinstance(format, Format) and format.k.weighs_queries
     weights = torch.zeros(1, TRIED_HEAD_DIM, dtype=torch.float32, device="cpu") if weighs else None
     sinks = {} if sinks is None else dict(sinks=sinks)
     heads, head_dim, books = 1, TRIED_HEAD_DIM, codebooks
-    if isinstance(codebooks, Codebooks):
+    if books == PROMPT:
+        books = blank(format, head_dim)
+    elif isinstance(codebooks, Codebooks):
         heads, head_dim, books = codebooks.num_heads_kv, codebooks.head_dim, codebooks.layer(0)
     KVCache(format, 1, heads, head_dim, torch.float16 if dtype is None else dtype, max_seqlen=max_seqlen,
             query_weights=weights, codebooks=books, **sinks, **options)
@@ -201,6 +212,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: Handle, value: 
     _check_call(module, dropout, is_causal, kwargs)
     if key.layer.codebooks is not None:
         key.layer.check_model(module.config)
+        if isinstance(key.layer, PromptLayer):
+            key.layer.look_at(module, query.shape[3])
         key.layer.position_ids = kwargs.get("position_ids")
     pads = None
     if isinstance(attention_mask, torch.Tensor):

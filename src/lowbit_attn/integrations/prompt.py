@@ -11,11 +11,25 @@ import torch
 from lowbit_attn.codebooks import LayerCodebooks
 from lowbit_attn.codebooks.calibrate import recipe_of
 from lowbit_attn.codebooks.prompt import LEAST_TOKENS, PROMPT, context, frequencies, learn_prompt
-from lowbit_attn.formats import Format
+from lowbit_attn.formats import Format, Kind
 from lowbit_attn.integrations import dense
 from lowbit_attn.integrations.handle import Handle
 from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
 from lowbit_attn.reference import PLAIN, Attention
+
+
+def blank(format: Format, head_dim: int) -> LayerCodebooks:
+    """Codebooks of zeros of one KV head, for a cache that tries options; ValueError for a format without."""
+    if not format.needs_codebooks:
+        raise ValueError(f"codebooks: got 'prompt' for format {format}, supported: None, for its codes are affine")
+    sides = {"k_entries": format.k, "v_entries": format.v}
+    entries = {name: torch.zeros(side.entries_shape(1, head_dim), dtype=torch.float16, device="cpu")
+               for name, side in sides.items() if side.kind is Kind.CODEBOOK}
+    of_keys = {} if "k_entries" not in entries else {
+        "k_order": torch.arange(head_dim, dtype=torch.int16, device="cpu")[None],
+        "k_weights": torch.ones(1, head_dim, device="cpu")}
+    both = dict.fromkeys(sides) | entries
+    return LayerCodebooks(format.name, "post", head_dim, **both, **of_keys)
 
 
 class RowLayer(LowBitLayer):
