@@ -103,7 +103,7 @@ def test_rows_are_apart_and_padding_is_not_learned(model):
     """A padded row of a batch is the row alone."""
     ids, mask = tokens(1150, 2), torch.ones(2, 1150, dtype=torch.long)
     mask[1, :100] = 0
-    both, alone = (LowBitCache("cq2", codebooks="prompt") for _ in range(2))
+    both, alone = (LowBitCache("cq4", codebooks="prompt") for _ in range(2))
     got = read(model, both, ids, (1149, 1), mask)
     want = read(model, alone, ids[1:, 100:], (1049, 1))
     for together, single in zip(both.layers, alone.layers, strict=True):
