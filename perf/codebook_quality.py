@@ -104,15 +104,13 @@ def sides(case: Case) -> tuple[Side, Side]:
 
 
 def load_model(folder: Path):
-    """(model, tokenizer) in fp32; kept as transformers saves it, which loads in seconds."""
+    """(model, tokenizer) in fp32; kept beside the codebooks as torch saves them, which loads in seconds."""
     from lowbit_attn.demo import model as models
 
-    kept = folder / "model"
-    if not (kept / "config.json").exists():
-        model, tokenizer = models.load(models.fetch(models.default_folder()), "cpu")
-        tokenizer.save_pretrained(kept)
-        model.save_pretrained(kept)
-    return models.load_folder(kept, "cpu")
+    kept = folder / "model.pt"
+    if not kept.exists():
+        torch.save(models.load(models.fetch(models.default_folder()), "cpu"), kept)
+    return torch.load(kept, weights_only=False)
 
 
 def sample_of(folder: Path):
