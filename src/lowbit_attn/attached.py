@@ -12,6 +12,8 @@ import torch
 from lowbit_attn.checks import LayoutMismatchError
 from lowbit_attn.codebooks import LayerCodebooks
 from lowbit_attn.formats import FORMATS, Format, Kind
+from lowbit_attn.formats.codebook import LARGEST
+from lowbit_attn.layout import PAGE_TOKENS
 
 
 class Attached:
@@ -83,6 +85,18 @@ class Attached:
         sine = (angle.sin() * (-self.sign if back else self.sign)[:, None]).float()
         other = k.gather(-1, self.partner[:, None].expand(k.shape))
         return k * angle.cos().float() + other * sine
+
+
+def count_clamped(cache) -> dict[str, int]:
+    """How many stored means of K and norms of V are at fp16's largest magnitude, which those beyond are clamped to."""
+    counts = dict.fromkeys(("mean", "norm"), 0)
+    planes = {plane.name: plane for plane in (*cache.record.k_planes, *cache.record.v_planes) if plane.name in counts}
+    for name, plane in planes.items():
+        packed = cache.counts.n_qk if name == "mean" else cache.counts.n_qv
+        pages = {page for held, count in zip(cache.book.held, packed.tolist()) for page in held[: count // PAGE_TOKENS]}
+        stored = cache.pool[cache.upload(sorted(pages)).long(), :, plane.offset : plane.offset + plane.nbytes]
+        counts[name] = int((stored.contiguous().view(torch.float16).abs() == LARGEST).sum())
+    return counts
 
 
 def attach(books, format: Format, num_heads_kv: int, head_dim: int, device) -> Attached | None:

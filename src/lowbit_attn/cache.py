@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.attached import check_identity
+from lowbit_attn.attached import check_identity, count_clamped
 from lowbit_attn.backend import BACKENDS, Backend, backend_of
 from lowbit_attn.checks import check_rank, check_tensor, integer, integers
 from lowbit_attn.extend import Extension
@@ -293,6 +293,12 @@ class KVCache(CacheState):
         tails = 2 * n_tok - n_qk - n_qv  # sinks included
         books = 0 if self.attached is None else self.attached.nbytes
         return packed // layout.PAGE_TOKENS * self.num_heads_kv + tails * token + books
+
+    def count_clamped(self) -> dict[str, int]:
+        """How many packed means ("mean", of K) and norms ("norm", of V) of a codebook format are at fp16's largest
+        magnitude: finite ones beyond are clamped to it. Waits for the device."""
+        self.settle("count_clamped")
+        return count_clamped(self)
 
     def dequantize_pages(self, pages: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page ids [n] -> K, V fp32 [n, num_heads_kv, 128, head_dim]. Waits for ids that are on the device.

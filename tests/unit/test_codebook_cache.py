@@ -443,6 +443,23 @@ def test_weights_do_not_make_finite_keys_infinite():
     assert all(x.isfinite().all() for x in cache.gather(0)) and cache.sink_k.amax() == 65504
 
 
+def test_clamped_means_and_norms_are_counted():
+    """Of packed pages alone, a shared one once; an infinity is none, since it shows."""
+    books = replace(books_of("cq2"), k_weights=torch.ones(HEADS, DIM))
+    cache = make(books=books, dtype=torch.bfloat16, max_batch=2)
+    k, v = torch.randn(330, HEADS, DIM).bfloat16(), torch.randn(330, HEADS, DIM).bfloat16()
+    k[32:160, 1, 5] = 1e6
+    v[[40, 200, 320], 0] = 3e38
+    v[50, 1, 1] = float("inf")
+    cache.prefill(0, k, v)
+    assert cache.count_clamped() == {"mean": 1, "norm": 2}
+    cache.share(0, 1, 160)
+    assert cache.count_clamped() == {"mean": 1, "norm": 2}
+    cache.free([0])
+    assert cache.count_clamped() == {"mean": 1, "norm": 1}
+    assert make("cq2-nonorm").count_clamped() == {"mean": 0, "norm": 0} == KVCache("k4v4", 1, 1, 64).count_clamped()
+
+
 def test_a_whole_model_s_codebooks_give_layers():
     whole = normal_codebooks("cq2", 3, HEADS, DIM)
     assert isinstance(whole, Codebooks)

@@ -9,14 +9,22 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowbit_attn import budget, environment
+from lowbit_attn.cli import books
 from lowbit_attn.cli.common import JsonOption, console, fail, table
+from lowbit_attn.formats import FORMATS
 
 
-def doctor(as_json: JsonOption = False) -> None:
-    """Show what this machine has for building and running the kernels, and what to install where something lacks."""
+def doctor(codebooks: books.BooksOption = None, as_json: JsonOption = False) -> None:
+    """Show what this machine has for building and running the kernels, and what to install where something lacks.
+
+    With --codebooks also whether that file can be read, and what it is for.
+    """
+    read = None if codebooks is None else books.loaded(codebooks)
     found = environment.gather()
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=1))
+        about = {} if read is None else {"codebooks": {"file": str(codebooks), "format": read.format, "hash": read.hash,
+                                                       "nbytes": read.nbytes, "warnings": books.warnings_of(read)}}
+        typer.echo(json.dumps(asdict(found) | about, indent=1))
         return
     shown = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _doctor_lines(found):
@@ -28,6 +36,10 @@ def doctor(as_json: JsonOption = False) -> None:
         if tool.remedy:
             state = "is missing" if tool.version is None else f"is {tool.version}"
             out.print(f"[bold]{name}[/] {state}: {escape(tool.remedy)}", soft_wrap=True)
+    if read is not None:
+        out.print(f"[bold]codebooks[/]: {escape(books.described(read))}", soft_wrap=True)
+        for warning in books.warnings_of(read):
+            out.print(f"[bold]codebooks[/] warning: {escape(warning)}", soft_wrap=True)
     if found.cache_problem:
         out.print(f"[bold]cache[/]: {escape(found.cache_problem)}", soft_wrap=True)
 
@@ -61,12 +73,15 @@ def suggest(
     weights_gb: Annotated[float | None, typer.Option(help="Weights read each step, in GB (10^9 bytes).")] = None,
     sinks: Annotated[int, typer.Option(help="First tokens that stay in 16 bit.")] = 0,
     format: Annotated[list[str] | None, typer.Option(help="A format; repeatable. Default: the presets.")] = None,
+    codebooks: books.BooksOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare formats for a model: size of the cache, what fits, and the least time a token can take."""
     try:
         model = budget.Model(layers, kv_heads if heads is None else heads, kv_heads, head_dim, weights_gb)
         device, tokens = budget.gpu_named(gpu), budget.parse_tokens(ctx)
+        if codebooks is not None:
+            format = _with_codebooks(books.loaded(codebooks), model, format)
         rows = budget.suggest(model, tokens, batch, device, format, sinks)
     except (ValueError, KeyError) as error:
         fail(error)
@@ -83,6 +98,15 @@ def suggest(
     out.print(f"kernels ms: {budget.measured_note(device, model)}.", soft_wrap=True)
     if weights_gb is None:
         out.print("With --weights-gb, the gain of a whole step and the room beside the weights are shown.")
+
+
+def _with_codebooks(read, model: budget.Model, formats: list[str] | None) -> list[str]:
+    """The formats with that of a file of codebooks; ValueError if they are not of this model's shape."""
+    for name, got, wanted in (("layers", read.layers, model.layers), ("head-dim", read.head_dim, model.head_dim),
+                              ("kv-heads", read.num_heads_kv, model.num_heads_kv)):
+        if got != wanted:
+            raise ValueError(f"codebooks: made for {name} {got}, supported: {wanted}, the model's")
+    return list(dict.fromkeys([*(formats or FORMATS), read.format]))
 
 
 def _suggest_table(rows: list[budget.Row]) -> Table:

@@ -10,9 +10,10 @@ import json
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
+
+from lowbit_attn import tensor_file
 
 VERSION = 1  # of the file: another number where the meaning of a tensor or field changes
 ENTRIES = 256
@@ -160,34 +161,15 @@ class Codebooks:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write one safetensors file, whole or not at all."""
-        from safetensors.torch import save
-
         about = {"kind": KIND, "version": str(self.version), "format": self.format, "rope": self.rope,
                  "head_dim": str(self.head_dim), "hash": self.hash, "metadata": json.dumps(self.metadata)}
-        path = Path(path)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            part.write_bytes(save(self.tensors, about))
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        tensor_file.write(path, self.tensors, about)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Codebooks":
         """Read a file of ``save``; FileNotFoundError, or CodebookFileError that says what is wrong with it."""
-        from safetensors import SafetensorError, safe_open
-
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"codebooks: no file {str(path)!r}; lowbit-attn calibrate makes one")
-        try:
-            with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # of the mapped file
-        except SafetensorError as error:
-            raise CodebookFileError(f"codebooks: {str(path)!r} is no whole safetensors file: {error}") from None
-        if about.get("kind") != KIND:
-            raise CodebookFileError(f"codebooks: {str(path)!r} holds something else, supported: files of lowbit-attn "
-                                    "calibrate or Codebooks.save")
+        about, tensors = tensor_file.read(path, KIND, "codebooks", "lowbit-attn calibrate or Codebooks.save",
+                                          CodebookFileError)
         if unknown := sorted(set(tensors) - set(TENSORS)):
             raise CodebookFileError(f"codebooks: {str(path)!r} has tensors {unknown}, supported: {', '.join(TENSORS)}")
         try:
