@@ -306,3 +306,23 @@ def test_the_command_refuses_a_short_text(folder, tmp_path):
     result = run("calibrate", "--model", folder, "--text", tmp_path / "short.txt", "--out", tmp_path / "x")
     assert result.exit_code == 2 and "got 100 tokens, supported: 1024 or more" in result.output
     assert not Path(tmp_path / "x").exists()
+
+
+def test_three_commands_from_a_model_folder(folder, tmp_path):
+    """calibrate, quality, generate; and quality with codebooks of the text's own first tokens."""
+    file, text = tmp_path / "small.cq2.safetensors", tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog and sleeps " * 22)
+    assert run("calibrate", "--model", folder, "--tokens", 1024, "--out", file).exit_code == 0
+    lines = tmp_path / "lines.jsonl"
+    result = run("quality", "--model", folder, "--text", text, "--format", "cq2", "--codebooks", file, "--tokens", 320,
+                 "--jsonl", lines)
+    assert result.exit_code == 0, result.output
+    kl = json.loads(lines.read_text().splitlines()[-1])["kl"]
+    assert 0 < kl < 1
+    result = run("generate", text.read_text()[:300], "--model", folder, "--format", "cq2", "--codebooks", file,
+                 "--tokens", 4)
+    assert result.exit_code == 0 and "4 tokens after 300 in" in result.output
+    result = run("quality", "--model", folder, "--text", text, "--format", "cq2", "--codebooks", "prompt", "--tokens",
+                 1160, "--jsonl", lines)
+    assert result.exit_code == 0, result.output
+    assert 0 < json.loads(lines.read_text().splitlines()[-1])["kl"] < kl

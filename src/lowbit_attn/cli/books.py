@@ -9,11 +9,14 @@ import typer
 from lowbit_attn.attached import check_format
 from lowbit_attn.cli.common import fail
 from lowbit_attn.codebooks import Codebooks
+from lowbit_attn.codebooks.prompt import PROMPT
 from lowbit_attn.formats import FORMATS, Format
 
-BooksOption = Annotated[Path | None, typer.Option("--codebooks", help="A file of lowbit-attn calibrate.")]
+BooksOption = Annotated[Path | None, typer.Option(
+    "--codebooks", help="A file of lowbit-attn calibrate, or prompt: learned from the text's first 1,024 tokens.")]
 ManyBooksOption = Annotated[list[Path] | None, typer.Option(
-    "--codebooks", help="A file of lowbit-attn calibrate, for formats that need one; repeatable.")]
+    "--codebooks", help="A file of lowbit-attn calibrate, for formats that need one, or prompt: learned from the "
+                        "text's first 1,024 tokens; repeatable.")]
 
 
 def loaded(path: Path) -> Codebooks:
@@ -30,6 +33,8 @@ def fitting(fmt: Format, files: list[Path]) -> Path | None:
         return None
     misfits = []
     for path in files:
+        if str(path) == PROMPT:
+            return path
         try:
             check_format(loaded(path), fmt)
             return path
@@ -60,7 +65,8 @@ def check_model(options: dict | None, network) -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", identity.OtherWeightsWarning)
         try:
-            identity.check_model(loaded(Path(options["codebooks"])), network)
+            if options["codebooks"] != PROMPT:
+                identity.check_model(loaded(Path(options["codebooks"])), network)
         except ValueError as error:
             fail(error)
     for warning in found:
