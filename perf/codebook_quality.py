@@ -64,7 +64,8 @@ def _cases() -> list[Case]:
     second = [replace(case, label=f"{case.label}, gpl", text="gpl") for case in docs if case.label in names]
     half = [replace(case, scored_from=TOKENS // 2) for case in (
         Case("16 bit, second half"), Case("cq2, second half", "cq2"),
-        Case("cq2 from the prompt, second half", "cq2", is_prompt=True))]
+        Case("cq2 from the prompt, second half", "cq2", is_prompt=True),
+        Case("cq2 pre-RoPE from the prompt, second half", "cq2", "pre", is_prompt=True))]
     return docs + far + second + half
 
 
@@ -176,7 +177,8 @@ def options_of(case: Case, folder: Path) -> dict | None:
     """Options of LowBitCache; None: 16 bit."""
     if case.format is None:
         return None
-    return dict(format=case.format, codebooks="prompt" if case.is_prompt else codebooks_of(case, folder))
+    prompt = "prompt-pre" if case.rope == "pre" else "prompt"
+    return dict(format=case.format, codebooks=prompt if case.is_prompt else codebooks_of(case, folder))
 
 
 @app.command()

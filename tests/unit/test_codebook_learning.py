@@ -174,7 +174,8 @@ def test_norms_serve_a_loud_token():
 def test_seeds_and_offsets():
     given = sample()
     assert random_offsets(given, Recipe(4, 4), 0).max() <= 8192 - given.first.max() - 128
-    assert len(set(random_offsets(given, Recipe(4, 4), 0).tolist())) == PAGES
+    stays, *turns = random_offsets(given, Recipe(4, 4), 0)
+    assert not stays.any() and len(turns) == 2 and len(set(torch.cat(turns).tolist())) == 2 * PAGES
     assert not torch.equal(random_offsets(given, Recipe(4, 4), 0), random_offsets(given, Recipe(4, 4, seed=1), 0))
     for none in (Recipe(4, 4, rope="pre"), Recipe(4, 4, has_random_positions=False)):
         assert not random_offsets(given, none, 0).any()

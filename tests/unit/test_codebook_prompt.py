@@ -117,6 +117,24 @@ def test_rows_are_apart_and_padding_is_not_learned(model):
     assert errors[1] < 0.3 < 0.8 < errors[0], errors
 
 
+def test_keys_before_rope_are_turned_back_from_where_they_stand(model):
+    """A padded row, told its positions, is the row alone; and far from the start, the row near it."""
+    ids, mask = tokens(1130, 2), torch.ones(2, 1130, dtype=torch.long)
+    mask[1, :70] = 0
+    both, alone, far = (LowBitCache("cq4", codebooks="prompt-pre") for _ in range(3))
+    got = read(model, both, ids, (1129, 1), mask)[1, -1]
+    want = read(model, alone, ids[1:, 70:], (1059, 1))[0, -1]
+    model.set_attn_implementation("lowbit")
+    with torch.no_grad():
+        for part in (slice(0, 1059), slice(1059, 1060)):
+            place = torch.arange(2000, 3060)[None, part]
+            there = model(ids[1:, 70:][:, part], position_ids=place, **{CACHE_ARGUMENT: far}).logits[0, -1]
+    assert [int(x.layers[0].rows[-1].kv.first_positions[0]) for x in (both, alone, far)] == [70, 0, 2000]
+    for other in (got, there):
+        assert (other - want).norm() < 0.2 * want.norm()
+    assert far.layers[1].rows[0].books.rope == "pre"
+
+
 def test_generate(model):
     model.set_attn_implementation("lowbit")
     ids = tokens(1030)

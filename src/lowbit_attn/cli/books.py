@@ -9,7 +9,7 @@ import typer
 from lowbit_attn.attached import check_format
 from lowbit_attn.cli.common import fail
 from lowbit_attn.codebooks import Codebooks
-from lowbit_attn.codebooks.prompt import PROMPT
+from lowbit_attn.codebooks.prompt import PROMPTS
 from lowbit_attn.formats import FORMATS, Format
 
 BooksOption = Annotated[Path | None, typer.Option(
@@ -33,7 +33,7 @@ def fitting(fmt: Format, files: list[Path]) -> Path | None:
         return None
     misfits = []
     for path in files:
-        if str(path) == PROMPT:
+        if str(path) in PROMPTS:
             return path
         try:
             check_format(loaded(path), fmt)
@@ -65,7 +65,7 @@ def check_model(options: dict | None, network) -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", identity.OtherWeightsWarning)
         try:
-            if options["codebooks"] != PROMPT:
+            if options["codebooks"] not in PROMPTS:
                 identity.check_model(loaded(Path(options["codebooks"])), network)
         except ValueError as error:
             fail(error)

@@ -18,6 +18,7 @@ from lowbit_attn.layout import PAGE_TOKENS
 from lowbit_attn.precision import full_precision
 
 HELD_OUT = 9  # one page of so many is kept for the errors
+RANDOM_COPIES = 2  # of every key, at random positions, beside the key where it stood
 LEAST_WEIGHT = 1e-3  # of a channel, beside a mean of 1: no query moment divides by zero
 LEAST_NORM = 1e-6
 FP16_MOST = 65504.0
@@ -89,19 +90,24 @@ def learn_layers(sample: Sample, recipe: Recipe, device="cpu", on_step: Callable
 
 
 def random_offsets(sample: Sample, recipe: Recipe, layer: int) -> torch.Tensor:
-    """Positions by which each page of a layer is turned on: int64 [pages], 0 where the recipe has none."""
+    """Positions by which each page of a layer is turned on, for each of its copies: int64 [copies, pages].
+
+    The first copy stays where it stood, as the others do not in a recipe with random positions.
+    """
+    stays = torch.zeros(1, sample.pages, dtype=torch.int64)
     most = sample.max_positions - int(sample.first.max()) - PAGE_TOKENS
     if recipe.rope == "pre" or not recipe.has_random_positions or most <= 0:
-        return torch.zeros(sample.pages, dtype=torch.int64)
+        return stays
     generator = torch.Generator().manual_seed(recipe.seed * 1009 + layer)
-    return torch.randint(most + 1, (sample.pages,), generator=generator)
+    return torch.cat((stays, torch.randint(most + 1, (RANDOM_COPIES, sample.pages), generator=generator)))
 
 
 def learn_layer(layer: LayerSample, first: torch.Tensor, offsets: torch.Tensor, held: torch.Tensor, recipe: Recipe,
                 device="cpu", on_step: Callable[[], None] = lambda: None) -> Learned:
     """Codebooks of one layer from the pages that are not ``held``; its errors on those that are.
 
-    first, offsets, held: by page, the position of its first token, how far it is turned on, whether it is held out.
+    first, held: by page, the position of its first token, whether it is held out. offsets: as of ``random_offsets``;
+    the errors are those of the last copy.
     """
     learned = Learned()
     with full_precision(torch.device(device).type):
@@ -113,26 +119,30 @@ def learn_layer(layer: LayerSample, first: torch.Tensor, offsets: torch.Tensor, 
 
 
 def _learn_keys(learned: Learned, layer: LayerSample, first, offsets, held, recipe: Recipe, device, on_step) -> None:
-    shift = _shift(first, recipe.rope, offsets)
-    keys = turned(layer.keys.to(device), layer.inv_freq.to(device), shift)
-    if recipe.has_page_mean:
-        keys = keys - keys.mean(2, keepdim=True).half().float()
-    heads, head_dim = keys.shape[1], keys.shape[3]
+    inv_freq, shifts = layer.inv_freq.to(device), [_shift(first, recipe.rope, one) for one in offsets]
+    copies = [_without_mean(turned(layer.keys.to(device), inv_freq, shift), recipe) for shift in shifts]
+    heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
     weight = channel_weights(layer.q_moment) if recipe.is_weighted else torch.ones(heads, head_dim)
-    importance = keys[~held].square().mean((0, 2)).cpu() * weight
-    order = (balanced_order(importance, recipe.k_vec_size) if recipe.is_balanced
+    squares = sum(keys[~held].square().mean((0, 2)) for keys in copies) / len(copies)
+    order = (balanced_order(squares.cpu() * weight, recipe.k_vec_size) if recipe.is_balanced
              else torch.arange(head_dim).expand(heads, head_dim))
-    factors = weight.sqrt()
-    stored = (keys * factors[:, None].to(device)).gather(
-        3, order[None, :, None].expand_as(keys).to(device))
-    learned.k_entries, learned.unused = _clustered(stored[~held], recipe.k_vec_size, recipe, on_step)
+    factors, place = weight.sqrt(), order[None, :, None].to(device)
+    stored = [(keys * factors[:, None].to(device)).gather(3, place.expand_as(keys)) for keys in copies]
+    learned.k_entries, learned.unused = _clustered(torch.cat([keys[~held] for keys in stored]), recipe.k_vec_size,
+                                                   recipe, on_step)
     learned.k_order, learned.k_weights = order, factors
     if held.any():
-        error = _decoded(stored[held], learned.k_entries) - stored[held]
+        keys = stored[-1][held]
+        error = _decoded(keys, learned.k_entries) - keys
         error = error.gather(3, order.argsort(-1)[None, :, None].expand_as(error).to(device))
-        error = turned(error / factors[:, None].to(device), layer.inv_freq.to(device), -shift[held])
+        error = turned(error / factors[:, None].to(device), inv_freq, -shifts[-1][held])
         squares = torch.einsum("phtd,hde,phte->", error, layer.q_moment.to(device), error)
         learned.logit_error = layer.scaling**2 * squares.item() / error[..., 0].numel()
+
+
+def _without_mean(keys: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Keys [pages, heads, tokens, head_dim] without the mean of each page, as fp16 would hold it."""
+    return keys - keys.mean(2, keepdim=True).half().float() if recipe.has_page_mean else keys
 
 
 def _learn_values(learned: Learned, layer: LayerSample, held, recipe: Recipe, device, on_step) -> None:

@@ -15,17 +15,19 @@ from lowbit_attn.codebooks.file import LayerCodebooks
 from lowbit_attn.codebooks.learn import Recipe, Sample, learn_layer, random_offsets
 from lowbit_attn.layout import PAGE_TOKENS
 
-PROMPT = "prompt"  # as an argument ``codebooks``
+PROMPT, PROMPT_PRE = "prompt", "prompt-pre"  # as an argument ``codebooks``: keys after or before their rotary embedding
+PROMPTS = {PROMPT: "post", PROMPT_PRE: "pre"}
 LEAST_TOKENS = 1024
 
 
 def learn_prompt(keys: torch.Tensor, values: torch.Tensor, q_moment: torch.Tensor, inv_freq: torch.Tensor,
-                 max_positions: int, sinks: int, recipe: Recipe, format_name: str) -> LayerCodebooks:
+                 max_positions: int, sinks: int, recipe: Recipe, format_name: str, start: int = 0) -> LayerCodebooks:
     """Codebooks of a layer from a sequence's first tokens.
 
     keys, values: [num_heads_kv, tokens, head_dim], all of the sequence from its first token; its sinks and what fills
     no page of 128 tokens is not learned from. q_moment: as in LayerSample. inv_freq: fp32 [head_dim / 2].
-    max_positions: the model's context, which random positions reach up to. Raises ValueError for NaN or infinities.
+    max_positions: the model's context, which random positions reach up to. start: the first token's position. Raises
+    ValueError for NaN or infinities.
     """
     pages = (keys.shape[1] - sinks) // PAGE_TOKENS
     paged = [x[:, sinks : sinks + pages * PAGE_TOKENS].unflatten(1, (pages, PAGE_TOKENS)).transpose(0, 1)
@@ -34,22 +36,23 @@ def learn_prompt(keys: torch.Tensor, values: torch.Tensor, q_moment: torch.Tenso
         raise ValueError("codebooks: the prompt's keys or values have NaN or infinities, supported: finite ones; try "
                          "another dtype of the model")
     layer = LayerSample(*paged, q_moment.float().cpu(), 1.0, inv_freq)
-    sample = Sample([layer], sinks + torch.arange(pages) * PAGE_TOKENS, max(max_positions, keys.shape[1]))
+    sample = Sample([layer], start + sinks + torch.arange(pages) * PAGE_TOKENS, max_positions)
     none_held = torch.zeros(pages, dtype=torch.bool)
     learned = learn_layer(layer, sample.first, random_offsets(sample, recipe, 0), none_held, recipe, keys.device)
     order = None if learned.k_order is None else learned.k_order.to(torch.int16)
+    freq = inv_freq.float() if recipe.rope == "pre" else None
     return LayerCodebooks(format_name, recipe.rope, keys.shape[2], learned.k_entries, learned.v_entries, order,
-                          learned.k_weights).to(keys.device)
+                          learned.k_weights, freq).to(keys.device)
 
 
-def frequencies(module: torch.nn.Module, head_dim: int) -> torch.Tensor:
+def frequencies(module: torch.nn.Module, head_dim: int, rope: str = "post") -> torch.Tensor:
     """inv_freq fp32 [head_dim / 2] of an attention module of transformers, 0 where its keys do not turn.
 
     Raises NotImplementedError for rotary embeddings of part of a head or of neighbouring channels, and of types whose
     frequencies depend on the length.
     """
     config = module.config
-    check_rope(rope_types(config), "post")
+    check_rope(rope_types(config), rope)
     if not getattr(module, "use_rope", True) or not rope_types(config):
         return torch.zeros(head_dim // 2)
     stated = config.rope_parameters

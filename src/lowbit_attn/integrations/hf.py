@@ -29,7 +29,7 @@ from lowbit_attn import kernels, reference
 from lowbit_attn.cache import CacheFaultError, KVCache
 from lowbit_attn.checks import integer, is_truth, one_of
 from lowbit_attn.codebooks import Codebooks
-from lowbit_attn.codebooks.prompt import PROMPT
+from lowbit_attn.codebooks.prompt import PROMPTS
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.integrations.handle import NAME, SUPPORTED, Handle
 from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
@@ -63,7 +63,8 @@ class LowBitCache(Cache):
             so many recent tokens stay in 16 bit at least.
         max_seqlen: longest sequence, allocated at once and never moved; None: the pools double when they are full.
         codebooks: for formats that need them ("cq2", ...): a file of ``lowbit-attn calibrate``, Codebooks, or "prompt":
-            each row learns its own from its first 1,024 tokens or more, which stay in 16 bit until then. Steps
+            each row learns its own from its first 1,024 tokens or more, which stay in 16 bit until then ("prompt-pre":
+            of keys before their rotary embedding, with fewer errors). Steps
             over them cannot be compiled yet, so ``generate`` does not, and on a GPU they want path="reference".
         static: with max_seqlen, take all pages at once too, so that steps of one token after the prompt need nothing of
             the host: torch.compile traces them into one graph (``generate`` does so by itself on a GPU, as with
@@ -102,10 +103,10 @@ class LowBitCache(Cache):
             raise TypeError(f"codebooks: got {type(codebooks).__name__}, supported: Codebooks of a model or their file")
         options = dict(range_search=range_search, saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
         self.static = static
-        is_prompt = isinstance(codebooks, str) and codebooks == PROMPT
+        is_prompt = isinstance(codebooks, str) and codebooks in PROMPTS
         if is_prompt and static:
-            raise NotImplementedError("static: got True with codebooks='prompt', supported: a file of lowbit-attn "
-                                      "calibrate, for a prompt's codebooks are made while it is read")
+            raise NotImplementedError(f"static: got True with codebooks={codebooks!r}, supported: a file of "
+                                      "lowbit-attn calibrate, for a prompt's codebooks are made while it is read")
         is_path = isinstance(codebooks, str | PathLike) and not is_prompt
         self.codebooks = Codebooks.load(codebooks) if is_path else codebooks
         self.format = _tried(format, dtype, max_seqlen, sinks, self.codebooks, options)
@@ -173,7 +174,7 @@ def _tried(format: str | Format, dtype: torch.dtype | None, max_seqlen: int | No
     weights = torch.zeros(1, TRIED_HEAD_DIM, dtype=torch.float32, device="cpu") if weighs else None
     sinks = {} if sinks is None else dict(sinks=sinks)
     heads, head_dim, books = 1, TRIED_HEAD_DIM, codebooks
-    if books == PROMPT:
+    if isinstance(books, str):
         books = blank(format, head_dim)
     elif isinstance(codebooks, Codebooks):
         heads, head_dim, books = codebooks.num_heads_kv, codebooks.head_dim, codebooks.layer(0)

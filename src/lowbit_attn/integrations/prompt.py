@@ -10,7 +10,7 @@ import torch
 
 from lowbit_attn.codebooks import LayerCodebooks
 from lowbit_attn.codebooks.calibrate import recipe_of
-from lowbit_attn.codebooks.prompt import LEAST_TOKENS, PROMPT, context, frequencies, learn_prompt
+from lowbit_attn.codebooks.prompt import LEAST_TOKENS, PROMPTS, context, frequencies, learn_prompt
 from lowbit_attn.formats import Format, Kind
 from lowbit_attn.integrations import dense
 from lowbit_attn.integrations.handle import Handle
@@ -47,10 +47,11 @@ class PromptLayer(LowBitLayer):
     """One layer; ``held``: (K, V) [batch, num_heads_kv, tokens, head_dim] in 16 bit until every row has 1,024 tokens,
     ``rows`` afterwards. Options: see LowBitCache."""
 
-    def __init__(self, format: Format, *, codebooks: str = PROMPT, **options):
+    def __init__(self, format: Format, *, codebooks: str, **options):
         super().__init__(format, **options)
         self.given, self.codebooks = options, codebooks
-        self.recipe = recipe_of(format)
+        self.recipe = recipe_of(format, PROMPTS[codebooks])
+        self.starts: dict[int, int] = {}  # position of each row's first token
         self.rows: list[RowLayer] = []
         self.held = self.moments = self.inv_freq = None
         self.max_positions = 0
@@ -59,7 +60,7 @@ class PromptLayer(LowBitLayer):
         """Learn from the attention module, before its first step, how keys turn; NotImplementedError if they cannot."""
         if self.inv_freq is None:
             self.max_positions = context(module.config)
-            self.inv_freq = frequencies(module, head_dim)
+            self.inv_freq = frequencies(module, head_dim, self.recipe.rope)
 
     def check_model(self, config) -> None:
         """Nothing: these codebooks are of no model."""
@@ -99,6 +100,8 @@ class PromptLayer(LowBitLayer):
         if self.held is not None:
             k, v = (torch.cat((old, new), 2) for old, new in zip(self.held, (k, v)))
         out = dense.attend(query, k.to(query.dtype), v.to(query.dtype), options, pads, self.sinks)
+        starts = self.starts | {b: self._position(b, pad - self.length) for b, pad in enumerate(pads)
+                                if self.recipe.rope == "pre" and 0 <= pad - self.length < q_len}
         moments = self._moments(query, k.shape[1], pads)
         if self.moments is not None:
             moments = tuple(a + b for a, b in zip(self.moments, moments))
@@ -106,9 +109,9 @@ class PromptLayer(LowBitLayer):
             k, v = k.clone(), v.clone()
             moments = tuple(x.clone() for x in moments)
         if shortest < LEAST_TOKENS:
-            self.held, self.moments = (k, v), moments
+            self.held, self.moments, self.starts = (k, v), moments, starts
             return out
-        self.rows = [self._learned(k[b, :, pad:], v[b, :, pad:], moments[0][b] / moments[1][b])
+        self.rows = [self._learned(k[b, :, pad:], v[b, :, pad:], moments[0][b] / moments[1][b], starts.get(b, 0))
                      for b, pad in enumerate(pads)]
         self.held = self.moments = None
         return out
@@ -123,15 +126,19 @@ class PromptLayer(LowBitLayer):
             counts.append(q.shape[1])
         return torch.stack(sums), torch.tensor(counts, dtype=torch.float32, device=query.device)
 
-    def _learned(self, k: torch.Tensor, v: torch.Tensor, moment: torch.Tensor) -> RowLayer:
-        """A row with codebooks from its tokens [num_heads_kv, tokens, head_dim], which it then holds."""
+    def _learned(self, k: torch.Tensor, v: torch.Tensor, moment: torch.Tensor, start: int) -> RowLayer:
+        """A row with codebooks from its tokens [num_heads_kv, tokens, head_dim], which it then holds; start: the
+        position of the first."""
         inv_freq = torch.zeros(k.shape[2] // 2) if self.inv_freq is None else self.inv_freq
         with torch.inference_mode(False):
-            books = learn_prompt(k, v, moment, inv_freq, self.max_positions, self.sinks, self.recipe, self.format.name)
+            books = learn_prompt(k, v, moment, inv_freq, self.max_positions, self.sinks, self.recipe, self.format.name,
+                                 start)
         row = RowLayer(self.format, books, **self.given)
         row.lazy_initialization(k[None], v[None])
         row.dtype = self.dtype
         row._make_room(k[None], k.shape[1])
+        if self.recipe.rope == "pre":
+            row.kv.set_first_positions([0], start)
         row.kv.prefill(0, k.transpose(0, 1), v.transpose(0, 1))
         row.length = k.shape[1]
         return row
@@ -159,12 +166,12 @@ class PromptLayer(LowBitLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self.rows, self.held, self.moments = [], None, None
+        self.rows, self.held, self.moments, self.starts = [], None, None, {}
 
     def reset(self) -> None:
         """Forget all tokens and codebooks; the next prompt makes others."""
         super().reset()
-        self.rows, self.held, self.moments = [], None, None
+        self.rows, self.held, self.moments, self.starts = [], None, None, {}
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens, as in LowBitLayer; before the codebooks, a reset is supported."""
