@@ -12,7 +12,15 @@ from lowbit_attn.attached import Attached
 from lowbit_attn.codebooks import Codebooks, LayerCodebooks
 from lowbit_attn.formats import Kind
 from lowbit_attn.reference import attention
-from lowbit_attn.testing import assert_same_state, normal_codebooks, relative_error
+from lowbit_attn.testing import (
+    Case,
+    assert_decode,
+    assert_same_state,
+    build,
+    expected,
+    normal_codebooks,
+    relative_error,
+)
 
 HEADS, DIM, SINKS = 2, 64, 32
 FREQ = 10_000.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
@@ -252,6 +260,42 @@ def test_dtypes_and_fp32_input(dtype):
     assert decode(torch.randn(1, 1, 4, DIM).to(dtype), one)[0].dtype == dtype
 
 
+CASES = [Case("cq2", lengths=(300, 700), head_dim=64, q_len=2, sinks=32), Case("cq4", rope="pre", lengths=(600,)),
+         Case("kcq4vcq2", torch.bfloat16, 96, 6, 2, (0, 400), sinks=5, rope="pre"),
+         Case("cq1", lengths=(400,), head_dim=256, shared_pages=True), Case("k4vcq2", lengths=(129, 400))]
+SPOILED = {"zero": torch.zeros_like, "nan": lambda o: o * float("nan"), "one head on": lambda o: o.roll(1, 2),
+           "half": lambda o: o * 0.5, "constant": lambda o: torch.full_like(o, float(o.mean()))}
+SHIFTED = {"first token lost": lambda k, v: (k[:, 1:], v[:, 1:]), "v one token on": lambda k, v: (k, v.roll(1, 1)),
+           "k one token on": lambda k, v: (k.roll(1, 1), v), "kv head on": lambda k, v: (k.roll(1, 0), v.roll(1, 0)),
+           "k one channel on": lambda k, v: (k.roll(1, 2), v)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernels_comparators_judge_codebook_caches(case):
+    """On caches with permuted pages and NaN in all dead memory: decode passes, spoiled and stale outputs do not."""
+    problem = build(case)
+    want, (o, lse) = expected(problem), decode(problem.q, problem.cache)
+    assert_decode(o, lse, want)
+    for spoil in SPOILED.values():
+        with pytest.raises(AssertionError):
+            assert_decode(spoil(o), lse, want)
+    with pytest.raises(AssertionError):
+        assert_decode(o, lse + 0.5, want)
+    stale = build(replace(case, seed=1))
+    with pytest.raises(AssertionError):
+        assert_decode(*decode(stale.q, stale.cache), want)
+
+
+@pytest.mark.parametrize("how", SHIFTED)
+@ropes
+def test_the_kernels_comparators_refuse_wrong_tokens(how, rope):
+    problem = build(Case("cq2", lengths=(400,), num_heads=8, num_heads_kv=2, rope=rope))
+    k, v = SHIFTED[how](*problem.cache.gather(0))
+    o, lse = attention(problem.cache.queries(problem.q)[0], k, v)
+    with pytest.raises(AssertionError):
+        assert_decode(o[None].half(), lse[None], expected(problem))
+
+
 # ---- steps of a server
 
 
@@ -390,6 +434,13 @@ def test_codebooks_serve_every_format_of_their_sides(name, books):
     kept = {name for name, x in vars(cache.attached.layer).items() if isinstance(x, torch.Tensor)}
     assert kept == {f"{side}_entries" for side in "kv" if getattr(FORMATS[name], side).kind is Kind.CODEBOOK} | (
         {"k_order", "k_weights"} if FORMATS[name].k.kind is Kind.CODEBOOK else set())
+
+
+def test_shared_out_tokens_are_refused_by_name():
+    from lowbit_attn.parallel import ShardedKVCache
+
+    with pytest.raises(NotImplementedError, match="format: cq2 has codebooks, supported by KVCache"):
+        ShardedKVCache("cq2", 4, HEADS, DIM, codebooks=books_of("cq2"))
 
 
 def test_rotated_keys_and_query_weights_are_refused():
