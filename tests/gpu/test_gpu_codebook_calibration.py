@@ -9,7 +9,7 @@ from lowbit_attn import FORMATS  # noqa: E402
 from lowbit_attn.codebooks.calibrate import calibrate  # noqa: E402
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
