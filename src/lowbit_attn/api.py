@@ -9,15 +9,14 @@ from numbers import Real
 import torch
 
 from lowbit_attn import dispatch, ops, reference
+from lowbit_attn.attached import check_identity
 from lowbit_attn.cache import KVCache
-from lowbit_attn.checks import check_rank, check_tensor, integer, is_truth
+from lowbit_attn.checks import LayoutMismatchError, check_rank, check_tensor, integer, is_truth
 from lowbit_attn.state import CacheState
 
+__all__ = ["LayoutMismatchError", "decode", "merge_states", "ready"]
+
 SMALLEST_FACTOR = 2.0**-64  # of softmax_scale and softcap: kernels multiply them with powers of two of the data
-
-
-class LayoutMismatchError(ValueError):
-    """The cache was packed in another order than this version reads."""
 
 
 def decode(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int] | None = None,
@@ -61,6 +60,9 @@ def decode(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int
             return _repeat(plan, q, cache, out, lse, sink_logits, rows)
     options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
     _check(q, cache, out, lse, num_splits, options)
+    if is_compiling and cache.attached is not None:
+        raise NotImplementedError(f"decode: format {cache.format} has codebooks, whose calls cannot be compiled yet, "
+                                  "supported: calls outside of torch.compile")
     rows = None if rows is None else _rows(rows, q, cache)
     if is_compiling:
         return ops.traced_decode(q, cache, out, lse, options, num_splits, path, rows)
@@ -122,9 +124,7 @@ def _check(q, cache: KVCache, out, lse, num_splits: int | None, options: referen
     """Raise for what is not supported; None stands for what decode allocates or picks itself."""
     if not isinstance(cache, CacheState):
         raise TypeError(f"cache: got {type(cache).__name__}, supported: a KVCache")
-    if cache.layout_id != cache.format.layout_id:
-        raise LayoutMismatchError(f"cache: layout id {cache.layout_id}, supported: {cache.format.layout_id}; "
-                                  "pack the cache again with this version")
+    check_identity(cache)
     batch, q_len, num_heads, _ = check_rank("q", q, ("batch", "q_len", "num_heads", "head_dim"))
     if not 0 < batch <= cache.max_batch:
         raise ValueError(f"q: batch {batch}, supported: 1 to the cache's max_batch = {cache.max_batch}")

@@ -26,20 +26,27 @@ class Backend(NamedTuple):
 def write_blocks(cache, pages: torch.Tensor, blocks: torch.Tensor, side: str) -> None:
     """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool, in torch."""
     records, blocks = cache.pool[pages.long()].flatten(0, 1), blocks.flatten(0, 1).float()
+    entries = None if cache.attached is None else cache.attached.entries(side)
     if side == "k":
         weights = None if cache.query_weights is None else cache.query_weights.repeat(pages.shape[0], 1)
-        cache.format.write_k(records, blocks, cache.range_search, weights)
+        cache.format.write_k(records, blocks, cache.range_search, weights, entries)
     else:
-        cache.format.write_v(records, blocks, cache.range_search)
+        cache.format.write_v(records, blocks, cache.range_search, entries)
     cache.pool[pages.long()] = records.unflatten(0, (-1, cache.num_heads_kv))
 
 
 def read_pages(cache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantize pages int [n]: K, V fp32 [n, num_heads_kv, 128, head_dim], in torch."""
     records = cache.pool[pages.long()].flatten(0, 1)
-    k = cache.format.dequantize_k(records, cache.head_dim).unflatten(0, (-1, cache.num_heads_kv))
-    return k, cache.format.dequantize_v(records, cache.head_dim).unflatten(0, (-1, cache.num_heads_kv))
+    k_entries, v_entries = (None, None) if cache.attached is None else map(cache.attached.entries, "kv")
+    k = cache.format.dequantize_k(records, cache.head_dim, k_entries).unflatten(0, (-1, cache.num_heads_kv))
+    return k, cache.format.dequantize_v(records, cache.head_dim, v_entries).unflatten(0, (-1, cache.num_heads_kv))
 
 
 # By device type; dispatch adds the kernels' "cuda" entry, so that this file needs to know of no kernel.
 BACKENDS: dict[str, Backend] = {"cpu": Backend(lambda cache: None, write_blocks, read_pages)}
+
+
+def backend_of(cache) -> Backend:
+    """What fills and reads the pages of a cache: torch, on any device, for codebooks, which no kernel knows."""
+    return BACKENDS["cpu" if cache.attached is not None else cache.device.type]

@@ -115,10 +115,10 @@ class Model:
 class Row:
     """One format's line. reason: why the format cannot be used or brings nothing, "" if it does.
 
-    bits: stored bits per element of the whole cache, 16-bit tails and sliding layers included; cache_gb in 10^9 bytes;
-    max_batch: largest batch of this context that fits beside the weights; floor_ms: least time a token step needs to
-    read the cache; measured_ms: time of this package's kernels, between decode calls measured on this GPU with as many
-    query rows a KV head (None: none was);
+    bits: stored bits per element of the whole cache, 16-bit tails, sliding layers and the codebooks of all layers
+    included; cache_gb in 10^9 bytes; max_batch: largest batch of this context that fits beside the weights; floor_ms:
+    least time a token step needs to read the cache; measured_ms: time of this package's kernels, between decode calls
+    measured on this GPU with as many query rows a KV head (None: none was);
     ratio: the 16-bit floor over this one; step_ratio: the same with the time of the weights added to both (None: not
     known).
     """
@@ -223,22 +223,24 @@ def measured_ms(gpu: Gpu, model: Model, fmt: Format | None, layer_bytes: float) 
 
 
 def suggest(model: Model, ctx: int, batch: int, gpu: Gpu, formats: Iterable[str] | None = None,
-            sinks: int = 0) -> list[Row]:
-    """The 16-bit row, then one row for each format (default: the presets), in the given order.
+            sinks: int | None = 0) -> list[Row]:
+    """The 16-bit row, then one row for each format (default: the presets), in the given order; sinks None: the
+    format's own.
 
     Raises KeyError (with close matches) for an unknown format, ValueError for a batch below 1.
     """
     if batch < 1:
         raise ValueError(f"batch: got {batch}, supported: 1 or more")
-    if sinks < 0:
+    if sinks is not None and sinks < 0:
         raise ValueError(f"sinks: got {sinks}, supported: 0 or more")
     rows = [_row(model, ctx, batch, gpu, None, sinks)]
     rows += [_row(model, ctx, batch, gpu, FORMATS[name], sinks) for name in formats or FORMATS]
     return rows
 
 
-def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | None, sinks: int) -> Row:
+def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | None, sinks: int | None) -> Row:
     name = fmt.name if fmt else SIXTEEN_BIT
+    sinks = (fmt.sinks if fmt else 0) if sinks is None else sinks
     try:
         sequence = sequence_bytes(fmt, model.num_heads_kv, model.head_dim, ctx, sinks)
     except ValueError as error:
@@ -246,15 +248,19 @@ def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | None, sinks
     plain = sequence_bytes(None, model.num_heads_kv, model.head_dim, ctx)
     sliding = sliding_bytes(model, ctx)
     weights = (model.weights_gb or 0.0) * 1e9
-    floor, plain_floor = (floor_us(gpu, model, batch * size, batch * sliding) for size in (sequence, plain))
+    shared = model.num_heads_kv * fmt.shared_bytes(model.head_dim) if fmt else 0  # codebooks, once a layer
+    floor, plain_floor = (floor_us(gpu, model, nbytes, batch * sliding)
+                          for nbytes in (batch * sequence + shared, batch * plain))
     low_layers = model.layers - model.sliding_layers
     total, plain_total = (low_layers * size + model.sliding_layers * sliding for size in (sequence, plain))
+    books = low_layers * shared
     step_ratio = None
     if model.weights_gb is not None:
         weights_us = weights / gpu.peak_tb_per_s * 1e-6
         step_ratio = (plain_floor + weights_us) / (floor + weights_us)
-    max_batch = max(0, int((gpu.memory_gb * 1e9 - weights) // total))
-    row = Row(name, 16 * total / plain_total, batch * total * 1e-9, max_batch >= batch, max_batch,
+    max_batch = max(0, int((gpu.memory_gb * 1e9 - weights - books) // total))
+    cache_bytes = batch * total + books
+    row = Row(name, 16 * cache_bytes / (batch * plain_total), cache_bytes * 1e-9, max_batch >= batch, max_batch,
               floor * 1e-3, measured_ms(gpu, model, fmt, batch * sequence), plain_floor / floor, step_ratio)
     reason = _reason(row, fmt, ctx - sinks < PAGE_TOKENS + (max(fmt.window_k, fmt.window_v) if fmt else 0))
     return Row(**{**vars(row), "reason": reason})
@@ -263,7 +269,7 @@ def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | None, sinks
 def _reason(row: Row, fmt: Format | None, is_short: bool) -> str:
     if fmt is None:
         return ""
-    if is_short and row.bits == 16:
+    if is_short and row.bits >= 16:
         return "no full page yet: all tokens are still in 16 bit"
     if row.ratio < MIN_GAIN:
         return "the cache is too small for its size to matter"

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.backend import BACKENDS, Backend
+from lowbit_attn.attached import check_identity, count_clamped
+from lowbit_attn.backend import BACKENDS, Backend, backend_of
 from lowbit_attn.checks import check_rank, check_tensor, integer, integers
 from lowbit_attn.extend import Extension
 from lowbit_attn.journal import Journal
 from lowbit_attn.pages import FREED, PageExhaustedError
 from lowbit_attn.precision import full_precision
-from lowbit_attn.state import DTYPES, MAX_Q_LEN, CacheFaultError, CacheState, Counts
+from lowbit_attn.state import DTYPES, MAX_Q_LEN, MAX_TOKENS, CacheFaultError, CacheState, Counts
 from lowbit_attn.view import STEP_STATE, Strides
 
 __all__ = ["BACKENDS", "DTYPES", "MAX_Q_LEN", "Backend", "CacheFaultError", "KVCache", "PageExhaustedError", "Strides"]
@@ -52,7 +53,9 @@ class KVCache(CacheState):
         query_weights: fp32 [num_heads_kv, head_dim], contiguous, finite, not negative: mean |q| by channel over the
             query heads of each KV head, from a calibration. For formats that choose channels by it ("kitty-weighted",
             ...), which need it; read whenever a page is packed, so it may be updated in place.
-
+        codebooks: LayerCodebooks of the cache's layer, for formats that need them ("cq2", ...; ``Codebooks.load(file)
+            .layer(i)``). The cache stores keys in their order and weighted, as ``gather`` and ``dequantize_pages``
+            give them, and ``decode`` treats queries accordingly; saved, copied or shared pages are of these codebooks.
         pool: memory for the pages, uint8 [num_pages, num_heads_kv, record_bytes], which the caller owns; None: new.
 
     A call does all of its work or raises and leaves every tensor, counter and page as it was, whatever raised: a
@@ -101,6 +104,9 @@ class KVCache(CacheState):
         also be an int32 tensor [batch] of distinct rows on the device, which each replay reads. The same holds for
         a step that torch.compile compiles.
         """
+        if self.attached is not None and (torch.compiler.is_compiling() or self.is_capturing()):
+            raise NotImplementedError(f"append: format {self.format} has codebooks, whose steps cannot be captured or "
+                                      "compiled yet, supported: calls outside of CUDA graphs and torch.compile")
         if torch.compiler.is_compiling():
             self._append_traced(k, v, seqs)
             return
@@ -119,7 +125,7 @@ class KVCache(CacheState):
                              "use prefill for more")
         lead = (batch if rows is None else len(rows), tokens)
         k, v = self._enter("k", k, lead), self._enter("v", v, lead)
-        step = BACKENDS[self.device.type].append
+        step = backend_of(self).append
         if capturing:
             step(self, picked, k, v)
             self.is_captured = True
@@ -218,6 +224,21 @@ class KVCache(CacheState):
         self.settle("clear")
         self._empty(self.check_rows(seqs), self._limit(0))
 
+    def set_first_positions(self, seqs: Sequence[int], positions: int | Sequence[int]) -> None:
+        """Say at which positions of their rotary embedding empty sequences begin, one number for each or one for all.
+
+        They are 0 unless said otherwise, and 0 again once a sequence is freed or cleared. Only codebooks of keys before
+        their rotary embedding (rope="pre") ask.
+        """
+        rows = self.check_rows(seqs, alive=False)
+        positions = self.per_row("positions", positions, rows)
+        self.settle("set_first_positions")
+        if (positions < 0).any() or (positions > MAX_TOKENS).any():
+            raise ValueError(f"positions: got {positions.tolist()}, supported: 0 to {MAX_TOKENS}")
+        if self.counts.n_tok[rows].any():
+            raise ValueError(f"seqs: got {rows.tolist()}, some of which hold tokens, supported: empty sequences")
+        self.first_positions[rows] = positions
+
     def share(self, src: int, dst: int, tokens: int | None = None) -> None:
         """Make the empty row dst a copy of the first ``tokens`` tokens of src (default: all), with common pages.
 
@@ -226,6 +247,7 @@ class KVCache(CacheState):
         or anywhere in what src holds of K in 16 bit.
         """
         self.settle("share")
+        check_identity(self)
         src, dst = integer("src", src), integer("dst", dst)
         tokens = None if tokens is None else integer("tokens", tokens)
         self.check_rows([src])
@@ -254,13 +276,14 @@ class KVCache(CacheState):
         self.book.hold(dst, common)
         self._hold(rows, {dst: fresh})
         self._note_counters(rows, counts)
+        self.first_positions[dst] = self.first_positions[src]
         self.edits += 1
 
     # ---- reading
 
     @property
     def nbytes(self) -> int:
-        """Bytes that hold the present tokens: packed sides of pages, sinks and 16-bit tails of both sides.
+        """Bytes that hold the present tokens: packed sides of pages, sinks, 16-bit tails of both sides; and codebooks.
 
         A page that several sequences hold counts for each of them.
         """
@@ -269,14 +292,24 @@ class KVCache(CacheState):
         _, n_qk, n_qv, n_tok = (int(count.sum()) for count in self.counts)
         packed = n_qk * self.record.v_offset + n_qv * (self.record.nbytes - self.record.v_offset)
         tails = 2 * n_tok - n_qk - n_qv  # sinks included
-        return packed // layout.PAGE_TOKENS * self.num_heads_kv + tails * token
+        books = 0 if self.attached is None else self.attached.nbytes
+        return packed // layout.PAGE_TOKENS * self.num_heads_kv + tails * token + books
+
+    def count_clamped(self) -> dict[str, int]:
+        """How many packed means ("mean", of K) and norms ("norm", of V) of a codebook format are at fp16's largest
+        magnitude: finite ones beyond are clamped to it. Waits for the device."""
+        self.settle("count_clamped")
+        return count_clamped(self)
 
     def dequantize_pages(self, pages: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page ids [n] -> K, V fp32 [n, num_heads_kv, 128, head_dim]. Waits for ids that are on the device."""
+        """Page ids [n] -> K, V fp32 [n, num_heads_kv, 128, head_dim]. Waits for ids that are on the device.
+
+        Codebooks of rope="pre": K before its rotary embedding, since a page does not say its positions.
+        """
         ids = integers("pages", pages)
         if ids and not 0 <= min(ids) <= max(ids) < self.num_pages:
             raise ValueError(f"pages: got {ids}, supported: 0 to num_pages - 1 = {self.num_pages - 1}")
-        return BACKENDS[self.device.type].read_pages(self, self.upload(ids))
+        return backend_of(self).read_pages(self, self.upload(ids))
 
     def gather(self, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All of one sequence as the cache holds it: K, V fp32 [num_heads_kv, seqlen, head_dim]."""
@@ -288,7 +321,8 @@ class KVCache(CacheState):
         """``gather`` of a row of counters and table whose sinks and rings are row ``ring_row`` of theirs."""
         n_sink, n_qk, n_qv, n_tok = (int(count[row]) for count in self.counts)
         start = n_qk if self.ring_start is self.n_qk else int(self.ring_start[row])
-        k, v = BACKENDS[self.device.type].read_pages(self, self.table[row, : n_qk // layout.PAGE_TOKENS])
+        k, v = backend_of(self).read_pages(self, self.table[row, : n_qk // layout.PAGE_TOKENS])
+        k = self.turned(row, k, 0, back=False)
         sides = ((k, n_qk, self.sink_k, self.ring_k), (v, n_qv, self.sink_v, self.ring_v))
         return tuple(
             torch.cat((sink[ring_row, :, :n_sink].float(), pages.transpose(0, 1).flatten(1, 2)[:, :n_q],
@@ -302,6 +336,20 @@ class KVCache(CacheState):
                 x = x.float() @ self.rotation
         return x.to(self.dtype)
 
+    def turned(self, row: int, k: torch.Tensor, start: int, back: bool) -> torch.Tensor:
+        """Keys of a row's pages [pages, num_heads_kv, 128, head_dim], the first at ``start`` after the sinks, turned
+        back to before their rotary embedding or forth; as they are unless the codebooks' rope is "pre"."""
+        if self.attached is None or not self.attached.is_pre_rope:
+            return k
+        with full_precision(k.device.type):
+            return self.attached.turned(k.float(), int(self.first_positions[row]) + self.sinks + start, back)
+
+    def queries(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries [..., num_heads, head_dim] as the stored keys want them: rotated, or in fp32 as codebooks say."""
+        if self.attached is None:
+            return self.rotate(q) if self.rotate_keys else q
+        return self.attached.queries(q)
+
     # ---- parts of the steps
 
     def _enter(self, name: str, x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
@@ -310,6 +358,8 @@ class KVCache(CacheState):
         largest = self.largest[name == "v"] if self.saturate else None
         if name == "k" and self.rotation is not None:
             x = self.rotate(x if largest is None else x.clamp(-largest, largest))
+        if name == "k" and self.attached is not None:
+            x = self.attached.keys(x if largest is None else x.clamp(-largest, largest), self.dtype)
         x = x.to(self.dtype)
         return x if largest is None else x.clamp(-largest, largest)
 
@@ -319,7 +369,7 @@ class KVCache(CacheState):
     def _extend(self, rows: np.ndarray, extensions: list[Extension], granted: dict[int, list[int]]) -> None:
         """Write what these rows get, in the order of the extensions, and their pages."""
         sides = set().union(*(extension.sides for extension in extensions))
-        BACKENDS[self.device.type].ready(self, sides)
+        backend_of(self).ready(self, sides)
         counts = {name: np.concatenate([extension.counts[name] for extension in extensions] or [rows])
                   for name in Counts._fields}
         with Journal() as journal:
@@ -332,7 +382,7 @@ class KVCache(CacheState):
 
     def _step(self, rows: np.ndarray, picked: torch.Tensor, k, v, granted: dict[int, list[int]]) -> None:
         """A step on the device, its kernel's launch the last thing that can fail; picked: the rows there."""
-        backend, counts = BACKENDS[self.device.type], self._after_step(rows, k.shape[1])
+        backend, counts = backend_of(self), self._after_step(rows, k.shape[1])
         if granted:
             backend.ready(self, ("append",))
             with Journal() as journal:
@@ -390,4 +440,5 @@ class KVCache(CacheState):
         for row in rows.tolist():
             self.book.release(row)
         self._note_counters(rows, counts)
+        self.first_positions[rows] = 0
         self.edits += len(rows)

@@ -1,13 +1,16 @@
-"""What copies of a cache are: views of its memory, or caches of their own, also in another process."""
+"""What copies of a cache are: views of its memory, or caches of their own, also in another process or a file."""
 
 import copy
 from multiprocessing.reduction import ForkingPickler
+from os import PathLike
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from lowbit_attn.backend import BACKENDS
+from lowbit_attn import saved
+from lowbit_attn.attached import check_identity
+from lowbit_attn.backend import BACKENDS, backend_of
 from lowbit_attn.checks import one_of
 
 MADE_ANEW = ("_counts", "_row_tensors")  # by every copy
@@ -52,8 +55,26 @@ class Copies:
         twin._start_copy()
         return twin
 
+    def save(self, path: str | PathLike) -> None:
+        """Write the cache into one safetensors file: pages in use, counters, 16-bit tokens, identity; no codebooks.
+
+        The file appears whole or not at all. NotImplementedError for a Format that FORMATS does not name.
+        """
+        saved.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike, device: torch.device | str = "cpu", *, codebooks=None):
+        """A cache of its own with the contents of a file of ``save``, on any device.
+
+        codebooks: the LayerCodebooks that its pages were packed with, for formats that need some. FileNotFoundError;
+        saved.CacheFileError for a file of another version, a truncated or inconsistent one; LayoutMismatchError for
+        bytes of another layout or other codebooks.
+        """
+        return saved.load(cls, path, device, codebooks)
+
     def __getstate__(self) -> dict:
         self._refuse_capture("copy")
+        check_identity(self)
         return {name: x for name, x in vars(self).items() if name not in MADE_ANEW}
 
     def __setstate__(self, state: dict) -> None:
@@ -63,7 +84,8 @@ class Copies:
         if self.pool.device.type != self.device.type:  # torch.load(..., map_location=)
             self.device = self.pool.device
         one_of("device", self.device.type, list(BACKENDS))
-        BACKENDS[self.device.type].prepare(self)
+        backend_of(self).prepare(self)
+        check_identity(self)
         self._start_copy()
 
     def _start_copy(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from lowbit_attn import _private, kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
-from lowbit_attn.formats import FORMATS
+from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
 from lowbit_attn.plan import DecodePlan, StepPlan, plans_of
@@ -25,7 +25,7 @@ CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"),
 # Ampere kernels also run on Hopper, built for it, in its sizes or in those of the target named behind a hyphen
 FORCED_TARGETS = {(forced, (9, 0)): "sm_90" for forced in ("ampere", "ampere-sm_80", "ampere-sm_89")}
 _forced_arch = _private.environment("LOWBIT_ATTN_ARCH")
-PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win (docs/lessons.md)
+PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win: docs/lessons.md
 IDLE_PART = 3  # where splits leave a third of the SMs idle, an even share of all pages wins from IDLE_PAGES on
 IDLE_PAGES = 128
 FULL = 0.85  # of its last round: with less, smaller CTAs leave SMs idle at the end for longer than they save
@@ -90,6 +90,7 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     if path is not None and path not in paths:
         return None, [f"path: {path!r} is not known on {arch}, supported: {', '.join(paths)}, reference"]
     reasons = list(cache.unnamed)
+    reasons += no_codebooks(cache.format)
     if not 1 <= q_len <= MAX_Q_LEN:
         reasons.append(f"q_len {q_len}, supported: 1 to {MAX_Q_LEN}")
     if reasons:
@@ -97,6 +98,13 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     rows = num_heads // cache.num_heads_kv * q_len
     picked, reasons = kernels.pick(arch, cache.format, cache.head_dim, cache.dtype, rows, path, features)
     return picked, [] if picked else reasons
+
+
+def no_codebooks(fmt: Format) -> list[str]:
+    """Why no kernel serves a format with codebooks; empty for others."""
+    if not fmt.needs_codebooks:
+        return []
+    return [f"format {fmt}: no kernel reads codebooks yet, supported: path='reference', any device"]
 
 
 def for_shape(key: KernelKey, blocks: int, pages: int, sms: int, held: np.ndarray | None = None) -> KernelKey:
@@ -146,14 +154,15 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path, ro
 
     rows: int32 [batch] on the cache's device; None: the cache's first ones.
     """
-    if cache.rotate_keys:
-        q = cache.rotate(q)
     if _is_reference(cache, path):
+        q = cache.queries(q)
         with torch.no_grad():
             o, logsumexp = reference.decode(q, cache, options, rows)
             out.copy_(o)
             lse.copy_(logsumexp)
         return
+    if cache.rotate_keys:
+        q = cache.rotate(q)
     key = _served(q, cache, options, num_splits, path, rows is not None)
     plan = _plan_decode(q, cache, options, num_splits, key, path, rows is not None)
     plan.run(q, out, lse, options.sink_logits, rows)

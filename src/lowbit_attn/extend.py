@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.backend import BACKENDS
+from lowbit_attn.backend import backend_of
 from lowbit_attn.journal import Journal
 
 
@@ -44,7 +44,7 @@ class Extension:
 
     def write(self, journal: Journal) -> None:
         """Pack the blocks and store the tokens; the pages are in the table."""
-        backend = BACKENDS[self.cache.device.type]
+        backend = backend_of(self.cache)
         for side, pages, blocks in self._blocks:
             pages = self.cache.table[self.row, pages]
             if not backend.launches:
@@ -65,6 +65,8 @@ class Extension:
         if full:
             tokens = _joined(ring, start, min(first, end), new[: max(0, end - first)])
             blocks = tokens.unflatten(0, (-1, layout.PAGE_TOKENS)).transpose(1, 2).contiguous()
+            if side == "k":
+                blocks = cache.turned(self.row, blocks, start, back=True)
             self._blocks.append((side, slice(start // layout.PAGE_TOKENS, end // layout.PAGE_TOKENS), blocks))
         for at, slots in _runs(max(first, end), stop, ring.shape[1]):
             tokens = new[at - first : at - first + slots.stop - slots.start]

@@ -59,6 +59,8 @@ class ShardedKVCache:
 
     def __init__(self, format: str, num_pages: int, num_heads_kv: int, head_dim: int, *, sinks: int | None = None,
                  group: "dist.ProcessGroup | None" = None, **options):
+        if FORMATS[format].needs_codebooks:
+            raise NotImplementedError(f"format: {format} has codebooks, supported by KVCache")
         is_alone = group is None and not (dist.is_available() and dist.is_initialized())
         self.group = group
         self.rank, self.world = (0, 1) if is_alone else (dist.get_rank(group), dist.get_world_size(group))

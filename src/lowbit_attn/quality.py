@@ -65,21 +65,31 @@ def evaluate(model, tokens: torch.Tensor, cache_options: Mapping | None,
 
 
 def compare(model, tokens: torch.Tensor, cases: Mapping[str, Mapping | None],
-            on_tokens: Callable[[int], None] = lambda n: None) -> dict[str, Scores]:
+            on_tokens: Callable[[int], None] = lambda n: None, first_position: int = 0,
+            scored_from: int = 0) -> dict[str, Scores]:
     """Scores of several caches by label, over one reading of the 16-bit baseline.
 
     cases: label -> options of LowBitCache, or of SimulatedCache if "v_step" is one of them; None: 16 bit itself.
-    on_tokens is told the tokens of each chunk that all cases have read. Raises ValueError for fewer than two tokens.
+    on_tokens is told the tokens of each chunk that all cases have read. first_position: where the rotary embedding has
+    the first token. scored_from: tokens, a multiple of 128, that are read and not scored. Raises ValueError for fewer
+    than two tokens, or none to score.
     """
     tokens = check_tokens(tokens)
+    if scored_from % CHUNK or not 0 <= scored_from < tokens.shape[1] - 1:
+        raise ValueError(f"scored_from: got {scored_from}, supported: multiples of {CHUNK} below the "
+                         f"{tokens.shape[1] - 1} tokens that are predicted")
     baseline = _Reader(model, None)
     readers = {label: baseline if options is None else _Reader(model, options) for label, options in cases.items()}
     sums = {label: _Sums() for label in cases}
     with _restored_attention(model):
+        read = 0
         for chunk, targets in chunks(tokens):
-            expected = baseline.read(chunk)
+            expected = baseline.read(chunk, first_position + read)
             for label, reader in readers.items():
-                sums[label].add(expected if reader is baseline else reader.read(chunk), expected, targets)
+                step = expected if reader is baseline else reader.read(chunk, first_position + read)
+                if read >= scored_from:
+                    sums[label].add(step, expected, targets)
+            read += chunk.shape[1]
             on_tokens(chunk.shape[1])
     return {label: sums[label].scores(tokens.shape[1], reader) for label, reader in readers.items()}
 
@@ -204,15 +214,18 @@ class _Reader:
     def __init__(self, model, options: Mapping | None):
         self.model, self.options, self.cache, self.seconds = model, options, new_cache(options), 0.0
 
-    def read(self, chunk: torch.Tensor) -> _Step:
+    def read(self, chunk: torch.Tensor, first: int) -> _Step:
+        """One chunk [1, tokens], whose first token is at position ``first``."""
         outputs = []
+        positions = torch.arange(first, first + chunk.shape[1], device=chunk.device)[None]
         use_cache_kind(self.model, self.options)
         hooks = [module.register_forward_hook(lambda _, __, out: outputs.append(out[0][0].float()))
                  for module in attention_modules(self.model)]
         start = time.perf_counter()
         try:
             with torch.inference_mode():
-                logits = self.model(chunk, **{CACHE_ARGUMENT: self.cache}).logits[0].float()
+                logits = self.model(chunk, position_ids=positions,
+                                    **{CACHE_ARGUMENT: self.cache}).logits[0].float()
         finally:
             for hook in hooks:
                 hook.remove()

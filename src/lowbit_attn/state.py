@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.backend import BACKENDS
+from lowbit_attn.attached import Attached, attach, identity
+from lowbit_attn.backend import BACKENDS, backend_of
 from lowbit_attn.checks import check_tensor, integer, integers, is_sequence, is_truth, one_of
+from lowbit_attn.codebooks import LayerCodebooks
 from lowbit_attn.copies import Copies
 from lowbit_attn.formats import FORMATS, Format, Kind, unnamed
 from lowbit_attn.formats.rotation import hadamard
@@ -51,6 +53,7 @@ class CacheState(Copies):
     """What a KVCache holds, documented there; ``counts``, ``book``, ``is_captured`` and ``edits`` are the host's."""
 
     edits = 0  # how often the host gave rows other sequences: what it knew of their lengths before does not hold
+    attached: Attached | None = None  # the codebooks of a format that needs some
     _counts: Counts | None = None  # of the device; None: the counters are the host's to read
 
     @torch.inference_mode(False)  # else calls outside inference mode could not write to what is made here
@@ -58,7 +61,8 @@ class CacheState(Copies):
                  dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu", sinks: int | None = None,
                  range_search: bool | None = None, *, max_batch: int = 1, max_q_len: int = 1,
                  max_seqlen: int | None = None, saturate: bool = False, rotate_keys: bool = False,
-                 query_weights: torch.Tensor | None = None, pool: torch.Tensor | None = None):
+                 query_weights: torch.Tensor | None = None, codebooks: LayerCodebooks | None = None,
+                 pool: torch.Tensor | None = None):
         one_of("dtype", dtype, DTYPES)
         if not isinstance(format, str | Format):
             raise TypeError(f"format: got {format!r}, supported: a Format or a name: {', '.join(FORMATS)}, or any of "
@@ -91,7 +95,10 @@ class CacheState(Copies):
         self.max_seqlen = min(self._reach(num_pages), most) if max_seqlen is None else most
         self.largest = tuple(_rounded_down(side.largest(), dtype) for side in (self.format.k, self.format.v))
         one_of("device", self.device.type, list(BACKENDS))
-        BACKENDS[self.device.type].prepare(self)
+        self.attached = attach(codebooks, self.format, num_heads_kv, head_dim, self.device)
+        self.identity = identity(self.format, self.attached)
+        self.first_positions = np.zeros(max_batch, np.int64)  # of each row's first token: what its embedding said
+        backend_of(self).prepare(self)
         self._allocate(pool)
 
     def _checked_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:

@@ -30,7 +30,8 @@ def _presets() -> Iterator[str]:
     yield "|---|---|---|---|" + "---|" * len(kernels.ARCH_TARGETS)
     for name in FORMATS:
         fmt = FORMATS[name]
-        yield _row(f"`{name}`", f"{fmt.bits_per_element(128):.3f}", f"{fmt.record_bytes(128):,}", "yes",
+        yield _row(f"`{name}`", f"{fmt.bits_per_element(128):.3f}", f"{fmt.record_bytes(128):,}",
+                   "yes, with codebooks" if fmt.needs_codebooks else "yes",
                    *(_served(arch, name, 128, FP16, 1) for arch in kernels.ARCH_TARGETS))
 
 
@@ -86,6 +87,8 @@ def _served(arch: str, name: str, head_dim: int, dtype: torch.dtype, rows: int,
         FORMATS[name].record(head_dim)
     except ValueError as error:
         return f"ValueError: {error}"
+    if FORMATS[name].needs_codebooks:
+        return "NotImplementedError; supported: `path=\"reference\"`, any device"
     picked, reasons = kernels.pick(arch, FORMATS[name], head_dim, dtype, rows, features=features)
     if not picked:
         return f"NotImplementedError: {'; '.join(reasons)}"

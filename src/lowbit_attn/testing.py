@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit_attn import layout
+from lowbit_attn.attached import Attached
 from lowbit_attn.cache import KVCache, Strides
+from lowbit_attn.codebooks import Codebooks, LayerCodebooks
+from lowbit_attn.formats import FORMATS, Kind
 from lowbit_attn.reference import PLAIN, Attention
 
 NORMAL_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of o, on N(0, 1) data
@@ -29,6 +32,7 @@ class Case:
     "meta-beyond-fp16" wants a bf16 cache and a "-bf16" format, "q-1e6-k-1e-6" a bf16 cache. page_seed: order of
     the pages in the pool, None: as allocated. poison: NaN in all memory that no reader may use. shared_pages: the
     sequences share the pages of the first one as far as theirs reach (a common prefix). rotate_keys: as in KVCache.
+    rope: of the normal codebooks that a format which needs some gets.
     """
 
     format: str = "k4v4"
@@ -45,6 +49,7 @@ class Case:
     poison: bool = True
     shared_pages: bool = False
     rotate_keys: bool = False
+    rope: str = "post"
     seed: int = 0
 
     @property
@@ -86,6 +91,24 @@ class Expected:
 # ---- cases
 
 
+def normal_codebooks(format: str, layers: int = 1, num_heads_kv: int = 2, head_dim: int = 128, rope: str = "post",
+                     seed: int = 0) -> Codebooks:
+    """Codebooks of normal entries, in no data's order and with uneven weights: for what needs no quality."""
+    generator = torch.Generator().manual_seed(seed)
+    fmt, lead = FORMATS[format], (layers, num_heads_kv)
+    k_entries, v_entries = (
+        torch.randn((*lead, *side.entries_shape(1, head_dim)[1:]), generator=generator).half()
+        if side.kind is Kind.CODEBOOK else None for side in (fmt.k, fmt.v))
+    of_keys, freq = {}, None
+    if k_entries is not None:
+        half = torch.rand((*lead, head_dim // 2), generator=generator) + 0.5
+        of_keys = dict(k_order=torch.rand((*lead, head_dim), generator=generator).argsort(-1).short(),
+                       k_weights=torch.cat((half, half), -1))
+    if rope == "pre":
+        freq = (10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))).expand(layers, -1)
+    return Codebooks(format, rope, head_dim, k_entries, v_entries, **of_keys, rope_inv_freq=freq)
+
+
 def build(case: Case, device: torch.device | str = "cpu") -> Problem:
     """Make the case's cache (prefill, then the last q_len tokens by append) and queries; device: where they go.
 
@@ -97,7 +120,8 @@ def build(case: Case, device: torch.device | str = "cpu") -> Problem:
     rows = [_tokens(case, length, generator) for length in case.lengths]
     pages = sum(-(-length // layout.PAGE_TOKENS) for length in case.lengths) + 2
     cache = KVCache(case.format, pages, case.num_heads_kv, case.head_dim, case.dtype, "cpu", case.sinks,
-                    case.range_search, max_batch=case.batch, max_q_len=case.q_len, rotate_keys=case.rotate_keys)
+                    case.range_search, max_batch=case.batch, max_q_len=case.q_len, rotate_keys=case.rotate_keys,
+                    codebooks=_books(case))
     for row, (_, k, v) in enumerate(rows):
         fresh = min(case.q_len, len(k))
         cache.prefill(row, k[: len(k) - fresh], v[: len(v) - fresh])
@@ -111,6 +135,12 @@ def build(case: Case, device: torch.device | str = "cpu") -> Problem:
         poison(cache)
     q = torch.stack([q for q, _, _ in rows]).to(device)
     return Problem(case, q, to_device(cache, device), tuple(k for _, k, _ in rows), tuple(v for _, _, v in rows))
+
+
+def _books(case: Case) -> LayerCodebooks | None:
+    if not FORMATS[case.format].needs_codebooks:
+        return None
+    return normal_codebooks(case.format, 1, case.num_heads_kv, case.head_dim, case.rope, case.seed).layer(0)
 
 
 def permute_pages(cache: KVCache, seed: int) -> None:
@@ -169,6 +199,8 @@ def to_device(cache: KVCache, device: torch.device | str) -> KVCache:
     for name, value in vars(cache).items():
         if isinstance(value, torch.Tensor):
             setattr(moved, name, value.to(device, copy=True))
+    if cache.attached is not None:
+        moved.attached = Attached(cache.attached.layer, cache.format, cache.num_heads_kv, cache.head_dim, moved.device)
     moved.book = cache.book.copy()
     moved._row_tensors = {}
     moved.bind()
@@ -262,7 +294,7 @@ def expected(problem: Problem, options: Attention = PLAIN, path: str = "register
         options = replace(options, sink_logits=options.sink_logits.cpu())
     wants, o_tolerance, lse_tolerance = [], [], []
     # rotated where decode rotates: another device may round a product's last bit the other way
-    for row, q in enumerate(problem.cache.rotate(problem.q).cpu()):
+    for row, q in enumerate(problem.cache.queries(problem.q).cpu()):
         k, v = cache.gather(row)
         n_sink = int(cache.n_sink[row])
         o, lse = attention_fp64(q, k, v, options, None, n_sink)

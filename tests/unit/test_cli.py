@@ -14,6 +14,7 @@ from lowbit_attn import FORMATS, KVCache, budget, compile, entries, environment,
 from lowbit_attn.budget import GPUS, Model
 from lowbit_attn.cli import app
 from lowbit_attn.environment import Gpu, Tool
+from lowbit_attn.testing import normal_codebooks
 
 MODEL = Model(layers=32, num_heads=32, num_heads_kv=8, head_dim=128)
 SHAPE = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
@@ -29,9 +30,11 @@ def run(*args):
 @pytest.mark.parametrize("name", (*FORMATS, "k4v4-g32-vg32", "k2tv2"))
 @pytest.mark.parametrize("ctx, sinks", [(0, 0), (1, 0), (127, 0), (128, 0), (300, 0), (300, 32), (500, 300)])
 def test_size_is_that_of_a_real_cache(name, ctx, sinks):
-    cache = KVCache(name, 8, 2, 64, sinks=sinks)
+    books = normal_codebooks(name, 1, 2, 64).layer(0) if FORMATS[name].needs_codebooks else None
+    cache = KVCache(name, 8, 2, 64, sinks=sinks, codebooks=books)
     cache.prefill(0, *torch.randn(2, ctx, 2, 64))
-    assert budget.sequence_bytes(FORMATS[name], 2, 64, ctx, sinks) == cache.nbytes
+    want = budget.sequence_bytes(FORMATS[name], 2, 64, ctx, sinks) + 2 * FORMATS[name].shared_bytes(64)
+    assert want == cache.nbytes
 
 
 def test_sixteen_bit_size():

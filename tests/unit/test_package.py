@@ -21,9 +21,12 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # Folders and files of the package, from the lowest: each imports from lower lines alone, and from itself. A folder's
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
-    ("_private", "layout", "checks", "precision", "journal", "pages", "backend", "toolchain", "closure", "entries",
-     "view", "progress"),
-    ("formats", "copies", "extend", "registers", "reference", "sass", "prebuilt"),
+    ("_private", "layout", "checks", "precision", "journal", "pages", "toolchain", "closure", "entries",
+     "view", "progress", "tensor_file"),
+    ("codebooks", "formats"),
+    ("attached",),
+    ("saved", "backend"),
+    ("copies", "extend", "registers", "reference", "sass", "prebuilt"),
     ("state", "kernels.key"),
     ("cache", "scratch", "device", "kernels.support"),
     ("ampere", "hopper.common"),
@@ -274,7 +277,7 @@ def test_what_is_imported_is_declared():
         tops = {name.split(".")[0] for name in imports(path)} - {*sys.stdlib_module_names, "lowbit_attn"} - WITH_TORCH
         missing = {DISTRIBUTIONS.get(top, top) for top in tops} - set().union(*declared.values())
         assert not missing, f"{module} imports {missing}, which pyproject.toml does not name"
-    assert declared["core"] == {"torch", "numpy", "filelock", "platformdirs", "apache-tvm-ffi"}
+    assert declared["core"] == {"torch", "numpy", "filelock", "platformdirs", "apache-tvm-ffi", "safetensors"}
     for extra in ("kernels", "demo", "test"):
         assert declared["cli"] <= declared[extra], extra
 

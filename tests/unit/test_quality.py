@@ -85,3 +85,17 @@ def test_scores_are_those_of_whole_passes(tiny):
     assert all(b < c < 1 for b, c in zip(scores["b"].cosine, scores["c"].cosine)) and len(scores["b"].cosine) == 2
     alone = quality.evaluate(tiny, ids[0], options)
     assert (alone.kl, alone.perplexity) == (scores["b"].kl, scores["b"].perplexity)
+
+
+def test_positions_and_scored_parts(tiny):
+    """Read far from the start, the model itself says the same (its positions are relative); and halves make a whole."""
+    ids, options = torch.randint(3, 50, (1, 384)), dict(format="k4v4", sinks=16)
+    near, far = (quality.compare(tiny, ids, {"16": None, "k4v4": options}, first_position=p) for p in (0, 5000))
+    assert far["16"].perplexity == pytest.approx(near["16"].perplexity, rel=1e-3)
+    assert far["k4v4"].kl != near["k4v4"].kl and far["k4v4"].kl == pytest.approx(near["k4v4"].kl, rel=0.5)
+    whole, end = (quality.compare(tiny, ids, {"k2": dict(format="k2v2")}, scored_from=n)["k2"] for n in (0, 128))
+    assert whole.kl * 384 == pytest.approx(end.kl * 256, rel=0.02)  # the first chunk is read in 16 bit
+    with pytest.raises(ValueError, match="scored_from: got 100, supported: multiples of 128 below the 383"):
+        quality.compare(tiny, ids, {"16": None}, scored_from=100)
+    with pytest.raises(ValueError, match="scored_from: got 384"):
+        quality.compare(tiny, ids, {"16": None}, scored_from=384)

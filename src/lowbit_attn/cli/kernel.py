@@ -8,7 +8,8 @@ import torch
 import typer
 from rich.markup import escape
 
-from lowbit_attn import KVCache, compile, dispatch, kernels
+from lowbit_attn import KVCache, attached, compile, dispatch, kernels
+from lowbit_attn.cli import books
 from lowbit_attn.cli.common import JsonOption, console, fail, format_named, table
 from lowbit_attn.formats import Format, unnamed
 from lowbit_attn.kernels import KernelKey
@@ -47,6 +48,7 @@ def info(
     arch: Annotated[str | None, typer.Option(help="hopper or ampere; default: this GPU's, else both.")] = None,
     path: Annotated[str | None, typer.Option(help="Only this decode path; default: the dispatcher's pick.")] = None,
     feature: Annotated[list[str] | None, typer.Option(help="softcap or window; repeatable.")] = None,
+    codebooks: books.BooksOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show which kernel the dispatcher picks for a decode call, why not another, and a page's byte map."""
@@ -54,6 +56,9 @@ def info(
     try:
         record = fmt.record(head_dim)
         _check(heads, kv_heads, batch, q_len, seqlen, dtype, arch, feature or ())
+        read = None if codebooks is None else books.loaded(codebooks)
+        if read is not None:
+            attached.check(read, fmt, kv_heads, head_dim)
     except ValueError as error:
         fail(error)
     features = tuple(name for name in kernels.FEATURES if name in (feature or ()))
@@ -64,11 +69,16 @@ def info(
     if as_json:
         typer.echo(json.dumps({
             "format": fmt.name, "record_bytes": record.nbytes, "bits_per_element": fmt.bits_per_element(head_dim),
+            "shared_bytes": fmt.shared_bytes(head_dim), "codebooks": None if read is None else read.hash,
             "bytes_per_token": record.nbytes * kv_heads / PAGE_TOKENS, "served": [asdict(one) for one in served],
             "planes": [dict(zip(("side", "name", "offset", "bytes"), plane)) for plane in planes]}, indent=1))
         return
     _print_served(served)
     _print_record(fmt, head_dim, kv_heads, record, planes)
+    if fmt.needs_codebooks:
+        console().print(f"Beside its pages a layer has {fmt.shared_bytes(head_dim):,} bytes of codebooks a KV head; "
+                        + ("lowbit-attn calibrate makes them." if read is None else books.described(read)),
+                        soft_wrap=True)
 
 
 def _check(heads: int, kv_heads: int, batch: int, q_len: int, seqlen: int, dtype: str, arch: str | None,
@@ -105,7 +115,7 @@ def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head
         return Served(target, reasons=(f"path: {path!r} is not known on {arch}, supported: "
                                        f"{', '.join(kernels.arch_package(arch).PATHS)}",))
     picked, reasons = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows, path, features)
-    reasons = unnamed(fmt) + reasons
+    reasons = unnamed(fmt) + dispatch.no_codebooks(fmt) + (reasons if not fmt.needs_codebooks else [])
     if picked is None:
         return Served(target, reasons=tuple(reasons))
     key = kernels.decode_key(arch, target, dtype, head_dim, fmt.name, *picked, features=features)

@@ -10,15 +10,22 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowbit_attn import budget, environment
-from lowbit_attn.cli import config
+from lowbit_attn.cli import books, config
 from lowbit_attn.cli.common import JsonOption, console, fail, table
+from lowbit_attn.formats import FORMATS
 
 
-def doctor(as_json: JsonOption = False) -> None:
-    """Show what this machine has for building and running the kernels, and what to install where something lacks."""
+def doctor(codebooks: books.BooksOption = None, as_json: JsonOption = False) -> None:
+    """Show what this machine has for building and running the kernels, and what to install where something lacks.
+
+    With --codebooks also whether that file can be read, and what it is for.
+    """
+    read = None if codebooks is None else books.loaded(codebooks)
     found = environment.gather()
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=1))
+        about = {} if read is None else {"codebooks": {"file": str(codebooks), "format": read.format, "hash": read.hash,
+                                                       "nbytes": read.nbytes, "warnings": books.warnings_of(read)}}
+        typer.echo(json.dumps(asdict(found) | about, indent=1))
         return
     shown = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _doctor_lines(found):
@@ -26,6 +33,10 @@ def doctor(as_json: JsonOption = False) -> None:
     out = console()
     out.print(shown)
     out.print(f"[bold]will use[/]: {escape(found.will_use)}", soft_wrap=True)
+    if read is not None:
+        out.print(f"[bold]codebooks[/]: {escape(books.described(read))}", soft_wrap=True)
+        for warning in books.warnings_of(read):
+            out.print(f"[bold]codebooks[/] warning: {escape(warning)}", soft_wrap=True)
     out.print("[bold]what to do next[/], in this order:")
     for number, step in enumerate(found.next_steps, 1):
         out.print(f"  {number}. {escape(step)}", soft_wrap=True)
@@ -62,6 +73,7 @@ def suggest(
     weights_gb: Annotated[float | None, typer.Option(help="Weights read each step, in GB (10^9 bytes).")] = None,
     sinks: Annotated[int, typer.Option(help="First tokens that stay in 16 bit.")] = 0,
     format: Annotated[list[str] | None, typer.Option(help="A format; repeatable. Default: the presets.")] = None,
+    codebooks: books.BooksOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare formats for a model: size of the cache, what fits, and the least time a token can take."""
@@ -73,6 +85,8 @@ def suggest(
             raise ValueError("ctx: got none, supported: a number of tokens, or --model FOLDER whose config.json has "
                              "max_position_embeddings")
         tokens = shape.context if ctx is None else budget.parse_tokens(ctx)
+        if codebooks is not None:
+            format = _with_codebooks(books.loaded(codebooks), network, format)
         rows = budget.suggest(network, tokens, batch, device, format, sinks)
     except (ValueError, KeyError) as error:
         fail(error)
@@ -106,6 +120,15 @@ def _shape(folder: Path | None, given: dict[str, int | None]) -> config.Shape:
         option = {"num_heads_kv": "kv-heads", "head_dim": "head-dim"}.get(missing[0], missing[0])
         raise ValueError(f"{option}: got none, supported: a number, or --model FOLDER with a config.json")
     return config.Shape(**{"num_heads": given["num_heads_kv"]} | given)
+
+
+def _with_codebooks(read, model: budget.Model, formats: list[str] | None) -> list[str]:
+    """The formats with that of a file of codebooks; ValueError if they are not of this model's shape."""
+    for name, got, wanted in (("layers", read.layers, model.layers), ("head-dim", read.head_dim, model.head_dim),
+                              ("kv-heads", read.num_heads_kv, model.num_heads_kv)):
+        if got != wanted:
+            raise ValueError(f"codebooks: made for {name} {got}, supported: {wanted}, the model's")
+    return list(dict.fromkeys([*(formats or FORMATS), read.format]))
 
 
 def _suggest_table(rows: list[budget.Row]) -> Table:

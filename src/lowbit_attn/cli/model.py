@@ -11,12 +11,13 @@ import torch
 import typer
 
 from lowbit_attn import progress
+from lowbit_attn.cli import books
 from lowbit_attn.cli.common import check_writable, console, fail, format_named, table, tell_builds
 from lowbit_attn.layout import PAGE_TOKENS
 
 DEMO = "demo"
 ModelOption = Annotated[str, typer.Option(help="Folder of a transformers model; demo: SmolLM2-135M-Instruct, fetched.")]
-SinksOption = Annotated[int, typer.Option(help="First tokens that stay in 16 bit.")]
+SinksOption = Annotated[int | None, typer.Option(help="First tokens that stay in 16 bit; default: the format's.")]
 SearchOption = Annotated[bool | None, typer.Option("--search/--no-search", help="Range search; default: the format's.")]
 
 
@@ -43,14 +44,16 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     model: ModelOption = DEMO,
     format: Annotated[str, typer.Option(help="A format, or 16 for a 16-bit cache.")] = "k4v4",
-    sinks: SinksOption = 0,
+    sinks: SinksOption = None,
     search: SearchOption = None,
+    codebooks: books.BooksOption = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 64,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
 ) -> None:
     """Continue a text greedily over a low-bit cache; print it, tokens a second and the cache's bytes."""
-    options = _options(format, sinks, search)
+    options = _options(format, sinks, search, [codebooks] if codebooks else [])
     network, tokenizer = load(model)
+    books.check_model(options, network)
     from lowbit_attn import quality as scoring
     from lowbit_attn.integrations.hf import CACHE_ARGUMENT
 
@@ -101,21 +104,24 @@ def quality(
     model: ModelOption = DEMO,
     text: Annotated[Path | None, typer.Option(help="A text file; default: Python's help texts.")] = None,
     format: Annotated[list[str] | None, typer.Option(help="A format; repeatable. Default: k4v4, k2v2.")] = None,
-    sinks: SinksOption = 0,
+    sinks: SinksOption = None,
     search: SearchOption = None,
+    codebooks: books.ManyBooksOption = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to read.")] = 2048,
     jsonl: Annotated[Path | None, typer.Option(help="Append one JSON line a format to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw perplexity and cosine by layer into this PNG or SVG.")] = None,
 ) -> None:
     """Compare caches on a text: perplexity, KL, top-1 agreement with 16 bit, cosine by layer."""
     names = ["16", *(format or ["k4v4", "k2v2"])]
-    cases = {_label(name, sinks, search): _options(name, sinks, search) for name in names}
+    cases = {_label(name, sinks, search): _options(name, sinks, search, codebooks or []) for name in names}
     if text is not None and not text.is_file():
         fail(f"text: got {str(text)!r}, supported: a text file")
     for name, path in (("jsonl", jsonl), ("plot", plot)):
         if path is not None:
             check_writable(name, path)
     network, tokenizer = load(model)
+    for options in cases.values():
+        books.check_model(options, network)
     from lowbit_attn import quality as scoring
     from lowbit_attn.demo.scoring import help_text
 
@@ -144,18 +150,19 @@ def quality(
                                 f"{text or 'help texts'}; {figures.where(network.device.type)}")
 
 
-def _label(name: str, sinks: int, search: bool | None) -> str:
+def _label(name: str, sinks: int | None, search: bool | None) -> str:
     if name == "16":
         return "16 bit"
     return name + f", {sinks} sinks" * bool(sinks) + ("" if search is None else ", search" if search else ", no search")
 
 
-def _options(name: str, sinks: int, search: bool | None) -> dict | None:
+def _options(name: str, sinks: int | None, search: bool | None, files: list[Path]) -> dict | None:
     if name == "16":
         return None
-    if sinks < 0:
+    if sinks is not None and sinks < 0:
         fail(f"sinks: got {sinks}, supported: 0 or more")
-    return dict(format=format_named(name).name, sinks=sinks, range_search=search)
+    name = format_named(name).name
+    return dict(format=name, sinks=sinks, range_search=search, **books.cache_options(name, files))
 
 
 def _quality_table(scores: dict, measured: Callable[[int], float]):

@@ -3,15 +3,14 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pydoc_data.topics import topics
 
 import torch
 from transformers.cache_utils import Cache
 
 from lowbit_attn import KVCache, dispatch, kernels, quality, why_not
+from lowbit_attn.codebooks.text import help_text
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache
 
-TOPICS = 40  # enough of Python's help texts for 2,048 tokens
 QUESTION = "Using the text above, explain the assert statement in Python in a few sentences."
 
 
@@ -58,11 +57,6 @@ class Score:
     nll: tuple[float, ...]  # sums of -log p over the predicted tokens of each chunk, ...
     predicted: tuple[int, ...]  # ... and how many those are
     agreement: float = 1.0
-
-
-def help_text(count: int | None = TOPICS) -> str:
-    """English prose that every Python installation has: its first ``count`` topics, None: all."""
-    return "\n".join(topics[key] for key in sorted(topics)[:count])
 
 
 def score(model, ids: torch.Tensor, case: Case, on_tokens: Callable[[int], None] = lambda n: None) -> Score:

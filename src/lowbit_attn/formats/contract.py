@@ -53,7 +53,10 @@ class Side(ABC):
 
     @abstractmethod
     def quantize(self, x: torch.Tensor, range_search: bool) -> Planes:
-        """fp32 values [n, 128, head_dim] -> each plane's bytes, uint8 [n, plane bytes]."""
+        """fp32 values [n, 128, head_dim] -> each plane's bytes, uint8 [n, plane bytes].
+
+        A side of kind CODEBOOK takes ``entries`` too, fp16 [heads, groups, 256, c]; so does ``dequantize``.
+        """
 
     @abstractmethod
     def dequantize(self, planes: Planes, head_dim: int) -> torch.Tensor:
@@ -112,6 +115,11 @@ class Format:
         return self.k.spec(head_dim), self.v.spec(head_dim, self.record(head_dim).v_offset)
 
     @property
+    def needs_codebooks(self) -> bool:
+        """Whether a side's codes mean nothing without codebooks, which a cache then takes."""
+        return Kind.CODEBOOK in (self.k.kind, self.v.kind)
+
+    @property
     def layout_id(self) -> str:
         """Identity of the byte order of both sides."""
         return "/".join(dict.fromkeys((self.k.layout_id, self.v.layout_id)))
@@ -119,38 +127,50 @@ class Format:
     def record_bytes(self, head_dim: int) -> int:
         return self.record(head_dim).nbytes
 
-    def bits_per_element(self, head_dim: int) -> float:
-        """Stored bits per K or V element, metadata and rounding of the record included."""
-        return 8 * self.record_bytes(head_dim) / (2 * layout.PAGE_TOKENS * head_dim)
+    def shared_bytes(self, head_dim: int) -> int:
+        """Bytes of a layer's KV head that all pages share: codebooks, channel order and weights."""
+        return sum(plane.nbytes for spec in self.specs(head_dim) if spec for plane in spec.shared)
+
+    def bits_per_element(self, head_dim: int, tokens: int | None = None) -> float:
+        """Stored bits per K or V element, metadata and rounding of the record included.
+
+        tokens: of all sequences of a batch, over which what their pages share is spread; None: without it.
+        """
+        shared = 0 if tokens is None else 8 * self.shared_bytes(head_dim) / (2 * head_dim * tokens)
+        return 8 * self.record_bytes(head_dim) / (2 * layout.PAGE_TOKENS * head_dim) + shared
 
     def quantize(self, k: torch.Tensor, v: torch.Tensor, range_search: bool | None = None,
-                 query_weights: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 K and V [n, 128, head_dim] -> records uint8 [n, record bytes]; query_weights: as in ``write_k``."""
+                 query_weights: torch.Tensor | None = None, k_entries: torch.Tensor | None = None,
+                 v_entries: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 K and V [n, 128, head_dim] -> records uint8 [n, record bytes]; the others: as in ``write_k``."""
         records = k.new_zeros((k.shape[0], self.record_bytes(k.shape[-1])), dtype=torch.uint8)
-        self.write_k(records, k, range_search, query_weights)
-        self.write_v(records, v, range_search)
+        self.write_k(records, k, range_search, query_weights, k_entries)
+        self.write_v(records, v, range_search, v_entries)
         return records
 
     def write_k(self, records: torch.Tensor, k: torch.Tensor, range_search: bool | None = None,
-                query_weights: torch.Tensor | None = None) -> None:
+                query_weights: torch.Tensor | None = None, entries: torch.Tensor | None = None) -> None:
         """Quantize fp32 K [n, 128, head_dim] into the K part of records uint8 [n, record bytes].
 
-        query_weights: fp32 [n, head_dim], of formats whose K side weighs queries.
+        query_weights: fp32 [n, head_dim], of formats whose K side weighs queries. entries: fp16 [heads, groups, 256, c]
+        of a side of kind CODEBOOK; record i is of head i % heads.
         """
         extra = {} if query_weights is None else {"query_weights": query_weights}
-        _write(self.k, self.record(k.shape[-1]).k_planes, records, k, range_search, **extra)
+        _write(self.k, self.record(k.shape[-1]).k_planes, records, k, range_search, **extra, **_given(entries))
 
-    def write_v(self, records: torch.Tensor, v: torch.Tensor, range_search: bool | None = None) -> None:
-        """Quantize fp32 V [n, 128, head_dim] into the V part of records uint8 [n, record bytes]."""
-        _write(self.v, self.record(v.shape[-1]).v_planes, records, v, range_search)
+    def write_v(self, records: torch.Tensor, v: torch.Tensor, range_search: bool | None = None,
+                entries: torch.Tensor | None = None) -> None:
+        """Quantize fp32 V [n, 128, head_dim] into the V part of records uint8 [n, record bytes]; entries: as in
+        ``write_k``."""
+        _write(self.v, self.record(v.shape[-1]).v_planes, records, v, range_search, **_given(entries))
 
-    def dequantize_k(self, records: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """Records uint8 [n, record bytes] -> fp32 K [n, 128, head_dim]."""
-        return self.k.dequantize(_slices(self.record(head_dim).k_planes, records), head_dim)
+    def dequantize_k(self, records: torch.Tensor, head_dim: int, entries: torch.Tensor | None = None) -> torch.Tensor:
+        """Records uint8 [n, record bytes] -> fp32 K [n, 128, head_dim]; entries: as in ``write_k``."""
+        return self.k.dequantize(_slices(self.record(head_dim).k_planes, records), head_dim, **_given(entries))
 
-    def dequantize_v(self, records: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """Records uint8 [n, record bytes] -> fp32 V [n, 128, head_dim]."""
-        return self.v.dequantize(_slices(self.record(head_dim).v_planes, records), head_dim)
+    def dequantize_v(self, records: torch.Tensor, head_dim: int, entries: torch.Tensor | None = None) -> torch.Tensor:
+        """Records uint8 [n, record bytes] -> fp32 V [n, 128, head_dim]; entries: as in ``write_k``."""
+        return self.v.dequantize(_slices(self.record(head_dim).v_planes, records), head_dim, **_given(entries))
 
 
 def part_of(side: Side, head_dim: int) -> tuple[dict[str, int], int]:
@@ -165,6 +185,10 @@ def _place(sizes: dict[str, int], start: int) -> tuple[tuple[Plane, ...], int]:
         planes.append(Plane(name, nbytes, offset))
         offset += nbytes
     return tuple(planes), layout.align_record(offset)
+
+
+def _given(entries: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {} if entries is None else {"entries": entries}
 
 
 def _slices(planes: tuple[Plane, ...], records: torch.Tensor) -> Planes:

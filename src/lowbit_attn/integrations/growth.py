@@ -28,13 +28,15 @@ def grown(old: KVCache, tokens: int) -> KVCache:
     """
     new = new_cache(old.format, tokens, old.max_batch, old.num_heads_kv, old.head_dim, old.dtype, old.device,
                     sinks=old.sinks, range_search=old.range_search, max_q_len=old.max_q_len, saturate=old.saturate,
-                    rotate_keys=old.rotate_keys, query_weights=old.query_weights)
+                    rotate_keys=old.rotate_keys, query_weights=old.query_weights,
+                    codebooks=None if old.attached is None else old.attached.layer)
     if new.max_seqlen < old.max_seqlen or new.num_pages < old.num_pages:
         raise ValueError(f"tokens: got {tokens}, supported: at least the old cache's {old.max_seqlen}")
     new.pool[: old.num_pages] = old.pool
     new.table[:, : old.table.shape[1]] = old.table
     for name in COUNTERS + TOKENS:
         getattr(new, name).copy_(getattr(old, name))
+    new.first_positions[:] = old.first_positions
     new.book = old.book.grown(new.num_pages)
     new.bind()
     new.refresh_limits()

@@ -18,6 +18,7 @@ is refused by the first layer, before any stores a token, and the next call afte
 import inspect
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 
 import torch
 from transformers import AttentionInterface, GenerationMixin
@@ -27,9 +28,12 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from lowbit_attn import kernels, reference
 from lowbit_attn.cache import CacheFaultError, KVCache
 from lowbit_attn.checks import integer, is_truth, one_of
+from lowbit_attn.codebooks import Codebooks
+from lowbit_attn.codebooks.prompt import PROMPTS
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.integrations.handle import NAME, SUPPORTED, Handle
 from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
+from lowbit_attn.integrations.prompt import PromptLayer, blank
 from lowbit_attn.integrations.static import StaticLowBitLayer
 from lowbit_attn.reference import Attention
 
@@ -58,6 +62,10 @@ class LowBitCache(Cache):
         max_q_len: one more than the draft tokens that may be taken back at once (assisted generation, prompt lookup):
             so many recent tokens stay in 16 bit at least.
         max_seqlen: longest sequence, allocated at once and never moved; None: the pools double when they are full.
+        codebooks: for formats that need them ("cq2", ...): a file of ``lowbit-attn calibrate``, Codebooks, or "prompt":
+            each row learns its own from its first 1,024 tokens or more, which stay in 16 bit until then ("prompt-pre":
+            of keys before their rotary embedding, with fewer errors). Steps
+            over them cannot be compiled yet, so ``generate`` does not, and on a GPU they want path="reference".
         static: with max_seqlen, take all pages at once too, so that steps of one token after the prompt need nothing of
             the host: torch.compile traces them into one graph (``generate`` does so by itself on a GPU, as with
             transformers' StaticCache), and a CUDA graph of one serves every length. These steps keep the prompt's
@@ -78,7 +86,8 @@ class LowBitCache(Cache):
     def __init__(self, format: str | Format, *, sinks: int | None = None, range_search: bool | None = None,
                  rotate_keys: bool = False, max_q_len: int = 1, max_seqlen: int | None = None,
                  dtype: torch.dtype | None = None, saturate: bool = False, path: str | None = None,
-                 sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False, static: bool = False):
+                 sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False, static: bool = False,
+                 codebooks: Codebooks | str | PathLike | None = None):
         one_of("sliding", sliding, SLIDING)
         is_truth("keep_sinks", keep_sinks)
         is_truth("static", static)
@@ -90,11 +99,21 @@ class LowBitCache(Cache):
             raise ValueError("static: got True without max_seqlen, supported: beside max_seqlen=")
         if path is not None:
             one_of("path", path, _paths())
+        if not isinstance(codebooks, Codebooks | str | PathLike | None):
+            raise TypeError(f"codebooks: got {type(codebooks).__name__}, supported: Codebooks of a model or their file")
         options = dict(range_search=range_search, saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
         self.static = static
-        self.format = _tried(format, dtype, max_seqlen, sinks, options)
-        layer = partial(StaticLowBitLayer if static else LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype,
-                        path=path, sliding=sliding, window=window, keep_sinks=keep_sinks, sinks=sinks, **options)
+        is_prompt = isinstance(codebooks, str) and codebooks in PROMPTS
+        if is_prompt and static:
+            raise NotImplementedError(f"static: got True with codebooks={codebooks!r}, supported: a file of "
+                                      "lowbit-attn calibrate, for a prompt's codebooks are made while it is read")
+        is_path = isinstance(codebooks, str | PathLike) and not is_prompt
+        self.codebooks = Codebooks.load(codebooks) if is_path else codebooks
+        self.format = _tried(format, dtype, max_seqlen, sinks, self.codebooks, options)
+        kind = StaticLowBitLayer if static else PromptLayer if is_prompt else LowBitLayer
+        layer = partial(kind, self.format, max_seqlen=max_seqlen, dtype=dtype,
+                        path=path, sliding=sliding, window=window, keep_sinks=keep_sinks, sinks=sinks,
+                        codebooks=self.codebooks, **options)
         super().__init__(layer_class_to_replicate=layer)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
@@ -106,7 +125,9 @@ class LowBitCache(Cache):
                                    f"ended in the midst of the model; {START_ANEW}")
             for layer in self.layers:
                 layer.grow_for(key_states.shape[2])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        handles = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.layers[layer_idx].index = layer_idx
+        return handles
 
     def _refuse_states(self, *args, **kwargs):
         raise NotImplementedError("LowBitCache: this model has layers with states of their own (Mamba, linear "
@@ -119,7 +140,7 @@ class LowBitCache(Cache):
     @property
     def is_compileable(self) -> bool:
         """Whether ``generate`` may compile decode steps; asked before the prompt makes the layers."""
-        return self.static
+        return self.static and self.codebooks is None
 
     def check(self) -> None:
         """Raise CacheFaultError if a compiled or captured step went beyond max_seqlen; waits for the device."""
@@ -146,14 +167,19 @@ def _paths() -> list[str]:
 
 
 def _tried(format: str | Format, dtype: torch.dtype | None, max_seqlen: int | None, sinks: int | None,
-           options: dict) -> Format:
+           codebooks: Codebooks | str | None, options: dict) -> Format:
     """The format; raises what a KVCache of these options would raise, before a model has run."""
     format = FORMATS[format] if isinstance(format, str) else format
     weighs = isinstance(format, Format) and format.k.weighs_queries
     weights = torch.zeros(1, TRIED_HEAD_DIM, dtype=torch.float32, device="cpu") if weighs else None
     sinks = {} if sinks is None else dict(sinks=sinks)
-    KVCache(format, 1, 1, TRIED_HEAD_DIM, torch.float16 if dtype is None else dtype, max_seqlen=max_seqlen,
-            query_weights=weights, **sinks, **options)
+    heads, head_dim, books = 1, TRIED_HEAD_DIM, codebooks
+    if isinstance(books, str):
+        books = blank(format, head_dim)
+    elif isinstance(codebooks, Codebooks):
+        heads, head_dim, books = codebooks.num_heads_kv, codebooks.head_dim, codebooks.layer(0)
+    KVCache(format, 1, heads, head_dim, torch.float16 if dtype is None else dtype, max_seqlen=max_seqlen,
+            query_weights=weights, codebooks=books, **sinks, **options)
     return format
 
 
@@ -185,6 +211,11 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: Handle, value: 
         raise NotImplementedError(f"{CACHE_ARGUMENT}: attention {NAME!r} reads a LowBitCache; pass {CACHE_ARGUMENT}="
                                   "LowBitCache(...), or call model.set_attn_implementation('sdpa')")
     _check_call(module, dropout, is_causal, kwargs)
+    if key.layer.codebooks is not None:
+        key.layer.check_model(module.config)
+        if isinstance(key.layer, PromptLayer):
+            key.layer.look_at(module, query.shape[3])
+        key.layer.position_ids = kwargs.get("position_ids")
     pads = None
     if isinstance(attention_mask, torch.Tensor):
         if isinstance(key.layer, StaticLowBitLayer):

@@ -15,6 +15,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lowbit_attn.api import decode, merge_states, ready
 from lowbit_attn.cache import DTYPES
+from lowbit_attn.codebooks import Codebooks, LayerCodebooks
+from lowbit_attn.codebooks.file import CodebookFileError
+from lowbit_attn.codebooks.identity import config_hash
 from lowbit_attn.formats import Format
 from lowbit_attn.integrations import dense
 from lowbit_attn.integrations.growth import grown, new_cache
@@ -44,7 +47,7 @@ class LowBitLayer(CacheLayerMixin):
 
     def __init__(self, format: Format, *, max_seqlen: int | None = None, dtype: torch.dtype | None = None,
                  path: str | None = None, sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False,
-                 sinks: int | None = None, **options):
+                 sinks: int | None = None, codebooks: Codebooks | None = None, **options):
         super().__init__()
         self.format, self.max_seqlen, self.kv_dtype, self.path = format, max_seqlen, dtype, path
         self.sliding, self.window, self.keep_sinks, self.options = sliding, window, keep_sinks, options
@@ -52,6 +55,8 @@ class LowBitLayer(CacheLayerMixin):
         self.max_drafts = options.get("max_q_len", 1) - 1
         self.kv = self.tail = self.handle = None
         self.length, self.pads = 0, ()
+        self.codebooks, self.index, self.is_checked = codebooks, None, codebooks is None
+        self.position_ids = None  # of the step's tokens, where the model says them
 
     def __repr__(self) -> str:
         kind = "16-bit window" if self.tail is not None else self.format
@@ -77,6 +82,21 @@ class LowBitLayer(CacheLayerMixin):
                              "that this cache holds; reset() it or make a new one")
         self.handle = Handle(self, key_states.detach(), value_states.detach())
         return self.handle, self.handle
+
+    def check_model(self, config) -> None:
+        """Raise, once and before anything is stored, CodebookFileError for a model whose configuration is another than
+        that of the layer's codebooks, ValueError for one with other layers."""
+        if self.is_checked:
+            return
+        about = self.codebooks.metadata
+        if about.get("config_hash") not in (None, config_hash(config)):
+            raise CodebookFileError(f"codebooks: learned from {about.get('model', 'a model')}, whose configuration is "
+                                    f"not that of this {config.model_type} model; supported: models of the same "
+                                    "configuration; make others with lowbit-attn calibrate --model")
+        if config.num_hidden_layers != self.codebooks.layers:
+            raise ValueError(f"codebooks: made for {self.codebooks.layers} layers, and the model has "
+                             f"{config.num_hidden_layers}, supported: codebooks of this model")
+        self.is_checked = True
 
     @torch.compiler.disable(reason=NOT_TRACED)
     def attend(self, handle: Handle, query: torch.Tensor, options: Attention = PLAIN,
@@ -191,8 +211,22 @@ class LowBitLayer(CacheLayerMixin):
             out = self._gathered(query, k, v, options, skips)
         for row, skip in enumerate(skips):
             if skip < q_len:
+                if not held[row] and self.kv.attached is not None and self.kv.attached.is_pre_rope:
+                    self.kv.set_first_positions([row], self._position(row, skip))
                 self.kv.prefill(row, k[row, :, skip:].transpose(0, 1), v[row, :, skip:].transpose(0, 1))
         return out
+
+    def _position(self, row: int, skip: int) -> int:
+        """Where the rotary embedding of the model has token ``skip`` of the step, the first of a row."""
+        ids = self.position_ids
+        if ids is not None:
+            return int(ids[row if len(ids) > 1 else 0, skip])
+        if skip:
+            raise NotImplementedError("position_ids: this model does not give them to its attention function, and keys "
+                                      "before their rotary embedding (codebooks of rope='pre') need them beside "
+                                      "padding on the left; supported: codebooks of rope='post', or rows of one "
+                                      "length")
+        return 0
 
     def _ready(self, query: torch.Tensor, options: Attention, load: bool) -> None:
         """Raise what decode of a step of one token would raise, before anything is stored; load: its kernel too."""
@@ -269,6 +303,9 @@ class LowBitLayer(CacheLayerMixin):
             q, new_k = query[row, :, skip:], k[row, :, skip:]
             if self.options.get("rotate_keys"):
                 q, new_k = self.kv.rotate(q), self.kv.rotate(new_k)
+            if self.kv.attached is not None:
+                new_k = self.kv.attached.keys(new_k.transpose(0, 1), self.dtype).transpose(0, 1)
+                q = self.kv.queries(q.transpose(0, 1)).transpose(0, 1)
             all_k, all_v = torch.cat((past_k, new_k.float()), 1), torch.cat((past_v, v[row, :, skip:].float()), 1)
             out[row, skip:] = dense.with_lse(q[None], all_k[None], all_v[None], options, (0,), self.sinks)[0][0]
         return out
@@ -282,8 +319,12 @@ class LowBitLayer(CacheLayerMixin):
                     weights = torch.zeros(shape, dtype=torch.float32, device=self.device)
             self.kv = new_cache(self.format, room, self.batch_size, *shape, self.dtype, self.device,
                                 exact=self.max_seqlen is not None, sinks=self.sinks, **self.options,
-                                query_weights=weights)
+                                query_weights=weights, codebooks=self._books())
         self._grow(tokens)
+
+    def _books(self) -> LayerCodebooks | None:
+        """The codebooks of this layer, if its format needs some."""
+        return None if self.codebooks is None else self.codebooks.layer(self.index)
 
     def grow_for(self, new: int) -> None:
         """Make room for so many more tokens, as a step that brings them would."""

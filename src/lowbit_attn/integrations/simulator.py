@@ -93,6 +93,8 @@ class SimulatedCache(Cache):
         window_v = self.format.window_v if window_v is None else window_v
         if self.format.k.weighs_queries:
             raise NotImplementedError(f"format: {self.format} weighs channels by queries, supported by LowBitCache")
+        if self.format.needs_codebooks:
+            raise NotImplementedError(f"format: {self.format} has codebooks, supported by LowBitCache")
         if self.format.v.kind is not Kind.TOKEN:
             raise NotImplementedError(f"format: {self.format}, supported: V per token, which can be packed in steps")
         for name, value, low, high in (("sinks", sinks, 0, None), ("window_v", window_v, 0, None),

@@ -9,7 +9,7 @@ from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, step_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, other_ctas, pick
 
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
-SHIPPED_FORMATS = tuple(FORMATS)  # the presets
+SHIPPED_FORMATS = tuple(name for name in FORMATS if not FORMATS[name].needs_codebooks)  # presets with kernels
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_DTYPES = ("float16", "bfloat16")
 SHIPPED_ROWS = (4, 8, 16)

@@ -15,7 +15,8 @@ LANES = 32
 LANE = np.arange(LANES)
 G, T = LANE // 4, LANE % 4
 CTA_WINDOW = 1 << 24  # bytes between the shared memories of a cluster's CTAs
-COMPARE = {"gtu": lambda a, b: ~(a <= b), "ltu": lambda a, b: ~(a >= b), "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
+COMPARE = {"gtu": lambda x, y: ~(x <= y), "ltu": lambda x, y: ~(x >= y),
+           "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
            "ge": operator.ge, "neu": operator.ne, "nan": lambda x, y: np.isnan(x) | np.isnan(y)}
 BITWISE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 

@@ -1,0 +1,87 @@
+"""``--codebooks``: files of codebooks that commands take, matched with formats and models."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from lowbit_attn.attached import check_format
+from lowbit_attn.cli.common import fail
+from lowbit_attn.codebooks import Codebooks
+from lowbit_attn.codebooks.prompt import PROMPTS
+from lowbit_attn.formats import FORMATS, Format
+
+BooksOption = Annotated[Path | None, typer.Option(
+    "--codebooks", help="A file of lowbit-attn calibrate, or prompt: learned from the text's first 1,024 tokens.")]
+ManyBooksOption = Annotated[list[Path] | None, typer.Option(
+    "--codebooks", help="A file of lowbit-attn calibrate, for formats that need one, or prompt: learned from the "
+                        "text's first 1,024 tokens; repeatable.")]
+
+
+def loaded(path: Path) -> Codebooks:
+    """The codebooks of a file; ends the command for what is none."""
+    try:
+        return Codebooks.load(path)
+    except (OSError, ValueError) as error:
+        fail(error)
+
+
+def fitting(fmt: Format, files: list[Path]) -> Path | None:
+    """The first file for a format, None for one without codebooks; ends the command where none fits."""
+    if not fmt.needs_codebooks:
+        return None
+    misfits = []
+    for path in files:
+        if str(path) in PROMPTS:
+            return path
+        try:
+            check_format(loaded(path), fmt)
+            return path
+        except ValueError as error:
+            misfits.append(f"{path}: {error}")
+    if misfits:
+        fail("; ".join(misfits))
+    fail(f"codebooks: got none for format {fmt}, supported: --codebooks FILE; lowbit-attn calibrate --model MODEL "
+         f"--format {fmt} makes one")
+
+
+def cache_options(name: str, files: list[Path]) -> dict:
+    """What a LowBitCache of a format takes beside its name: the file of its codebooks and who reads them."""
+    path = fitting(FORMATS[name], files)
+    if path is None:
+        return {}
+    return {"codebooks": str(path), **({"path": "reference"} if torch.cuda.is_available() else {})}
+
+
+def check_model(options: dict | None, network) -> None:
+    """End the command for codebooks of another model; tell of other weights, and of a GPU that torch uses slowly."""
+    if not options or "codebooks" not in options:
+        return
+    import warnings
+
+    from lowbit_attn.codebooks import identity
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", identity.OtherWeightsWarning)
+        try:
+            if options["codebooks"] not in PROMPTS:
+                identity.check_model(loaded(Path(options["codebooks"])), network)
+        except ValueError as error:
+            fail(error)
+    for warning in found:
+        typer.echo(f"warning: {warning.message}", err=True)
+    if "path" in options:
+        typer.echo(f"{options['format']}: no kernel reads codebooks yet; torch reads them on the GPU, slowly", err=True)
+
+
+def described(books: Codebooks) -> str:
+    """One line: what codebooks are for, their size and their name."""
+    return (f"{books.format}, keys {'before' if books.rope == 'pre' else 'after'} their rotary embedding, "
+            f"{books.layers} layers x {books.num_heads_kv} KV heads x head_dim {books.head_dim}, {books.nbytes:,} "
+            f"bytes, learned from {books.metadata.get('model', 'a model that is not named')}, {books.hash[:16]}")
+
+
+def warnings_of(books: Codebooks) -> list[str]:
+    """What the calibration warned of."""
+    return [str(warning) for warning in books.metadata.get("warnings", ())]

@@ -1,0 +1,86 @@
+"""Codebooks of one sequence, learned from its own first tokens: no calibration, and fewer errors from long texts.
+
+A layer's keys, values and query moments of the first 1,024 tokens or more give LayerCodebooks, as calibration gives
+them from many texts (learn.py). How keys turn with position is not seen in one prompt; it is what the model's
+configuration says, and models whose code says otherwise are refused by name.
+"""
+
+import sys
+
+import torch
+
+from lowbit_attn.codebooks.calibrate import POST_TYPES, check_rope, rope_types
+from lowbit_attn.codebooks.capture import LayerSample, context_of
+from lowbit_attn.codebooks.file import LayerCodebooks
+from lowbit_attn.codebooks.learn import Recipe, Sample, learn_layer, random_offsets
+from lowbit_attn.layout import PAGE_TOKENS
+
+PROMPT, PROMPT_PRE = "prompt", "prompt-pre"  # as an argument ``codebooks``: keys after or before their rotary embedding
+PROMPTS = {PROMPT: "post", PROMPT_PRE: "pre"}
+LEAST_TOKENS = 1024
+
+
+def learn_prompt(keys: torch.Tensor, values: torch.Tensor, q_moment: torch.Tensor, inv_freq: torch.Tensor,
+                 max_positions: int, sinks: int, recipe: Recipe, format_name: str, start: int = 0) -> LayerCodebooks:
+    """Codebooks of a layer from a sequence's first tokens.
+
+    keys, values: [num_heads_kv, tokens, head_dim], all of the sequence from its first token; its sinks and what fills
+    no page of 128 tokens is not learned from. q_moment: as in LayerSample. inv_freq: fp32 [head_dim / 2].
+    max_positions: the model's context, which random positions reach up to. start: the first token's position. Raises
+    ValueError for NaN or infinities.
+    """
+    pages = (keys.shape[1] - sinks) // PAGE_TOKENS
+    paged = [x[:, sinks : sinks + pages * PAGE_TOKENS].unflatten(1, (pages, PAGE_TOKENS)).transpose(0, 1)
+             for x in (keys, values)]
+    if not all(x.isfinite().all() for x in paged):
+        raise ValueError("codebooks: the prompt's keys or values have NaN or infinities, supported: finite ones; try "
+                         "another dtype of the model")
+    layer = LayerSample(*paged, q_moment.float().cpu(), 1.0, inv_freq)
+    sample = Sample([layer], start + sinks + torch.arange(pages) * PAGE_TOKENS, max_positions)
+    none_held = torch.zeros(pages, dtype=torch.bool)
+    learned = learn_layer(layer, sample.first, random_offsets(sample, recipe, 0), none_held, recipe, keys.device)
+    order = None if learned.k_order is None else learned.k_order.to(torch.int16)
+    freq = inv_freq.float() if recipe.rope == "pre" else None
+    return LayerCodebooks(format_name, recipe.rope, keys.shape[2], learned.k_entries, learned.v_entries, order,
+                          learned.k_weights, freq).to(keys.device)
+
+
+def frequencies(module: torch.nn.Module, head_dim: int, rope: str = "post") -> torch.Tensor:
+    """inv_freq fp32 [head_dim / 2] of an attention module of transformers, 0 where its keys do not turn.
+
+    Raises NotImplementedError for rotary embeddings of part of a head or of neighbouring channels, and of types whose
+    frequencies depend on the length.
+    """
+    config = module.config
+    check_rope(rope_types(config), rope)
+    if not getattr(module, "use_rope", True) or not rope_types(config):
+        return torch.zeros(head_dim // 2)
+    stated = config.rope_parameters
+    if "rope_type" not in stated:
+        stated = stated[config.layer_types[module.layer_idx]]
+    part = stated.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    halves = getattr(sys.modules[type(module).__module__], "rotate_half", None)
+    x = torch.arange(float(head_dim))
+    if part not in (None, 1) or halves is None or not torch.equal(halves(x), torch.cat((-x[head_dim // 2 :],
+                                                                                        x[: head_dim // 2]))):
+        raise NotImplementedError(f"codebooks='prompt': {type(module).__name__} turns a part of each head or "
+                                  "neighbouring channels, supported: rotary embeddings of channels d and d + "
+                                  "head_dim / 2; or codebooks of lowbit-attn calibrate")
+    return _of_type(config, stated, module, head_dim)
+
+
+def context(config) -> int:
+    """Positions that a model was made for."""
+    return context_of(config)
+
+
+def _of_type(config, stated: dict, module: torch.nn.Module, head_dim: int) -> torch.Tensor:
+    """Frequencies of a type of rotary embedding, as transformers computes them."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = stated["rope_type"]
+    assert kind in POST_TYPES
+    if kind == "default":
+        return stated["rope_theta"] ** -(torch.arange(head_dim // 2, dtype=torch.float32) * 2 / head_dim)
+    nested = {} if "rope_type" in config.rope_parameters else {"layer_type": config.layer_types[module.layer_idx]}
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **nested)[0].float()
