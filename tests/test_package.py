@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT / "hopper",
            "lowbit_attn.ampere": ROOT / "ampere"}
 # What each part of the package stands on; it may import parts of a lower rank, or its own.
-RANKS = {"layout": 0, "registers": 0, "checks": 0, "precision": 0, "journal": 0, "formats": 1, "pages": 2,
+RANKS = {"layout": 0, "linear": 0, "registers": 0, "checks": 0, "precision": 0, "journal": 0, "formats": 1, "pages": 2,
          "backend": 2, "copies": 2, "extend": 2, "state": 2, "cache": 2, "paging": 2, "reference": 2,
          "leankv": 3, "device": 3, "kernels": 3, "hopper": 4, "ampere": 4,
          "dispatch": 6, "ops": 7, "api": 7, "": 8, "integrations": 9, "testing": 9, "parallel": 9,
