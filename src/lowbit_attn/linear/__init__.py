@@ -9,10 +9,11 @@ yet, and a call that asks for one is refused.
 """
 
 from lowbit_attn.linear.formats import NAMES, format_named
+from lowbit_attn.linear.ldlq import proxy_error
 from lowbit_attn.linear.module import VersionError, VQLinear
 from lowbit_attn.linear.published import from_aqlm, from_quip_sharp
-from lowbit_attn.linear.quantizer import quantize
+from lowbit_attn.linear.quantizer import quantize, quantize_together
 from lowbit_attn.linear.weight import VQWeight, linear
 
 __all__ = ["NAMES", "VQLinear", "VQWeight", "VersionError", "format_named", "from_aqlm", "from_quip_sharp", "linear",
-           "quantize"]
+           "proxy_error", "quantize", "quantize_together"]

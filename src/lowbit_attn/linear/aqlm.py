@@ -42,8 +42,8 @@ class _BeamRounder:
 def beam_search(x: torch.Tensor, books: torch.Tensor) -> torch.Tensor:
     """Codes, int64 [m, 2], of the sum of an entry of each codebook [2, K, 8] near each x [m, 8].
 
-    The best few first entries, of each the best second one, the best pair of these; then the best first entry for that
-    second one.
+    The best few first entries, of each the best second one, the best pair of these; then, in turn, the best first entry
+    for that second one and the best second one for it.
     """
     beam = BEAMS[books.shape[1]]
     first, second = books
@@ -54,9 +54,11 @@ def beam_search(x: torch.Tensor, books: torch.Tensor) -> torch.Tensor:
         rest = rows[:, None] - first[firsts]  # [m, beam, 8]
         gain, seconds = torch.addmm(halves[1], rest.flatten(0, 1), second.T, beta=-1).max(1)
         best = (kept + gain.reshape_as(kept)).argmax(1)
-        chosen = seconds.reshape_as(firsts).gather(1, best[:, None])[:, 0]
-        again = torch.addmm(halves[0], rows - second[chosen], first.T, beta=-1).argmax(1)
-        codes.append(torch.stack((again, chosen), 1))
+        pair = [firsts[:, 0], seconds.reshape_as(firsts).gather(1, best[:, None])[:, 0]]
+        for book in (0, 1):
+            rest = rows - books[1 - book][pair[1 - book]]
+            pair[book] = torch.addmm(halves[book], rest, books[book].T, beta=-1).argmax(1)
+        codes.append(torch.stack(pair, 1))
     return torch.cat(codes)
 
 

@@ -87,7 +87,7 @@ class Walk:
     def moments(self, index: int) -> dict[str, torch.Tensor]:
         """E[x x^T], fp32 [k, k], of the inputs of each linear layer in a decoder layer, by name.
 
-        Layers that read the same tensor (queries, keys and values) share one result. ValueError for one without input.
+        Layers that read the same tensor (queries, keys and values) share one tensor. ValueError for one without input.
         """
         sums, owner, hooks, kept = {}, {}, [], []
         seen: dict[int, str] = {}
@@ -116,7 +116,8 @@ class Walk:
         if missing := set(linears(self.layers[index])) - set(owner):
             raise ValueError(f"model: layer {index}: {', '.join(sorted(missing))} read nothing of the text, supported: "
                              "layers whose linear layers all run for every token")
-        return {name: sums[leader][0] / sums[leader][1] for name, leader in owner.items()}
+        means = {leader: total / count for leader, (total, count) in sums.items()}
+        return {name: means[leader] for name, leader in owner.items()}
 
     @torch.no_grad()
     def advance(self, index: int) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ from torch import nn
 from lowbit_attn.linear.calibration import Walk, decoder_layers, linears, sequences
 from lowbit_attn.linear.formats import VERSION, format_named
 from lowbit_attn.linear.module import VQLinear
-from lowbit_attn.linear.quantizer import quantize
+from lowbit_attn.linear.quantizer import quantize_together
+from lowbit_attn.linear.weight import VQWeight
 
 METHOD = "lowbit_vq"  # quant_method in config.json
 PROGRESS = "progress.json"
@@ -59,8 +61,31 @@ def quantize_model(model: nn.Module, tokenizer, tokens: torch.Tensor, format: st
 
 
 def _quantize_layer(layer: nn.Module, moments: dict[str, torch.Tensor], format: str, seed: int) -> dict[str, VQLinear]:
-    return {name: VQLinear.from_weight(quantize(module.weight, format, moments[name], seed))
-            for name, module in linears(layer).items()}
+    """Every linear layer of a decoder layer as codes, those that read the same inputs together.
+
+    On a CPU one thread a group, the largest first: their many small steps gain nothing from threads of their own.
+    """
+    modules = linears(layer)
+    groups: dict[int, list[str]] = {}
+    for name in modules:
+        groups.setdefault(id(moments[name]), []).append(name)
+    ordered = sorted(groups.values(), key=lambda names: -sum(modules[name].weight.numel() for name in names))
+
+    def work(names: list[str]) -> list[VQWeight]:
+        return quantize_together([modules[name].weight for name in names], format, moments[names[0]], seed)
+
+    threads = torch.get_num_threads() if next(layer.parameters()).device.type == "cpu" else 1
+    if threads == 1:
+        weights = list(map(work, ordered))
+    else:
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                weights = list(pool.map(work, ordered))
+        finally:
+            torch.set_num_threads(threads)
+    made = {name: weight for names, group in zip(ordered, weights) for name, weight in zip(names, group)}
+    return {name: VQLinear.from_weight(made[name]) for name in modules}
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ SIGN_BIT = (0, 4, 1, 5, 2, 6, 3, 7)  # bit of the sign byte that belongs to a we
 NORM_12 = """31113333 13113333 11313333 11133333 33313311 33313131 33311331 33313113 33311313 33311133
 33133311 33133131 33131331 33133113 33131313 33131133 31333311 31333131 31331331 31333113 31331313
 13331133 13333311 13333131 13331331 13333113 13331313 11331333 33113331"""
-_CHUNK = 1024  # rows searched at once: their scores stay in a core's cache
+_CHUNK = 2048  # rows searched at once: their scores stay in a core's cache
 
 
 @cache
@@ -76,63 +76,94 @@ def grid() -> torch.Tensor:
     return ((2 * fields - 15).float() / 4).reshape(CODES, VEC)
 
 
+# Entries 1/2, 3/2, 5/2 (0, 1, 2) of the patterns to norm 10, largest first: all their permutations are patterns.
+_SHAPES = ("00000000", "10000000", "11000000", "11100000", "11110000", "20000000", "21000000")
+
+
 @cache
 @torch.inference_mode(False)
-def _folded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(points fp32 [8, n], half their squared norms [n], their pattern x 256 + negative weights int64 [n]).
+def _shapes() -> tuple[torch.Tensor, ...]:
+    """(entries fp32 [8, 7], half their squared norms [7], their parities int64 [7], digits int64 [7, 8], pattern by
+    digits, first weight lowest, int64 [3^8])."""
+    digits = torch.tensor([[int(digit) for digit in shape] for shape in _SHAPES], device="cpu")
+    entries = digits + 0.5
+    number = torch.full((3**VEC,), -1, device="cpu")
+    number[((patterns() - 0.5).long() * _powers("cpu")).sum(1)] = torch.arange(256, device="cpu")
+    return entries.T.contiguous(), entries.square().sum(1) / 2, entries.sum(1).long() & 1, digits, number
+
+
+def _powers(device) -> torch.Tensor:
+    return 3 ** torch.arange(VEC, device=device)
+
+
+@cache
+@torch.inference_mode(False)
+def _large() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(points fp32 [n, 8], half their squared norm, their pattern x 256 + negative weights int64 [n]) of norm 12.
 
     Candidates for a vector whose first seven entries are not negative and whose eighth has the sign that leaves an even
     number of flips to undo: at most one of the first seven is negative, and the eighth sign is what parity asks for.
-    A flip of 3/2 or 5/2 is left out where the pattern with that entry exchanged for a 1/2 exists: that one is nearer.
     """
     points, marks = [], []
-    base, odd = patterns(), _odd()
+    base, odd = patterns()[227:], _odd()[227:]
     for flipped in (None, *range(7)):
-        signs = torch.ones(VEC, device="cpu")
+        point = base.clone()
+        point[:, 7] *= 1 - 2 * (odd ^ (flipped is not None)).float()
         if flipped is not None:
-            signs[flipped] = -1
-        last = 1 - 2 * (odd ^ (flipped is not None)).float()
-        point = base * signs
-        point[:, 7] *= last
-        kept = torch.ones(256, dtype=torch.bool, device="cpu")
-        if flipped is not None:
-            kept = (base[:, flipped] == 0.5) | (torch.arange(256, device="cpu") >= 227)
+            point[:, flipped] *= -1
+        points.append(point)
         negative = (point < 0).long() << torch.arange(VEC, device="cpu")
-        points.append(point[kept])
-        marks.append((torch.arange(256, device="cpu") * 256 + negative.sum(1))[kept])
-    points, marks = torch.cat(points), torch.cat(marks)
-    return points.T.contiguous(), points.square().sum(1) / 2, marks
+        marks.append(torch.arange(227, 256, device="cpu") * 256 + negative.sum(1))
+    points = torch.cat(points)
+    return points, points.square().sum(1) / 2, torch.cat(marks)
 
 
 def nearest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest codebook point of each row of x, fp32 [m, 8]: (points fp32 [m, 8], codes int64 [m]).
 
-    Exact: folds the signs away, so that about 1,500 candidates a shift are compared instead of 65,536.
+    Exact. Of the patterns to norm 10 every permutation is one, so sorting the absolute values leaves seven candidates a
+    shift; where the signs' parity is wrong, the smallest value's sign flips. Those of norm 12 are compared one by one.
     """
-    chosen = [_nearest_chunk(chunk) for chunk in x.split(_CHUNK)] or [(x, x.new_zeros(0, dtype=torch.long))]
-    return torch.cat([points for points, _ in chosen]), torch.cat([codes for _, codes in chosen])
+    codes = torch.cat([_nearest_codes(chunk) for chunk in x.split(_CHUNK)]) if len(x) else x.new_zeros(0).long()
+    return grid().to(x.device)[codes], codes
 
 
-def _nearest_chunk(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    points, half_norms, marks = (table.to(x.device) for table in _folded())
-    weights = 1 << torch.arange(VEC, device=x.device)
-    scores, codes = [], []
-    for minus in (0, 1):
-        shifted = x - (0.25 - 0.5 * minus)
-        negative = shifted < 0
-        folded = shifted.abs()
-        flips_last = negative.sum(1) & 1 == 1  # an odd number of signs: the eighth takes one back
-        folded[:, 7] = torch.where(flips_last, -folded[:, 7], folded[:, 7])
-        best, at = torch.addmm(half_norms, folded, points, beta=-1).max(1)
-        flips = negative.long()
-        flips[:, 7] ^= flips_last.long()
-        scores.append(shifted.square().sum(1) / 2 - best)
-        codes.append(_code(marks[at] ^ (flips * weights).sum(1), minus))
-    code = torch.where(scores[1] < scores[0], codes[1], codes[0])
-    return grid().to(x.device)[code], code
+def _nearest_codes(x: torch.Tensor) -> torch.Tensor:
+    found = [_search(x - shift) for shift in (0.25, -0.25)]
+    minus = found[1][0] < found[0][0]
+    _, order, shape, is_large, candidate, negative, is_odd = (
+        torch.where(minus.reshape(-1, *[1] * (plus.dim() - 1)), other, plus) for plus, other in zip(*found))
+    _, _, parities, digits, number = (table.to(x.device) for table in _shapes())
+    bit = 1 << torch.arange(VEC, device=x.device)
+    natural = torch.zeros_like(order).scatter_(1, order, digits[shape])
+    smallest = bit[order[:, 7]] * (parities[shape] ^ is_odd)
+    signs = (negative * bit).sum(1)
+    small = number[(natural * _powers(x.device)).sum(1)] << 8 | (signs ^ smallest)
+    large = _large()[2].to(x.device)[candidate] ^ signs ^ is_odd << 7
+    return _code(torch.where(is_large, large, small), minus.long())
 
 
-def _code(mark: torch.Tensor, minus: int) -> torch.Tensor:
+def _search(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """For each row of x, already without the shift, the nearest pattern with signs: (half the squared distance, order
+    of the sorted values, shape, whether a pattern of norm 12 is nearer, which, negative values as 0 or 1, parity)."""
+    entries, half_norms, parities = (table.to(x.device) for table in _shapes()[:3])
+    points, half_twelve, _ = (table.to(x.device) for table in _large())
+    values, negative = x.abs(), (x < 0).long()
+    is_odd = negative.sum(1) & 1
+    ordered, order = values.sort(1, descending=True)
+    scores = torch.addmm(half_norms, ordered, entries, beta=-1) - ordered[:, 7:] * (parities ^ is_odd[:, None])
+    best, shape = scores.max(1)
+    values[:, 7] *= 1 - 2 * is_odd
+    scores = torch.addmm(half_twelve, values, points.T, beta=-1)
+    large = scores.amax(1)
+    is_large = large > best
+    candidate = torch.zeros_like(shape)
+    candidate[is_large] = scores[is_large].argmax(1)  # few rows: an index costs ten times as much as a maximum
+    distance = (values * values).sum(1) / 2 - torch.maximum(best, large)
+    return distance, order, shape, is_large, candidate, negative, is_odd
+
+
+def _code(mark: torch.Tensor, minus: torch.Tensor) -> torch.Tensor:
     """Code of a pattern and the signs of its weights (bits 0 to 7 of ``mark``), and the shift: minus 1 is -1/4."""
     pattern = mark >> 8
     signs = mark ^ _odd().to(mark.device)[pattern] << 7

@@ -49,6 +49,7 @@ class CodebookQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model, dtype=None):
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a configuration that was saved has a name
         for name in self.quantization_config.modules:
             old = model.get_submodule(name)
             new = nn.Linear(old.in_features, old.out_features, old.bias is not None, device=old.header.device,
