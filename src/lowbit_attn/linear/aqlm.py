@@ -14,7 +14,7 @@ from lowbit_attn.linear.layouts import ceil_to
 from lowbit_attn.linear.ldlq import block_ldl, damped, ldlq
 
 VEC, BLOCK = 8, 128
-ROUNDS = 3  # assignments, each followed by a refit
+ROUNDS = 2  # assignments, each followed by a refit
 LEARN_STEPS, LEARN_PER_ENTRY = 12, 64  # k-means of the first codebooks: steps, and vectors an entry at most
 REFIT_STEPS = 24  # of conjugate gradients
 BEAMS = {256: 8, 4096: 2}  # first codes that the search for the second keeps, by entries of a codebook
