@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from codebook_weights import random_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit_weights import random_weight
 
 from lowbit_attn.linear import NAMES, VQWeight, e8p, format_named, hadamard, layouts, linear
 

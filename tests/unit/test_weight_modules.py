@@ -4,9 +4,9 @@ import io
 
 import pytest
 import torch
+from codebook_weights import random_weight
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
-from unit_weights import random_weight
 
 from lowbit_attn.linear import NAMES, VersionError, VQLinear, linear
 

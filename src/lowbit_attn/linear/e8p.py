@@ -69,11 +69,11 @@ def tables() -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 @torch.inference_mode(False)
-def grid() -> torch.Tensor:
+def grid(device: torch.device = torch.device("cpu")) -> torch.Tensor:
     """All weights by code (pattern byte x 256 + sign byte), fp32 [65536, 8], multiples of 1/4 in -2.75 to 2.75."""
     first, second = tables()
     fields = (first[:, None] ^ second)[..., None] >> 4 * torch.arange(VEC, device="cpu") & 15
-    return ((2 * fields - 15).float() / 4).reshape(CODES, VEC)
+    return ((2 * fields - 15).float() / 4).reshape(CODES, VEC).to(device)
 
 
 # Entries 1/2, 3/2, 5/2 (0, 1, 2) of the patterns to norm 10, largest first: all their permutations are patterns.
@@ -125,7 +125,7 @@ def nearest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shift; where the signs' parity is wrong, the smallest value's sign flips. Those of norm 12 are compared one by one.
     """
     codes = torch.cat([_nearest_codes(chunk) for chunk in x.split(_CHUNK)]) if len(x) else x.new_zeros(0).long()
-    return grid().to(x.device)[codes], codes
+    return grid(x.device)[codes], codes
 
 
 def _nearest_codes(x: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ class E8P(WeightFormat):
 
     def lattice(self, planes: Planes, n: int, k: int) -> torch.Tensor:
         """Q, fp32 [n', k'], of the transforms' sizes: the matrix between the two of them."""
-        codes, grid = self.unpack(planes), e8p.grid().to(planes["codes"].device)
+        codes, grid = self.unpack(planes), e8p.grid(planes["codes"].device)
         made = sum(scale * grid[codes[..., stage]] for stage, scale in enumerate(planes["scales"]))
         rows, columns = self.sides(n, k)
         return made.flatten(1)[:rows, :columns]

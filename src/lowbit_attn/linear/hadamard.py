@@ -42,8 +42,8 @@ def padded_size(size: int) -> int:
 
 
 @cache
-@torch.inference_mode(False)  # kept for all callers
-def matrix(order: int) -> torch.Tensor:
+@torch.inference_mode(False)  # kept for all callers, by device: a captured graph copies nothing from the host
+def matrix(order: int, device: torch.device = torch.device("cpu")) -> torch.Tensor:
     """Hadamard matrix, entries 1 and -1, fp32 [order, order]: H H^T = order I; ValueError for an unknown order."""
     base = base_order(order)
     if not base:
@@ -53,7 +53,7 @@ def matrix(order: int) -> torch.Tensor:
     made = made.float()
     while len(made) < order:  # the small matrix is the outer factor
         made = torch.kron(made, torch.tensor([[1.0, 1.0], [1.0, -1.0]], device="cpu"))
-    return made
+    return made.to(device)
 
 
 def transform(x: torch.Tensor, transpose: bool = False) -> torch.Tensor:
@@ -66,10 +66,10 @@ def transform(x: torch.Tensor, transpose: bool = False) -> torch.Tensor:
     if not base:
         raise ValueError(f"x: got {size} columns, supported: sizes of a Hadamard matrix, the next is "
                          f"{padded_size(size)}")
-    small = matrix(base).to(x)
     inner, outer = _halves(size // base)
+    small, left, right = (matrix(order, x.device).to(x.dtype) for order in (base, inner, outer))
     x = x.reshape(-1, base, outer, inner)
-    x = (x @ matrix(inner).to(x)).transpose(-1, -2) @ matrix(outer).to(x)
+    x = (x @ left).transpose(-1, -2) @ right
     x = x.transpose(-1, -2).reshape(-1, base, outer * inner)
     return ((small.T if transpose else small) @ x).reshape(-1, size) / size**0.5
 
