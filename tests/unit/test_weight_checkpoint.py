@@ -203,6 +203,13 @@ def test_command(source, tmp_path):
     ids = tokenizer("the quick brown", return_tensors="pt").input_ids
     new = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert new.shape == (1, 20)
+    want = tokenizer.decode(new[0, 15:])
+    result = CliRunner().invoke(app, ["generate", "the quick brown", "--model", str(out), "--format", "16", "--tokens",
+                                      "5"])
+    assert result.exit_code == 0 and result.output.startswith(want), result.output
+    result = run("--model", out, "--out", tmp_path / "twice", "--text", text)
+    assert result.exit_code == 2 and "error: model: got a LlamaDecoderLayer without nn.Linear" in result.output
+    assert not (tmp_path / "twice").exists()
 
 
 @pytest.mark.parametrize("arguments, words", [

@@ -33,6 +33,8 @@ def _load(name: str, device: str):
     from lowbit_attn.demo import model as models
 
     try:
+        import lowbit_attn.linear.hf  # noqa: F401 (reads what quantize wrote)
+
         if name == DEMO:
             return models.load(models.fetch(models.default_folder(), lambda text: typer.echo(text, err=True)), device)
         if not (Path(name) / "config.json").exists():

@@ -38,8 +38,12 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def linears(layer: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers inside a decoder layer, by their names in it."""
-    return {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+    """The linear layers inside a decoder layer, by their names in it; ValueError if there is none."""
+    found = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+    if not found:
+        raise ValueError(f"model: got a {type(layer).__name__} without nn.Linear, supported: decoder layers whose "
+                         "weights are not quantized yet")
+    return found
 
 
 class Walk:

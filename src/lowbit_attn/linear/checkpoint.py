@@ -43,6 +43,8 @@ def quantize_model(model: nn.Module, tokenizer, tokens: torch.Tensor, format: st
     format_named(format)
     rows = sequences(tokens, count)
     layers = decoder_layers(model)[1]
+    for layer in layers:
+        linears(layer)
     _claim(folder, _identity(model, rows, format, seed))
     walk = Walk(model, rows.to(next(model.parameters()).device))
     for index, layer in enumerate(layers):
