@@ -18,7 +18,7 @@ def quantize(
     model: ModelOption = DEMO,
     format: Annotated[str, typer.Option(help="e8p4, e8p2, gptvq2, aqlm_2x8 or aqlm_2x12.")] = "e8p4",
     text: Annotated[Path | None, typer.Option(help=TEXT_HELP)] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to read: 2,048 or more.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read: 2,048 or more.")] = 8192,
     seed: Annotated[int, typer.Option(help="Of random signs and of k-means.")] = 0,
 ) -> None:
     """Write a model with linear layers in 2 to 4 bits; transformers loads it after import lowbit_attn.linear.hf."""
