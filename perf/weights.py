@@ -54,7 +54,7 @@ def line_of(logits: torch.Tensor, baseline: torch.Tensor, ids: torch.Tensor) -> 
             "top1": round(quality.agreement(logits.argmax(-1), baseline.argmax(-1)), 4)}
 
 
-def models_of(model, folders: dict[str, str]):
+def models_of(model, folders: dict[str, str], with_rounded: bool):
     """(label, bits a weight of the quantized layers, model) of each case; the rounded ones overwrite ``model``."""
     from transformers import AutoModelForCausalLM
 
@@ -69,7 +69,7 @@ def models_of(model, folders: dict[str, str]):
         yield label, bits, quantized.dequantize(torch.float32) or quantized
     kept = {module: module.weight.detach().clone() for layer in decoder_layers(model)[1]
             for module in linears(layer).values()}
-    for label, (bits, group) in ROUNDED.items():
+    for label, (bits, group) in ROUNDED.items() if with_rounded else ():
         for module, weight in kept.items():
             module.weight.data.copy_(round_to_nearest(weight, bits, group))
         yield label, bits + METADATA_BITS / group, model
@@ -77,6 +77,7 @@ def models_of(model, folders: dict[str, str]):
 
 def main(
     folder: Annotated[list[str], typer.Option(help="LABEL=PATH of a quantized model; repeatable.")] = [],
+    rounded: Annotated[bool, typer.Option(help="Also the model's own weights rounded to nearest.")] = True,
     cache: Annotated[str | None, typer.Option(help="Format of the KV cache of all but the baseline.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text that are read.")] = 2048,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 2,
@@ -100,7 +101,7 @@ def main(
               f"top-1 {line['top1']:.3f}  {seconds:.0f} s", flush=True)
 
     report("16 bit", 16, baseline, 0)
-    for label, bits, quantized in models_of(model, dict(item.split("=", 1) for item in folder)):
+    for label, bits, quantized in models_of(model, dict(item.split("=", 1) for item in folder), rounded):
         start = time.perf_counter()
         logits = read(quantized, ids, cache and dict(format=cache))
         report(label, bits, logits, time.perf_counter() - start)

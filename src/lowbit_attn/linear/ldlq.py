@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-DAMPING = 0.1  # of H's mean diagonal, added to it: best on held-out text; QuIP#'s 0.01 is for a thousand times the tokens
+DAMPING = 0.1  # of H's mean diagonal, added to it: best on held-out text; QuIP#'s 0.01 is for many more tokens
 
 
 class Rounder(Protocol):
