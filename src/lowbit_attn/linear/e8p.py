@@ -24,7 +24,7 @@ SIGN_BIT = (0, 4, 1, 5, 2, 6, 3, 7)  # bit of the sign byte that belongs to a we
 NORM_12 = """31113333 13113333 11313333 11133333 33313311 33313131 33311331 33313113 33311313 33311133
 33133311 33133131 33131331 33133113 33131313 33131133 31333311 31333131 31331331 31333113 31331313
 13331133 13333311 13333131 13331331 13333113 13331313 11331333 33113331"""
-_CHUNK = 2048  # rows searched at once: their scores stay in a core's cache
+_CHUNK = 4096  # rows searched at once: their scores stay in a core's cache
 
 
 @cache
@@ -88,12 +88,8 @@ def _shapes() -> tuple[torch.Tensor, ...]:
     digits = torch.tensor([[int(digit) for digit in shape] for shape in _SHAPES], device="cpu")
     entries = digits + 0.5
     number = torch.full((3**VEC,), -1, device="cpu")
-    number[((patterns() - 0.5).long() * _powers("cpu")).sum(1)] = torch.arange(256, device="cpu")
+    number[((patterns() - 0.5).long() * 3 ** torch.arange(VEC, device="cpu")).sum(1)] = torch.arange(256, device="cpu")
     return entries.T.contiguous(), entries.square().sum(1) / 2, entries.sum(1).long() & 1, digits, number
-
-
-def _powers(device) -> torch.Tensor:
-    return 3 ** torch.arange(VEC, device=device)
 
 
 @cache
@@ -129,43 +125,48 @@ def nearest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nearest_codes(x: torch.Tensor) -> torch.Tensor:
-    found = [_search(x - shift) for shift in (0.25, -0.25)]
-    minus = found[1][0] < found[0][0]
-    _, order, shape, is_large, candidate, negative, is_odd = (
-        torch.where(minus.reshape(-1, *[1] * (plus.dim() - 1)), other, plus) for plus, other in zip(*found))
+    """Codes of x, fp32 [m, 8]: both shifts are searched as one batch, and each row's better half is decoded."""
+    m = len(x)
+    distance, order, shape, candidate, negative, is_odd = _search(torch.cat((x - 0.25, x + 0.25)))
+    minus = (distance[m:] < distance[:m]).long()
+    row = minus * m + torch.arange(m, device=x.device)
+    order, shape, candidate, signs, is_odd = order[row], shape[row], candidate[row], negative[row], is_odd[row]
     _, _, parities, digits, number = (table.to(x.device) for table in _shapes())
-    bit = 1 << torch.arange(VEC, device=x.device)
-    natural = torch.zeros_like(order).scatter_(1, order, digits[shape])
-    smallest = bit[order[:, 7]] * (parities[shape] ^ is_odd)
-    signs = (negative * bit).sum(1)
-    small = number[(natural * _powers(x.device)).sum(1)] << 8 | (signs ^ smallest)
+    powers, bit = (base ** torch.arange(VEC, device=x.device) for base in (3, 2))
+    small = number[(powers[order] * digits[shape]).sum(1)] << 8 | signs ^ bit[order[:, 7]] * (parities[shape] ^ is_odd)
     large = _large()[2].to(x.device)[candidate] ^ signs ^ is_odd << 7
-    return _code(torch.where(is_large, large, small), minus.long())
+    mark = torch.where(candidate >= 0, large, small)
+    pattern = mark >> 8
+    return pattern << 8 | _sign_bytes().to(x.device)[mark & 255 ^ _odd().to(x.device)[pattern] << 7] ^ minus
 
 
 def _search(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """For each row of x, already without the shift, the nearest pattern with signs: (half the squared distance, order
-    of the sorted values, shape, whether a pattern of norm 12 is nearer, which, negative values as 0 or 1, parity)."""
+    of the sorted values, shape, which candidate of norm 12 is nearer or -1, bits of negative values, their parity)."""
     entries, half_norms, parities = (table.to(x.device) for table in _shapes()[:3])
-    points, half_twelve, _ = (table.to(x.device) for table in _large())
-    values, negative = x.abs(), (x < 0).long()
-    is_odd = negative.sum(1) & 1
+    values = x.abs()
+    negative = ((x < 0) * 2 ** torch.arange(VEC, device=x.device)).sum(1)
+    is_odd = _parity(negative)
     ordered, order = values.sort(1, descending=True)
-    scores = torch.addmm(half_norms, ordered, entries, beta=-1) - ordered[:, 7:] * (parities ^ is_odd[:, None])
-    best, shape = scores.max(1)
-    values[:, 7] *= 1 - 2 * is_odd
-    scores = torch.addmm(half_twelve, values, points.T, beta=-1)
-    large = scores.amax(1)
-    is_large = large > best
-    candidate = torch.zeros_like(shape)
-    candidate[is_large] = scores[is_large].argmax(1)  # few rows: an index costs ten times as much as a maximum
-    distance = (values * values).sum(1) / 2 - torch.maximum(best, large)
-    return distance, order, shape, is_large, candidate, negative, is_odd
+    scores = torch.addmm(half_norms, ordered, entries, beta=-1)
+    best, shape = (scores - ordered[:, 7:] * (parities ^ is_odd[:, None])).max(1)
+    half_squares = (values * values).sum(1) / 2
+    candidate = torch.full_like(shape, -1)
+    # five entries of 3/2 in the best places and no wrong sign: what no pattern of norm 12 can surpass
+    rows = (scores[:, 4] + ordered[:, 4] - 1 > best).nonzero()[:, 0]
+    if len(rows):
+        points, half_twelve, _ = (table.to(x.device) for table in _large())
+        folded = values[rows]
+        folded[:, 7] *= 1 - 2 * is_odd[rows]
+        large, found = torch.addmm(half_twelve, folded, points.T, beta=-1).max(1)
+        candidate[rows] = torch.where(large > best[rows], found, -1)
+        best[rows] = torch.maximum(best[rows], large)
+    return half_squares - best, order, shape, candidate, negative, is_odd
 
 
-def _code(mark: torch.Tensor, minus: torch.Tensor) -> torch.Tensor:
-    """Code of a pattern and the signs of its weights (bits 0 to 7 of ``mark``), and the shift: minus 1 is -1/4."""
-    pattern = mark >> 8
-    signs = mark ^ _odd().to(mark.device)[pattern] << 7
-    byte = sum((signs >> weight & 1) << bit for weight, bit in enumerate(SIGN_BIT)) ^ minus
-    return pattern << 8 | byte
+@cache
+@torch.inference_mode(False)
+def _sign_bytes() -> torch.Tensor:
+    """Sign byte, without the shift's parity, of the bits of negative weights, int64 [256]."""
+    weight = torch.arange(256, device="cpu")
+    return sum((weight >> place & 1) << bit for place, bit in enumerate(SIGN_BIT))
