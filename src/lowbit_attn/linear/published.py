@@ -56,7 +56,8 @@ def from_quip_sharp(state: Mapping[str, torch.Tensor],
     state: Qidxs, int64 [n, k/32] a stage, of which residual codes are the second half of the columns; SU [k]; SV [n];
     codebook_id; Wscale, where it is not part of SV already; scaleWH [k] where the layer was rescaled. n must be a
     multiple of 16 and k of 64, as in every such checkpoint. residual_scale: the checkpoint's resid_scale_override
-    where its configuration has a positive one. Raises ValueError for other tensors.
+    where its configuration has a positive one. A fused layer (qkv_proj, upgate_proj) is one weight, whose
+    fuse_scales are the caller's to apply. Raises ValueError for other tensors.
     """
     codes, su, sv, ident = _tensors(state, "Qidxs", "SU", "SV", "codebook_id")
     ident = int(ident)
