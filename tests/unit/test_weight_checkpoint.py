@@ -107,6 +107,7 @@ def test_model_comes_back_through_transformers(name, family, tied, tmp_path):
     quantize_model(model, None, ids, name, tmp_path, 2048, on_layer=lambda *line: said.append(line))
     assert said == [(i + 1, 3, f"layer {i}: quantized") for i in range(3)]
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
     walked = model(ids[None, :64]).logits  # the model has the decoded weights now
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     layers = [module for module in loaded.modules() if isinstance(module, VQLinear)]

@@ -166,7 +166,10 @@ def _finish(model: nn.Module, tokenizer, format: str, folder: Path) -> None:
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """A safetensors file that is there whole or not at all."""
     part = path.with_suffix(".part")
+    part.touch()
+    mode = part.stat().st_mode & 0o777  # as the user's other files: safetensors' own are for the owner alone
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
+    part.chmod(mode)
     os.replace(part, path)
 
 
