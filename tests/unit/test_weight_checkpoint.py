@@ -202,9 +202,8 @@ def test_command(source, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     ids = tokenizer("the quick brown", return_tensors="pt").input_ids
-    new = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
-    assert new.shape == (1, 20)
-    want = tokenizer.decode(new[0, 15:])
+    new = model.generate(ids, max_new_tokens=5, do_sample=False)
+    want = tokenizer.decode(new[0, 15:], skip_special_tokens=True)
     result = CliRunner().invoke(app, ["generate", "the quick brown", "--model", str(out), "--format", "16", "--tokens",
                                       "5"])
     assert result.exit_code == 0 and result.output.startswith(want), result.output
