@@ -1,6 +1,7 @@
 """VQLinear as a module: state dicts, safetensors, casts, torch.compile, headers of other versions."""
 
 import io
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from codebook_weights import random_weight
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from lowbit_attn.linear import NAMES, VersionError, VQLinear, linear
+from lowbit_attn.linear import NAMES, VersionError, VQLinear, e8p, hadamard, linear, quantize
 
 N, K = 40, 72
 
@@ -104,3 +105,36 @@ def test_gradients_reach_x(name):
     made, x, scale = module(name), torch.randn(2, 3, K, requires_grad=True), torch.randn(2, 3, N)
     (made(x) * scale).sum().backward()
     torch.testing.assert_close(x.grad, scale @ made.vq_weight.dequantize(), atol=1e-4, rtol=1e-4)
+
+
+@contextmanager
+def surroundings(kind: str):
+    """Defaults of a caller that must not change what is computed."""
+    if kind == "default device":
+        torch.set_default_device("meta")
+    if kind == "default dtype":
+        torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16) if kind == "autocast" else nullcontext():
+            yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["default device", "default dtype", "autocast", "inference"])
+@pytest.mark.parametrize("name", ["e8p4", "gptvq2", "aqlm_2x8"])
+def test_the_caller_s_defaults_change_nothing(name, kind):
+    """Tables that are kept from such a call serve others as well."""
+    w, x, inputs = torch.randn(24, 40), torch.randn(3, 40), torch.randn(200, 40)
+    hessian = inputs.T @ inputs
+    made = quantize(w, name, hessian)
+    y, dense = linear(x, made), made.dequantize()
+    for table in (e8p.grid, e8p.patterns, e8p.tables, e8p._shapes, e8p._large, e8p._sign_bytes, hadamard.matrix):
+        table.cache_clear()
+    with surroundings(kind), torch.inference_mode(kind == "inference"):
+        again = quantize(w, name, hessian)
+        other, decoded = linear(x, again), again.dequantize()
+    assert all(torch.equal(made.planes[plane], again.planes[plane]) for plane in made.planes)
+    assert torch.equal(other, y) and torch.equal(decoded, dense)
+    assert torch.equal(linear(x, made), y)

@@ -9,9 +9,9 @@ Two tables say the same in integers, as kernels read them: 4 w = 2 u - 15, u = T
 eight fields of 4 bits.
 """
 
-from functools import cache
-
 import torch
+
+from lowbit_attn.linear.constants import constant
 
 VEC = 8
 CODES = 65536
@@ -27,14 +27,13 @@ NORM_12 = """31113333 13113333 11313333 11133333 33313311 33313131 33311331 3331
 _CHUNK = 4096  # rows searched at once: their scores stay in a core's cache
 
 
-@cache
-@torch.inference_mode(False)  # kept for all callers, as the other tables here
+@constant
 def patterns() -> torch.Tensor:
     """The 256 vectors of absolute values, fp32 [256, 8], in the order of the pattern byte."""
-    half_odd = torch.tensor([0.5, 1.5, 2.5], device="cpu")  # 3.5 alone has norm 12.25
+    half_odd = torch.tensor([0.5, 1.5, 2.5], dtype=torch.float32)  # 3.5 alone has norm 12.25
     small = torch.cartesian_prod(*[half_odd] * VEC)  # in lexicographic order, which is the code's
     small = small[small.square().sum(1) <= 10]
-    large = torch.tensor([[int(digit) for digit in word] for word in NORM_12.split()], device="cpu") / 2
+    large = torch.tensor([[int(digit) for digit in word] for word in NORM_12.split()]).float() / 2
     return torch.cat((small, large))
 
 
@@ -50,29 +49,27 @@ def _parity(byte: torch.Tensor) -> torch.Tensor:
     return byte & 1
 
 
-@cache
-@torch.inference_mode(False)
+@constant
 def tables() -> tuple[torch.Tensor, torch.Tensor]:
     """(TABLE_1 by pattern byte, TABLE_2 by sign byte), int64 [256] of 32 bits: field i (bits 4 i on) is weight i.
 
     TABLE_1: 2 (|w| - 1/2) with its top bit flipped, and negated in the eighth field of odd patterns. TABLE_2: 14 where
     a sign is negative (XOR by 14 negates), and the shift in the lowest bit of every field.
     """
-    field = 4 * torch.arange(VEC, device="cpu")
+    field = 4 * torch.arange(VEC)
     first = (2 * patterns() - 1).long() ^ 8
     first[:, 7] ^= 14 * _odd()
-    byte = torch.arange(256, device="cpu")
+    byte = torch.arange(256)
     odd = _parity(byte)
-    signs = (byte ^ odd)[:, None] >> torch.tensor(SIGN_BIT, device="cpu") & 1
+    signs = (byte ^ odd)[:, None] >> torch.tensor(SIGN_BIT) & 1
     return (first << field).sum(1), ((14 * signs | (1 - odd)[:, None]) << field).sum(1)
 
 
-@cache
-@torch.inference_mode(False)
+@constant
 def grid(device: torch.device = torch.device("cpu")) -> torch.Tensor:
     """All weights by code (pattern byte x 256 + sign byte), fp32 [65536, 8], multiples of 1/4 in -2.75 to 2.75."""
     first, second = tables()
-    fields = (first[:, None] ^ second)[..., None] >> 4 * torch.arange(VEC, device="cpu") & 15
+    fields = (first[:, None] ^ second)[..., None] >> 4 * torch.arange(VEC) & 15
     return ((2 * fields - 15).float() / 4).reshape(CODES, VEC).to(device)
 
 
@@ -80,20 +77,18 @@ def grid(device: torch.device = torch.device("cpu")) -> torch.Tensor:
 _SHAPES = ("00000000", "10000000", "11000000", "11100000", "11110000", "20000000", "21000000")
 
 
-@cache
-@torch.inference_mode(False)
+@constant
 def _shapes() -> tuple[torch.Tensor, ...]:
     """(entries fp32 [8, 7], half their squared norms [7], their parities int64 [7], digits int64 [7, 8], pattern by
     digits, first weight lowest, int64 [3^8])."""
-    digits = torch.tensor([[int(digit) for digit in shape] for shape in _SHAPES], device="cpu")
-    entries = digits + 0.5
-    number = torch.full((3**VEC,), -1, device="cpu")
-    number[((patterns() - 0.5).long() * 3 ** torch.arange(VEC, device="cpu")).sum(1)] = torch.arange(256, device="cpu")
+    digits = torch.tensor([[int(digit) for digit in shape] for shape in _SHAPES])
+    entries = digits.float() + 0.5
+    number = torch.full((3**VEC,), -1)
+    number[((patterns() - 0.5).long() * 3 ** torch.arange(VEC)).sum(1)] = torch.arange(256)
     return entries.T.contiguous(), entries.square().sum(1) / 2, entries.sum(1).long() & 1, digits, number
 
 
-@cache
-@torch.inference_mode(False)
+@constant
 def _large() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(points fp32 [n, 8], half their squared norm, their pattern x 256 + negative weights int64 [n]) of norm 12.
 
@@ -108,8 +103,8 @@ def _large() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if flipped is not None:
             point[:, flipped] *= -1
         points.append(point)
-        negative = (point < 0).long() << torch.arange(VEC, device="cpu")
-        marks.append(torch.arange(227, 256, device="cpu") * 256 + negative.sum(1))
+        negative = (point < 0).long() << torch.arange(VEC)
+        marks.append(torch.arange(227, 256) * 256 + negative.sum(1))
     points = torch.cat(points)
     return points, points.square().sum(1) / 2, torch.cat(marks)
 
@@ -164,9 +159,8 @@ def _search(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return half_squares - best, order, shape, candidate, negative, is_odd
 
 
-@cache
-@torch.inference_mode(False)
+@constant
 def _sign_bytes() -> torch.Tensor:
     """Sign byte, without the shift's parity, of the bits of negative weights, int64 [256]."""
-    weight = torch.arange(256, device="cpu")
+    weight = torch.arange(256)
     return sum((weight >> place & 1) << bit for place, bit in enumerate(SIGN_BIT))

@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+from lowbit_attn.linear.constants import constant
+
 # First halves of the first rows of four symmetric circulants A, B, C, D, by their order: Williamson's construction.
 WILLIAMSON = {
     13: ("+-+--++", "+---+++", "++-+--+", "+----+-"),
@@ -41,18 +43,17 @@ def padded_size(size: int) -> int:
     return size
 
 
-@cache
-@torch.inference_mode(False)  # kept for all callers, by device: a captured graph copies nothing from the host
+@constant  # by device: a captured graph copies nothing from the host
 def matrix(order: int, device: torch.device = torch.device("cpu")) -> torch.Tensor:
     """Hadamard matrix, entries 1 and -1, fp32 [order, order]: H H^T = order I; ValueError for an unknown order."""
     base = base_order(order)
     if not base:
         raise ValueError(f"order: got {order}, supported: powers of two times 1 or an order of Paley or Williamson; "
                          f"the next one is {padded_size(order)}")
-    made = _construction(base)() if base > 1 else torch.ones(1, 1, device="cpu")
+    made = _construction(base)() if base > 1 else torch.ones(1, 1)
     made = made.float()
     while len(made) < order:  # the small matrix is the outer factor
-        made = torch.kron(made, torch.tensor([[1.0, 1.0], [1.0, -1.0]], device="cpu"))
+        made = torch.kron(made, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32))
     return made.to(device)
 
 

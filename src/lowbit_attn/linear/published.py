@@ -3,6 +3,7 @@
 State: the tensors of one layer by their names in the checkpoint, without the layer's own prefix.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -45,7 +46,7 @@ def from_aqlm(state: Mapping[str, torch.Tensor]) -> VQWeight:
 def _to_half(values: torch.Tensor) -> tuple[torch.Tensor, float]:
     """(values divided by a power of two in fp16, that power): fp16 as they are where they fit, as bfloat16 may not."""
     largest = values.abs().max().item()
-    unit = 1.0 if 2**-8 <= largest <= 60000 or largest == 0 else 2.0 ** torch.tensor(largest).log2().floor().item()
+    unit = 1.0 if 2**-8 <= largest <= 60000 or largest == 0 else 2.0 ** math.floor(math.log2(largest))
     return (values / unit).half(), unit
 
 
@@ -80,7 +81,7 @@ def from_quip_sharp(state: Mapping[str, torch.Tensor],
     if not (in_scale.isfinite().all() and out_scale.isfinite().all()):
         raise ValueError("SU, SV, Wscale, scaleWH: got a NaN or an infinity, supported: finite values")
     unpacked = torch.stack([_quip_codes(part, n, k) for part in codes.chunk(stages, 1)], -1)
-    scales = torch.tensor([1.0, 1 / residual_scale][:stages], device=codes.device)
+    scales = torch.tensor([1.0, 1 / residual_scale][:stages], dtype=torch.float32, device=codes.device)
     return VQWeight(name, n, k, format_named(name).pack(unpacked, scales, in_scale, out_scale))
 
 

@@ -8,6 +8,7 @@ from lowbit_attn.linear.formats import AQLM, E8P, GPTVQ, format_named
 from lowbit_attn.linear.layouts import ceil_to
 from lowbit_attn.linear.ldlq import block_ldl, damped, ldlq
 from lowbit_attn.linear.weight import VQWeight
+from lowbit_attn.precision import full_precision
 
 BLOCK = 128  # columns whose feedback from later ones is one product
 
@@ -35,7 +36,7 @@ def quantize_together(ws: list[torch.Tensor], format: str, hessian: torch.Tensor
                              "more")
     k = ws[0].shape[1]
     if hessian is None:
-        hessian = torch.eye(k, device=ws[0].device)
+        hessian = torch.eye(k, dtype=torch.float32, device=ws[0].device)
     for name, values in (*(("w", w) for w in ws), ("hessian", hessian)):
         if values.shape[1:] != (k,) or name == "hessian" and values.shape != (k, k):
             raise ValueError(f"{name}: got shape {list(values.shape)}, supported: [{'n' if name == 'w' else k}, {k}]")
@@ -45,11 +46,12 @@ def quantize_together(ws: list[torch.Tensor], format: str, hessian: torch.Tensor
         raise NotImplementedError(f"format: got {format!r}, supported: e8p4, e8p2, gptvq2, aqlm_2x8, aqlm_2x12; "
                                   f"{format} is read from published checkpoints (from_aqlm), not made here")
     ws, hessian = [w.detach().float() for w in ws], hessian.detach().float().to(ws[0].device)
-    if isinstance(spec, E8P):
-        made = _quantize_e8p(ws, hessian, spec, torch.Generator().manual_seed(seed))
-    else:
-        module = gptvq if isinstance(spec, GPTVQ) else aqlm
-        made = [module.quantize(w, hessian, spec, torch.Generator().manual_seed(seed)) for w in ws]
+    with torch.device("cpu"), full_precision(hessian.device.type):  # generators are the CPU's
+        if isinstance(spec, E8P):
+            made = _quantize_e8p(ws, hessian, spec, torch.Generator().manual_seed(seed))
+        else:
+            module = gptvq if isinstance(spec, GPTVQ) else aqlm
+            made = [module.quantize(w, hessian, spec, torch.Generator().manual_seed(seed)) for w in ws]
     return [VQWeight(format, *w.shape, planes) for w, planes in zip(ws, made)]
 
 
@@ -89,7 +91,7 @@ def _quantize_e8p(ws: list[torch.Tensor], hessian: torch.Tensor, spec: E8P, gene
     rows = [len(turned) for turned in rotated]
     rounder = _LatticeRounder(sum(rows), width, spec.stages, hessian.device)
     ldlq(torch.cat(rotated), lower, 8, BLOCK, rounder)
-    stages = torch.tensor([1.0, 1 / e8p.RESIDUAL_SCALE][: spec.stages], device=hessian.device)
+    stages = torch.tensor([1.0, 1 / e8p.RESIDUAL_SCALE][: spec.stages], dtype=torch.float32, device=hessian.device)
     return [spec.pack(codes, stages * scale, in_scale.clone(), out_scale)
             for codes, scale, out_scale in zip(rounder.codes.split(rows), scales, out_scales)]
 
@@ -100,4 +102,4 @@ def _both_sides(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1.0
+    return torch.randint(0, 2, (count,), generator=generator).float() * 2 - 1

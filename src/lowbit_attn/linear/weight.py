@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lowbit_attn.linear.formats import NAMES, Planes, WeightFormat, format_named
+from lowbit_attn.precision import full_precision
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 REFERENCE = "reference"
@@ -68,7 +69,8 @@ class VQWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W [n, k], decoded in fp32 and rounded to ``dtype``."""
-        return self.spec.decode(self.planes, self.n, self.k).to(dtype)
+        with full_precision(self.device.type):
+            return self.spec.decode(self.planes, self.n, self.k).to(dtype)
 
 
 def linear(x: torch.Tensor, w: VQWeight, out: torch.Tensor | None = None, path: str = REFERENCE) -> torch.Tensor:
@@ -110,7 +112,8 @@ def _vq_linear(x: torch.Tensor, planes: list[torch.Tensor], format: str, n: int,
     spec = format_named(format)
     rows = x.reshape(-1, k).float()
     rows = torch.where(rows.isfinite().all(1, keepdim=True), rows, torch.nan)
-    y = spec.multiply(rows, dict(zip(spec.shapes(n, k), planes, strict=True)), n, k)
+    with full_precision(x.device.type):
+        y = spec.multiply(rows, dict(zip(spec.shapes(n, k), planes, strict=True)), n, k)
     return y.to(x.dtype).reshape(*x.shape[:-1], n)
 
 
@@ -121,8 +124,9 @@ def _keep_planes(ctx, inputs, output) -> None:
 def _gradient(ctx, grad: torch.Tensor):
     format, n, k = ctx.shape
     spec = format_named(format)
-    w = spec.decode(dict(zip(spec.shapes(n, k), ctx.planes, strict=True)), n, k)
-    return (grad.float() @ w).to(grad.dtype), [None] * len(ctx.planes), None, None, None
+    with full_precision(grad.device.type):
+        w = spec.decode(dict(zip(spec.shapes(n, k), ctx.planes, strict=True)), n, k)
+        return (grad.float() @ w).to(grad.dtype), [None] * len(ctx.planes), None, None, None
 
 
 _LIBRARY = torch.library.Library("lowbit_attn", "FRAGMENT")
