@@ -1,11 +1,13 @@
 """Quality of codebook weights on a small real model, as JSON lines; needs no GPU.
 
     lowbit-attn quantize --format e8p4 --out build/e8p4
-    python perf/weights.py --folder e8p4=build/e8p4 --folder gptvq2=build/gptvq2
+    python perf/weights.py model --folder e8p4=build/e8p4 --folder gptvq2=build/gptvq2
+    python perf/weights.py layer --format e8p4 --format gptvq2      one decoder layer, in a minute
 
 SmolLM2-135M-Instruct reads the first 2,048 tokens of Python's help texts in chunks of 128 tokens over a 16-bit cache,
 in fp32, every token but the first predicted (lowbit_attn.quality): with its own weights, with them rounded to the
-nearest of 4 bits a group of 128 and 2 bits a group of 64, and as each folder has them, dequantized.
+nearest of 4 bits a group of 128 and 2 bits a group of 64, and as each folder has them, dequantized. ``layer``
+quantizes three matrices of one decoder layer and says how far y is off on text that calibration did not see.
 """
 
 import hashlib
@@ -16,10 +18,14 @@ import torch
 import typer
 from provenance import append_result, provenance
 
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
 MODEL = "SmolLM2-135M-Instruct"
 RESULTS = "perf/results/weights.jsonl"
 ROUNDED = {"int4 g128": (4, 128), "int2 g64": (2, 64)}  # bits, group
 METADATA_BITS = 32  # scale and minimum of a group in fp16
+MATRICES = ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")  # of a layer
+HELD_OUT = 2048  # tokens
 
 
 def round_to_nearest(w: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -75,7 +81,8 @@ def models_of(model, folders: dict[str, str], with_rounded: bool):
         yield label, bits + METADATA_BITS / group, model
 
 
-def main(
+@app.command(name="model")
+def whole_model(
     folder: Annotated[list[str], typer.Option(help="LABEL=PATH of a quantized model; repeatable.")] = [],
     rounded: Annotated[bool, typer.Option(help="Also the model's own weights rounded to nearest.")] = True,
     cache: Annotated[str | None, typer.Option(help="Format of the KV cache of all but the baseline.")] = None,
@@ -107,5 +114,41 @@ def main(
         report(label, bits, logits, time.perf_counter() - start)
 
 
+@app.command()
+def layer(
+    format: Annotated[list[str], typer.Option(help="A format; repeatable.")] = ["e8p4"],
+    index: Annotated[int, typer.Option(help="Which decoder layer.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Tokens of the calibration text.")] = 8192,
+    rounded: Annotated[bool, typer.Option(help="Also rounded to nearest.")] = True,
+    output: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS,
+) -> None:
+    """Root of the squared error of y beside y, on the text read for calibration and on 2,048 tokens after it."""
+    from lowbit_attn.cli.quantize import calibration_text
+    from lowbit_attn.demo import model as models
+    from lowbit_attn.linear import proxy_error, quantize
+    from lowbit_attn.linear.calibration import Walk, linears, sequences
+
+    model, tokenizer = models.load(models.fetch(models.default_folder()), "cpu")
+    ids = tokenizer(calibration_text(), return_tensors="pt").input_ids[0]
+    moments = []
+    for part in (ids[:tokens], ids[tokens : tokens + HELD_OUT]):
+        walk = Walk(model, sequences(part, len(part)))
+        for before in range(index):
+            walk.advance(before)
+        moments.append(walk.moments(index))
+    about = provenance() | {"model": MODEL, "layer": index, "tokens": tokens, "held_out": HELD_OUT}
+    modules = linears(walk.layers[index])
+    for label in (*format, *(ROUNDED if rounded else ())):
+        errors = []
+        for name in MATRICES:
+            w = modules[name].weight.detach()
+            q = round_to_nearest(w, *ROUNDED[label]) if label in ROUNDED else quantize(
+                w, label, moments[0][name]).dequantize()
+            errors.append([round(proxy_error(w, q, part[name]) ** 0.5, 4) for part in moments])
+        append_result(output, about | {"label": label, "matrices": MATRICES, "errors": errors})
+        print(f"{label:12}", *(f"{name} {read:.3f}, held out {held:.3f};" for name, (read, held)
+                               in zip(MATRICES, errors)), flush=True)
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()
