@@ -79,7 +79,7 @@ def test_kmeans_assigns_to_the_nearest():
 def test_kmeans_gets_better_and_leaves_no_center_empty():
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(2, 400, 4, generator=g), torch.rand(2, 400, 4, generator=g)
-    centers = kmeans.seeds(x, 16, g)
+    centers = kmeans.seeds(x, weight, 16, g)
 
     def cost(centers):
         chosen = centers.gather(1, kmeans.assign(x, weight, centers)[..., None].expand(-1, -1, 4))
@@ -93,9 +93,23 @@ def test_kmeans_gets_better_and_leaves_no_center_empty():
     used = [len(kmeans.assign(x, weight, moved)[b].unique()) for b in range(2)]
     assert min(used) == 16
     few = torch.randn(1, 3, 4)
-    assert kmeans.seeds(few, 8, g).shape == (1, 8, 4)
-    moved = kmeans.lloyd(few, torch.ones_like(few), kmeans.seeds(few, 8, g), 3)
+    start = kmeans.seeds(few, torch.ones_like(few), 8, g)
+    assert start.shape == (1, 8, 4)
+    moved = kmeans.lloyd(few, torch.ones_like(few), start, 3)
     assert moved.isfinite().all() and (moved[:, kmeans.assign(few, torch.ones_like(few), moved)[0]] == few).all()
+
+
+def test_columns_of_large_inputs_get_centers_of_their_own():
+    """Two inputs hundreds of times the others: y's error stays small, where seeds by number alone would miss them."""
+    g = torch.Generator().manual_seed(0)
+    w, size = torch.randn(256, 256, generator=g), torch.ones(256)
+    size[[17, 90]] = 400
+    hessian = torch.diag(size) + 0.01
+    assert proxy_error(w, quantize(w, "gptvq2", hessian).dequantize(), hessian) ** 0.5 < 0.25
+    x, weight = torch.randn(1, 1000, 4, generator=g), torch.ones(1, 1000, 4)
+    weight[:, :20] = 1e4
+    picked = kmeans.seeds(x, weight, 64, g)
+    assert sum(bool((picked[0] == one).all(1).any()) for one in x[0, :20]) == 20
 
 
 def test_update_is_the_weighted_mean():

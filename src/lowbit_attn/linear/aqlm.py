@@ -99,7 +99,8 @@ def _first_books(unit: torch.Tensor, metric: torch.Tensor, weight: torch.Tensor,
     importance = metric.diagonal(dim1=1, dim2=2)[picked % blocks] * weight[picked // blocks, None]
     books = []
     for _ in range(2):
-        centers = kmeans.lloyd(x, importance[None], kmeans.seeds(x, spec.book_size, generator), LEARN_STEPS)
+        start = kmeans.seeds(x, importance[None], spec.book_size, generator)
+        centers = kmeans.lloyd(x, importance[None], start, LEARN_STEPS)
         x = x - centers[0][kmeans.assign(x, importance[None], centers)]
         books.append(centers[0])
     return torch.stack(books)

@@ -9,7 +9,7 @@ from lowbit_attn.linear.layouts import ceil_to
 from lowbit_attn.linear.ldlq import block_ldl, damped, ldlq
 
 TILE, VEC, ENTRIES = 256, 4, 256
-STEPS, LEARNED = 12, 8192  # k-means of a tile: steps, and vectors at random that it sees
+STEPS = 6  # of k-means a tile
 
 
 class _TileRounder:
@@ -29,9 +29,8 @@ class _TileRounder:
         for row_tile in range(self.row_tiles):
             rows = target[row_tile * TILE : (row_tile + 1) * TILE]
             x = rows.reshape(1, -1, VEC)
-            picked = torch.randperm(x.shape[1], generator=self.generator)[:LEARNED].to(x.device)
-            x, weight = x[:, picked], importance[picked % len(importance)][None]
-            centers = kmeans.lloyd(x, weight, kmeans.seeds(x, ENTRIES, self.generator), STEPS)
+            weight = importance.repeat(len(rows), 1)[None]
+            centers = kmeans.lloyd(x, weight, kmeans.seeds(x, weight, ENTRIES, self.generator), STEPS)
             self.codebooks[row_tile, first // TILE] = centers[0].half()
 
     def round(self, column: int, target: torch.Tensor) -> torch.Tensor:

@@ -40,10 +40,17 @@ def update(x: torch.Tensor, weight: torch.Tensor, codes: torch.Tensor, centers: 
     return moved
 
 
-def seeds(x: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Centers [b, count, d] to start from: vectors of each problem at random, repeated where there are too few."""
+def seeds(x: torch.Tensor, weight: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Centers [b, count, d] to start from: vectors of each problem at random, by their weighted squared size.
+
+    A few inputs of a layer are often hundreds of times the others: vectors of those columns need centers of their own.
+    Where there are fewer vectors than centers, they are repeated.
+    """
     m = x.shape[1]
-    picked = torch.stack([torch.randperm(m, generator=generator)[:count] for _ in range(len(x))])
     if m < count:
-        picked = picked.repeat(1, -(-count // m))[:, :count]
-    return x.gather(1, picked.to(x.device)[..., None].expand(-1, -1, x.shape[-1])).clone()
+        picked = torch.arange(count, device=x.device).remainder(m).expand(len(x), -1)
+    else:
+        size = (weight * x.square()).sum(-1).cpu()
+        size = size + 1e-3 * size.mean(1, keepdim=True) + 1e-30
+        picked = torch.multinomial(size, count, generator=generator).to(x.device)
+    return x.gather(1, picked[..., None].expand(-1, -1, x.shape[-1])).clone()
