@@ -1,6 +1,7 @@
 """A whole model in codebook weights: the walk through its layers, broken-off runs, the command, transformers."""
 
 import json
+import shutil
 import string
 
 import pytest
@@ -143,7 +144,7 @@ def test_a_broken_run_goes_on(tmp_path):
     with pytest.raises(Broken):
         quantize_model(build(), None, ids, "e8p2", tmp_path / "parts", 2048, on_layer=stop)
     assert {path.name for path in (tmp_path / "parts").iterdir()} == {
-        "progress.json", "layer-00000.safetensors", "layer-00001.safetensors"}
+        "progress.json", "hidden.safetensors", "layer-00000.safetensors", "layer-00001.safetensors"}
     for change, words in ((dict(format="e8p4"), r"another format \(e8p2\); supported: an empty folder"),
                           (dict(seed=5), r"another seed \(0\)"), (dict(tokens=ids.flip(0)), "another model or text")):
         arguments = dict(tokens=ids, format="e8p2", seed=0) | change
@@ -151,11 +152,16 @@ def test_a_broken_run_goes_on(tmp_path):
             quantize_model(build(), None, folder=tmp_path / "parts", count=2048, **arguments)
     with pytest.raises(FolderError, match="another model or text"):
         quantize_model(build(initializer_range=0.1), None, ids, "e8p2", tmp_path / "parts", 2048)
-    said = []
-    quantize_model(build(), None, ids, "e8p2", tmp_path / "parts", 2048, on_layer=lambda *line: said.append(line[2]))
-    assert said == ["layer 0: read", "layer 1: read", "layer 2: quantized"]
-    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+    shutil.copytree(tmp_path / "parts", tmp_path / "older")
+    (tmp_path / "older/hidden.safetensors").unlink()  # then they are computed again
+    whole = load_file(tmp_path / "whole/model.safetensors")
+    for folder in (tmp_path / "parts", tmp_path / "older"):
+        said = []
+        quantize_model(build(), None, ids, "e8p2", folder, 2048, on_layer=lambda *line: said.append(line[2]))
+        assert said == ["layer 0: read", "layer 1: read", "layer 2: quantized"]
+        parts = load_file(folder / "model.safetensors")
+        assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+        assert not list(folder.glob("layer*")) + list(folder.glob("hidden*")) + list(folder.glob("progress*"))
     with pytest.raises(FolderError, match="is not empty, supported: an empty folder"):
         quantize_model(build(), None, ids, "e8p2", tmp_path / "parts", 2048)
 

@@ -1,7 +1,7 @@
 """Quantizing a whole transformers model into a folder, a decoder layer at a time, so that a broken run goes on.
 
-While it runs, the folder holds ``progress.json`` and ``layer-00000.safetensors`` and on; at the end ``config.json``,
-``model.safetensors``, the tokenizer and no more. ``lowbit_attn.linear.hf`` makes transformers load it.
+While it runs, the folder holds ``progress.json``, ``layer-00000.safetensors`` and on, and the hidden states; at the end
+``config.json``, ``model.safetensors``, the tokenizer and no more. ``lowbit_attn.linear.hf`` makes transformers load it.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from lowbit_attn.linear.quantizer import quantize_together
 from lowbit_attn.linear.weight import VQWeight
 
 METHOD = "lowbit_vq"  # quant_method in config.json
-PROGRESS = "progress.json"
+PROGRESS, HIDDEN, LAYER = "progress.json", "hidden.safetensors", "layer-{:05}.safetensors"
 
 
 class FolderError(ValueError):
@@ -47,8 +47,9 @@ def quantize_model(model: nn.Module, tokenizer, tokens: torch.Tensor, format: st
         linears(layer)
     _claim(folder, _identity(model, rows, format, seed))
     walk = Walk(model, rows.to(next(model.parameters()).device))
+    walked = _read_hidden(folder, walk)
     for index, layer in enumerate(layers):
-        path = folder / f"layer-{index:05}.safetensors"
+        path = folder / LAYER.format(index)
         if path.exists():
             made = _read_layer(path, layer, format)
             on_layer(index + 1, len(layers), f"layer {index}: read")
@@ -58,7 +59,9 @@ def quantize_model(model: nn.Module, tokenizer, tokens: torch.Tensor, format: st
                           for plane, tensor in module.state_dict().items() if plane != "bias"})
             on_layer(index + 1, len(layers), f"layer {index}: quantized")
         _put_back(layer, made)
-        walk.advance(index)
+        if index >= walked:
+            walk.advance(index)
+            _write(folder / HIDDEN, {"hidden": walk.hidden, "layers": torch.tensor(index + 1)})
     _finish(model, tokenizer, format, folder)
 
 
@@ -88,6 +91,18 @@ def _quantize_layer(layer: nn.Module, moments: dict[str, torch.Tensor], format: 
             torch.set_num_threads(threads)
     made = {name: weight for names, group in zip(ordered, weights) for name, weight in zip(names, group)}
     return {name: VQLinear.from_weight(made[name]) for name in modules}
+
+
+def _read_hidden(folder: Path, walk: Walk) -> int:
+    """Give a walk the hidden states that a broken-off run kept; how many layers they have come through."""
+    if not (folder / HIDDEN).exists():
+        return 0
+    with safe_open(folder / HIDDEN, "pt") as file:
+        layers = int(file.get_tensor("layers"))
+        if not all((folder / LAYER.format(index)).exists() for index in range(layers)):
+            return 0
+        walk.hidden = file.get_tensor("hidden").to(walk.hidden)
+        return layers
 
 
 @torch.no_grad()
@@ -138,7 +153,7 @@ def _finish(model: nn.Module, tokenizer, format: str, folder: Path) -> None:
     prefix, layers = decoder_layers(model)
     state, names = {}, []
     for index, layer in enumerate(layers):
-        with safe_open(folder / f"layer-{index:05}.safetensors", "pt") as file:
+        with safe_open(folder / LAYER.format(index), "pt") as file:
             state |= {f"{prefix}.{index}.{name}": file.get_tensor(name) for name in file.keys()}
         names += [f"{prefix}.{index}.{name}" for name in linears(layer)]
     taken = {f"{name}.weight" for name in names}
@@ -159,7 +174,7 @@ def _finish(model: nn.Module, tokenizer, format: str, folder: Path) -> None:
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
     _write_text(folder / "config.json", json.dumps(config, indent=2, default=str))
-    for path in (*folder.glob("layer-*.safetensors"), folder / PROGRESS):
+    for path in (*folder.glob("layer-*.safetensors"), folder / HIDDEN, folder / PROGRESS):
         path.unlink()
 
 
