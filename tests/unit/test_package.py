@@ -23,7 +23,7 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 LAYERS = (
     ("_private", "layout", "checks", "precision", "journal", "pages", "toolchain", "closure", "entries",
      "view", "progress", "tensor_file"),
-    ("codebooks", "formats"),
+    ("codebooks", "formats", "linear"),
     ("attached",),
     ("saved", "backend"),
     ("copies", "extend", "registers", "reference", "sass", "prebuilt"),

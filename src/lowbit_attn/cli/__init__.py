@@ -2,9 +2,9 @@
 
 import typer
 
-from lowbit_attn.cli import bench, calibrate, kernel, machine, model
+from lowbit_attn.cli import bench, calibrate, kernel, machine, model, quantize
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Decode attention over KV caches of 1 to 8 bits.")
 for command in (machine.doctor, machine.suggest, kernel.info, model.generate, model.quality, calibrate.calibrate,
-                bench.bench):
+                quantize.quantize, bench.bench):
     app.command()(command)

@@ -23,11 +23,21 @@ SearchOption = Annotated[bool | None, typer.Option("--search/--no-search", help=
 
 def load(name: str):
     """(model, tokenizer) on the GPU in fp16 if there is one, else on the CPU in fp32; ends the command if it cannot."""
+    return _load(name, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_on_cpu(name: str):
+    """(model, tokenizer) on the CPU in fp32; ends the command if it cannot."""
+    return _load(name, "cpu")
+
+
+def _load(name: str, device: str):
     from lowbit_attn.demo import model as models
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     tell_builds()
     try:
+        import lowbit_attn.linear.hf  # noqa: F401 (reads what quantize wrote)
+
         if name == DEMO:
             return models.load(models.fetch(models.default_folder(), lambda text: typer.echo(text, err=True)), device)
         if not (Path(name) / "config.json").exists():
