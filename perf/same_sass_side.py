@@ -17,11 +17,14 @@ try:
     import windowed
     from gpu import matrix
 
-    windowed.register()
+    register = windowed.register
 except ModuleNotFoundError as error:
     if error.name != "windowed":
         raise
     from lowbit_attn import gpu_matrix as matrix  # a commit before tests/ had packages
+
+    def register() -> None:
+        """Its formats are the package's own."""
 
 
 def known() -> dict:
@@ -42,12 +45,13 @@ def built(key) -> dict:
 
 
 def main(what: str, out: str, jobs: str = "1") -> None:
+    register()
     keys = known()
     if what == "list":
         Path(out).write_text(json.dumps(list(keys)))
         return
     names = json.load(sys.stdin)
-    with ProcessPoolExecutor(int(jobs)) as pool, open(out, "a") as file:
+    with ProcessPoolExecutor(int(jobs), initializer=register) as pool, open(out, "a") as file:
         for name, found in zip(names, pool.map(built, (keys[name] for name in names))):
             file.write(json.dumps({"name": name, **found}) + "\n")
             file.flush()

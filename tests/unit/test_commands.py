@@ -64,7 +64,7 @@ def names(tmp_path, monkeypatch, tiny_folder) -> dict[str, str]:
     """What stands in the commands for a user's own: a model's folder and a text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
-    return {"FOLDER": str(tiny_folder), "FILE": "text.txt", "FORMAT": "k4v4"}
+    return {"FOLDER": str(tiny_folder), "MODEL": str(tiny_folder), "FILE": "text.txt", "FORMAT": "k4v4"}
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,26 @@ def tiny_folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def codebooks(tmp_path_factory, tiny_folder) -> Path:
+    """A file that ``calibrate`` made for the model."""
+    path = tmp_path_factory.mktemp("codebooks") / "model.safetensors"
+    words = ["calibrate", "--model", str(tiny_folder), "--format", "cq2", "--tokens", "1024", "--out", str(path)]
+    answer = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+    assert answer.exit_code == 0, answer.output
+    return path
+
+
 NAMES = [f"lowbit-attn {name}" for name in ("info", "generate", "suggest")]  # in prose, without their arguments
 
 
 @pytest.mark.parametrize("command", [one for one in by_program("lowbit-attn") if one not in NAMES])
-def test_lowbit_attn(command, names):
+def test_lowbit_attn(command, names, request):
     """Each runs to its end, without a FutureWarning; ``bench`` says that it needs a GPU where there is none."""
+    if "MODEL.cq2.safetensors" in command:
+        names["MODEL.cq2.safetensors"] = str(request.getfixturevalue("codebooks"))
     words = [names.get(word, word) for word in words_of(command, "lowbit-attn")]
+    words += {"calibrate": ["--tokens", "1024"], "quantize": ["--tokens", "2048"]}.get(words[0], [])
     if words[0] == "generate" and "--model" not in words:
         words += ["--model", names["FOLDER"], "--tokens", "4"]  # in place of the demo's, which is fetched
     if words[0] == "quality":

@@ -55,7 +55,7 @@ def quantize(
 
 def calibration_text() -> str:
     """Python's help texts but the 40 that ``quality`` and the demo read, and without any line of those."""
-    from lowbit_attn.demo.scoring import TOPICS, help_text
+    from lowbit_attn.codebooks.text import TOPICS, help_text
 
     read = set(help_text(TOPICS).splitlines()) - {""}
     rest = help_text(None)[len(help_text(TOPICS)) :]
