@@ -56,22 +56,30 @@ def listed(counts):
 
 
 @T.macro
+def load_row(counters, row, counts):
+    """The five counters of a row; one by one, for a loop's variable would give the tensors its name."""
+    counts[0] = counters.n_sink[row]
+    counts[1] = counters.n_qk[row]
+    counts[2] = counters.n_qv[row]
+    counts[3] = counters.n_tok[row]
+    counts[4] = counters.ring_start[row]
+
+
+@T.macro
 def load_counts(counters, seq, row, counts):
     """Which rows of the cache batch row ``seq`` reads -> row, and its five counters -> counts.
 
     Most calls read row b for batch row b, so its counters are read beside ``rows``. A row that does not exist has no
     tokens.
     """
-    for i, counter in enumerate(counters[2:]):
-        counts[i] = counter[seq]
+    load_row(counters, seq, counts)
     row[0] = counters.rows[seq]
     row[1] = counters.ring_rows[seq]
     if row[0] != seq:
         for i in T.unroll(len(COUNTS)):
             counts[i] = 0
         if T.And(row[0] >= 0, row[0] < counters.n_tok.shape[0]):
-            for i, counter in enumerate(counters[2:]):
-                counts[i] = counter[row[0]]
+            load_row(counters, row[0], counts)
 
 
 def first_tile(config, walker):
