@@ -138,7 +138,8 @@ def build(case: Case, device: torch.device | str = "cpu") -> Problem:
 
 
 def _books(case: Case) -> LayerCodebooks | None:
-    if not FORMATS[case.format].needs_codebooks:
+    fmt = case.format if isinstance(case.format, Format) else FORMATS[case.format]
+    if not fmt.needs_codebooks:
         return None
     return normal_codebooks(case.format, 1, case.num_heads_kv, case.head_dim, case.rope, case.seed).layer(0)
 

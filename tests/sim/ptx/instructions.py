@@ -342,6 +342,15 @@ def vote(warp, suffixes, operands, active):
     return np.full(LANES, votes.all() if "all" in suffixes else votes.any())
 
 
+def match(warp, suffixes, operands, active):
+    """Active lanes of the mask that hold the lane's value."""
+    assert suffixes == ("any", "sync", "b32"), suffixes
+    value, mask = warp.value(operands[1]), warp.value(operands[2])
+    members = active & ((mask >> LANE.astype(U64)) & U64(1)).astype(bool)
+    assert members[active].all(), "a lane outside of its mask"
+    return ((value[:, None] == value[None, :]) & members[None, :]).astype(U64) @ (U64(1) << LANE.astype(U64))
+
+
 def count_ones(warp, suffixes, operands, active):
     return np.array([int(x).bit_count() for x in unsigned(warp.value(operands[1]), width(suffixes))], U64)
 
@@ -442,7 +451,7 @@ def nothing(warp, suffixes, operands, active):
 
 WHOLE = {
     "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": copy,
-    "mapa": map_address, "barrier": arrive_at_cluster, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote,
+    "mapa": map_address, "barrier": arrive_at_cluster, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "match": match,
     "redux": reduce, "elect": elect, "prmt": permute, "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
     "fence": nothing, "bar": nothing, "atom": atomic, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
     "popc": count_ones, "bfi": insert_bits, "vabsdiff4": byte_distances, "dp4a": byte_products,
