@@ -154,7 +154,7 @@ class StepPlan:
 
     def run(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Launch on the current stream. k, v [batch, tokens, num_heads_kv, head_dim]; rows int32 [batch]."""
-        self.kernel(_aligned(k), _aligned(v), rows, rows, *self.arguments)
+        self.kernel(_aligned(k), _aligned(v), rows, *self.arguments)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from lowbit_attn import layout
 from lowbit_attn.attached import Attached
 from lowbit_attn.cache import KVCache, Strides
 from lowbit_attn.codebooks import Codebooks, LayerCodebooks
-from lowbit_attn.formats import FORMATS, Kind
+from lowbit_attn.formats import FORMATS, Format, Kind
 from lowbit_attn.reference import PLAIN, Attention
 
 NORMAL_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of o, on N(0, 1) data

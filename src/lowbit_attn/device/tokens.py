@@ -12,13 +12,6 @@ def token_strides(name: str, head_dim: int) -> tuple:
     return T.dynamic(f"{name}_row", "int64"), T.dynamic(f"{name}_head", "int64"), head_dim, 1
 
 
-@T.macro
-def assume_whole_accesses(tokens):
-    """Rows and heads of these tokens begin at whole accesses, which lets copies be vectors."""
-    T.assume(tokens.strides[0] % ACCESS_HALVES == 0)
-    T.assume(tokens.strides[1] % ACCESS_HALVES == 0)
-
-
 def token_place(index, row_accesses):
     """(row of the tile, 16-byte access of the row) of a copy of 16-bit tokens."""
     return index // row_accesses, index % row_accesses

@@ -451,7 +451,8 @@ def nothing(warp, suffixes, operands, active):
 
 WHOLE = {
     "mov": move, "cvt": convert, "selp": select, "setp": set_predicate, "ld": load, "st": store, "cp": copy,
-    "mapa": map_address, "barrier": arrive_at_cluster, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote, "match": match,
+    "mapa": map_address, "barrier": arrive_at_cluster, "mbarrier": mbarrier, "shfl": shuffle, "vote": vote,
+    "match": match,
     "redux": reduce, "elect": elect, "prmt": permute, "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
     "fence": nothing, "bar": nothing, "atom": atomic, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
     "popc": count_ones, "bfi": insert_bits, "vabsdiff4": byte_distances, "dp4a": byte_products,
