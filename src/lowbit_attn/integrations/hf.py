@@ -72,7 +72,9 @@ class LowBitCache(Cache):
 
     Sequences of one batch may be padded on the left to one length; padding is not stored. Soft-capped logits (Gemma 2)
     and learned sink logits (gpt-oss) are served. Gradients do not flow into stored tokens. A format that weighs
-    channels by queries ("kitty-weighted", ...) takes the mean |q| of all that the layer has seen when a page is packed.
+    channels by queries ("kitty-weighted", ...) takes the mean |q| of all that the layer has seen when a page is packed;
+    one that orders tokens by significance ("k4v2-boost", ...) is given 64 queries of each prompt or chunk, and those of
+    every eighth step.
     """
 
     def __init__(self, format: str | Format, *, sinks: int | None = None, range_search: bool | None = None,
@@ -93,6 +95,9 @@ class LowBitCache(Cache):
         options = dict(range_search=range_search, saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
         self.static = static
         self.format = _tried(format, dtype, max_seqlen, sinks, options)
+        if static and self.format.orders_tokens:
+            raise NotImplementedError(f"static: got True for format {self.format}, whose tokens are ranked on the "
+                                      "host, supported: False")
         layer = partial(StaticLowBitLayer if static else LowBitLayer, self.format, max_seqlen=max_seqlen, dtype=dtype,
                         path=path, sliding=sliding, window=window, keep_sinks=keep_sinks, sinks=sinks, **options)
         super().__init__(layer_class_to_replicate=layer)
