@@ -23,7 +23,7 @@ RANKS = {"layout": 0, "registers": 0, "checks": 0, "precision": 0, "journal": 0,
          "significance": 2, "policy": 2, "frames": 2, "levels": 2,
          "leankv": 3, "device": 3, "kernels": 3, "hopper": 4, "ampere": 4,
          "dispatch": 6, "ops": 7, "api": 7, "": 8, "integrations": 9, "testing": 9, "parallel": 9,
-         "environment": 9, "budget": 9, "bench": 10, "quality": 10, "cli": 10, "demo": 10, "__main__": 11}
+         "environment": 9, "budget": 9, "bench": 10, "quality": 10, "recall": 10, "cli": 10, "demo": 10, "__main__": 11}
 # the folders of hopper/: a file may import from its own folder and from those of a lower rank; "": hopper/ itself
 HOPPER_RANKS = {"common": 0, "tile": 1, "warp": 1, "arith.fp16": 2, "arith.int8": 2, "arith": 2, "schedule": 2, "": 3}
 BETWEEN = 5  # a part not named above stands between the kernels and dispatch (finding, building, loading them)

@@ -73,7 +73,7 @@ def compare(model, tokens: torch.Tensor, cases: Mapping[str, Mapping | None],
     baseline = _Reader(model, None)
     readers = {label: baseline if options is None else _Reader(model, options) for label, options in cases.items()}
     sums = {label: _Sums() for label in cases}
-    with _restored_attention(model):
+    with restored_attention(model):
         for chunk, targets in chunks(tokens):
             expected = baseline.read(chunk)
             for label, reader in readers.items():
@@ -214,7 +214,7 @@ class _Sums:
 
 
 @contextmanager
-def _restored_attention(model):
+def restored_attention(model):
     """Afterwards the model attends as it did before."""
     before = model.config._attn_implementation
     try:
