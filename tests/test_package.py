@@ -20,7 +20,7 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # What each part of the package stands on; it may import parts of a lower rank, or its own.
 RANKS = {"layout": 0, "registers": 0, "checks": 0, "precision": 0, "journal": 0, "formats": 1, "pages": 2,
          "backend": 2, "copies": 2, "extend": 2, "state": 2, "cache": 2, "paging": 2, "reference": 2,
-         "significance": 2, "policy": 2, "frames": 2, "levels": 2,
+         "significance": 2, "policy": 2, "frames": 2, "levels": 2, "level_state": 2, "level_moves": 2,
          "leankv": 3, "device": 3, "kernels": 3, "hopper": 4, "ampere": 4,
          "dispatch": 6, "ops": 7, "api": 7, "": 8, "integrations": 9, "testing": 9, "parallel": 9,
          "environment": 9, "budget": 9, "bench": 10, "quality": 10, "recall": 10, "cli": 10, "demo": 10, "__main__": 11}

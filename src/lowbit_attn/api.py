@@ -10,6 +10,7 @@ import torch
 from lowbit_attn import dispatch, ops, reference
 from lowbit_attn.cache import KVCache
 from lowbit_attn.checks import check_rank, check_tensor, integer, is_truth
+from lowbit_attn.levels import LevelCache
 from lowbit_attn.state import CacheState
 
 SMALLEST_FACTOR = 2.0**-64  # of softmax_scale and softcap: kernels multiply them with powers of two of the data
@@ -28,7 +29,7 @@ def decode(q: torch.Tensor, cache: KVCache, *, softmax_scale: float | None = Non
     Args:
         q: [batch, q_len, num_heads, head_dim] in the cache's dtype (or fp32 on the CPU); row b attends to
             row b of the cache, and query j to positions <= seqlen - q_len + j.
-        cache: KVCache with max_batch >= batch.
+        cache: KVCache, or LevelCache, with max_batch >= batch.
         softmax_scale: 2^-64 to 2^64; default head_dim ** -0.5.
         softcap: c, 2^-64 to 2^64: a scaled logit x becomes c tanh(x / c) (Gemma 2); default: no cap.
         window: each query sees the last ``window`` positions, its own included (sliding window); default: all.
@@ -95,8 +96,8 @@ def _repeat(plan, q, cache: KVCache, out, lse, sink_logits) -> tuple[torch.Tenso
 
 def _check(q, cache: KVCache, out, lse, num_splits: int | None, options: reference.Attention) -> None:
     """Raise for what is not supported; None stands for what decode allocates or picks itself."""
-    if not isinstance(cache, CacheState):
-        raise TypeError(f"cache: got {type(cache).__name__}, supported: a KVCache")
+    if not isinstance(cache, CacheState | LevelCache):
+        raise TypeError(f"cache: got {type(cache).__name__}, supported: a KVCache or a LevelCache")
     if cache.layout_id != cache.format.layout_id:
         raise LayoutMismatchError(f"cache: layout id {cache.layout_id}, supported: {cache.format.layout_id}; "
                                   "pack the cache again with this version")
