@@ -80,15 +80,11 @@ class FramePool:
         self.levels = _levels(high, low)
         self.levels.check(head_dim)
         self.head_dim, self.device = head_dim, torch.device(device)
-        high_bytes, low_bytes = self.record_bytes = tuple(fmt.record_bytes(head_dim) for fmt in self.levels.formats)
-        self.per_low = round(high_bytes / low_bytes)
-        frame = max(high_bytes, self.per_low * low_bytes)
-        self.is_shared = self.per_low > 1 and (2 * frame - high_bytes - self.per_low * low_bytes) <= MOST_WASTE * frame
-        if not self.is_shared:
-            self.per_low = 1
+        self.record_bytes = tuple(fmt.record_bytes(head_dim) for fmt in self.levels.formats)
+        self.per_low, self.frame_bytes = frame_sizes(*self.record_bytes)
+        self.is_shared = len(self.frame_bytes) == 1
         self.sizes = (0, 0) if self.is_shared else (0, 1)
         counts = self._counts(frames)
-        self.frame_bytes = (frame,) if self.is_shared else self.record_bytes
         self.memory = [torch.zeros((n, size), dtype=torch.uint8, device=self.device)
                        for n, size in zip(counts, self.frame_bytes)]
         self.lists = [FreeList(n, self.device) for n in counts]
@@ -157,13 +153,17 @@ class FramePool:
             for free, n in zip(self.lists, counts):
                 free.extend(n)
 
+    def most(self, heads: int, tokens: int) -> tuple[int, ...]:
+        """Frames of each size that so many heads take at most for so many tokens more, whatever their classes."""
+        frames = heads * -(-tokens // layout.PAGE_TOKENS)
+        return (2 * frames,) if self.is_shared else (frames, frames)
+
     def require(self, rows: int, tokens: int, num_heads_kv: int, layers: int = 1) -> None:
         """Raise PageExhaustedError unless so many rows can each take so many tokens more, whatever their classes.
 
         A head takes at most one frame of each level in 128 tokens.
         """
-        most = rows * num_heads_kv * layers * -(-tokens // layout.PAGE_TOKENS)
-        wanted = (2 * most,) if self.is_shared else (most, most)
+        wanted = self.most(rows * num_heads_kv * layers, tokens)
         if any(need > free for need, free in zip(wanted, self.n_free)):
             raise PageExhaustedError(f"{rows} rows of {num_heads_kv} KV heads and {layers} layers may take "
                                      f"{list(wanted)} frames in {tokens} tokens, {list(self.n_free)} are free")
@@ -174,6 +174,15 @@ class FramePool:
             held = [frame for cache in caches for frame in cache.held_frames(size)]
             ids = sorted(free.free_ids().tolist() + held)
             assert ids == list(range(len(free.ids))), f"size {size}: {len(ids)} frames free or held of {len(free.ids)}"
+
+
+def frame_sizes(high_bytes: int, low_bytes: int) -> tuple[int, tuple[int, ...]]:
+    """(low records in a frame, bytes of each size of frame) for records of these bytes: one size that serves both
+    levels where that wastes little, else two."""
+    per_low = round(high_bytes / low_bytes)
+    frame = max(high_bytes, per_low * low_bytes)
+    waste = 2 * frame - high_bytes - per_low * low_bytes  # of one of the two: the other fills the frame
+    return (per_low, (frame,)) if per_low > 1 and waste <= MOST_WASTE * frame else (1, (high_bytes, low_bytes))
 
 
 def _levels(high: str | Format | Levels, low: str | Format | None) -> Levels:

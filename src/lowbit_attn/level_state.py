@@ -93,6 +93,17 @@ class LevelState:
         self.order = torch.zeros((rows, PAGE), dtype=torch.uint8, device=self.device)
         self.limit = torch.full((self.max_batch,), min(self.max_seqlen, self.sinks + self.slots), **ints)
 
+    @torch.inference_mode(False)
+    def extend(self, max_seqlen: int) -> None:
+        """Serve longer sequences, up to max_seqlen; ValueError if it is less than before."""
+        if max_seqlen < self.max_seqlen:
+            raise ValueError(f"max_seqlen: got {max_seqlen}, supported: at least the cache's {self.max_seqlen}")
+        more = -(-max_seqlen // PAGE) - self.table.shape[2]
+        self.table = torch.nn.functional.pad(self.table, (0, more), value=-1)
+        self.max_seqlen = max_seqlen
+        for row in range(self.max_batch):
+            self.recount(row)
+
     @property
     def counts(self) -> Lengths:
         return Lengths(*(x.cpu().numpy() for x in (self.n_sink, self.n_out, self.n_out, self.n_tok)))

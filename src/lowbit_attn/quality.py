@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats import FORMATS, levels
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, NAME, LowBitCache
 from lowbit_attn.integrations.simulator import SimulatedCache
 
@@ -144,7 +144,8 @@ def bits_per_element(options: Mapping | None, model) -> float:
     if options is None:
         return 16.0
     fmt = options["format"]
-    return (fmt if isinstance(fmt, Format) else FORMATS[fmt]).bits_per_element(head_dim_of(model.config))
+    fmt = (levels.parse(fmt) or FORMATS[fmt]) if isinstance(fmt, str) else fmt
+    return fmt.bits_per_element(head_dim_of(model.config))
 
 
 def cache_bytes(cache: Cache) -> int:

@@ -178,7 +178,7 @@ class LowBitLayer(CacheLayerMixin):
                 out, lse = self._decode(query.transpose(1, 2), options)
                 if self.format.orders_tokens:
                     self.kv.manage(self._decodable(query.transpose(1, 2)), lse, **self._scored(options))
-                self.kv.flush()
+                self._pack()
                 return out.to(query.dtype)
             return self._attend_several(query, k, v, options, held, skips)
 
@@ -196,6 +196,10 @@ class LowBitLayer(CacheLayerMixin):
                 scored = self._queries_of(query, lse, options, row, skip) if self.format.orders_tokens else {}
                 self.kv.prefill(row, k[row, :, skip:].transpose(0, 1), v[row, :, skip:].transpose(0, 1), **scored)
         return out
+
+    def _pack(self) -> None:
+        """Pack what a step made due."""
+        self.kv.flush()
 
     def _queries_of(self, query, lse: torch.Tensor | None, options: Attention, row: int, skip: int) -> dict:
         """The queries of a row's new tokens, and their lse where it is known, as ``KVCache.prefill`` takes them."""
