@@ -8,6 +8,7 @@ A frame holds one record of the high level or a whole number of the low one's, w
 little waste; else each level has frames of its own. This is the CPU's twin of what a device does, in torch.
 """
 
+import copy
 from collections.abc import Iterable
 
 import torch
@@ -21,7 +22,17 @@ from lowbit_attn.pages import PageExhaustedError
 MOST_WASTE = 0.08  # of a frame that both levels share
 
 
-class FreeList:
+class Copied:
+    """Base of what holds tensors that calls in and outside inference mode write: so may a deep copy be written."""
+
+    def __deepcopy__(self, memo: dict) -> "Copied":
+        twin = memo[id(self)] = object.__new__(type(self))
+        with torch.inference_mode(False):
+            vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+
+class FreeList(Copied):
     """The circular list of one size of frames: ids int32 [frames]; ends int64 [2], its head and tail."""
 
     def __init__(self, frames: int, device: torch.device):
@@ -61,7 +72,7 @@ class FreeList:
         self.ends.copy_(torch.tensor([0, len(free)]))
 
 
-class FramePool:
+class FramePool(Copied):
     """Frames for the two levels of any number of caches (one a layer), on one device.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.checks import check_tensor, integer, is_truth, one_of
-from lowbit_attn.frames import FramePool
+from lowbit_attn.frames import Copied, FramePool
 from lowbit_attn.policy import Policy, Shares
 from lowbit_attn.significance import EVERY, Scores
 from lowbit_attn.state import DTYPES, MAX_Q_LEN, RING_ALIGN
@@ -39,7 +39,7 @@ class Recent(NamedTuple):
         return Recent(self.k[:, tokens], self.v[:, tokens], self.score[:, tokens], self.seen[tokens])
 
 
-class LevelState:
+class LevelState(Copied):
     """What a LevelCache holds, documented there."""
 
     rotate_keys, query_weights = False, None

@@ -277,6 +277,10 @@ def test_caches_share_a_pool_and_copies_of_it_are_apart():
     pool.check(*layers)
     twins = copy.deepcopy(layers)
     assert len({id(cache.pool) for cache in twins}) == 1 and twins[0].pool is not pool
+    with torch.inference_mode():
+        other = copy.deepcopy(layers[2])
+    other.prefill(0, *tokens(200))  # outside inference mode
+    other.pool.grow(1)
     taken = pool.n_free
     pool.grow(10)
     assert pool.n_free[0] == taken[0] + 10 and twins[0].pool.n_free == taken

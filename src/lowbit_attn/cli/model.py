@@ -11,9 +11,12 @@ import torch
 import typer
 from rich.progress import Progress
 
+from lowbit_attn.cli import recall
 from lowbit_attn.cli.common import console, fail, format_named, table
+from lowbit_attn.formats import levels
 
 DEMO = "demo"
+TASKS = ("text", "recall")
 ModelOption = Annotated[str, typer.Option(help="Folder of a transformers model; demo: SmolLM2-135M-Instruct, fetched.")]
 SinksOption = Annotated[int, typer.Option(help="First tokens that stay in 16 bit.")]
 SearchOption = Annotated[bool | None, typer.Option("--search/--no-search", help="Range search; default: the format's.")]
@@ -78,10 +81,16 @@ def quality(
     sinks: SinksOption = 0,
     search: SearchOption = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to read.")] = 2048,
+    task: Annotated[str, typer.Option(help="text: read it; recall: ask for codes in prompts cut from it.")] = "text",
+    questions: Annotated[int, typer.Option(min=1, help="Questions of the recall task.")] = 160,
     jsonl: Annotated[Path | None, typer.Option(help="Append one JSON line a format to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw perplexity and cosine by layer into this PNG or SVG.")] = None,
 ) -> None:
-    """Compare caches on a text: perplexity, KL, top-1 agreement with 16 bit, cosine by layer."""
+    """Compare caches on a text: perplexity, KL, top-1 agreement with 16 bit, cosine by layer; or by recall."""
+    if task not in TASKS:
+        fail(f"task: got {task!r}, supported: {', '.join(TASKS)}")
+    if task == "recall" and plot is not None:
+        fail("plot: got a file beside the task recall, supported: the task text")
     names = ["16", *(format or ["k4v4", "k2v2"])]
     cases = {_label(name, sinks, search): _options(name, sinks, search) for name in names}
     if text is not None and not text.is_file():
@@ -93,6 +102,11 @@ def quality(
     from lowbit_attn import quality as scoring
     from lowbit_attn.demo.scoring import help_text
 
+    if task == "recall":
+        prose = help_text(None) if text is None else text.read_text()
+        recall.ask(network, tokenizer, prose, cases, questions, jsonl,
+                   {"model": model, "text": str(text or "help texts")})
+        return
     written = help_text() if text is None else text.read_text()
     ids = tokenizer(written, return_tensors="pt").input_ids[:, :tokens].to(network.device)
     try:
@@ -134,7 +148,11 @@ def _options(name: str, sinks: int, search: bool | None) -> dict | None:
         return None
     if sinks < 0:
         fail(f"sinks: got {sinks}, supported: 0 or more")
-    return dict(format=format_named(name).name, sinks=sinks, range_search=search)
+    try:
+        known = levels.parse(name) or format_named(name)
+    except ValueError as error:  # of a pair that is refused
+        fail(error)
+    return dict(format=known.name, sinks=sinks, range_search=search)
 
 
 def _sixteen_bit_bytes(config, tokens: int) -> int:
