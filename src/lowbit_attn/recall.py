@@ -16,8 +16,8 @@ import torch
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT
 from lowbit_attn.quality import bits_per_element, new_cache, restored_attention, use_cache_kind
 
-PAIRS, ASKED, DIGITS = 20, 16, 4  # lines of a list, questions to a context, digits of a code
-BEFORE, AFTER = 200, 1400  # characters of prose: what follows the list fills every format's window
+PAIRS, ASKED, DIGITS = 12, 10, 4  # lines of a list, questions to a context, digits of a code
+BEFORE, AFTER = 100, 900  # characters of prose; what follows the list pushes it out of a window of 128 tokens
 SEED = 1
 WORDS = """acorn badge barrel blanket bottle branch bucket button camera canyon carpet castle cherry circus coffee
 copper cotton cradle curtain diamond dolphin feather fiddle flower fossil goblet hammock helmet jungle
