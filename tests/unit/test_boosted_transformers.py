@@ -79,6 +79,13 @@ def test_a_step_that_fails_leaves_scores(monkeypatch):
                                                                                         "n_tok"))
 
 
+def test_the_simulator_is_refused_by_name():
+    from lowbit_attn.integrations.simulator import SimulatedCache
+
+    with pytest.raises(NotImplementedError, match="format: k4v2-boost, supported: V per token"):
+        SimulatedCache("k4v2-boost")
+
+
 def test_static_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="static: got True for format k4v2-boost"):
         hf.LowBitCache("k4v2-boost", static=True, max_seqlen=512)
