@@ -133,6 +133,19 @@ def test_decode_is_attention_over_what_the_heads_hold(ratio, dtype):
                                                rtol=1e-4, atol=1e-4)
 
 
+def test_levels_of_very_different_values_do_not_disturb_each_other():
+    """V of 1e3 in the high level beside 1e-4 in the low one: each comes back to within its own step."""
+    k, v, _ = tokens(256 + 60)
+    v[:128] *= 1000
+    v[128:] *= 1e-4
+    mixed = make(policy=Shares(0.5), sinks=0)
+    mixed.prefill(0, k, v)  # unseen tokens: the earliest half is high
+    for got, want in ((x[1], v[:, head].float()) for head, x in enumerate(mixed.gather(0))):
+        low, high, rest = got[:128], got[128:256], got[256:]
+        assert (low - want[128:256]).abs().max() < 1e-3 and (high - want[:128]).abs().max() < 500
+        assert torch.equal(rest, want[256:])
+
+
 def test_all_high_is_the_uniform_cache_to_rounding():
     cache, uniform = make(policy=Shares(1.0), sinks=0), KVCache("k8v4", 8, H, 64)
     k, v, q = tokens(640)
