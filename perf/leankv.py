@@ -132,16 +132,24 @@ def recall(only: OnlyOption = [], questions: Annotated[int, typer.Option(help="Q
         print(label, found, flush=True)
 
 
+def table_of(lines: list[dict]) -> str:
+    """The newest line of each case and task, as a table in Markdown."""
+    newest = {(line["label"], line["task"]): line for line in lines}
+    rows = ["| cache | bits (head_dim 128) | bytes | perplexity | recall |", "|---|---|---|---|---|"]
+    for label in dict.fromkeys(line["label"] for line in lines):
+        text, asked = (newest.get((label, task), {}) for task in ("text", "recall"))
+        bits = (text or asked)["bits_per_element_at_128"]
+        nbytes = f"{text['cache_bytes'] / 1e6:.1f} MB" if text else "-"
+        perplexity = f"{text['perplexity']:.3f}" if text else "-"
+        found = f"{asked['right']} / {asked['questions']}" if asked else "-"
+        rows.append(f"| {label} | {bits:.2f} | {nbytes} | {perplexity} | {found} |")
+    return "\n".join(rows)
+
+
 @app.command()
 def show(results: OutputOption = RESULTS) -> None:
     """The newest line of each case and task, as a table in Markdown."""
-    lines = [json.loads(line) for line in (ROOT / results).read_text().splitlines()]
-    newest = {(line["label"], line["task"]): line for line in lines}
-    print("| cache | bits (head_dim 128) | perplexity | recall |\n|---|---|---|---|")
-    for label in dict.fromkeys(line["label"] for line in lines):
-        found = [newest.get((label, task), {}) for task in ("text", "recall")]
-        bits = next(line["bits_per_element_at_128"] for line in found if line)
-        print(f"| {label} | {bits:.2f} | {found[0].get('perplexity', '-')} | {found[1].get('recall', '-')} |")
+    print(table_of([json.loads(line) for line in (ROOT / results).read_text().splitlines()]))
 
 
 if __name__ == "__main__":

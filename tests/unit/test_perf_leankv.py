@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,19 @@ def test_chance_replaces_means_and_ends(leankv):
 
 def test_lines_become_a_table(leankv, tmp_path, capsys):
     path = tmp_path / "lines.jsonl"
-    lines = [leankv.line_of("text", "lean", dict(format="lean", sinks=32), {"perplexity": 11.9}),
-             leankv.line_of("text", "lean", dict(format="lean", sinks=32), {"perplexity": 11.8}),
-             leankv.line_of("recall", "lean", dict(format="lean", sinks=32), {"recall": 0.5}),
-             leankv.line_of("recall", "16 bit", None, {"recall": 0.6})]
+    options, found = dict(format="lean", sinks=32), {"perplexity": 11.9, "cache_bytes": 16_300_000}
+    lines = [leankv.line_of("text", "lean", options, found | {"perplexity": 12.0}),
+             leankv.line_of("text", "lean", options, found),
+             leankv.line_of("recall", "lean", options, {"right": 40, "questions": 80}),
+             leankv.line_of("recall", "16 bit", None, {"right": 67, "questions": 80})]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     leankv.show(str(path))
     out = capsys.readouterr().out
-    assert "| lean | 4.00 | 11.8 | 0.5 |" in out and "| 16 bit | 16.00 | - | 0.6 |" in out
+    assert "| lean | 4.00 | 16.3 MB | 11.900 | 40 / 80 |" in out and "| 16 bit | 16.00 | - | - | 67 / 80 |" in out
+
+
+def test_the_docs_have_the_newest_lines(leankv):
+    text = (PERF.parent / "docs/leankv.md").read_text()
+    shown = re.search(r"<!-- quality: begin .*?-->\n(.*?)\n<!-- quality: end -->", text, re.DOTALL)[1]
+    lines = [json.loads(line) for line in (PERF.parent / leankv.RESULTS).read_text().splitlines()]
+    assert shown == leankv.table_of(lines), "run python perf/leankv.py show and put its table into docs/leankv.md"
