@@ -81,4 +81,3 @@ def parse(name: str) -> Levels | None:
     if not match or match[1] not in FORMATS or match[2] not in FORMATS:
         return None
     return Levels(name, FORMATS[match[1]], FORMATS[match[2]], int(match[3] or HIGH_SHARE))
-
