@@ -12,6 +12,7 @@ from lowbit_attn import dispatch, ops, reference
 from lowbit_attn.attached import check_identity
 from lowbit_attn.cache import KVCache
 from lowbit_attn.checks import LayoutMismatchError, check_rank, check_tensor, integer, is_truth
+from lowbit_attn.levels import LevelCache
 from lowbit_attn.state import CacheState
 
 __all__ = ["LayoutMismatchError", "decode", "merge_states", "ready"]
@@ -29,10 +30,10 @@ def decode(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int
     Args:
         q: [batch, q_len, num_heads, head_dim] in the cache's dtype (or fp32 on the CPU); q[b] attends to
             row rows[b] of the cache, and query j to positions <= seqlen - q_len + j.
-        cache: KVCache with max_batch >= batch.
-        rows: distinct rows of the cache, in any order, a sequence of integers or an int32 tensor [batch] on its device
+        cache: KVCache, or LevelCache, with max_batch >= batch.
+        rows: distinct rows of a KVCache, in any order, a sequence of integers or an int32 tensor [batch] on its device
             that may change under a captured call; default: 0 to batch - 1. What a tensor holds is not read by the
-            host: a row beyond max_batch - 1, or below 0, is one without tokens.
+            host: a row beyond max_batch - 1, or below 0, is one without tokens. A LevelCache takes None.
         softmax_scale: 2^-64 to 2^64; default head_dim ** -0.5.
         softcap: c, 2^-64 to 2^64: a scaled logit x becomes c tanh(x / c) (Gemma 2); default: no cap.
         window: each query sees the last ``window`` positions, its own included (sliding window); default: all.
@@ -63,6 +64,9 @@ def decode(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int
     if is_compiling and cache.attached is not None:
         raise NotImplementedError(f"decode: format {cache.format} has codebooks, whose calls cannot be compiled yet, "
                                   "supported: calls outside of torch.compile")
+    if is_compiling and isinstance(cache, LevelCache):
+        raise NotImplementedError("decode: a LevelCache, whose calls cannot be compiled, supported: calls outside of "
+                                  "torch.compile")
     rows = None if rows is None else _rows(rows, q, cache)
     if is_compiling:
         return ops.traced_decode(q, cache, out, lse, options, num_splits, path, rows)
@@ -100,6 +104,9 @@ def _lse_shape(q: torch.Tensor) -> tuple[int, int, int]:
 def _rows(rows, q: torch.Tensor, cache: KVCache) -> torch.Tensor | None:
     """Rows of a call as int32 [batch] on the cache's device, or None; raises for what is none."""
     batch = q.shape[0]
+    if rows is not None and isinstance(cache, LevelCache):
+        raise NotImplementedError("rows: got some over a LevelCache, supported: None, which reads rows 0 to batch - 1; "
+                                  "or a KVCache")
     if isinstance(rows, torch.Tensor):
         check_tensor("rows", rows, (batch,), (torch.int32,), cache.device)
         return rows if rows.is_contiguous() else rows.contiguous()
@@ -122,8 +129,8 @@ def _repeat(plan, q, cache: KVCache, out, lse, sink_logits, rows) -> tuple[torch
 
 def _check(q, cache: KVCache, out, lse, num_splits: int | None, options: reference.Attention) -> None:
     """Raise for what is not supported; None stands for what decode allocates or picks itself."""
-    if not isinstance(cache, CacheState):
-        raise TypeError(f"cache: got {type(cache).__name__}, supported: a KVCache")
+    if not isinstance(cache, CacheState | LevelCache):
+        raise TypeError(f"cache: got {type(cache).__name__}, supported: a KVCache or a LevelCache")
     check_identity(cache)
     batch, q_len, num_heads, _ = check_rank("q", q, ("batch", "q_len", "num_heads", "head_dim"))
     if not 0 < batch <= cache.max_batch:

@@ -15,14 +15,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lowbit_attn import layout
+from lowbit_attn import layout, significance
 from lowbit_attn.attached import check_identity, count_clamped
 from lowbit_attn.backend import BACKENDS, Backend, backend_of
 from lowbit_attn.checks import check_rank, check_tensor, integer, integers
 from lowbit_attn.extend import Extension
+from lowbit_attn.formats.contract import by_position
 from lowbit_attn.journal import Journal
 from lowbit_attn.pages import FREED, PageExhaustedError
 from lowbit_attn.precision import full_precision
+from lowbit_attn.reference import Attention
 from lowbit_attn.state import DTYPES, MAX_Q_LEN, MAX_TOKENS, CacheFaultError, CacheState, Counts
 from lowbit_attn.view import STEP_STATE, Strides
 
@@ -74,24 +76,36 @@ class KVCache(CacheState):
     Public state, read by kernels: ``pool``; ``table`` int32 [max_batch, max_pages]; ``n_sink``, ``n_qk``, ``n_qv``,
     ``n_tok`` int32 [max_batch]; ``sink_k``, ``sink_v`` [max_batch, num_heads_kv, max(1, sinks), head_dim];
     ``ring_k``, ``ring_v`` [max_batch, num_heads_kv, ring, head_dim]; ``strides``, how pool and table are addressed;
+    ``score``, ``seen``, ``order``: the significance of tokens in the ring, of formats that order them, else None;
     ``limit`` int32 [max_batch], the tokens that a sequence's pages serve, 0 for a freed one; ``faults`` int32
     [max_batch + 1], nonzero after a step that could not be done (last: of an unknown row).
     """
 
     # ---- the steps
 
-    def prefill(self, seq: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def prefill(self, seq: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None = None,
+                lse: torch.Tensor | None = None, **attention) -> None:
         """Add any number of tokens to one sequence and pack every full block; a freed sequence starts anew.
 
         k, v: [tokens, num_heads_kv, head_dim], the cache's dtype or fp32. The state equals that of
         appending the tokens one by one and flushing.
+
+        q: [tokens, num_heads, head_dim], the tokens' queries, of formats that order tokens: 64 of them score the open
+        tokens and these. None: tokens that nothing has scored keep their order. lse: fp32 [num_heads, tokens] of the
+        queries over all that they see, where the caller has it; attention: softmax_scale, softcap, window and
+        sink_logits as in ``decode``.
         """
         self.settle("prefill")
         rows = self.check_rows([integer("seq", seq)], alive=False)
         tokens, = check_rank("k", k, ("tokens", self.num_heads_kv, self.head_dim))[:1]
         k, v = self._enter("k", k, (tokens,)), self._enter("v", v, (tokens,))
+        if q is not None:
+            heads = check_rank("q", q, ("tokens", "num_heads", self.head_dim))[1]
+            significance.check_queries(self, q, lse, (tokens,), (heads, tokens))
         granted = self.missing_pages(rows, self.counts.n_tok[rows].astype(np.int64) + tokens)
-        self._extend(rows, [Extension(self, int(rows[0]), k, v, pack=True)], granted)
+        observed = None if q is None else significance.prompt_scores(self, int(rows[0]), self.queries(q.detach()), k,
+                                                                     Attention(**attention), lse)
+        self._extend(rows, [Extension(self, int(rows[0]), k, v, pack=True, observed=observed)], granted)
         self.edits += 1
 
     def append(self, k: torch.Tensor, v: torch.Tensor, seqs: Sequence[int] | torch.Tensor | None = None) -> None:
@@ -137,8 +151,26 @@ class KVCache(CacheState):
             self._extend(rows, [Extension(self, row, k[i], v[i], pack=False) for i, row in enumerate(rows.tolist())],
                          granted)
 
+    def manage(self, q: torch.Tensor, lse: torch.Tensor, seqs: Sequence[int] | None = None, *,
+               every: int = significance.EVERY, **attention) -> None:
+        """Score the tokens in 16 bit by the queries of the step just decoded, and rank those that are packed next.
+
+        q: [batch, q_len, num_heads, head_dim] and lse: fp32 [batch, num_heads, q_len], what ``decode`` took and gave;
+        seqs: the batch's rows, default 0 .. batch - 1. Call it after each decode: a row whose length has not come to
+        another multiple of ``every`` is left as it is. attention: softmax_scale, softcap, window as in ``decode``.
+        Formats that order tokens only; without calls a page's order is that of positions, which costs quality alone.
+        """
+        self.settle("manage")
+        batch = check_rank("q", q, ("batch", "q_len", "num_heads", self.head_dim))[0]
+        significance.check_queries(self, q, lse, (batch, q.shape[1]), (batch, q.shape[2], q.shape[1]))
+        significance.manage(self, self.check_rows(seqs, batch), self.queries(q.detach()), lse, Attention(**attention),
+                            integer("every", every))
+
     def _append_traced(self, k: torch.Tensor, v: torch.Tensor, seqs: torch.Tensor | None) -> None:
         """``append`` as the operator lowbit_attn::append, which ops.py defines."""
+        if self.format.orders_tokens:
+            raise NotImplementedError(f"append: format {self.format} orders tokens by significance, supported under "
+                                      "torch.compile: formats that store them by position")
         batch, tokens = check_rank("k", k, ("batch", "tokens", self.num_heads_kv, self.head_dim))[:2]
         if batch > self.max_batch or not 1 <= tokens <= self.max_q_len:
             raise ValueError(f"k: {batch} sequences of {tokens} tokens, supported: at most max_batch = "
@@ -194,7 +226,12 @@ class KVCache(CacheState):
             raise ValueError(f"tokens: got {tokens.tolist()} for sequences {rows.tolist()}, supported: 0 to "
                              f"{most.tolist()}, the last tokens that are held in 16 bit")
         length = n_tok - tokens
-        self._set_counters(rows, dict(n_tok=length, n_sink=np.minimum(length, self.sinks)))
+        counts = dict(n_tok=length, n_sink=np.minimum(length, self.sinks))
+        with Journal() as journal:
+            for row, first, stop in zip(rows.tolist(), n_qk.tolist(), (length - counts["n_sink"]).tolist()):
+                significance.cut(journal, self, row, row, first, stop)
+            self._write_counters(journal, rows, counts)
+        self._note_counters(rows, counts)
 
     def add(self) -> int:
         """The lowest vacant row, in use from now on; RuntimeError if every row holds a sequence."""
@@ -272,6 +309,7 @@ class KVCache(CacheState):
                 journal.write(self.pool[page], self.pool[copied])
             for store in (self.sink_k, self.sink_v, self.ring_k, self.ring_v):
                 journal.write(store[dst], store[src])
+            significance.cut(journal, self, src, dst, n_qk, rest)
             self._write_counters(journal, rows, counts)
         self.book.hold(dst, common)
         self._hold(rows, {dst: fresh})
@@ -309,7 +347,21 @@ class KVCache(CacheState):
         ids = integers("pages", pages)
         if ids and not 0 <= min(ids) <= max(ids) < self.num_pages:
             raise ValueError(f"pages: got {ids}, supported: 0 to num_pages - 1 = {self.num_pages - 1}")
-        return backend_of(self).read_pages(self, self.upload(ids))
+        return self._read_pages(self.upload(ids))
+
+    @property
+    def pool_positions(self) -> torch.Tensor:
+        """Positions in the page of its stored tokens, of formats that order them: uint8 [num_pages, num_heads_kv, 128],
+        a view of the pool."""
+        return self.format.positions(self.pool.flatten(0, 1), self.head_dim).unflatten(0, (-1, self.num_heads_kv))
+
+    def _read_pages(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantize pages int [n], their tokens by position: K, V fp32 [n, num_heads_kv, 128, head_dim]."""
+        k, v = backend_of(self).read_pages(self, pages)
+        if self.format.orders_tokens:
+            positions = self.pool_positions[pages.long()]
+            k, v = by_position(k, positions), by_position(v, positions)
+        return k, v
 
     def gather(self, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All of one sequence as the cache holds it: K, V fp32 [num_heads_kv, seqlen, head_dim]."""
@@ -321,7 +373,7 @@ class KVCache(CacheState):
         """``gather`` of a row of counters and table whose sinks and rings are row ``ring_row`` of theirs."""
         n_sink, n_qk, n_qv, n_tok = (int(count[row]) for count in self.counts)
         start = n_qk if self.ring_start is self.n_qk else int(self.ring_start[row])
-        k, v = backend_of(self).read_pages(self, self.table[row, : n_qk // layout.PAGE_TOKENS])
+        k, v = self._read_pages(self.table[row, : n_qk // layout.PAGE_TOKENS])
         k = self.turned(row, k, 0, back=False)
         sides = ((k, n_qk, self.sink_k, self.ring_k), (v, n_qv, self.sink_v, self.ring_v))
         return tuple(
@@ -436,6 +488,7 @@ class KVCache(CacheState):
             for row in rows.tolist():
                 journal.fill(self.table[row], -1)
                 journal.fill(self.limit[row], limit)
+                significance.cut(journal, self, row, row, 0, 0)
             self._write_counters(journal, rows, counts)
         for row in rows.tolist():
             self.book.release(row)

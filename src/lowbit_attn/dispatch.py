@@ -14,6 +14,7 @@ from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
+from lowbit_attn.levels import LevelCache
 from lowbit_attn.plan import DecodePlan, StepPlan, plans_of
 from lowbit_attn.reference import Attention
 from lowbit_attn.scratch import prepare
@@ -157,7 +158,8 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path, ro
     if _is_reference(cache, path):
         q = cache.queries(q)
         with torch.no_grad():
-            o, logsumexp = reference.decode(q, cache, options, rows)
+            o, logsumexp = (cache.attend(q, options) if isinstance(cache, LevelCache) else
+                            reference.decode(q, cache, options, rows))
             out.copy_(o)
             lse.copy_(logsumexp)
         return

@@ -7,7 +7,9 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.backend import backend_of
+from lowbit_attn.formats.contract import reordered
 from lowbit_attn.journal import Journal
+from lowbit_attn.significance import OpenScores, Scores
 
 
 class Extension:
@@ -18,11 +20,12 @@ class Extension:
         row: the sequence that gets the tokens.
         k, v: [tokens, num_heads_kv, head_dim] of the cache's dtype; none: only packs.
         pack: every block that they fill; else those that earlier tokens filled.
+        observed: what the call's queries say of all tokens that are open or new, of formats that order tokens.
 
     ``sides``: those that pack blocks; ``counts``: the row's counters afterwards, int [1] by name.
     """
 
-    def __init__(self, cache, row: int, k: torch.Tensor, v: torch.Tensor, pack: bool):
+    def __init__(self, cache, row: int, k: torch.Tensor, v: torch.Tensor, pack: bool, observed: Scores | None = None):
         self.cache, self.row = cache, row
         self._blocks: list[tuple[str, slice, torch.Tensor]] = []  # side, pages of the row, tokens
         self._tokens: list[tuple[torch.Tensor, torch.Tensor]] = []  # where, what
@@ -35,6 +38,10 @@ class Extension:
         until = first + len(k) - fresh if pack else first
         n_qk = self._extend("k", k[fresh:], first, n_qk, until)
         n_qv = self._extend("v", v[fresh:], first, n_qv, until)
+        self._scores = None
+        if cache.format.orders_tokens:
+            blocks = (n_qk - int(cache.counts.n_qk[row])) // layout.PAGE_TOKENS
+            self._scores = OpenScores(cache, row, len(k) - fresh, blocks, observed)
         after = dict(n_sink=n_sink + fresh, n_qk=n_qk, n_qv=n_qv, n_tok=n_tok + len(k))
         self.counts = {name: np.array([value]) for name, value in after.items()}
 
@@ -50,9 +57,15 @@ class Extension:
             if not backend.launches:
                 for page in pages.tolist():
                     journal.keep(self.cache.pool[page])
+            if self._scores is not None:
+                blocks = reordered(blocks, self._scores.orders)
             backend.write_blocks(self.cache, pages, blocks, side)
+            if self._scores is not None and side == "v":
+                self.cache.pool_positions[pages.long()] = self._scores.orders
         for target, tokens in self._tokens:
             journal.write(target, tokens)
+        if self._scores is not None:
+            self._scores.write(journal)
 
     def _extend(self, side: str, new: torch.Tensor, first: int, start: int, until: int) -> int:
         """New tokens [tokens, H, D] of one side, from relative position ``first`` on; blocks from position ``start`` up

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats import FORMATS, levels
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, NAME, LowBitCache
 from lowbit_attn.integrations.simulator import SimulatedCache
 
@@ -81,7 +81,7 @@ def compare(model, tokens: torch.Tensor, cases: Mapping[str, Mapping | None],
     baseline = _Reader(model, None)
     readers = {label: baseline if options is None else _Reader(model, options) for label, options in cases.items()}
     sums = {label: _Sums() for label in cases}
-    with _restored_attention(model):
+    with restored_attention(model):
         read = 0
         for chunk, targets in chunks(tokens):
             expected = baseline.read(chunk, first_position + read)
@@ -171,7 +171,8 @@ def bits_per_element(options: Mapping | None, model) -> float:
     if options is None:
         return 16.0
     fmt = options["format"]
-    return (fmt if isinstance(fmt, Format) else FORMATS[fmt]).bits_per_element(head_dim_of(model.config))
+    fmt = (levels.parse(fmt) or FORMATS[fmt]) if isinstance(fmt, str) else fmt
+    return fmt.bits_per_element(head_dim_of(model.config))
 
 
 def sixteen_bit_bytes(model, tokens: int) -> int:
@@ -262,7 +263,7 @@ class _Sums:
 
 
 @contextmanager
-def _restored_attention(model):
+def restored_attention(model):
     """Afterwards the model attends as it did before."""
     before = model.config._attn_implementation
     try:

@@ -9,7 +9,7 @@ import os
 import numpy as np
 import torch
 
-from lowbit_attn import tensor_file
+from lowbit_attn import significance, tensor_file
 from lowbit_attn.attached import check_identity, identity
 from lowbit_attn.checks import LayoutMismatchError
 
@@ -42,6 +42,8 @@ def save(cache, path: str | os.PathLike) -> None:
                "counters": torch.stack(cache.counters()), **{name: getattr(cache, name) for name in TOKENS},
                "free": cache.free_list, "n_pages": cache.n_pages, "state": torch.from_numpy(book.state.astype(np.int8)),
                "first_positions": torch.from_numpy(cache.first_positions)}
+    if cache.format.orders_tokens:
+        tensors |= {name: getattr(cache, name) for name in significance.STATE}
     if cache.query_weights is not None:
         tensors["query_weights"] = cache.query_weights
     about = {"kind": KIND, "version": str(VERSION), "format": cache.format.name, "identity": cache.identity,
@@ -89,9 +91,10 @@ def _made(kind: type, path, about: dict[str, str], tensors: dict, device, codebo
 @torch.inference_mode(False)
 def _fill(cache, tensors: dict[str, torch.Tensor]) -> None:
     """Put a file's contents into an empty cache of its shape; KeyError or _MisfitError for what does not fit."""
+    names = (*TOKENS, *significance.STATE) if cache.format.orders_tokens else TOKENS
     wanted = {"table": cache.table, "counters": torch.stack(cache.counters()), "n_pages": cache.n_pages,
               "first_positions": torch.from_numpy(cache.first_positions), "state": torch.zeros(cache.max_batch).char(),
-              **{name: getattr(cache, name) for name in TOKENS}}
+              **{name: getattr(cache, name) for name in names}}
     for name, like in wanted.items():
         found = tensors[name]
         _require((found.shape, found.dtype) == (like.shape, like.dtype),
@@ -110,7 +113,7 @@ def _fill(cache, tensors: dict[str, torch.Tensor]) -> None:
     _require(pages.tolist() == np.flatnonzero(book.refs).tolist(), f"records are of pages {pages.tolist()}")
     _check_counters(cache, tensors["counters"].numpy(), np.array(n_pages))
     cache.pool[pages.long().to(cache.device)] = records.to(cache.device)
-    for name in ("table", *TOKENS):
+    for name in ("table", *names):
         getattr(cache, name).copy_(tensors[name])
     for mine, theirs in zip(cache.counters(), tensors["counters"]):
         mine.copy_(theirs)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lowbit_attn import layout
+from lowbit_attn import layout, significance
 from lowbit_attn.attached import Attached, attach, identity
 from lowbit_attn.backend import BACKENDS, backend_of
 from lowbit_attn.checks import check_tensor, integer, integers, is_sequence, is_truth, one_of
@@ -141,6 +141,7 @@ class CacheState(Copies):
         self.sink_v = torch.zeros_like(self.sink_k)
         self.ring_k = torch.zeros((*side, self._ring(self.window_k), self.head_dim), **tokens)
         self.ring_v = torch.zeros((*side, self._ring(self.window_v), self.head_dim), **tokens)
+        significance.allocate(self)
         self.limit = torch.full((self.max_batch,), self._limit(0), **ints)
         self.faults = torch.zeros(self.max_batch + 1, **ints)
         self.arrivals = torch.zeros(self.max_batch, **ints)  # blocks of a step's kernel that have read the counters

@@ -13,7 +13,7 @@ from lowbit_attn.saved import CacheFileError
 from lowbit_attn.testing import assert_same_state, normal_codebooks
 
 HEADS, DIM = 2, 64
-NAMES = (*FORMATS, "k2tv1-g32", "k4v4-bf16", "kitty-weighted", "cq1", "cq2-nonorm", "k4vcq2", "kcq2v4")
+NAMES = (*FORMATS, "k2tv1-g32", "k4v4-bf16", "kitty-weighted", "cq1", "cq2-nonorm", "k4vcq2", "kcq2v4", "k4v2-boost")
 
 
 def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:

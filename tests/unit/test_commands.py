@@ -109,6 +109,9 @@ def test_lowbit_attn(command, names, request):
     if words[0] == "quality":
         words += [] if "--model" in words else ["--model", names["FOLDER"]]
         words += ["--tokens", "150"] + ([] if "--text" in words else ["--text", names["FILE"]])
+        if "recall" in words:  # whose contexts are cut from longer prose
+            Path(names["FILE"]).write_text(3 * Path(names["FILE"]).read_text())
+            words += ["--questions", "1"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         answer = CliRunner().invoke(app, words, env={"COLUMNS": "160"})

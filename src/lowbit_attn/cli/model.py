@@ -11,11 +11,13 @@ import torch
 import typer
 
 from lowbit_attn import progress
-from lowbit_attn.cli import books
+from lowbit_attn.cli import books, recall
 from lowbit_attn.cli.common import check_writable, console, fail, format_named, table, tell_builds
+from lowbit_attn.formats import Format, levels
 from lowbit_attn.layout import PAGE_TOKENS
 
 DEMO = "demo"
+TASKS = ("text", "recall")
 ModelOption = Annotated[str, typer.Option(help="Folder of a transformers model; demo: SmolLM2-135M-Instruct, fetched.")]
 SinksOption = Annotated[int | None, typer.Option(help="First tokens that stay in 16 bit; default: the format's.")]
 SearchOption = Annotated[bool | None, typer.Option("--search/--no-search", help="Range search; default: the format's.")]
@@ -118,10 +120,16 @@ def quality(
     search: SearchOption = None,
     codebooks: books.ManyBooksOption = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to read.")] = 2048,
+    task: Annotated[str, typer.Option(help="text: read it; recall: ask for codes in prompts cut from it.")] = "text",
+    questions: Annotated[int, typer.Option(min=1, help="Questions of the recall task.")] = 160,
     jsonl: Annotated[Path | None, typer.Option(help="Append one JSON line a format to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw perplexity and cosine by layer into this PNG or SVG.")] = None,
 ) -> None:
-    """Compare caches on a text: perplexity, KL, top-1 agreement with 16 bit, cosine by layer."""
+    """Compare caches on a text: perplexity, KL, top-1 agreement with 16 bit, cosine by layer; or by recall."""
+    if task not in TASKS:
+        fail(f"task: got {task!r}, supported: {', '.join(TASKS)}")
+    if task == "recall" and plot is not None:
+        fail("plot: got a file beside the task recall, supported: the task text")
     names = ["16", *(format or ["k4v4", "k2v2"])]
     cases = {_label(name, sinks, search): _options(name, sinks, search, codebooks or []) for name in names}
     if text is not None and not text.is_file():
@@ -135,6 +143,11 @@ def quality(
     from lowbit_attn import quality as scoring
     from lowbit_attn.demo.scoring import help_text
 
+    if task == "recall":
+        prose = help_text(None) if text is None else text.read_text()
+        recall.ask(network, tokenizer, prose, cases, questions, jsonl,
+                   {"model": model, "text": str(text or "help texts")})
+        return
     written = help_text() if text is None else text.read_text()
     ids = tokenizer(written, return_tensors="pt").input_ids[:, :tokens].to(network.device)
     try:
@@ -143,8 +156,8 @@ def quality(
         fail(error)
     out = console()
     with progress.bar(out, "tokens") as bar:
-        task = bar.add_task("reading", total=ids.shape[1])
-        scores = scoring.compare(network, ids, cases, lambda count: bar.advance(task, count))
+        reading = bar.add_task("reading", total=ids.shape[1])
+        scores = scoring.compare(network, ids, cases, lambda count: bar.advance(reading, count))
     out.print(_quality_table(scores, lambda nbytes: scoring.measured_bits(network, nbytes, ids.shape[1])))
     out.print(f"{ids.shape[1]:,} tokens in chunks of {scoring.CHUNK}; lowest cosine of an attention block's output, "
               "averaged over tokens, beside the 16-bit run; bits per element of K and V: of a packed page, and all-in, "
@@ -171,8 +184,12 @@ def _options(name: str, sinks: int | None, search: bool | None, files: list[Path
         return None
     if sinks is not None and sinks < 0:
         fail(f"sinks: got {sinks}, supported: 0 or more")
-    name = format_named(name).name
-    return dict(format=name, sinks=sinks, range_search=search, **books.cache_options(name, files))
+    try:
+        known = levels.parse(name) or format_named(name)
+    except ValueError as error:  # of a pair that is refused
+        fail(error)
+    extra = books.cache_options(known.name, files) if isinstance(known, Format) else {}
+    return dict(format=known.name, sinks=sinks, range_search=search, **extra)
 
 
 def _quality_table(scores: dict, measured: Callable[[int], float]):

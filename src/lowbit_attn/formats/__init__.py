@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lowbit_attn.formats import codebook, kitty, uniform
+from lowbit_attn.formats import boosted_values, codebook, kitty, uniform
 from lowbit_attn.formats.contract import Format, Record, Side
 from lowbit_attn.formats.spec import Kind, Plane, Scope, SideSpec
 
@@ -25,6 +25,7 @@ FAMILIES: list[Family] = [
     Family(uniform.GRAMMAR, uniform.PRESETS, uniform.parse),
     Family(kitty.GRAMMAR, kitty.PRESETS, kitty.parse),
     Family(codebook.GRAMMAR, codebook.PRESETS, codebook.parse),
+    Family(boosted_values.GRAMMAR, boosted_values.PRESETS, boosted_values.parse),
 ]
 
 

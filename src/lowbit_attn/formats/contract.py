@@ -22,6 +22,7 @@ class Side(ABC):
     kind: Kind | None = None  # None: of no kind that kernels know
     searches_range: bool = False  # whether range search (which changes codes, never the layout) is on by default
     weighs_queries: bool = False  # whether ``quantize`` takes query_weights, fp32 [n, head_dim], too
+    orders_tokens: bool = False  # whether pages store tokens by significance, with a plane "positions", u8 [128]
 
     @property
     def layout_id(self) -> str:
@@ -95,6 +96,9 @@ class Format:
         if self.window_k > self.window_v:
             raise ValueError(f"window_k: got {self.window_k}, supported: at most window_v = {self.window_v} "
                              "(K is packed first)")
+        if self.orders_tokens and self.window_k != self.window_v:
+            raise ValueError(f"window_k: got {self.window_k}, supported: window_v = {self.window_v}, for K and V of a "
+                             "page are stored in one order")
 
     def __str__(self) -> str:
         return self.name
@@ -124,6 +128,11 @@ class Format:
         """Identity of the byte order of both sides."""
         return "/".join(dict.fromkeys((self.k.layout_id, self.v.layout_id)))
 
+    @property
+    def orders_tokens(self) -> bool:
+        """Whether the tokens of a page are stored by significance, K and V alike; ``positions`` says where each was."""
+        return self.v.orders_tokens
+
     def record_bytes(self, head_dim: int) -> int:
         return self.record(head_dim).nbytes
 
@@ -141,12 +150,25 @@ class Format:
 
     def quantize(self, k: torch.Tensor, v: torch.Tensor, range_search: bool | None = None,
                  query_weights: torch.Tensor | None = None, k_entries: torch.Tensor | None = None,
-                 v_entries: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 K and V [n, 128, head_dim] -> records uint8 [n, record bytes]; the others: as in ``write_k``."""
+                 v_entries: torch.Tensor | None = None, order: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 K and V [n, 128, head_dim] -> records uint8 [n, record bytes]; the others: as in ``write_k``.
+
+        order: uint8 [n, 128], the tokens in the order in which they are stored, of formats that order them.
+        """
         records = k.new_zeros((k.shape[0], self.record_bytes(k.shape[-1])), dtype=torch.uint8)
+        if order is not None:
+            k, v = reordered(k, order), reordered(v, order)
         self.write_k(records, k, range_search, query_weights, k_entries)
         self.write_v(records, v, range_search, v_entries)
+        if order is not None:
+            self.positions(records, k.shape[-1]).copy_(order)
         return records
+
+    def positions(self, records: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """Positions in the page of the stored tokens: the plane itself, uint8 [n, 128], of formats that order them."""
+        if not self.orders_tokens:
+            raise ValueError(f"format {self}: its tokens are stored by position, supported: formats that order them")
+        return _slices(self.record(head_dim).v_planes, records)["positions"]
 
     def write_k(self, records: torch.Tensor, k: torch.Tensor, range_search: bool | None = None,
                 query_weights: torch.Tensor | None = None, entries: torch.Tensor | None = None) -> None:
@@ -165,12 +187,22 @@ class Format:
         _write(self.v, self.record(v.shape[-1]).v_planes, records, v, range_search, **_given(entries))
 
     def dequantize_k(self, records: torch.Tensor, head_dim: int, entries: torch.Tensor | None = None) -> torch.Tensor:
-        """Records uint8 [n, record bytes] -> fp32 K [n, 128, head_dim]; entries: as in ``write_k``."""
+        """Records uint8 [n, record bytes] -> fp32 K [n, 128, head_dim] as stored; entries: as in ``write_k``."""
         return self.k.dequantize(_slices(self.record(head_dim).k_planes, records), head_dim, **_given(entries))
 
     def dequantize_v(self, records: torch.Tensor, head_dim: int, entries: torch.Tensor | None = None) -> torch.Tensor:
-        """Records uint8 [n, record bytes] -> fp32 V [n, 128, head_dim]; entries: as in ``write_k``."""
+        """Records uint8 [n, record bytes] -> fp32 V [n, 128, head_dim] as stored; entries: as in ``write_k``."""
         return self.v.dequantize(_slices(self.record(head_dim).v_planes, records), head_dim, **_given(entries))
+
+
+def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Tokens of pages x [.., 128, head_dim] in the order uint8 [.., 128]: place i holds token order[i]."""
+    return x.gather(-2, order.long()[..., None].expand_as(x))
+
+
+def by_position(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Tokens of pages x [.., 128, head_dim] as stored -> by position; positions uint8 [.., 128]: where each belongs."""
+    return torch.empty_like(x).scatter_(-2, positions.long()[..., None].expand_as(x), x)
 
 
 def part_of(side: Side, head_dim: int) -> tuple[dict[str, int], int]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from lowbit_attn import layout
+from lowbit_attn import layout, significance
 from lowbit_attn.cache import KVCache
 
 COUNTERS = ("n_sink", "n_qk", "n_qv", "n_tok")
@@ -34,7 +34,8 @@ def grown(old: KVCache, tokens: int) -> KVCache:
         raise ValueError(f"tokens: got {tokens}, supported: at least the old cache's {old.max_seqlen}")
     new.pool[: old.num_pages] = old.pool
     new.table[:, : old.table.shape[1]] = old.table
-    for name in COUNTERS + TOKENS:
+    scores = significance.STATE if old.format.orders_tokens else ()
+    for name in COUNTERS + TOKENS + scores:
         getattr(new, name).copy_(getattr(old, name))
     new.first_positions[:] = old.first_positions
     new.book = old.book.grown(new.num_pages)

@@ -30,11 +30,13 @@ from lowbit_attn.cache import CacheFaultError, KVCache
 from lowbit_attn.checks import integer, is_truth, one_of
 from lowbit_attn.codebooks import Codebooks
 from lowbit_attn.codebooks.prompt import PROMPTS
-from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats import FORMATS, Format, levels
 from lowbit_attn.integrations.handle import NAME, SUPPORTED, Handle
 from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
+from lowbit_attn.integrations.levels import GrowingPool, LevelLayer, check_options
 from lowbit_attn.integrations.prompt import PromptLayer, blank
 from lowbit_attn.integrations.static import StaticLowBitLayer
+from lowbit_attn.policy import Policy
 from lowbit_attn.reference import Attention
 
 # The name under which this transformers passes a cache to ``generate`` and to models
@@ -57,7 +59,8 @@ class LowBitCache(Cache):
     """A transformers Cache that holds K and V in one low-bit format; use it with attention "lowbit".
 
     Args:
-        format: a name of FORMATS ("k4v4", "k2v2-vg32", ...) or a Format.
+        format: a name of FORMATS ("k4v4", "k2v2-vg32", ...) or a Format; or a name of two precision levels ("lean",
+            "lean-low", "k4v4+k2v2-high10", ...), whose significant tokens are in the first format (docs/leankv.md).
         sinks, range_search, rotate_keys, saturate: as in KVCache; sinks None: the format's own (Kitty's: 32).
         max_q_len: one more than the draft tokens that may be taken back at once (assisted generation, prompt lookup):
             so many recent tokens stay in 16 bit at least.
@@ -77,17 +80,20 @@ class LowBitCache(Cache):
             where sequences are shorter than a few windows).
         window, keep_sinks: the other layers see the last ``window`` tokens only, and with keep_sinks the sinks too
             (StreamingLLM); pages are kept, not read.
+        policy: of levels: Shares or Cumulative; None: the share of the name, nothing pruned.
 
     Sequences of one batch may be padded on the left to one length; padding is not stored. Soft-capped logits (Gemma 2)
     and learned sink logits (gpt-oss) are served. Gradients do not flow into stored tokens. A format that weighs
-    channels by queries ("kitty-weighted", ...) takes the mean |q| of all that the layer has seen when a page is packed.
+    channels by queries ("kitty-weighted", ...) takes the mean |q| of all that the layer has seen when a page is packed;
+    one that orders tokens by significance ("k4v2-boost", ...) is given 64 queries of each prompt or chunk, and those of
+    every eighth step.
     """
 
     def __init__(self, format: str | Format, *, sinks: int | None = None, range_search: bool | None = None,
                  rotate_keys: bool = False, max_q_len: int = 1, max_seqlen: int | None = None,
                  dtype: torch.dtype | None = None, saturate: bool = False, path: str | None = None,
                  sliding: str = "16bit", window: int | None = None, keep_sinks: bool = False, static: bool = False,
-                 codebooks: Codebooks | str | PathLike | None = None):
+                 codebooks: Codebooks | str | PathLike | None = None, policy: Policy | None = None):
         one_of("sliding", sliding, SLIDING)
         is_truth("keep_sinks", keep_sinks)
         is_truth("static", static)
@@ -104,16 +110,27 @@ class LowBitCache(Cache):
         options = dict(range_search=range_search, saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
         self.static = static
         is_prompt = isinstance(codebooks, str) and codebooks in PROMPTS
-        if is_prompt and static:
-            raise NotImplementedError(f"static: got True with codebooks={codebooks!r}, supported: a file of "
-                                      "lowbit-attn calibrate, for a prompt's codebooks are made while it is read")
         is_path = isinstance(codebooks, str | PathLike) and not is_prompt
-        self.codebooks = Codebooks.load(codebooks) if is_path else codebooks
-        self.format = _tried(format, dtype, max_seqlen, sinks, self.codebooks, options)
-        kind = StaticLowBitLayer if static else PromptLayer if is_prompt else LowBitLayer
-        layer = partial(kind, self.format, max_seqlen=max_seqlen, dtype=dtype,
-                        path=path, sliding=sliding, window=window, keep_sinks=keep_sinks, sinks=sinks,
-                        codebooks=self.codebooks, **options)
+        layer_options = dict(max_seqlen=max_seqlen, dtype=dtype, path=path, sliding=sliding, sinks=sinks, **options)
+        pair = levels.parse(format) if isinstance(format, str) else None
+        if pair is not None:
+            check_options(pair, static, window, rotate_keys, policy, TRIED_HEAD_DIM, codebooks)
+            self.format, self.codebooks = pair, None
+            layer = partial(LevelLayer, pair, GrowingPool(pair), policy=policy, **layer_options)
+        else:
+            if is_prompt and static:
+                raise NotImplementedError(f"static: got True with codebooks={codebooks!r}, supported: a file of "
+                                          "lowbit-attn calibrate, for a prompt's codebooks are made while it is read")
+            self.codebooks = Codebooks.load(codebooks) if is_path else codebooks
+            self.format = _tried(format, dtype, max_seqlen, sinks, self.codebooks, options)
+            if policy is not None:
+                raise ValueError(f"policy: got {policy} for format {self.format}, supported: beside levels (lean, ...)")
+            if static and self.format.orders_tokens:
+                raise NotImplementedError(f"static: got True for format {self.format}, whose tokens are ranked on the "
+                                          "host, supported: False")
+            kind = StaticLowBitLayer if static else PromptLayer if is_prompt else LowBitLayer
+            layer = partial(kind, self.format, window=window, keep_sinks=keep_sinks, codebooks=self.codebooks,
+                            **layer_options)
         super().__init__(layer_class_to_replicate=layer)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):

@@ -195,25 +195,28 @@ class LowBitLayer(CacheLayerMixin):
                 self._weigh(query, sum(held), skips)
             if is_step:
                 self.kv.append(k.transpose(1, 2), v.transpose(1, 2))
-                out, _ = self._decode(query.transpose(1, 2), options)
-                self.kv.flush()
+                out, lse = self._decode(query.transpose(1, 2), options)
+                if self.format.orders_tokens:
+                    self.kv.manage(self._decodable(query.transpose(1, 2)), lse, **self._scored(options))
+                self._pack()
                 return out.to(query.dtype)
             return self._attend_several(query, k, v, options, held, skips)
 
     def _attend_several(self, query, k, v, options: Attention, held, skips) -> torch.Tensor:
         """Several new tokens a row, or padding among them, or first tokens."""
-        q_len = query.shape[2]
+        q_len, lse = query.shape[2], None
         if not any(held):
             out = dense.attend(query, k.to(query.dtype), v.to(query.dtype), options, skips, self.sinks)
         elif options.window is None:
-            out = self._merged(query, k, v, options, skips)
+            out, lse = self._merged(query, k, v, options, skips)
         else:
             out = self._gathered(query, k, v, options, skips)
         for row, skip in enumerate(skips):
             if skip < q_len:
                 if not held[row] and self.kv.attached is not None and self.kv.attached.is_pre_rope:
                     self.kv.set_first_positions([row], self._position(row, skip))
-                self.kv.prefill(row, k[row, :, skip:].transpose(0, 1), v[row, :, skip:].transpose(0, 1))
+                scored = self._queries_of(query, lse, options, row, skip) if self.format.orders_tokens else {}
+                self.kv.prefill(row, k[row, :, skip:].transpose(0, 1), v[row, :, skip:].transpose(0, 1), **scored)
         return out
 
     def _position(self, row: int, skip: int) -> int:
@@ -228,6 +231,21 @@ class LowBitLayer(CacheLayerMixin):
                                       "length")
         return 0
 
+    def _pack(self) -> None:
+        """Pack what a step made due."""
+        self.kv.flush()
+
+    def _queries_of(self, query, lse: torch.Tensor | None, options: Attention, row: int, skip: int) -> dict:
+        """The queries of a row's new tokens, and their lse where it is known, as ``KVCache.prefill`` takes them."""
+        q = self._decodable(query[row, :, skip:].transpose(0, 1))
+        lse = None if lse is None else lse[row, :, skip:].contiguous()
+        return dict(q=q, lse=lse, **self._scored(options), sink_logits=options.sink_logits)
+
+    @staticmethod
+    def _scored(options: Attention) -> dict:
+        """What of an attention the scores of tokens depend on."""
+        return dict(softmax_scale=options.softmax_scale, softcap=options.softcap, window=options.window)
+
     def _ready(self, query: torch.Tensor, options: Attention, load: bool) -> None:
         """Raise what decode of a step of one token would raise, before anything is stored; load: its kernel too."""
         query = self._decodable(query[:, :, -1:].transpose(1, 2))
@@ -238,6 +256,7 @@ class LowBitLayer(CacheLayerMixin):
         """Whatever raises within: first tokens are forgotten, and newest ones taken back that no page holds yet."""
         kv, weights = self.kv, self.kv.query_weights
         before, n_tok = None if weights is None else weights.clone(), kv.counts.n_tok.copy()
+        n_qk, scores = kv.counts.n_qk.copy(), [(x, x.clone()) for x in (kv.score, kv.seen, kv.order) if x is not None]
         try:
             yield
         except BaseException:
@@ -248,6 +267,9 @@ class LowBitLayer(CacheLayerMixin):
                 self._forget()
             elif added.any() and ((added <= open_tokens) | (kv.counts.n_qk == 0)).all():
                 kv.rewind(range(self.batch_size), added)
+            if (kv.counts.n_qk == n_qk).all():
+                for x, old in scores:
+                    x.copy_(old)
             raise
 
     def _forget(self) -> None:
@@ -262,10 +284,11 @@ class LowBitLayer(CacheLayerMixin):
             mean = rows.abs().unflatten(0, (weights.shape[0], -1)).mean((1, 2))
             weights += (mean - weights) * (rows.shape[1] / (seen + rows.shape[1]))
 
-    def _merged(self, query, k, v, options: Attention, skips) -> torch.Tensor:
+    def _merged(self, query, k, v, options: Attention, skips) -> tuple[torch.Tensor, torch.Tensor]:
         """A step over cached tokens, all of which every new query sees: decode over them, merged with the step's own.
 
-        The queries go to decode as heads of one token, since none of them is hidden from any cached token.
+        Returns o [batch, q_len, num_heads, head_dim] and lse [batch, num_heads, q_len], sink logits included. The
+        queries go to decode as heads of one token, since none of them is hidden from any cached token.
         """
         batch, num_heads, _, head_dim = query.shape
         plain = replace(options, sink_logits=None)
@@ -280,7 +303,8 @@ class LowBitLayer(CacheLayerMixin):
         out, lse = merge_states(torch.stack((torch.cat(past, 1), own)), torch.stack((torch.cat(past_lse, 2), own_lse)))
         if options.sink_logits is not None:
             out *= torch.sigmoid(lse - options.sink_logits[:, None]).transpose(1, 2)[..., None]
-        return out.to(query.dtype)
+            lse = torch.logaddexp(lse, options.sink_logits[:, None])
+        return out.to(query.dtype), lse
 
     def _decode(self, query: torch.Tensor, options: Attention) -> tuple[torch.Tensor, torch.Tensor]:
         """(o, lse) of query [batch, 1, heads, head_dim] over the cache."""

@@ -1,0 +1,282 @@
+"""A KV cache of two precision levels for each head, with pruning: LeanKV's sections 4 and 5 over pages of 128 tokens.
+
+Tokens of one (sequence, KV head), in the order in which attention reads them:
+
+    low pages | high pages | low stage, high stage (16 bit, up to 127 each) | sinks (16 bit) | recent tokens (16 bit)
+
+A level is what an ordinary cache would be whose rows are (sequence, KV head): its pages hold 128 tokens in any order,
+K per channel, and its stage holds what is not yet a page. ``append`` fills the ring of recent tokens and never packs.
+``manage``, called after each decode, scores the ring's tokens every eighth one, and once 128 have left a window of 56
+it gives each a class: high and low ones go behind their head's stages, a full stage becomes a page, pruned ones are
+gone. Classes are decided once. Heads end up with different numbers of tokens, so memory comes from a FramePool.
+
+This is the torch reference, on any device; no kernels serve it yet.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from lowbit_attn.checks import check_rank, check_tensor, integer, is_sequence
+from lowbit_attn.level_moves import Departure, head_tokens
+from lowbit_attn.level_state import PAGE, WINDOW, LevelState, Recent
+from lowbit_attn.pages import PageExhaustedError
+from lowbit_attn.precision import full_precision
+from lowbit_attn.reference import PLAIN, Attention, attention
+from lowbit_attn.significance import Scores, means, observe, prompt_queries
+
+
+class LevelCounts(NamedTuple):
+    """Tokens of each KV head of a sequence, int64 [num_heads_kv]: in high and low pages, staged, pruned."""
+
+    high: torch.Tensor
+    low: torch.Tensor
+    staged: torch.Tensor
+    pruned: torch.Tensor
+
+
+class LevelCache(LevelState):
+    """KV cache of one layer whose heads hold their significant tokens at a high precision and the others at a low one.
+
+    Args:
+        pool: FramePool, shared by all layers of a model; its levels are this cache's.
+        num_heads_kv: KV heads.
+        policy: Shares or Cumulative; None: the levels' own share high, nothing pruned. Read docs/leankv.md before
+            pruning: tokens dropped by attention scores cannot be asked for later.
+        sinks: first tokens that stay in 16 bit; None: 32.
+        max_batch, max_q_len: as in KVCache; max_seqlen: longest sequence.
+        manage_every: how often ``manage`` acts, in tokens of a row.
+        dtype: of tokens in 16 bit; range_search, saturate: as in KVCache.
+
+    A call does all of its work or raises and leaves everything as it was. Sharing of prefixes and sliding windows are
+    not served.
+
+    State, with a row of its own for each (sequence b, KV head h) at v = b num_heads_kv + h, levels high, low: ``table``
+    int32 [2, v, pages], units of 128 bytes in the level's memory of the pool; ``half`` int32 [v], unit of the next free
+    low record of a frame, -1: none; counters int32 [2, v] as kernels of one level read them: ``c_sink`` tokens in its
+    16-bit segment (high: sinks and stage), ``c_out`` tokens that left the ring, ``c_pack`` tokens in pages, ``c_tok``
+    beside pages all; ``n_stage`` int32 [2, v]; ``n_sink``, ``n_out``, ``n_tok``, ``limit`` int32 [max_batch];
+    ``score`` fp32 [v, ring], ``seen`` int32 [max_batch, ring]; of the last plan ``order`` uint8 [v, 128] (by class,
+    each by position), ``new`` int32 [2, v]; ``n_drop`` int32 [v] pruned tokens; ``starved`` int32 [1], plans that
+    found too few frames; ``waits`` bool [max_batch], rows whose last plan did.
+    """
+
+    # ---- the steps
+
+    def prefill(self, seq: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None = None,
+                lse: torch.Tensor | None = None, **attention) -> None:
+        """Add any number of tokens to one sequence; whole blocks that leave the window get their classes at once.
+
+        k, v: [tokens, num_heads_kv, head_dim], the cache's dtype or fp32; q: [tokens, num_heads, head_dim], 64 of
+        which score the tokens; None: nothing does, and the earliest tokens are high. lse: fp32 [num_heads, tokens] of
+        the queries over all that they see, where the caller has it; attention: softmax_scale, softcap and sink_logits
+        as in ``decode``. Raises PageExhaustedError if the pool has too few frames.
+        """
+        row, = self.check_rows([seq])
+        tokens = check_rank("k", k, ("tokens", self.num_heads_kv, self.head_dim))[0]
+        k, v, options = self.enter("k", k, (tokens,)), self.enter("v", v, (tokens,)), Attention(**attention)
+        length, fresh = int(self.n_tok[row]), min(tokens, self.sinks - int(self.n_sink[row]))
+        if length + tokens > self.max_seqlen:
+            raise ValueError(f"k: a sequence would reach {length + tokens} tokens, supported: max_seqlen = "
+                             f"{self.max_seqlen}")
+        observed = None if q is None else self._prompt_scores(row, q, k, fresh, lse, options)
+        recent = self.recent(row, k[fresh:], v[fresh:], observed)
+        leaving = max(0, len(recent.seen) - WINDOW) // PAGE * PAGE
+        if leaving:
+            departure = self._departure(row, recent.part(slice(0, leaving)))
+            departure.write(self.pool.take(departure.needs.tolist()))
+        self.n_out[row] += leaving
+        self.store_sinks(row, k[:fresh], v[:fresh])
+        self.store_recent(row, recent.part(slice(leaving, None)))
+        self.n_tok[row] += tokens
+        self.recount(row)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, seqs: Sequence[int] | None = None) -> None:
+        """Add the same number of new tokens to each of several sequences; they stay in 16 bit until ``manage``.
+
+        k, v: [batch, tokens, num_heads_kv, head_dim], 1 <= tokens <= max_q_len. Raises PageExhaustedError where the
+        ring is full because the pool had no frames, RuntimeError where it is because ``manage`` was not called.
+        """
+        batch, tokens = check_rank("k", k, ("batch", "tokens", self.num_heads_kv, self.head_dim))[:2]
+        rows = self.check_rows(seqs, batch)
+        if not 1 <= tokens <= self.max_q_len:
+            raise ValueError(f"k: {tokens} tokens a step, supported: 1 to max_q_len = {self.max_q_len}")
+        k, v = self.enter("k", k, (batch, tokens)), self.enter("v", v, (batch, tokens))
+        for row in rows:
+            self._check_limit(row, int(self.n_tok[row]) + tokens)
+        for i, row in enumerate(rows):
+            fresh = min(tokens, self.sinks - int(self.n_sink[row]))
+            recent = self.recent(row, k[i, fresh:], v[i, fresh:])
+            self.store_sinks(row, k[i, :fresh], v[i, :fresh])
+            self.store_recent(row, recent)
+            self.n_tok[row] += tokens
+            self.recount(row)
+
+    def _check_limit(self, row: int, length: int) -> None:
+        if length <= int(self.limit[row]):
+            return
+        if length > self.max_seqlen:
+            raise ValueError(f"k: a sequence would reach {length} tokens, supported: max_seqlen = {self.max_seqlen}")
+        if self.waits[row]:
+            raise PageExhaustedError(f"append: sequence {row} has its ring of {self.slots} recent tokens full, and the "
+                                     f"pool has {list(self.pool.n_free)} frames free; free sequences or grow the pool")
+        raise RuntimeError(f"append: sequence {row} has its ring of {self.slots} recent tokens full, supported: manage "
+                           "after each decode, which moves them to the levels")
+
+    def manage(self, q: torch.Tensor, lse: torch.Tensor, seqs: Sequence[int] | None = None, **attention) -> None:
+        """Score the recent tokens by the queries just decoded; where 128 have left the window, move them to levels.
+
+        q: [batch, q_len, num_heads, head_dim] and lse: fp32 [batch, num_heads, q_len], as ``decode`` took and gave;
+        attention: softmax_scale and softcap. Call it after each decode: a row acts when its length comes to another
+        multiple of ``manage_every``. Rows that find no frames stay as they are, ``starved`` counts them, and any next
+        call tries again.
+        """
+        batch, q_len = check_rank("q", q, ("batch", "q_len", "num_heads", self.head_dim))[:2]
+        rows, options = self.check_rows(seqs, batch), Attention(**attention)
+        self.check_queries(q, (batch, q_len))
+        check_tensor("lse", lse, (batch, q.shape[2], q_len), (torch.float32,), self.device)
+        if not 1 <= q_len <= self.max_q_len or any(int(self.n_tok[row]) < q_len for row in rows):
+            raise ValueError(f"q: got {q_len} queries, supported: 1 to max_q_len = {self.max_q_len}, of tokens in the "
+                             "cache")
+        scored, departures = [], []
+        for i, row in enumerate(rows):
+            n_tok, first = int(self.n_tok[row]), self.first_recent(row)
+            acts, observed = n_tok // self.manage_every > (n_tok - q_len) // self.manage_every, None
+            if not acts and not self.waits[row]:
+                continue
+            if acts:
+                at = torch.arange(n_tok - q_len, n_tok, device=self.device)
+                keys = self.ring_k[self.heads_of(row)][:, self.slots_of(row)]
+                observed = observe(q[i].detach(), at, keys, first, options, lse[i])
+            recent = self.recent(row, observed=observed)
+            scored.append((row, recent))
+            if n_tok - first >= WINDOW + PAGE:
+                departures.append((self._departure(row, recent.part(slice(0, PAGE))), recent.part(slice(PAGE, None))))
+        for row, recent in scored:
+            self.store_recent(row, recent)
+        self._depart(departures)
+
+    def _departure(self, row: int, gone: Recent) -> Departure:
+        return Departure(self, row, gone.k, gone.v, self.policy.classes(means(gone.score, gone.seen)))
+
+    def _depart(self, departures: list) -> None:
+        """Grant frames in row order and write what they allow; the rest is starved and tried again later."""
+        if not departures:
+            return
+        go = self.pool.grant(torch.stack([departure.needs for departure, _ in departures], 1))
+        for (departure, rest), goes in zip(departures, go.tolist()):
+            departure.note_plan()
+            self.waits[departure.row] = not goes
+            if not goes:
+                self.starved += 1
+                continue
+            departure.write(self.pool.take(departure.needs.tolist()))
+            self.n_out[departure.row] += PAGE
+            self.store_recent(departure.row, rest)
+            self.recount(departure.row)
+
+    def rewind(self, seqs: Sequence[int], tokens: int | Sequence[int]) -> None:
+        """Drop the last tokens of these sequences, those of the ring at most; what left it stays."""
+        rows = self.check_rows(seqs)
+        counts = [integer("tokens", n) for n in (tokens if is_sequence(tokens) else [tokens] * len(rows))]
+        for row, count in zip(rows, counts, strict=True):
+            most = int(self.n_tok[row]) - (self.first_recent(row) if int(self.n_out[row]) else 0)
+            if not 0 <= count <= most:
+                raise ValueError(f"tokens: got {count} for sequence {row}, supported: 0 to {most}, the tokens of the "
+                                 "ring")
+        for row, count in zip(rows, counts):
+            recent, length = self.recent(row), int(self.n_tok[row]) - count
+            self.store_recent(row, recent.part(slice(0, max(0, len(recent.seen) - count))))
+            self.n_tok[row], self.n_sink[row] = length, min(length, self.sinks)
+            self.recount(row)
+
+    def free(self, seqs: Sequence[int]) -> None:
+        """Forget the tokens of these sequences and return their frames; their rows may start anew."""
+        for row in self.check_rows(seqs):
+            heads = self.heads_of(row)
+            self.pool.give([self.frames_of(heads, size) for size in range(len(self.pool.lists))])
+            for x in (self.c_sink, self.c_out, self.c_pack, self.c_tok, self.new, self.n_stage):
+                x[:, heads] = 0
+            self.table[:, heads], self.half[heads], self.n_drop[heads], self.score[heads] = -1, -1, 0, 0
+            self.seen[row], self.n_sink[row], self.n_out[row], self.n_tok[row] = 0, 0, 0, 0
+            self.waits[row] = False
+            self.recount(row)
+
+    def share(self, src: int, dst: int, tokens: int | None = None) -> None:
+        """Refuse: frames have one holder."""
+        raise NotImplementedError("share: a LevelCache does not share frames between sequences, supported: prefill")
+
+    # ---- reading
+
+    def gather(self, seq: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What each KV head of a sequence holds: K, V fp32 [tokens of the head, head_dim], recent tokens last."""
+        row, = self.check_rows([seq])
+        return [head_tokens(self, row, head) for head in range(self.num_heads_kv)]
+
+    def attend(self, q: torch.Tensor, options: Attention = PLAIN) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode in torch: o fp32 of q's shape [batch, q_len, num_heads, head_dim], lse fp32 [batch, num_heads, q_len].
+
+        Only tokens of the ring can be younger than a query, and they come last, so positions are not needed.
+        """
+        if options.window is not None:
+            raise NotImplementedError(f"window: got {options.window} over levels, whose pages hold no positions, "
+                                      "supported: None")
+        ratio = q.shape[2] // self.num_heads_kv
+        o = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+        for row in range(q.shape[0]):
+            for head, (k, v) in enumerate(self.gather(row)):
+                mine = slice(head * ratio, (head + 1) * ratio)
+                sinks = None if options.sink_logits is None else options.sink_logits[mine]
+                asked = Attention(options.softmax_scale, options.softcap, sink_logits=sinks)
+                o[row, :, mine], lse[row, mine] = attention(q[row, :, mine], k[None], v[None], asked)
+        return o, lse
+
+    def counts_of(self, seq: int) -> LevelCounts:
+        """How a sequence's tokens are stored, by KV head; the sinks and the recent tokens are in 16 bit beside them."""
+        row, = self.check_rows([seq])
+        heads = self.heads_of(row)
+        return LevelCounts(*(x.long() for x in (*self.c_pack[:, heads], self.n_stage[:, heads].sum(0),
+                                                self.n_drop[heads])))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that hold the present tokens: pages, stages, sinks and recent tokens of both sides."""
+        pages = (self.c_pack.long().sum(1) // PAGE).tolist()
+        packed = sum(n * size for n, size in zip(pages, self.pool.record_bytes))
+        beside = int(self.n_stage.sum()) + self.num_heads_kv * int((self.n_tok - self.n_out).sum())
+        return packed + beside * 4 * self.head_dim
+
+    # ---- scores of a prompt
+
+    def _prompt_scores(self, row: int, q, k, fresh: int, lse, options: Attention) -> Scores:
+        """What 64 of the new tokens' queries say of the recent tokens, old and new."""
+        check_rank("q", q, ("tokens", "num_heads", self.head_dim))
+        self.check_queries(q, (len(k),))
+        picked = prompt_queries(len(k)).to(self.device)
+        first, at, q = self.first_recent(row) + fresh, int(self.n_tok[row]) + picked, q.detach()[picked]
+        if lse is not None:
+            check_tensor("lse", lse, (q.shape[1], len(k)), (torch.float32,), self.device)
+            lse = lse[:, picked]
+        else:
+            lse = self._lse(row, q, picked, k, options)
+        keys = torch.cat((self.ring_k[self.heads_of(row)][:, self.slots_of(row)], k[fresh:].transpose(0, 1)), 1)
+        return observe(q, at, keys, first, options, lse)
+
+    def _lse(self, row: int, q, at, k, options: Attention) -> torch.Tensor:
+        """lse fp32 [num_heads, n] of queries [n, num_heads, D], at places ``at`` of the new keys [tokens, H, D], over
+        all that the row holds and the new keys up to them."""
+        ratio, found = q.shape[1] // self.num_heads_kv, []
+        scale = self.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+        hidden = torch.arange(len(k), device=self.device) > at[:, None]
+        with full_precision(self.device.type):
+            for head, (past, _) in enumerate(self.gather(row)):
+                rows = q[:, head * ratio : (head + 1) * ratio].float().transpose(0, 1)
+                s = rows @ torch.cat((past, k[:, head].float())).T * scale
+                if options.softcap is not None:
+                    s = options.softcap * torch.tanh(s / options.softcap)
+                s[..., len(past) :].masked_fill_(hidden, -torch.inf)
+                found.append(s.logsumexp(-1))
+        lse = torch.cat(found)
+        return lse if options.sink_logits is None else torch.logaddexp(lse, options.sink_logits.float()[:, None])
