@@ -28,6 +28,7 @@ LAYERS = (
     ("saved", "backend", "policy"),
     ("copies", "extend", "registers", "sass", "prebuilt", "level_moves"),
     ("state", "kernels.key"),
+    ("reads",),
     ("cache", "scratch", "device", "kernels.support", "level_state"),
     ("ampere", "hopper.common", "levels"),
     ("hopper.tile", "hopper.warp"),
