@@ -212,8 +212,11 @@ class DecodeConfig:
         """16 rows of 128 channels, or 256 channels, with several groups of K metadata: 255 registers fall short.
 
         So they do, by a few and outside of the page loop, where a format with two windows has 256 channels, or 16 rows
-        and several groups of V metadata or features; so do 16 rows with groups of V metadata and features.
+        and several groups of V metadata or features; so do 16 rows with groups of V metadata and features, and blocks
+        of 64 rows with four groups or more of V metadata.
         """
+        if self.shares_pages and self.head_dim > 64 and self.v.groups > 2:
+            return True
         if self.third_segment and self.head_dim > 128:
             return True
         if self.columns > 1 and self.head_dim > 64 and self.v.groups > 1 and self.features:
