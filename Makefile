@@ -26,9 +26,9 @@ DSLS := tilelang cutlass :nvcc :nvdisasm :cuobjdump
 COMPILERS := both tile DSLs and nvcc (about 400 MB)
 
 # $(call need,names,extras,what they are): installs the extras unless the names are there: modules, which importing would
-# take seconds, and :programs, wherever toolchain.py finds them.
+# take seconds, and :programs, wherever toolchain.py finds them. -P: the folder build/ is not the module build.
 define need
-	@$(PY) -c "import runpy, sys, importlib.util as u; find = runpy.run_path('src/lowbit_attn/toolchain.py')['find_tool']; \
+	@$(PY) -P -c "import runpy, sys, importlib.util as u; find = runpy.run_path('src/lowbit_attn/toolchain.py')['find_tool']; \
 	  sys.exit(not all(find(n[1:]) if n[0] == ':' else u.find_spec(n) for n in sys.argv[1:]))" \
 	  torch lowbit_attn $(1) 2> /dev/null || { \
 	  echo "Installing lowbit-attn[$(2)] into $(VENV): $(3); torch too if missing"; \
