@@ -1,4 +1,4 @@
-"""Every preset that has kernels, served by an installed kernel wheel alone: nothing is compiled. Run it where one is installed."""
+"""Presets with kernels, served by an installed kernel wheel alone: nothing is compiled. Run it where one is."""
 
 import pytest
 import torch
