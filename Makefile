@@ -26,9 +26,9 @@ DSLS := tilelang cutlass :nvcc :nvdisasm :cuobjdump
 COMPILERS := both tile DSLs and nvcc (about 400 MB)
 
 # $(call need,names,extras,what they are): installs the extras unless the names are there: modules, which importing would
-# take seconds, and :programs, wherever toolchain.py finds them.
+# take seconds, and :programs, wherever toolchain.py finds them. -P: the folder build/ is not the module build.
 define need
-	@$(PY) -c "import runpy, sys, importlib.util as u; find = runpy.run_path('src/lowbit_attn/toolchain.py')['find_tool']; \
+	@$(PY) -P -c "import runpy, sys, importlib.util as u; find = runpy.run_path('src/lowbit_attn/toolchain.py')['find_tool']; \
 	  sys.exit(not all(find(n[1:]) if n[0] == ':' else u.find_spec(n) for n in sys.argv[1:]))" \
 	  torch lowbit_attn $(1) 2> /dev/null || { \
 	  echo "Installing lowbit-attn[$(2)] into $(VENV): $(3); torch too if missing"; \
@@ -37,19 +37,19 @@ endef
 
 # A passive wait keeps a busy machine from stalling the many small CPU operations of decoding.
 demo: | $(PY)
-	$(call need,transformers accelerate gguf matplotlib typer rich,demo,transformers and friends (about 60 MB))
+	$(call need,transformers accelerate gguf matplotlib typer rich,demo,transformers and friends (about 75 MB))
 	@OMP_WAIT_POLICY=PASSIVE $(PY) -m lowbit_attn.demo $(if $(filter-out 0,$(QUICK)),--quick)
 
 # All CPU tests. Those of the kernels trace and compile them, so that the compilers must be there.
 test: | $(PY)
 	$(call need,pytest xdist hypothesis pytest_timeout transformers matplotlib typer rich build $(DSLS),test$(COMMA)kernels,\
-	  pytest and transformers (about 60 MB) and $(COMPILERS))
+	  pytest and transformers (about 75 MB) and $(COMPILERS))
 	$(PY) -m pytest -n auto
 
 # The tests of transformers with one from before its argument "cache", in an environment that takes all else from VENV.
 OLD := build/hf-old
 test-hf-old: | $(PY)
-	$(call need,pytest xdist hypothesis pytest_timeout transformers matplotlib typer rich,test,pytest and transformers (about 60 MB))
+	$(call need,pytest xdist hypothesis pytest_timeout transformers matplotlib typer rich,test,pytest and transformers (about 75 MB))
 	$(PY) -m venv $(OLD)
 	$(PY) -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_paths()[\"purelib\"]!r})')" \
 	  > $$(echo $(OLD)/lib/python*/site-packages)/parent.pth

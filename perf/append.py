@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 import typer
 from bench import BenchCase, graph_us, query_of
-from provenance import append_result, provenance
+from provenance import append_result, need, provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -93,6 +93,7 @@ def main(
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/append.jsonl",
 ) -> None:
     """Time each format's append on top of decode."""
+    need()
     os.environ["LOWBIT_ATTN_ARCH"] = arch
     origin, console = provenance(), Console(width=150)
     table = Table("case", "decode us", "append us", "append alone us", "packing alone us", "within target")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 import typer
-from provenance import append_result, provenance
+from provenance import append_result, need, provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -64,6 +64,7 @@ def main(
     """Time the preset's cases on each architecture's kernels."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"{preset!r}, supported: {', '.join(PRESETS)}", param_hint="--preset")
+    need()
     origin, console = provenance(), Console(width=150)
     table = Table("case", "arch", "path", "us", "x read", "read us", "x plain read", "GB/s", "fp16 us", "x fp16",
                   "void", title=f"{origin['gpu']}; read: the faster of a plain and a hinted one")

@@ -12,7 +12,7 @@ import statistics
 import torch
 import torch.distributed as dist
 import typer
-from provenance import append_result, provenance
+from provenance import append_result, need, provenance
 
 from lowbit_attn import KVCache, decode
 from lowbit_attn.parallel import ShardedKVCache, decode_sharded
@@ -57,6 +57,7 @@ def graph_us(call) -> float:
 def main(tokens: int = 1_048_576, batch: int = 1, format: str = "k4v4",
          output: str = "perf/results/parallel.jsonl") -> None:
     """Fill both caches with ``batch`` sequences of so many tokens, compare and time."""
+    need()
     dist.init_process_group("nccl")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

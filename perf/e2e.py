@@ -18,7 +18,7 @@ import torch
 import typer
 from e2e_report import generation_lines, generation_table, result_table, target_table
 from llama import SHAPES, Decoder, LowBitStore, Shape, SixteenBitStore
-from provenance import append_result, provenance
+from provenance import append_result, need, provenance
 from rich.console import Console
 
 from lowbit_attn import layout
@@ -238,8 +238,7 @@ def main(
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/e2e.jsonl",
 ) -> None:
     """Time decode steps of a model with 16-bit and low-bit caches in the same memory."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("this benchmark needs a CUDA device")
+    need()
     lengths = [parse_tokens(text) for text in contexts_of]
     start = parse_tokens(prompt)
     bench = Bench(model, start + generated if generated else max(lengths), most, "cuda", output, fuse)

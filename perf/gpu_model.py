@@ -15,7 +15,7 @@ from typing import Annotated
 
 import torch
 import typer
-from provenance import append_result, provenance
+from provenance import append_result, need, provenance
 
 TEXT_TOKENS = 2048
 STEP_TOKENS = 256  # read one by one, so that every layer's decode kernel is in the perplexity
@@ -88,6 +88,7 @@ def main(
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/model.jsonl",
 ) -> None:
     """Score and generate with each format on each architecture's kernels."""
+    need(gpu=device == "cuda")
     from lowbit_attn.demo import model as models
     from lowbit_attn.demo import scoring
 

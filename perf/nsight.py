@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 import typer
 from bench import PRESETS, BenchCase, make_cache, query_of
-from provenance import append_result, provenance
+from provenance import append_result, need, provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -64,6 +64,7 @@ def run_cases(cases: list[BenchCase], path: str | None = None) -> None:
 
 def ncu(names: list[str], path: str | None, *options: str) -> tuple[list[str], str]:
     """(lines of CSV, all that was printed) of Nsight Compute over the calls of cases."""
+    need(program="ncu")
     command = ["ncu", "--clock-control", "none", "-k", KERNELS, "--csv", "--print-units", "base", *options,
                sys.executable, __file__, *names, "--run", *(["--path", path] if path else [])]
     done = subprocess.run(command, capture_output=True, text=True)

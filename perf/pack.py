@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 import typer
 from bench import graph_us
-from provenance import append_result, provenance
+from provenance import append_result, need, provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -69,6 +69,7 @@ def main(
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/pack.jsonl",
 ) -> None:
     """Time packing of each format's K and V."""
+    need()
     origin = provenance()
     table = Table("kernel", "us", "x copy", "copy us", "GB/s", "torch us", "x torch")
     pages = tokens // layout.PAGE_TOKENS

@@ -3,14 +3,24 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+import typer
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def need(gpu: bool = True, program: str | None = None) -> None:
+    """End a command with one line if there is no CUDA device, or no such program, on this machine."""
+    if gpu and not torch.cuda.is_available():
+        raise typer.BadParameter("this measurement needs a CUDA device, and torch sees none")
+    if program and not shutil.which(program):
+        raise typer.BadParameter(f"this measurement needs the program {program}, which is not on PATH")
 
 
 def provenance() -> dict:

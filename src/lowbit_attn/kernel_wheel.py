@@ -120,15 +120,16 @@ def main(
     """Put an architecture's shipped kernels, which must be built, into a wheel; print its size."""
     if arch not in prebuilt.PACKAGES:
         raise typer.BadParameter(f"{arch!r}, supported: {', '.join(prebuilt.PACKAGES)}", param_hint="--arch")
-    keys = kernels.shipped_keys(arch)
-    if rotation:
-        keys = promised.rotation(keys, rotation, seed)
+    shipped = kernels.shipped_keys(arch)
+    keys = promised.rotation(shipped, rotation, seed) if rotation else shipped
     try:
         wheel = pack(arch, keys, out, is_part=bool(rotation))
     except KernelWheelError as error:
         typer.echo(f"no wheel: {error}", err=True)
         raise typer.Exit(1) from None
-    typer.echo(f"{wheel}: {len(keys)} kernels, {wheel.stat().st_size / 1e6:.1f} MB of at most {LIMIT_MB}")
+    size = wheel.stat().st_size / 1e6
+    whole = f"; all {len(shipped)} would take about {size / len(keys) * len(shipped):.1f}" if rotation else ""
+    typer.echo(f"{wheel}: {len(keys)} kernels, {size:.1f} MB of at most {LIMIT_MB}{whole}")
 
 
 if __name__ == "__main__":

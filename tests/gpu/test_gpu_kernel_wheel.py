@@ -1,10 +1,10 @@
-"""Every preset, served by an installed kernel wheel alone: nothing is compiled. Run it where one is installed."""
+"""Presets with kernels, served by an installed kernel wheel alone: nothing is compiled. Run it where one is."""
 
 import pytest
 import torch
 
 import lowbit_attn
-from lowbit_attn import FORMATS, loader, prebuilt, testing
+from lowbit_attn import kernels, loader, prebuilt, testing
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -23,7 +23,7 @@ def no_compiler(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", kernels.SHIPPED_FORMATS)
 def test_a_wheel_serves_every_preset(name, head_dim, dtype):
     """A prompt, steps that pack a block, and decode of one and of four queries equal the CPU's reference."""
     k, v = (torch.randn(TOKENS + STEPS, 2, head_dim).to(dtype) for _ in range(2))

@@ -1,15 +1,19 @@
 """Every command that README.md, docs/ and their like show: it is run here, or checked against what it names."""
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 import warnings
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from lowbit_attn import toolchain
@@ -18,7 +22,7 @@ from lowbit_attn.cli import app
 ROOT = Path(__file__).parents[2]
 FILES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
          *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("lowbit-attn", "make", "pip", "python")
+PROGRAMS = ("lowbit-attn", "make", "pip", "python", "torchrun")
 VARIABLE = re.compile(r"[A-Z_]+=\S*$")
 OWN = "serve.py"  # a program of the user's
 
@@ -56,7 +60,7 @@ def test_commands_are_found():
                        "    A=1 make y && pip install z\n```sh\npython a.py\n```\n```python\n    make no\n```\n") == [
         "make demo", "A=1 make y", "pip install z", "python a.py", "make x", "lowbit-attn bench"]
     assert len(SHOWN["README.md"]) >= 6 and len(SHOWN["docs/serving.md"]) >= 6 and len(COMMANDS) > 25
-    assert all(len(by_program(name)) > 2 for name in PROGRAMS)
+    assert all(len(by_program(name)) > 2 for name in PROGRAMS[:4])
 
 
 @pytest.fixture
@@ -131,19 +135,79 @@ def test_make(command):
     assert answer.returncode == 0 and answer.stdout.strip(), answer.stderr
 
 
-@pytest.mark.parametrize("command", [one for one in by_program("python") if OWN not in one])
-def test_python(command):
-    """The program is there, and its source names each option that the command gives it."""
-    first, *rest = words_of(command, "python")
+RUN = {  # by program: what is added so that nothing of the repository is written, and words that it prints
+    "perf/targets_table.py": ([], "| GQA 32/8, batch 1, 128K |"),
+    "perf/roofline.py": ([], "predicted: max(plain read, issue)"),
+    "perf/plots.py": (["--folder", "FOLDER"], "decode-targets.png"),
+    "perf/overview.py": (["--output", "FOLDER/overview.png"], "overview.png"),
+}
+ELSEWHERE = {  # what is not run here, and why
+    "lowbit_attn.support": "test_readme.py compares what it prints with docs/support.md",
+    **dict.fromkeys(("examples/hf_long_document.py", "examples/quality_check.py", "examples/cuda_graph_decode.py",
+                     "examples/paged_serving.py"), "test_examples.py runs it"),
+    **dict.fromkeys(("perf/quality.py", "perf/leankv.py", "perf/weights.py"),
+                    "minutes to hours of a downloaded model; test_perf_*.py and test_readme.py run its parts"),
+    "perf/downloads.py": "downloads hundreds of MB",
+    "perf/host_time.py": "times this machine, into perf/results",
+    "perf/outliers.py": "needs captured tensors of a model",
+}
+GPU = ("bench", "pack", "append", "e2e", "gpu_model", "stalls", "context_parallel")
+
+
+def option_is_known(source: str, option: str) -> bool:
+    return bool(re.search(rf"--{option}\b|\b{option.replace('-', '_')}: ", source))
+
+
+@pytest.mark.parametrize("command", [one for one in (*by_program("python"), *by_program("torchrun")) if OWN not in one])
+def test_python(command, tmp_path):
+    """The program is there and its source names each option that it gets; it runs, or is listed with a reason."""
+    program = program_of(command)
+    first, *rest = words_of(command, program)
+    if program == "torchrun":  # --nproc-per-node N PROGRAM
+        _, _, first, *rest = first, *rest
+    name = rest[0] if first == "-m" else first
     if first == "-m":
-        assert find_spec(rest[0]), rest[0]
-        file, rest = Path(find_spec(rest[0]).origin), rest[1:]
+        file, rest = Path(find_spec(name).origin), rest[1:]
         file = file.with_name("__main__.py") if file.name == "__init__.py" else file
     else:
-        file = ROOT / first
+        file = ROOT / name
     source = file.read_text()
     for option in (word.removeprefix("--") for word in rest if word.startswith("--")):
-        assert re.search(rf"--{option}\b|\b{option.replace('-', '_')}: ", source), f"{first} has no --{option}"
+        assert option_is_known(source, option), f"{name} has no --{option}"
+    if name in RUN:
+        more, words = RUN[name]
+        ended = subprocess.run([sys.executable, file, *rest, *(w.replace("FOLDER", str(tmp_path)) for w in more)],
+                               cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
+        assert ended.returncode == 0 and words in " ".join(ended.stdout.split()), ended.stdout + ended.stderr
+        assert not more or list(tmp_path.iterdir())
+    else:
+        assert name in ELSEWHERE or Path(name).stem in GPU, f"{name} is neither run nor listed with a reason"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they would run for minutes")
+@pytest.mark.parametrize("name", GPU)
+def test_measurements_need_a_gpu(name, monkeypatch):
+    """Without one a measurement ends with one sentence and writes nothing."""
+    monkeypatch.syspath_prepend(str(ROOT / "perf"))
+    monkeypatch.delenv("LOWBIT_ATTN_ARCH", raising=False)
+    app = typer.Typer()
+    app.command()(import_module(name).main)
+    words = {"gpu_model": ["GGUF"], "stalls": ["ablation:0"]}.get(name, [])
+    answer = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+    assert answer.exit_code == 2 and "this measurement needs a CUDA device" in answer.output, answer.output
+    with pytest.raises(typer.BadParameter, match="needs the program no-such, which is not on PATH"):
+        import_module("provenance").need(gpu=False, program="no-such")
+
+
+def test_make_looks_for_modules_and_not_for_folders():
+    """A folder of the repository, as build/ is after `make demo`, does not pass for an installed package."""
+    shown = subprocess.run(["make", "-n", "lint"], cwd=ROOT, capture_output=True, text=True, check=True,
+                           env=os.environ | {"VIRTUAL_ENV": sys.prefix}).stdout
+    check = shown.split(" 2> /dev/null")[0].replace("\\\n", " ")
+    assert " torch lowbit_attn ruff" in check and (ROOT / "docs").is_dir()
+    for name, is_there in (("pytest", True), ("docs", False)):
+        ended = subprocess.run(["sh", "-c", check.replace(" ruff", f" {name}")], cwd=ROOT)
+        assert (ended.returncode == 0) == is_there, name
 
 
 @pytest.mark.parametrize("command", by_program("pip"))

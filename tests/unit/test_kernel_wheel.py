@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lowbit_attn import compile, entries, environment, kernel_wheel, kernels, loader, prebuilt, toolchain
+from lowbit_attn import compile, entries, environment, kernel_wheel, kernels, loader, prebuilt, promised, toolchain
 from lowbit_attn.kernels import KernelKey
 
 pytest.importorskip("build", reason="wheels are made by build")
@@ -115,7 +115,16 @@ def test_command_prints_the_size(monkeypatch, tmp_path, built):
     monkeypatch.setattr(kernels, "shipped_keys", lambda arch: KEYS)
     answer = run("--arch", "hopper", "--out", str(tmp_path))
     assert answer.exit_code == 0, answer.output
-    assert "py3-none-linux_x86_64.whl: 3 kernels, 0.0 MB of at most 60" in answer.output
+    assert "py3-none-linux_x86_64.whl: 3 kernels, 0.0 MB of at most 60\n" in answer.output
+    monkeypatch.setattr(kernel_wheel, "pack", lambda *_, is_part: is_part and sized(tmp_path / "a.whl", 4_000_000))
+    monkeypatch.setattr(promised, "rotation", lambda keys, number, seed: keys[:number])
+    answer = run("--arch", "hopper", "--out", str(tmp_path), "--rotation", "2")
+    assert "a.whl: 2 kernels, 4.0 MB of at most 60; all 3 would take about 6.0\n" in answer.output
+
+
+def sized(path: Path, count: int) -> Path:
+    path.write_bytes(bytes(count))
+    return path
 
 
 @pytest.mark.parametrize("change, words", [("missing", "1 of 4 kernels are not built"),

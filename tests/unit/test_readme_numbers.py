@@ -32,6 +32,17 @@ def test_error_beside_an_outlier(model, words):
     assert found and set(found) == {f"{100 * worst:.0f}"}
 
 
+@pytest.mark.parametrize("what, most, words", (
+    ("the demo's model", 1, r"downloads a (\d+) MB package"), ("demo", 10, r"about (\d+) MB of Python packages"),
+    ("kernels", 30, r"all compilers but gcc \(about (\d+) MB\)"), ("test", 10, None)))
+def test_sizes_of_downloads_were_measured(what, most, words):
+    """The newest line of each; "about" is within so many MB. The tests' own part is a difference."""
+    measured = {line["what"]: line["mb"] for line in lines("downloads.jsonl")}
+    whole, compilers = map(int, re.search(r"`make test` downloads about (\d+) MB, (\d+) MB of it the", TEXT).groups())
+    named = int(re.search(words, TEXT)[1]) if words else whole - compilers
+    assert abs(named - measured[what]) <= most, f"{named} is named, {measured[what]} was measured"
+
+
 def test_gpus_are_those_of_the_results():
     measured = {line["gpu"].removeprefix("NVIDIA ").split(" ")[0] for name in ("decode.jsonl", "gpu_tests.jsonl")
                 for line in lines(name)}
