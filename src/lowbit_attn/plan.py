@@ -14,11 +14,10 @@ import torch
 from lowbit_attn import _private, loader
 from lowbit_attn.kernels.key import Scratch
 from lowbit_attn.scratch import no_sink_logit, partials, words
-from lowbit_attn.view import STATE, STEP_FIELDS, optional
+from lowbit_attn.view import OPTIONAL_FIELDS, STATE, STEP_FIELDS, optional
 
 # What a plan is made of: it serves a cache as long as these are the same objects. DecodePlan.serves lists them again.
 _made_of = attrgetter(*STATE, "strides", "format")
-_made_of_step = attrgetter(*STEP_FIELDS, "strides", "format")
 ACCESS_BYTES = 16  # of the kernels' widest loads
 _EMPTY = {kind: _private.empty_strided(kind) for kind in ("cpu", "cuda")}
 
@@ -142,18 +141,19 @@ class StepPlan:
     """
 
     def __init__(self, cache, kernel: Callable, pool: torch.Tensor):
-        self.made_of, self.optional = _made_of_step(cache), optional(cache, "append")
-        self.kernel = kernel
+        planes = [field.name for field in OPTIONAL_FIELDS["append"] if hasattr(cache, field.name)]
+        self.read = attrgetter(*STEP_FIELDS, "strides", "format", *planes)
+        self.made_of, self.kernel = self.read(cache), kernel
         state = dict(zip(STEP_FIELDS, self.made_of)) | {"pool": pool.view(torch.uint32)}
         for name in ("sink_k", "sink_v", "ring_k", "ring_v"):
             check_whole_accesses(name, state[name])
-        tensors = (state.pop("pool"), pool.view(torch.uint16), *state.values(), *self.optional)
+        tensors = (state.pop("pool"), pool.view(torch.uint16), *state.values(), *optional(cache, "append"))
         self.arguments = (*(loader.argument(x) for x in tensors), cache.sinks, cache.window_k, cache.window_v,
                           cache.strides.page, cache.strides.head)
 
     def serves(self, cache) -> bool:
         """Whether the cache's state is still the memory that this plan writes."""
-        return _are(_made_of_step(cache), self.made_of) and _are(optional(cache, "append"), self.optional)
+        return _are(self.read(cache), self.made_of)
 
     def run(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring_rows: torch.Tensor | None = None) -> None:
         """Launch on the current stream. k, v [batch, tokens, num_heads_kv, head_dim]; rows int32 [batch] of the cache,
