@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from lowbit_attn import sass
+from lowbit_attn import kernels, sass
+from lowbit_attn.kernels import KernelKey
 
 MULTIPLIES = ("IMMA", "HMMA")  # of warps; a warpgroup's belong to the tile path, whose warps share a page by roles
 _LINE = re.compile(r"^(\.L_\w+):|^\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)\S*(.*);", re.M)
@@ -22,6 +23,12 @@ class PageLoop(NamedTuple):
 
     instructions: int
     multiplies: int
+
+
+def multiplies_of_page(key: KernelKey) -> int:
+    """About how many multiplies a page takes, by the kernel's arithmetic."""
+    expected = dict(kernels.checks(key).expected)
+    return next(expected[name] for name in MULTIPLIES if name in expected)
 
 
 def page_loop(path: Path, expected_multiplies: int) -> PageLoop:

@@ -14,10 +14,11 @@ import heapq
 from dataclasses import dataclass
 from typing import Annotated
 
+import sass_counts
 import typer
 from bench import PRESETS
 from decode_results import H200_SMS, RESULTS, kernel_of, most_pages, newest, packed, read_lines
-from page_loop import MULTIPLIES, PageLoop, page_loop
+from page_loop import PageLoop, multiplies_of_page, page_loop
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -116,16 +117,17 @@ def pages_by_sm(case: BenchCase, grid: Launch, sms: int) -> list[int]:
 
 
 def built_loop(key: KernelKey, build: bool = False) -> PageLoop | None:
-    """The page loop of a kernel's SASS; None if it is not built or has none that one warp walks."""
+    """The page loop of a kernel's SASS, or, of one that is not built, the recorded one; None if there is neither, or
+    none that one warp walks."""
     if warps_of(key) is None:
         return None
-    built = compile.find(key)
+    if not (built := compile.find(key)) and (line := sass_counts.recorded(key, sass_counts.read())):
+        return PageLoop(*line["page_loop"])
     if not built:
         if not build:
             return None
         built = compile.build(key)
-    expected = dict(kernels.checks(key).expected)
-    return page_loop(built.path, next(expected[name] for name in MULTIPLIES if name in expected))
+    return page_loop(built.path, multiplies_of_page(key))
 
 
 @dataclass(frozen=True)
