@@ -184,6 +184,31 @@ def test_seeds_and_offsets():
     assert torch.equal(first.k_entries, again.k_entries) and not torch.equal(first.v_entries, other.v_entries)
 
 
+@pytest.mark.parametrize("rope", ("post", "pre"))
+def test_layers_learned_at_once_are_those_learned_in_turn(rope):
+    """As many layers at once as torch has threads; the threads are the caller's again, also after an error."""
+    given = sample()
+    given.layers += sample(drift=1.0).layers + sample(drift=2.0).layers
+    told, before = [], torch.get_num_threads()
+    recipe = Recipe(4, 4, rope=rope, iterations=2)
+    try:
+        torch.set_num_threads(1)
+        in_turn = learn_layers(given, recipe)
+        torch.set_num_threads(3)
+        at_once = learn_layers(given, recipe, on_step=lambda: told.append(torch.get_num_threads()))
+        assert torch.get_num_threads() == 3 and told == [1] * 3 * recipe.steps
+        given.layers[1].q_moment = None
+        with pytest.raises(AttributeError):
+            learn_layers(given, recipe)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(in_turn, at_once, strict=True):
+        assert torch.equal(one.k_entries, other.k_entries) and torch.equal(one.v_entries, other.v_entries)
+        assert (one.logit_error, one.value_error) == (other.logit_error, other.value_error)
+    assert not torch.equal(at_once[0].k_entries, at_once[1].k_entries)
+
+
 def test_held_out_pages_teach_nothing():
     """Whatever stands on the ninth page changes the errors alone."""
     given, changed = sample(), sample()

@@ -7,6 +7,7 @@ positions, up to the model's context, before they are clustered.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -77,16 +78,30 @@ class Learned:
 
 def learn_layers(sample: Sample, recipe: Recipe, device="cpu", on_step: Callable[[], None] = lambda: None,
                  ) -> list[Learned]:
-    """Codebooks of every layer of a sample, one after another on a device; on_step after each of ``recipe.steps``."""
+    """Codebooks of every layer of a sample; on_step after each of ``recipe.steps``, from any thread.
+
+    On the CPU as many layers are learned at once as torch has threads, each by one: steps of k-means are too small to
+    be shared. On a GPU one after another. Neither changes the result.
+    """
     held = torch.arange(sample.pages) % HELD_OUT == HELD_OUT - 1
     if not held.any() and sample.pages > 1:
         held[-1] = True
-    out = []
-    for i, layer in enumerate(sample.layers):
+
+    def one(i: int) -> Learned:
         offsets = random_offsets(sample, recipe, i)
-        out.append(learn_layer(layer, sample.first, offsets, held, recipe, device, on_step))
-        out[-1].warnings = _warnings(i, out[-1])
-    return out
+        learned = learn_layer(sample.layers[i], sample.first, offsets, held, recipe, device, on_step)
+        learned.warnings = _warnings(i, learned)
+        return learned
+
+    threads = torch.get_num_threads() if torch.device(device).type == "cpu" else 1
+    if threads == 1:
+        return [one(i) for i in range(len(sample.layers))]
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(one, range(len(sample.layers))))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def random_offsets(sample: Sample, recipe: Recipe, layer: int) -> torch.Tensor:
