@@ -24,20 +24,21 @@ def learn_prompt(keys: torch.Tensor, values: torch.Tensor, q_moment: torch.Tenso
                  max_positions: int, sinks: int, recipe: Recipe, format_name: str, start: int = 0) -> LayerCodebooks:
     """Codebooks of a layer from a sequence's first tokens.
 
-    keys, values: [num_heads_kv, tokens, head_dim], all of the sequence from its first token; its sinks and what fills
-    no page of 128 tokens is not learned from. q_moment: as in LayerSample. inv_freq: fp32 [head_dim / 2].
-    max_positions: the model's context, which random positions reach up to. start: the first token's position. Raises
-    ValueError for NaN or infinities.
+    keys, values: [num_heads_kv, tokens, head_dim], all of the sequence from its first token; its sinks are not learned
+    from. Where the rest is no whole number of pages of 128 tokens, the last page reaches back over tokens of the one
+    before it: of so few tokens none is spared (docs/lessons.md). q_moment: as in LayerSample. inv_freq: fp32
+    [head_dim / 2]. max_positions: the model's context, which random positions reach up to. start: the first token's
+    position. Raises ValueError for NaN or infinities.
     """
-    pages = (keys.shape[1] - sinks) // PAGE_TOKENS
-    paged = [x[:, sinks : sinks + pages * PAGE_TOKENS].unflatten(1, (pages, PAGE_TOKENS)).transpose(0, 1)
-             for x in (keys, values)]
+    tokens = keys.shape[1]
+    first = [*range(sinks, tokens - PAGE_TOKENS, PAGE_TOKENS), tokens - PAGE_TOKENS]
+    paged = [torch.stack([x[:, at : at + PAGE_TOKENS] for at in first]) for x in (keys, values)]
     if not all(x.isfinite().all() for x in paged):
         raise ValueError("codebooks: the prompt's keys or values have NaN or infinities, supported: finite ones; try "
                          "another dtype of the model")
     layer = LayerSample(*paged, q_moment.float().cpu(), 1.0, inv_freq)
-    sample = Sample([layer], start + sinks + torch.arange(pages) * PAGE_TOKENS, max_positions)
-    none_held = torch.zeros(pages, dtype=torch.bool)
+    sample = Sample([layer], start + torch.tensor(first), max_positions)
+    none_held = torch.zeros(len(first), dtype=torch.bool)
     learned = learn_layer(layer, sample.first, random_offsets(sample, recipe, 0), none_held, recipe, keys.device)
     order = None if learned.k_order is None else learned.k_order.to(torch.int16)
     freq = inv_freq.float() if recipe.rope == "pre" else None
