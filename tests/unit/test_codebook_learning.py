@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowbit_attn.codebooks.capture import LayerSample, Sample, turned
-from lowbit_attn.codebooks.kmeans import gathered, kmeans, nearest
+from lowbit_attn.codebooks.kmeans import _start, gathered, kmeans, nearest
 from lowbit_attn.codebooks.learn import (
     LEAST_WEIGHT,
     Recipe,
@@ -72,6 +72,22 @@ def test_no_entry_stays_empty_beside_vectors_that_are_far():
     """All start in one heap of 1,000 equal vectors, but for a few; the rest are found by moving empty entries."""
     x = torch.cat((torch.zeros(1, 1000, 2), normal(1, 64, 2) * 10), 1)
     assert kmeans(x, 65, seed=1).error.item() < 1e-3
+
+
+def test_weights_are_of_square_distances():
+    """Vectors of weight 2 count as if they were there twice, in means and in what an empty entry moves to."""
+    x = normal(2, 500, 4).cumsum(1)
+    weights = torch.ones(2, 500)
+    weights[:, 100:300] = 2.0
+    twice = torch.cat((x, x[:, 100:300]), 1)
+    found = kmeans(x, 16, 1, weights=weights)
+    codes = nearest(x, _start(x, 16, 0))[0]
+    for problem in range(2):
+        means = torch.stack([twice[problem][torch.cat((codes[problem], codes[problem, 100:300])) == entry].mean(0)
+                             for entry in range(16)])
+        distance = torch.cdist(found.entries[problem], means).amin(1)
+        assert distance.max() < 1e-3 * means.norm(), distance
+    assert torch.equal(kmeans(x, 16, 5, weights=torch.ones(2, 500)).entries, kmeans(x, 16, 5).entries)
 
 
 def test_steps_are_told():
