@@ -45,6 +45,11 @@ def read(model, cache, ids, sizes, mask=None):
     return torch.cat(out, 1)
 
 
+def are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether entries are those of the other in another order, as rounding may give a vector to another entry."""
+    return bool((torch.cdist(a, b).amin(-1) < 3e-2).double().mean() > 0.98)
+
+
 @pytest.fixture(scope="module")
 def filled(model):
     """A cache of 1,100 tokens, and two steps after."""
@@ -149,7 +154,7 @@ def test_tokens_before_are_in_16_bit_and_steps_of_any_size_are_one(model):
     assert torch.allclose(one, plain, atol=5e-3 * plain.abs().amax())
     assert torch.allclose(several, plain, atol=5e-3 * plain.abs().amax())
     a, b = (cache.layers[0].rows[0].books.v_entries.float() for cache in (whole, parts))
-    assert torch.isclose(a, b, atol=2e-2).double().mean() > 0.98  # rounding may give a vector to another entry
+    assert are_alike(a, b)
 
 
 def test_rows_are_apart_and_padding_is_not_learned(model):
@@ -165,7 +170,7 @@ def test_rows_are_apart_and_padding_is_not_learned(model):
         assert second.length == single.rows[0].length == 1050
     # values of the first layer have no position and no past, so rounding apart they are the same
     mine, its = (cache.layers[0].rows[row].books.v_entries.float() for cache, row in ((both, 1), (alone, 0)))
-    assert torch.isclose(mine, its, atol=3e-2).double().mean() > 0.98
+    assert are_alike(mine, its)
     errors = [((got[row, -1] - want[0, -1]).norm() / want[0, -1].norm()).item() for row in (0, 1)]
     assert errors[1] < 0.3 < 0.8 < errors[0], errors
 
