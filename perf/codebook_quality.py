@@ -66,7 +66,8 @@ def _cases() -> list[Case]:
         Case("16 bit, second half"), Case("cq2, second half", "cq2"),
         Case("cq2 from the prompt, second half", "cq2", is_prompt=True),
         Case("cq2 pre-RoPE from the prompt, second half", "cq2", "pre", is_prompt=True))]
-    return docs + far + second + half
+    other_half = [replace(case, label=f"{case.label}, gpl", text="gpl") for case in half if case.is_prompt]
+    return docs + far + second + half + other_half
 
 
 CASES = _cases()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowbit_attn.codebooks.capture import LayerSample, Sample, turned
-from lowbit_attn.codebooks.kmeans import gathered, kmeans, nearest
+from lowbit_attn.codebooks.kmeans import _start, gathered, kmeans, nearest
 from lowbit_attn.codebooks.learn import (
     LEAST_WEIGHT,
     Recipe,
@@ -72,6 +72,22 @@ def test_no_entry_stays_empty_beside_vectors_that_are_far():
     """All start in one heap of 1,000 equal vectors, but for a few; the rest are found by moving empty entries."""
     x = torch.cat((torch.zeros(1, 1000, 2), normal(1, 64, 2) * 10), 1)
     assert kmeans(x, 65, seed=1).error.item() < 1e-3
+
+
+def test_weights_are_of_square_distances():
+    """Vectors of weight 2 count as if they were there twice, in means and in what an empty entry moves to."""
+    x = normal(2, 500, 4).cumsum(1)
+    weights = torch.ones(2, 500)
+    weights[:, 100:300] = 2.0
+    twice = torch.cat((x, x[:, 100:300]), 1)
+    found = kmeans(x, 16, 1, weights=weights)
+    codes = nearest(x, _start(x, 16, 0))[0]
+    for problem in range(2):
+        means = torch.stack([twice[problem][torch.cat((codes[problem], codes[problem, 100:300])) == entry].mean(0)
+                             for entry in range(16)])
+        distance = torch.cdist(found.entries[problem], means).amin(1)
+        assert distance.max() < 1e-3 * means.norm(), distance
+    assert torch.equal(kmeans(x, 16, 5, weights=torch.ones(2, 500)).entries, kmeans(x, 16, 5).entries)
 
 
 def test_steps_are_told():
@@ -182,6 +198,31 @@ def test_seeds_and_offsets():
     assert not random_offsets(sample(context=PAGES * 128 + 32), Recipe(4, 4), 0).any()
     first, again, other = (learn_layers(given, Recipe(4, 4, iterations=2, seed=s))[0] for s in (0, 0, 1))
     assert torch.equal(first.k_entries, again.k_entries) and not torch.equal(first.v_entries, other.v_entries)
+
+
+@pytest.mark.parametrize("rope", ("post", "pre"))
+def test_layers_learned_at_once_are_those_learned_in_turn(rope):
+    """As many layers at once as torch has threads; the threads are the caller's again, also after an error."""
+    given = sample()
+    given.layers += sample(drift=1.0).layers + sample(drift=2.0).layers
+    told, before = [], torch.get_num_threads()
+    recipe = Recipe(4, 4, rope=rope, iterations=2)
+    try:
+        torch.set_num_threads(1)
+        in_turn = learn_layers(given, recipe)
+        torch.set_num_threads(3)
+        at_once = learn_layers(given, recipe, on_step=lambda: told.append(torch.get_num_threads()))
+        assert torch.get_num_threads() == 3 and told == [1] * 3 * recipe.steps
+        given.layers[1].q_moment = None
+        with pytest.raises(AttributeError):
+            learn_layers(given, recipe)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(in_turn, at_once, strict=True):
+        assert torch.equal(one.k_entries, other.k_entries) and torch.equal(one.v_entries, other.v_entries)
+        assert (one.logit_error, one.value_error) == (other.logit_error, other.value_error)
+    assert not torch.equal(at_once[0].k_entries, at_once[1].k_entries)
 
 
 def test_held_out_pages_teach_nothing():

@@ -10,7 +10,8 @@ transformers = pytest.importorskip("transformers")
 from lowbit_attn import FORMATS  # noqa: E402
 from lowbit_attn.codebooks.calibrate import recipe_of  # noqa: E402
 from lowbit_attn.codebooks.capture import captured  # noqa: E402
-from lowbit_attn.codebooks.prompt import frequencies, learn_prompt  # noqa: E402
+from lowbit_attn.codebooks.prompt import attention_squares, frequencies, learn_prompt, token_weights  # noqa: E402
+from lowbit_attn.integrations import prompt as prompt_layer  # noqa: E402
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache  # noqa: E402
 
 SMALL = dict(hidden_size=96, intermediate_size=64, num_attention_heads=6, num_key_value_heads=2, vocab_size=97,
@@ -44,6 +45,11 @@ def read(model, cache, ids, sizes, mask=None):
     return torch.cat(out, 1)
 
 
+def are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether entries are those of the other in another order, as rounding may give a vector to another entry."""
+    return bool((torch.cdist(a, b).amin(-1) < 3e-2).double().mean() > 0.98)
+
+
 @pytest.fixture(scope="module")
 def filled(model):
     """A cache of 1,100 tokens, and two steps after."""
@@ -52,8 +58,9 @@ def filled(model):
     return cache
 
 
-def test_a_row_has_the_codebooks_of_its_own_text(model):
-    """They are those of learn_prompt on what its layer stored and asked."""
+def test_a_row_has_the_codebooks_of_its_own_text(model, monkeypatch):
+    """They are those of learn_prompt on what its layer stored and asked, all tokens counted alike."""
+    monkeypatch.setattr(prompt_layer, "token_weights", lambda squares, seen: torch.ones_like(squares))
     cache = LowBitCache("cq2", codebooks="prompt")
     read(model, cache, tokens(1056), (1056,))
     one, (row,) = captured(model, tokens(1056)[0], sinks=32).layers[0], cache.layers[0].rows
@@ -64,6 +71,57 @@ def test_a_row_has_the_codebooks_of_its_own_text(model):
     assert torch.allclose(got.k_weights, want.k_weights, rtol=1e-3)
     assert (got.k_order == want.k_order).double().mean() > 0.9
     assert torch.allclose(got.v_entries.float(), want.v_entries.float(), atol=1e-2)
+
+
+def test_all_tokens_after_the_sinks_are_learned_from():
+    """Those that fill no page too: an entry far from all others is theirs."""
+    generator = torch.Generator().manual_seed(2)
+    keys, values = (torch.randn(1, 1030, 16, generator=generator) for _ in range(2))
+    options = torch.eye(16)[None], torch.zeros(8), 4096, 32, recipe_of(FORMATS["cq2"]), "cq2"
+    values[0, 1029] = torch.tensor([0.1, 0.1, 0.1, 3.0]).repeat(4)
+    assert (learn_prompt(keys, values, *options).v_entries.float()[..., 3] > 1.7).any(-1).all()
+    sinks = values.clone()
+    sinks[0, 1029], sinks[0, 31] = 1.0, values[0, 1029]
+    sunk = learn_prompt(keys, sinks, *options).v_entries
+    sinks[0, 31] = 7.0
+    assert torch.equal(sunk, learn_prompt(keys, sinks, *options).v_entries)
+
+
+def test_attention_is_that_of_every_fourth_query_whatever_the_steps():
+    heads, group, pad, count = 2, 3, 5, 302
+    q, k = torch.randn(heads * group, count, 16), torch.randn(heads, count, 16)
+    scores = torch.einsum("hgqd,hkd->hgqk", q.view(heads, group, count, 16), k) * 0.3
+    scores[..., torch.ones(count, count, dtype=torch.bool).triu(1)] = -torch.inf
+    scores[..., :pad] = -torch.inf
+    want = scores[:, :, pad::4].softmax(-1).square().sum((1, 2))
+    squares, seen = attention_squares(q, k, pad, 0.3)
+    assert torch.allclose(squares, want, atol=1e-5) and int(seen[-1]) == 1 and int(seen[pad]) == -(-(count - pad) // 4)
+    first, _ = attention_squares(q[:, :98], k[:, :98], pad, 0.3)
+    rest, _ = attention_squares(q[:, 98:], k, pad, 0.3)
+    rest[:, :98] += first
+    assert torch.allclose(rest, want, atol=1e-5)
+    weights = token_weights(squares[:, pad:], seen[pad:])
+    assert weights.shape == (heads, count - pad) and weights.mean().item() == pytest.approx(1.05) and weights.min() > 0
+    assert token_weights(torch.zeros(1, 4), torch.ones(4, dtype=torch.int64)).tolist() == [[pytest.approx(0.05)] * 4]
+
+
+def test_errors_of_tokens_that_count_more_are_smaller():
+    generator = torch.Generator().manual_seed(2)
+    keys, values = (torch.randn(1, 1056, 16, generator=generator) for _ in range(2))
+    weights = torch.where(torch.arange(1056) % 8 == 0, 1.0, 0.01)[None]
+    options = torch.eye(16)[None], torch.zeros(8), 4096, 32, recipe_of(FORMATS["cq2"], "pre"), "cq2"
+    alike = learn_prompt(keys, values, *options)
+    assert torch.equal(learn_prompt(keys, values, *options, weights=torch.ones(1, 1056)).v_entries, alike.v_entries)
+    weighted = learn_prompt(keys, values, *options, weights=weights)
+    for side, name, x in ((FORMATS["cq2"].v, "v_entries", values), (FORMATS["cq2"].k, "k_entries", keys)):
+        errors = []
+        for books in (alike, weighted):
+            page, entries = x[:, 32:1056].unflatten(1, (8, 128))[0], getattr(books, name)
+            if name == "k_entries":
+                page = (page * books.k_weights[0])[..., books.k_order[0].long()]
+            back = side.dequantize(side.quantize(page, False, entries), 16, entries)
+            errors.append((back - page)[:, ::8].square().mean().item())
+        assert errors[1] < 0.6 * errors[0], (name, errors)
 
 
 def test_memory_is_that_of_the_row(filled):
@@ -96,7 +154,7 @@ def test_tokens_before_are_in_16_bit_and_steps_of_any_size_are_one(model):
     assert torch.allclose(one, plain, atol=5e-3 * plain.abs().amax())
     assert torch.allclose(several, plain, atol=5e-3 * plain.abs().amax())
     a, b = (cache.layers[0].rows[0].books.v_entries.float() for cache in (whole, parts))
-    assert torch.allclose(a, b, atol=2e-2)
+    assert are_alike(a, b)
 
 
 def test_rows_are_apart_and_padding_is_not_learned(model):
@@ -112,7 +170,7 @@ def test_rows_are_apart_and_padding_is_not_learned(model):
         assert second.length == single.rows[0].length == 1050
     # values of the first layer have no position and no past, so rounding apart they are the same
     mine, its = (cache.layers[0].rows[row].books.v_entries.float() for cache, row in ((both, 1), (alone, 0)))
-    assert torch.allclose(mine, its, atol=3e-2)
+    assert are_alike(mine, its)
     errors = [((got[row, -1] - want[0, -1]).norm() / want[0, -1].norm()).item() for row in (0, 1)]
     assert errors[1] < 0.3 < 0.8 < errors[0], errors
 

@@ -109,6 +109,30 @@ def test_score_equals_one_pass_of_the_model(tiny):
     assert quality.agreement(baseline.top1, whole.logits[0].argmax(-1)) > 0.95
 
 
+def test_codebooks_of_a_row_are_learned_in_the_demo(tiny, tmp_path):
+    """One file a format, of this model, and rows of one format share it."""
+    scoring, learning = map(pytest.importorskip, ("lowbit_attn.demo.scoring", "lowbit_attn.demo.learning"))
+    from lowbit_attn.codebooks import Codebooks, identity
+
+    class Letters:
+        def __call__(self, text, add_special_tokens=True):
+            return types.SimpleNamespace(input_ids=[3 + ord(letter) % 47 for letter in text])
+
+    console = Console(record=True, width=120, file=io.StringIO())
+    cases = [scoring.Case("16 bit"), scoring.Case("cq2, 32 sinks", "cq2", 32), scoring.Case("k8v8", "k8v8"),
+             scoring.Case("cq2", "cq2"), scoring.Case("cq4", "cq4")]
+    made = learning.with_codebooks(console, tiny, Letters(), cases, 1024, tmp_path / "new")
+    files = {name: str(tmp_path / f"new/SmolLM2-135M-Instruct.{name}.safetensors") for name in ("cq2", "cq4")}
+    assert [case.codebooks for case in made] == [None, files["cq2"], None, files["cq2"], files["cq4"]]
+    assert [case.path for case in made] == [None] * 5 and made[0] == cases[0] and made[2] == cases[2]
+    assert console.export_text().count(" tokens of a mixture of texts in ") == 2
+    books = Codebooks.load(files["cq2"])
+    identity.check_model(books, tiny)
+    assert books.metadata["model"] == "SmolLM2-135M-Instruct" and books.format == "cq2"
+    score = scoring.score(tiny, torch.randint(3, 50, (1, 400)), made[1])
+    assert score.bits_per_element == pytest.approx(2.1875) and score.served_by == "reference in torch"
+
+
 def test_answer_is_greedy(tiny):
     scoring = pytest.importorskip("lowbit_attn.demo.scoring")
     counts, prompt = [], torch.randint(3, 50, (1, 140))
@@ -124,6 +148,7 @@ def test_cases_are_known_formats():
     assert set(scoring.ANSWERED) < set(labels) and len(set(labels)) == len(labels)
     assert scoring.CASES[0].format is None and all(c.format in FORMATS for c in scoring.CASES[1:])
     assert max(map(len, labels)) <= report.COLUMNS[0][1]
+    assert [case.sinks for case in scoring.CASES if case.format == "cq2"] == [32]
 
 
 def test_table_and_answers():

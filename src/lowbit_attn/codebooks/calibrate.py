@@ -18,6 +18,7 @@ from importlib.metadata import version
 
 import torch
 
+from lowbit_attn import __version__
 from lowbit_attn.codebooks.capture import Sample, captured
 from lowbit_attn.codebooks.file import Codebooks
 from lowbit_attn.codebooks.identity import config_hash, weights_hash
@@ -83,7 +84,7 @@ def about_model(model, name: str | None = None) -> dict:
     """What a file says of its model."""
     return {"model": name or model.config.name_or_path or type(model).__name__,
             "config_hash": config_hash(model.config), "weights_hash": weights_hash(model),
-            "lowbit_attn": version("lowbit-attn"), "transformers": version("transformers")}
+            "lowbit_attn": __version__, "transformers": version("transformers")}
 
 
 def rope_types(config) -> list[str]:

@@ -27,6 +27,7 @@ class LayerSample:
     keys, values: [pages, num_heads_kv, 128, head_dim] in 16 bit, keys after their rotary embedding. q_moment: fp32
     [num_heads_kv, head_dim, head_dim], mean of q q^T over the queries that read a KV head. scaling: factor of q k.
     inv_freq: fp32 [head_dim / 2], radians a position by which channels d and d + head_dim / 2 turn; 0: they do not.
+    token_weights: fp32 [pages, num_heads_kv, 128], positive, how much each token's errors count; None: all alike.
     """
 
     keys: torch.Tensor
@@ -34,6 +35,7 @@ class LayerSample:
     q_moment: torch.Tensor
     scaling: float
     inv_freq: torch.Tensor
+    token_weights: torch.Tensor | None = None
 
 
 @dataclass

@@ -36,22 +36,25 @@ class Clusters:
 
 
 def kmeans(x: torch.Tensor, entries: int = 256, iterations: int = ITERATIONS, seed: int = 0,
-           on_step: Callable[[], None] = lambda: None) -> Clusters:
+           on_step: Callable[[], None] = lambda: None, weights: torch.Tensor | None = None) -> Clusters:
     """Cluster x [problems, vectors, c], finite; each problem starts from vectors of its own, drawn with ``seed``.
 
     An entry that no vector chose moves to the vector that is farthest from its own entry. Where a problem has fewer
     different vectors than entries, the rest stay unused; with fewer vectors than entries, some start as equal ones.
     The first three quarters of the iterations see every other vector, which halves the time at the same error. on_step
-    is called after each iteration. The CPU gives the same result for the same seed; a GPU sums in any order.
+    is called after each iteration. weights: fp32 [problems, vectors], positive, by which square distances count; None:
+    all alike. The CPU gives the same result for the same seed; a GPU sums in any order.
     """
     with full_precision(x.device.type):
         x = x.float().contiguous()
         centers = _start(x, entries, seed)
-        few = _some(x, seed)
+        few = _some(x, seed), None if weights is None else _some(weights[..., None], seed)[..., 0]
         for step in range(iterations):
-            seen = few if step < iterations * 3 // 4 else x
+            seen, theirs = few if step < iterations * 3 // 4 else (x, weights)
             codes, distance = nearest(seen, centers)
-            centers, counts = _means(seen, codes, centers)
+            centers, counts = _means(seen, codes, centers, theirs)
+            if theirs is not None:
+                distance = distance * theirs
             if step + 1 < iterations:
                 _reseed(seen, centers, counts, distance)
             on_step()
@@ -115,11 +118,15 @@ def _counts(codes: torch.Tensor, entries: int) -> torch.Tensor:
     return counts.scatter_add_(1, codes, torch.ones_like(codes))
 
 
-def _means(x: torch.Tensor, codes: torch.Tensor, centers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _means(x: torch.Tensor, codes: torch.Tensor, centers: torch.Tensor, weights: torch.Tensor | None = None,
+           ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the mean of each entry's vectors, how many they are); an entry without any stays where it is."""
-    counts = _counts(codes, centers.shape[1])
+    counts = shares = _counts(codes, centers.shape[1])
+    if weights is not None:
+        x = x * weights[..., None]
+        shares = torch.zeros_like(centers[..., 0]).scatter_add_(1, codes, weights)
     sums = torch.zeros_like(centers).scatter_add_(1, codes[..., None].expand_as(x), x)
-    return torch.where(counts[..., None] > 0, sums / counts.clamp(min=1)[..., None], centers), counts
+    return torch.where(counts[..., None] > 0, sums / torch.where(counts > 0, shares, 1)[..., None], centers), counts
 
 
 def _reseed(x: torch.Tensor, centers: torch.Tensor, counts: torch.Tensor, distance: torch.Tensor) -> None:

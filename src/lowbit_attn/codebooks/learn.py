@@ -7,6 +7,7 @@ positions, up to the model's context, before they are clustered.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -77,16 +78,30 @@ class Learned:
 
 def learn_layers(sample: Sample, recipe: Recipe, device="cpu", on_step: Callable[[], None] = lambda: None,
                  ) -> list[Learned]:
-    """Codebooks of every layer of a sample, one after another on a device; on_step after each of ``recipe.steps``."""
+    """Codebooks of every layer of a sample; on_step after each of ``recipe.steps``, from any thread.
+
+    On the CPU as many layers are learned at once as torch has threads, each by one: steps of k-means are too small to
+    be shared. On a GPU one after another. Neither changes the result.
+    """
     held = torch.arange(sample.pages) % HELD_OUT == HELD_OUT - 1
     if not held.any() and sample.pages > 1:
         held[-1] = True
-    out = []
-    for i, layer in enumerate(sample.layers):
+
+    def one(i: int) -> Learned:
         offsets = random_offsets(sample, recipe, i)
-        out.append(learn_layer(layer, sample.first, offsets, held, recipe, device, on_step))
-        out[-1].warnings = _warnings(i, out[-1])
-    return out
+        learned = learn_layer(sample.layers[i], sample.first, offsets, held, recipe, device, on_step)
+        learned.warnings = _warnings(i, learned)
+        return learned
+
+    threads = torch.get_num_threads() if torch.device(device).type == "cpu" else 1
+    if threads == 1:
+        return [one(i) for i in range(len(sample.layers))]
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(one, range(len(sample.layers))))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def random_offsets(sample: Sample, recipe: Recipe, layer: int) -> torch.Tensor:
@@ -128,8 +143,9 @@ def _learn_keys(learned: Learned, layer: LayerSample, first, offsets, held, reci
              else torch.arange(head_dim).expand(heads, head_dim))
     factors, place = weight.sqrt(), order[None, :, None].to(device)
     stored = [(keys * factors[:, None].to(device)).gather(3, place.expand_as(keys)) for keys in copies]
+    tokens = None if layer.token_weights is None else layer.token_weights[~held].repeat(len(copies), 1, 1)
     learned.k_entries, learned.unused = _clustered(torch.cat([keys[~held] for keys in stored]), recipe.k_vec_size,
-                                                   recipe, on_step)
+                                                   recipe, on_step, tokens)
     learned.k_order, learned.k_weights = order, factors
     if held.any():
         keys = stored[-1][held]
@@ -149,7 +165,8 @@ def _learn_values(learned: Learned, layer: LayerSample, held, recipe: Recipe, de
     values = layer.values.to(device).float()
     norms = root_mean_square(values) if recipe.v_norm else torch.ones_like(values[..., :1])
     stored = values / norms
-    learned.v_entries, unused = _clustered(stored[~held], recipe.v_vec_size, recipe, on_step)
+    tokens = None if layer.token_weights is None else layer.token_weights[~held]
+    learned.v_entries, unused = _clustered(stored[~held], recipe.v_vec_size, recipe, on_step, tokens)
     learned.unused += unused
     if held.any():
         error = (_decoded(stored[held], learned.v_entries) - stored[held]) * norms[held]
@@ -207,9 +224,16 @@ def _grouped(stored: torch.Tensor, vec_size: int) -> torch.Tensor:
     return split.reshape(heads * (head_dim // vec_size), pages * tokens, vec_size)
 
 
-def _clustered(stored: torch.Tensor, vec_size: int, recipe: Recipe, on_step) -> tuple[torch.Tensor, int]:
-    """(entries fp16 [heads, groups, 256, vec_size] on the CPU, the most used first; how many no vector chose)."""
-    clusters = kmeans(_grouped(stored, vec_size), ENTRIES, recipe.iterations, recipe.seed, on_step)
+def _clustered(stored: torch.Tensor, vec_size: int, recipe: Recipe, on_step, token_weights: torch.Tensor | None,
+               ) -> tuple[torch.Tensor, int]:
+    """(entries fp16 [heads, groups, 256, vec_size] on the CPU, the most used first; how many no vector chose).
+
+    token_weights: as in LayerSample, of the tokens of ``stored`` [pages, heads, 128, head_dim].
+    """
+    if token_weights is not None:
+        token_weights = token_weights.to(stored.device).transpose(0, 1).flatten(1)  # [heads, tokens]
+        token_weights = token_weights.repeat_interleave(stored.shape[3] // vec_size, 0)
+    clusters = kmeans(_grouped(stored, vec_size), ENTRIES, recipe.iterations, recipe.seed, on_step, token_weights)
     entries = clusters.entries.clamp(-FP16_MOST, FP16_MOST).half().cpu()
     return entries.unflatten(0, (stored.shape[1], -1)), clusters.unused
 

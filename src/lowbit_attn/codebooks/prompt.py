@@ -1,8 +1,9 @@
 """Codebooks of one sequence, learned from its own first tokens: no calibration, and fewer errors from long texts.
 
 A layer's keys, values and query moments of the first 1,024 tokens or more give LayerCodebooks, as calibration gives
-them from many texts (learn.py). How keys turn with position is not seen in one prompt; it is what the model's
-configuration says, and models whose code says otherwise are refused by name.
+them from many texts (learn.py); each token counts as much as the prompt's queries attend to it. How keys turn with
+position is not seen in one prompt; it is what the model's configuration says, and models whose code says otherwise are
+refused by name.
 """
 
 import sys
@@ -18,31 +19,65 @@ from lowbit_attn.layout import PAGE_TOKENS
 PROMPT, PROMPT_PRE = "prompt", "prompt-pre"  # as an argument ``codebooks``: keys after or before their rotary embedding
 PROMPTS = {PROMPT: "post", PROMPT_PRE: "pre"}
 LEAST_TOKENS = 1024
+QUERY_STEP = 4  # one query of so many tells how much attention tokens get
+LEAST_SHARE = 0.05  # of a token's weight, beside a mean of 1: what nobody looked at yet may be looked at
 
 
 def learn_prompt(keys: torch.Tensor, values: torch.Tensor, q_moment: torch.Tensor, inv_freq: torch.Tensor,
-                 max_positions: int, sinks: int, recipe: Recipe, format_name: str, start: int = 0) -> LayerCodebooks:
+                 max_positions: int, sinks: int, recipe: Recipe, format_name: str, start: int = 0,
+                 weights: torch.Tensor | None = None) -> LayerCodebooks:
     """Codebooks of a layer from a sequence's first tokens.
 
-    keys, values: [num_heads_kv, tokens, head_dim], all of the sequence from its first token; its sinks and what fills
-    no page of 128 tokens is not learned from. q_moment: as in LayerSample. inv_freq: fp32 [head_dim / 2].
-    max_positions: the model's context, which random positions reach up to. start: the first token's position. Raises
-    ValueError for NaN or infinities.
+    keys, values: [num_heads_kv, tokens, head_dim], all of the sequence from its first token; its sinks are not learned
+    from. Where the rest is no whole number of pages of 128 tokens, the last page reaches back over tokens of the one
+    before it: of so few tokens none is spared (docs/lessons.md). q_moment: as in LayerSample. inv_freq: fp32
+    [head_dim / 2]. max_positions: the model's context, which random positions reach up to. start: the first token's
+    position. weights: fp32 [num_heads_kv, tokens], positive, how much each token's errors count; None: all alike.
+    Raises ValueError for NaN or infinities.
     """
-    pages = (keys.shape[1] - sinks) // PAGE_TOKENS
-    paged = [x[:, sinks : sinks + pages * PAGE_TOKENS].unflatten(1, (pages, PAGE_TOKENS)).transpose(0, 1)
-             for x in (keys, values)]
+    tokens = keys.shape[1]
+    first = [*range(sinks, tokens - PAGE_TOKENS, PAGE_TOKENS), tokens - PAGE_TOKENS]
+    paged = [torch.stack([x[:, at : at + PAGE_TOKENS] for at in first]) for x in (keys, values)]
     if not all(x.isfinite().all() for x in paged):
         raise ValueError("codebooks: the prompt's keys or values have NaN or infinities, supported: finite ones; try "
                          "another dtype of the model")
-    layer = LayerSample(*paged, q_moment.float().cpu(), 1.0, inv_freq)
-    sample = Sample([layer], start + sinks + torch.arange(pages) * PAGE_TOKENS, max_positions)
-    none_held = torch.zeros(pages, dtype=torch.bool)
+    paged_weights = None if weights is None else torch.stack([weights[:, at : at + PAGE_TOKENS] for at in first])
+    layer = LayerSample(*paged, q_moment.float().cpu(), 1.0, inv_freq, paged_weights)
+    sample = Sample([layer], start + torch.tensor(first), max_positions)
+    none_held = torch.zeros(len(first), dtype=torch.bool)
     learned = learn_layer(layer, sample.first, random_offsets(sample, recipe, 0), none_held, recipe, keys.device)
     order = None if learned.k_order is None else learned.k_order.to(torch.int16)
     freq = inv_freq.float() if recipe.rope == "pre" else None
     return LayerCodebooks(format_name, recipe.rope, keys.shape[2], learned.k_entries, learned.v_entries, order,
                           learned.k_weights, freq).to(keys.device)
+
+
+def attention_squares(query: torch.Tensor, keys: torch.Tensor, pad: int, scale: float,
+                      ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the square attention probabilities that tokens get from every fourth query of a step.
+
+    query: [num_heads, q_len, head_dim], of the last q_len tokens of keys [num_heads_kv, tokens, head_dim], whose first
+    ``pad`` are padding. Returns (fp32 [num_heads_kv, tokens], int64 [tokens], how many of those queries see a token).
+    """
+    heads, tokens, _ = keys.shape
+    token = torch.arange(tokens, device=keys.device)
+    asks = token[tokens - query.shape[1] :]
+    asks = asks[(asks >= pad) & ((asks - pad) % QUERY_STEP == 0)]
+    squares = torch.zeros(heads, tokens, device=keys.device)
+    for some in asks.split(PAGE_TOKENS):
+        q = query[:, some - tokens].float().unflatten(0, (heads, -1))  # [heads, queries of a KV head, some, head_dim]
+        scores = q @ keys.float().mT[:, None] * scale
+        unseen = (token > some[:, None]) | (token < pad)
+        squares += scores.masked_fill_(unseen, -torch.inf).softmax(-1).square().sum((1, 2))
+    return squares, (asks[:, None] >= token).sum(0)
+
+
+def token_weights(squares: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """How much each token's errors count, fp32 [num_heads_kv, tokens] of a mean near 1: the root mean square of the
+    attention that it gets. Arguments: sums of ``attention_squares`` over the steps of a prompt; tokens that fewer than
+    a 16th of the queries see count as if so many did not look."""
+    share = (squares / seen.clamp(min=max(1, int(seen.max()) // 16))).sqrt()
+    return share / share.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) + LEAST_SHARE
 
 
 def frequencies(module: torch.nn.Module, head_dim: int, rope: str = "post") -> torch.Tensor:

@@ -40,7 +40,7 @@ def main(
 def run(console: Console, gguf: Path, tokens: int, out: Path, extra: list[tuple[str, int]]) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
     from lowbit_attn import quality
-    from lowbit_attn.demo import scoring
+    from lowbit_attn.demo import learning, scoring
 
     cases = [*scoring.CASES, *(scoring.Case(f"{name}, {sinks} sinks", name, sinks) for name, sinks in extra)]
     device, reasons = scoring.pick_device()
@@ -51,7 +51,10 @@ def run(console: Console, gguf: Path, tokens: int, out: Path, extra: list[tuple[
     console.print(f"Loaded SmolLM2-135M-Instruct in {time.perf_counter() - start:.0f} s ({model.dtype}).")
     ids = tokenizer(scoring.help_text(), return_tensors="pt").input_ids[:, :tokens].to(device)
     console.print(f"Reading {ids.shape[1]:,} tokens of Python's help text in chunks of {quality.CHUNK}, every token "
-                  "predicted. 16 bit: transformers' cache and sdpa attention, K and V rounded to 16 bit.\n")
+                  "predicted. 16 bit: transformers' cache and sdpa attention, K and V rounded to 16 bit.")
+    taught = learning.TOKENS if tokens == FULL_TOKENS else learning.QUICK_TOKENS
+    cases = learning.with_codebooks(console, model, tokenizer, cases, taught, out)
+    console.print()
     rows = _score_all(console, scoring, quality, model, ids, cases)
     console.print(f"\nDecoding is served by: {rows[1].served_by}.\n")
     answers = _answer_all(console, scoring, model, tokenizer, cases)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers.cache_utils import Cache
 
-from lowbit_attn import KVCache, dispatch, kernels, quality, why_not
+from lowbit_attn import FORMATS, KVCache, dispatch, kernels, quality, why_not
 from lowbit_attn.codebooks.text import help_text
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache
 
@@ -23,11 +23,12 @@ class Case:
     sinks: int = 0
     range_search: bool | None = None
     path: str | None = None  # the dispatcher's choice
+    codebooks: str | None = None  # a file, for a format that needs one
 
     @property
     def options(self) -> dict | None:
         """Of LowBitCache; None: 16 bit."""
-        return None if self.format is None else dict(format=self.format, sinks=self.sinks,
+        return None if self.format is None else dict(format=self.format, sinks=self.sinks, codebooks=self.codebooks,
                                                      range_search=self.range_search, path=self.path)
 
 
@@ -38,6 +39,7 @@ CASES = (
     Case("k2v2", "k2v2", range_search=False),
     Case("k2v2, 32 sinks", "k2v2", sinks=32, range_search=False),
     Case("k2v2, 32 sinks, key search", "k2v2", sinks=32),
+    Case("cq2, 32 sinks", "cq2", sinks=32),
     Case("k2tv2 (keys per token)", "k2tv2", range_search=False),
 )
 ANSWERED = ("16 bit", "k4v4", "k2v2, 32 sinks, key search", "k2tv2 (keys per token)")
@@ -91,11 +93,16 @@ def served_by(cache: Cache, model) -> str:
 
 
 def pick_device(num_heads: int = 9, num_heads_kv: int = 3, head_dim: int = 64) -> tuple[str, list[str]]:
-    """("cuda", []) if there is a GPU whose kernels serve every case for the model's shape, else ("cpu", reasons)."""
+    """("cuda", []) if there is a GPU whose kernels serve every case for the model's shape, else ("cpu", reasons).
+
+    Caches of codebooks are not asked about: torch reads them on any device.
+    """
     if not torch.cuda.is_available():
         return "cpu", ["no CUDA device is visible to torch"]
     reasons = []
     for name in dict.fromkeys(case.format for case in CASES if case.format):
+        if FORMATS[name].needs_codebooks:
+            continue
         kv = KVCache(name, 1, num_heads_kv, head_dim, device="cuda")
         reasons += [f"{name}: {reason}" for reason in why_not(kv, num_heads)]
     return ("cpu" if reasons else "cuda"), reasons

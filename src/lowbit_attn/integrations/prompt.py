@@ -10,7 +10,15 @@ import torch
 
 from lowbit_attn.codebooks import LayerCodebooks
 from lowbit_attn.codebooks.calibrate import recipe_of
-from lowbit_attn.codebooks.prompt import LEAST_TOKENS, PROMPTS, context, frequencies, learn_prompt
+from lowbit_attn.codebooks.prompt import (
+    LEAST_TOKENS,
+    PROMPTS,
+    attention_squares,
+    context,
+    frequencies,
+    learn_prompt,
+    token_weights,
+)
 from lowbit_attn.formats import Format, Kind
 from lowbit_attn.integrations import dense
 from lowbit_attn.integrations.handle import Handle
@@ -53,7 +61,7 @@ class PromptLayer(LowBitLayer):
         self.recipe = recipe_of(format, PROMPTS[codebooks])
         self.starts: dict[int, int] = {}  # position of each row's first token
         self.rows: list[RowLayer] = []
-        self.held = self.moments = self.inv_freq = None
+        self.held = self.moments = self.squares = self.inv_freq = None
         self.max_positions = 0
 
     def look_at(self, module: torch.nn.Module, head_dim: int) -> None:
@@ -105,16 +113,27 @@ class PromptLayer(LowBitLayer):
         moments = self._moments(query, k.shape[1], pads)
         if self.moments is not None:
             moments = tuple(a + b for a, b in zip(self.moments, moments))
+        squares = self._squares(query, k, options, pads)
         with torch.inference_mode(False):  # else steps outside inference mode that record gradients could not read it
             k, v = k.clone(), v.clone()
-            moments = tuple(x.clone() for x in moments)
+            moments, squares = (tuple(x.clone() for x in sums) for sums in (moments, squares))
         if shortest < LEAST_TOKENS:
-            self.held, self.moments, self.starts = (k, v), moments, starts
+            self.held, self.moments, self.squares, self.starts = (k, v), moments, squares, starts
             return out
-        self.rows = [self._learned(k[b, :, pad:], v[b, :, pad:], moments[0][b] / moments[1][b], starts.get(b, 0))
+        self.rows = [self._learned(k[b, :, pad:], v[b, :, pad:], moments[0][b] / moments[1][b], starts.get(b, 0),
+                                   token_weights(squares[0][b, :, pad:], squares[1][b, pad:]))
                      for b, pad in enumerate(pads)]
-        self.held = self.moments = None
+        self.held = self.moments = self.squares = None
         return out
+
+    def _squares(self, query: torch.Tensor, k: torch.Tensor, options: Attention, pads: Sequence[int]):
+        """``attention_squares`` of all steps up to this, stacked by row; k: all tokens so far."""
+        scale = k.shape[3] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+        rows = [attention_squares(query[b], k[b], pad, scale) for b, pad in enumerate(pads)]
+        now = [torch.stack(sums) for sums in zip(*rows)]
+        for sums, before in zip(now, self.squares or ()):
+            sums[..., : before.shape[-1]] += before
+        return tuple(now)
 
     def _moments(self, query: torch.Tensor, heads: int, pads: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of q q^T by row and KV head, how many by row) of queries that are neither padding nor of sinks."""
@@ -126,13 +145,14 @@ class PromptLayer(LowBitLayer):
             counts.append(q.shape[1])
         return torch.stack(sums), torch.tensor(counts, dtype=torch.float32, device=query.device)
 
-    def _learned(self, k: torch.Tensor, v: torch.Tensor, moment: torch.Tensor, start: int) -> RowLayer:
+    def _learned(self, k: torch.Tensor, v: torch.Tensor, moment: torch.Tensor, start: int, weights: torch.Tensor,
+                 ) -> RowLayer:
         """A row with codebooks from its tokens [num_heads_kv, tokens, head_dim], which it then holds; start: the
-        position of the first."""
+        position of the first; weights: of ``token_weights``."""
         inv_freq = torch.zeros(k.shape[2] // 2) if self.inv_freq is None else self.inv_freq
         with torch.inference_mode(False):
             books = learn_prompt(k, v, moment, inv_freq, self.max_positions, self.sinks, self.recipe, self.format.name,
-                                 start)
+                                 start, weights)
         row = RowLayer(self.format, books, **self.given)
         row.lazy_initialization(k[None], v[None])
         row.dtype = self.dtype
@@ -166,12 +186,12 @@ class PromptLayer(LowBitLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self.rows, self.held, self.moments, self.starts = [], None, None, {}
+        self.rows, self.held, self.moments, self.squares, self.starts = [], None, None, None, {}
 
     def reset(self) -> None:
         """Forget all tokens and codebooks; the next prompt makes others."""
         super().reset()
-        self.rows, self.held, self.moments, self.starts = [], None, None, {}
+        self.rows, self.held, self.moments, self.squares, self.starts = [], None, None, None, {}
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens, as in LowBitLayer; before the codebooks, a reset is supported."""
