@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common.abi import DecodeKernel, Options, Results, View, guess_counts, right_counts
+from lowbit_attn.hopper.common.abi import BookDecodeKernel, DecodeKernel, Options, Results, View, guess_counts, right_counts
 from lowbit_attn.hopper.common.rows import Rows, grid_of
 from lowbit_attn.hopper.common.tuning import FEW_PAGES
 from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk
@@ -31,8 +31,8 @@ from lowbit_attn.hopper.warp.page_loop import Call, packed_pages, rows_of, token
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
 
 
-class SplitsSm90(DecodeKernel):
-    """The kernel of one WarpConfig whose CTAs are splits."""
+class Splits:
+    """The body of the kernels below."""
 
     def __init__(self, cfg: WarpConfig):
         self.cfg = cfg
@@ -43,11 +43,13 @@ class SplitsSm90(DecodeKernel):
         words = {name: nbytes // WORD for name, nbytes in self.cfg.smem_plan.items()}
         buffer_words, plan_words, query_words, barriers = (words[x] for x in ("buffer", "plans", "query", "barriers"))
         pace_words, channel_words, sum_words = words["pace"], words.get("channels"), words.get("sums")
-        inbox_words = words.get("inbox")
+        inbox_words, book_words = words.get("inbox"), words.get("books")
 
         @cute.struct
         class Smem:
             buffer: cute.struct.Align[cute.struct.MemRange[Uint32, buffer_words], 128]
+            if book_words:
+                books: cute.struct.Align[cute.struct.MemRange[Uint32, book_words], 128]
             plans: cute.struct.Align[cute.struct.MemRange[Int32, plan_words], 128]
             query: cute.struct.Align[cute.struct.MemRange[Uint32, query_words], 128]
             if channel_words:
@@ -91,6 +93,9 @@ class SplitsSm90(DecodeKernel):
         ring = fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
         with cute.arch.elect_one():
             fetch.init(cfg, ring)
+        if cutlass.const_expr(cfg.has_books):
+            if cute.arch.thread_idx()[0] == 0:
+                cfg.arithmetic.steps.start_books(cfg, view.books, rows, ring.books)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
         ids, counts = right_inputs(cfg, view, rows, place, counts, ids,
@@ -110,7 +115,7 @@ class SplitsSm90(DecodeKernel):
             policy = policy_of(cfg, call, work)
             fetch.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
         pages = pages._replace(policy=policy)
-        words = cfg.arithmetic.steps.load_query(cfg, call.q, rows, me, words)
+        words = cfg.arithmetic.steps.load_query(cfg, call, rows, me, words)
 
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
@@ -128,6 +133,8 @@ class SplitsSm90(DecodeKernel):
             combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
+        if cutlass.const_expr(cfg.has_books):
+            channels = ring.books
         queries = cfg.arithmetic.steps.prepare_query(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         cute.arch.sync_threads()
         if cluster.is_cluster(cfg, partials):
@@ -136,7 +143,7 @@ class SplitsSm90(DecodeKernel):
         if (pages.count < FEW_PAGES) & ~fetch.is_single(cfg, pages):
             fetch.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
-        cfg.arithmetic.steps.finish(cfg, state)
+        cfg.arithmetic.steps.finish(cfg, state, me, ring)
 
         # values of their own, as unpack.fresh has them
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
@@ -148,8 +155,19 @@ class SplitsSm90(DecodeKernel):
         if cutlass.const_expr(cfg.has_mixed):
             pages = pages._replace(first=view.first_entry(place.row, rows.head_idx) + work.mixed_page)
             mixed.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), takers)
-        residual.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, takers)
+        own_query = None
+        if cutlass.const_expr(cfg.has_books):
+            own_query = smem.query.data_ptr()
+        residual.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, takers, own_query)
         merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(*results, combine.block_of(block), block[2]))
+
+
+class SplitsSm90(Splits, DecodeKernel):
+    """The kernel of one WarpConfig whose CTAs are splits."""
+
+
+class BookSplitsSm90(Splits, BookDecodeKernel):
+    """The same of a format with codebooks, those of the CTA's KV head in shared memory."""
 
 
 def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:

@@ -36,6 +36,13 @@ class Pages(NamedTuple):
     policy: Int32 | None  # of L2 for what is copied
 
 
+class BookPlace(NamedTuple):
+    """Shared memory of the CTA's codebooks, uint32: K's, then V's; and a barrier for each."""
+
+    buffer: cute.Pointer
+    full: cute.Pointer
+
+
 class Ring(NamedTuple):
     """Shared memory of this warp: ``slots`` record parts and their full barriers, then the barrier of mixed.py's
     units and, where the configuration has_halves, that of half of V."""
@@ -44,6 +51,7 @@ class Ring(NamedTuple):
     full: cute.Pointer  # of this warp
     unit_full: cute.Pointer
     half_full: cute.Pointer
+    books: BookPlace | None = None
 
 
 class Arrival(NamedTuple):
@@ -58,7 +66,10 @@ class Arrival(NamedTuple):
 def ring_of(cfg: WarpConfig, buffer: cute.Pointer, barriers: cute.Pointer, warp: Int32) -> Ring:
     """buffer, barriers: of the CTA."""
     own = barriers + warp * cfg.warp_barriers
-    return Ring(buffer, own, own + cfg.slots, own + cfg.slots + 1)
+    books = None
+    if cfg.has_books:
+        books = BookPlace(buffer + cfg.smem_plan["buffer"] // WORD, barriers + (cfg.warps * cfg.warp_barriers + 1))
+    return Ring(buffer, own, own + cfg.slots, own + cfg.slots + 1, books)
 
 
 def init(cfg: WarpConfig, ring: Ring) -> None:

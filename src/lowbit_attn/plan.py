@@ -57,7 +57,9 @@ class DecodePlan:
         self.decode, self.scratch, self.scalars = decode, scratch, scalars
         self.rows = tuple(map(loader.argument, cache.batch_rows(batch)))
         state = dict(zip(STATE, self.made_of)) | {"pool": pool, "table": cache.table.view(-1)}
-        self.tensors = tuple(map(loader.argument, state.values()))
+        self.attached = cache.attached
+        planes = () if self.attached is None else self.attached.planes
+        self.tensors = tuple(map(loader.argument, (*state.values(), *planes)))
         self.no_sink_logit = loader.argument(no_sink_logit(q.device))
         self.o = Buffer(self.shape, self.dtype, q.device)
         self.lse = Buffer((batch, num_heads, q_len), torch.float32, q.device)
@@ -73,6 +75,7 @@ class DecodePlan:
                 and cache.n_qv is n_qv and cache.n_tok is n_tok and cache.ring_start is start
                 and cache.sink_k is sink_k and cache.sink_v is sink_v and cache.ring_k is ring_k
                 and cache.ring_v is ring_v and cache.strides is strides and cache.format is format
+                and cache.attached is self.attached
                 and (self.edits is None or self.edits == cache.edits))
 
     def takes(self, q: torch.Tensor, out, lse, sink_logits) -> bool:

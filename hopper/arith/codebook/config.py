@@ -1,0 +1,97 @@
+"""Lookups in codebooks that lie in shared memory, up to 4 query rows; what follows from it for a kernel."""
+
+from lowbit_attn import layout
+from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES, RUN
+from lowbit_attn.hopper.common.tuning import BOOK_WARPS, PACE_INT8, Rule
+from lowbit_attn.hopper.warp.config import DIVISIONS, WORD, SidePlan, WarpConfig
+from lowbit_attn.hopper.warp.contract import Arithmetic
+
+ROWS = 4  # query rows: a lane has its t's, as on the integer path
+TABLE_BYTES = ENTRIES * BOOK_ROW_BYTES  # of a side's codebook, or of the products that take its place
+FACTORS = 4  # of a query row, fp32: see query.Factor
+TABLE_VEC_SIZE = 4  # channels of a code of K whose products with q are looked up; smaller entries are themselves
+BOOK_SIDES = ("k", "v")
+
+
+def uses_table(cfg: WarpConfig) -> bool:
+    """Whether K's lookups give products of entries with q (VQ-LLM's K side as a table), not entries."""
+    return cfg.k.vec_size == TABLE_VEC_SIZE
+
+
+def groups(side: SidePlan) -> int:
+    """Groups of channels that share a code."""
+    return side.head_dim // side.vec_size
+
+
+def rotations(side: SidePlan) -> int:
+    """R of codebook_order: steps after which a lane has asked for every group of its run."""
+    return min(4, groups(side) // (8 if side.is_transposed else 4))
+
+
+def lane_bytes(side: SidePlan) -> int:
+    """Codes of a lane in 8 tokens of K, or in 16 tokens of V."""
+    return groups(side) // (2 if side.is_transposed else 4)
+
+
+class Codebook(Arithmetic):
+    """fp16 entries, or products with them, gathered from shared memory into operands of m16n8k16."""
+
+    name = "codebook"
+    query_width = 4  # q of stored keys in fp32
+    merge_pad = 8
+    most_warps = BOOK_WARPS
+    sass_need = ("HMMA", "UBLKCP", "PRMT", "LDSM", "MOVM", "SYNCS")
+
+    @property
+    def steps(self):
+        from lowbit_attn.hopper.arith.codebook import steps
+
+        return steps
+
+    def row_choices(self, head_dim: int) -> list[int]:
+        return [ROWS]
+
+    def col_blocks(self, rows: int) -> int:
+        return 1
+
+    def lane_rows(self, rows: int) -> int:
+        return 1
+
+    def column_row(self, t, column: int):
+        return t
+
+    def operand_row(self, g, block: int):
+        return g // 2
+
+    def has_shared_query(self, cfg: WarpConfig) -> bool:
+        return True
+
+    def book_bytes(self, cfg: WarpConfig) -> int:
+        return len(BOOK_SIDES) * TABLE_BYTES + (ROWS * FACTORS + cfg.head_dim) * WORD
+
+    def pace(self, cfg: WarpConfig) -> Rule:
+        return PACE_INT8
+
+    def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
+        k, v = cfg.k, cfg.v
+        tiles = layout.PAGE_TOKENS // layout.TILE
+        lookups = tiles * (2 * lane_bytes(k) + lane_bytes(v))
+        pairs = tiles * lane_bytes(v) * v.vec_size // 2  # words that two tokens' entries become
+        v_steps = tiles * lane_bytes(v) // 4 * v.vec_size // 2  # A operands
+        k_steps = tiles * lane_bytes(k) // (4 if uses_table(cfg) else 1)
+        tokens = k.col_tiles + v.row_tiles
+        counts = {
+            "HMMA": k_steps + v_steps * (rotations(v) // 2) + tokens,
+            "PRMT": lookups + pairs + RUN,
+            "LDSM": tokens,
+            "MOVM": tiles + 2,
+            "MUFU.EX2": 2 * tiles + 3 + cfg.merge_exponentials,
+        }
+        if cfg.has_softcap:
+            logits = 2 * (tiles + 1)
+            counts["MUFU.EX2"] += logits
+            counts["MUFU.RCP"] = logits + DIVISIONS
+        return counts
+
+
+CODEBOOK = Codebook()

@@ -1,0 +1,118 @@
+"""S of a page of codes: 16 tokens at a time, rows of the A operand; query rows are columns, as everywhere.
+
+A lane asks for the groups of its token in an order turned by g (codebook_order), and this is how it comes right:
+
+    table   products of a token's groups are added up anyhow, so their order does not matter: fp16 sums of a word, then
+            a multiply with ones that adds up the lanes in fp32 and brings row r to column 2r
+    entries columns are (row, turn): B has, for turn rho, q' of the groups that lanes of g mod 4 = rho ask for; each lane
+            keeps the column of its own turn
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from lowbit_attn import layout
+from lowbit_attn.device import ptx
+from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
+from lowbit_attn.hopper.arith.codebook import books, query
+from lowbit_attn.hopper.arith.codebook.config import groups, lane_bytes, rotations, uses_table
+from lowbit_attn.hopper.common import numbers
+from lowbit_attn.hopper.warp.config import WORD, WarpConfig
+from lowbit_attn.hopper.warp.softmax import Scores
+from lowbit_attn.hopper.warp.unpack import Lane, Piece
+
+STEPS = 4  # bytes of a word
+TILES = layout.PAGE_TOKENS // layout.TILE
+ONE, HIGH_ONE = 0x3C00, 0x3C00_0000  # fp16 1 in the low or the high half
+
+
+def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> Scores:
+    """S with the slope of the lane's row; the page's mean times q' is the offset."""
+    side = cfg.k
+    acc = cute.make_rmem_tensor((4, TILES), Float32)
+    acc.fill(0.0)
+    codes = books.Codes(cfg, piece, side, me.lane)
+    entries = lookups(cfg, piece, me)
+    if uses_table(cfg):
+        selectors = row_selectors(me)
+        for tile in range(TILES):
+            add_products(cfg, codes, entries, selectors, acc, tile)
+    else:
+        for tile in range(TILES):
+            add_entries(cfg, codes, entries, me, found.operand, acc, tile)
+    slope, token_slope, offset, _ = found.factors
+    offset = query.mean_product(cfg, found, page_mean(cfg, piece, me), me) * token_slope + offset
+    slope = offset * Float32(0.0) + slope  # a mean that is no number makes the page's weights so
+    return Scores(acc, (0,) * (2 * TILES), (slope,), (offset,))
+
+
+def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> list[books.Lookups]:
+    """[word of an eight] of K: its byte i is the group 4 ((i + g) mod R) + t of the word's."""
+    side, base = cfg.k, books.base_of(cfg, piece.buffer, 0)
+    turns, words = rotations(side), lane_bytes(side) // WORD
+    size = 2 * side.vec_size
+    has_second = not uses_table(cfg) and groups(side) * size < BOOK_ROW_BYTES
+
+    def of_word(q: int, more: int = 0) -> books.Lookups:
+        return books.lookups(side, base, lambda i: 4 * turns * q + 4 * ((i + Int32(me.g)) % turns) + Int32(me.t),
+                             has_second, Int32(me.g // 4))._replace(more=more)
+
+    if has_second:
+        return [of_word(q) for q in range(words)]
+    first = of_word(0)
+    return [first._replace(more=4 * turns * size * q) for q in range(words)]
+
+
+def page_mean(cfg: WarpConfig, piece: Piece, me: Lane) -> list[Float32]:
+    """The page's mean of the lane's channels."""
+    count = query.own_channels(cfg)
+    offset = cfg.k.meta_offset + count * 2 * Int32(me.lane)
+    address = Int32(piece.buffer.toint()) + piece.warp * cfg.warp_bytes + piece.slot * cfg.slot_bytes + offset
+    view = cute.make_tensor(cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=2 * count),
+                            cute.make_layout(count // 2))
+    words = cute.make_rmem_tensor(count // 2, Uint32)
+    cute.autovec_copy(view, words)
+    return [half for i in range(count // 2) for half in numbers.widen(words[i], "float16")]
+
+
+def row_selectors(me: Lane) -> cute.Tensor:
+    """B operand of ones: k-slots of register j, half e hold row 2 j + e, which goes to column 2 (2 j + e)."""
+    ones, words = numbers.fragments(1)
+    for j in range(2):
+        is_low, is_high = (me.g == 4 * j), (me.g == 4 * j + 2)
+        words[j, 0] = Uint32(is_low) * Uint32(ONE) + Uint32(is_high) * Uint32(HIGH_ONE)
+    return ones[None, 0]
+
+
+def add_products(cfg: WarpConfig, codes: books.Codes, tables: list, selectors: cute.Tensor, acc: cute.Tensor,
+                 tile: int) -> None:
+    """16 tokens by table: rows g and g + 8 of A."""
+    words = lane_bytes(cfg.k) // WORD
+    for q in range(words):
+        a = [None] * 4
+        for row8 in range(2):
+            word = codes.word((2 * tile + row8) * words + q)
+            found = [tables[q].find(word, i, i) for i in range(STEPS)]
+            for pair in range(2):  # rows 0, 1, then rows 2, 3
+                a[row8 + 2 * pair] = numbers.tree([x[pair] for x in found], ptx.add_f16x2)
+        numbers.multiply(numbers.multiply_atom(), acc, tile, numbers.operand_a(a), selectors)
+
+
+def add_entries(cfg: WarpConfig, codes: books.Codes, tables: list, me: Lane, operand: cute.Tensor,
+                acc: cute.Tensor, tile: int) -> None:
+    """16 tokens by entries of two channels."""
+    words = lane_bytes(cfg.k) // WORD
+    turns = cute.make_rmem_tensor((4, 2), Float32)  # x: turns 2x and 2x + 1 in columns 2 row and 2 row + 1
+    turns.fill(0.0)
+    for q in range(words):
+        own = [codes.word((2 * tile + row8) * words + q) for row8 in range(2)]
+        for pair in range(STEPS // 2):
+            a = [tables[q].find(own[row8], i, i)[0] for i in (2 * pair, 2 * pair + 1) for row8 in range(2)]
+            a = numbers.operand_a(a)
+            for x in range(2):
+                numbers.multiply(numbers.multiply_atom(), turns, x, a, operand[None, 2 * q + (pair + x) % 2])
+    is_odd, is_late = (me.g & Uint32(1)) != 0, (me.g & Uint32(2)) != 0
+    for row8 in range(2):
+        early, late = (cutlass.select_(is_odd, turns[2 * row8 + 1, x], turns[2 * row8, x]) for x in range(2))
+        acc[2 * row8, tile] = cutlass.select_(is_late, late, early)

@@ -1,0 +1,69 @@
+"""K's side of a kernel before its pages: the table of products q' . entry, or q' as an operand for entries themselves.
+
+Table, of entries of 4 channels: T[e][y] = (q' - rows 0 .. 3) . (entry e of group y - the group's mean entry), fp16. It
+takes the place of the entries, 8 bytes for 8, each read and written by one lane.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from lowbit_attn.formats import codebook_order as order
+from lowbit_attn.hopper.arith.codebook.config import FACTORS, ROWS, groups, lane_bytes, rotations
+from lowbit_attn.hopper.common import numbers
+from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
+from lowbit_attn.hopper.warp.unpack import Lane, read
+
+ENTRY_WORDS = 2  # of four channels, and of four products
+TOGETHER = 4  # entries whose loads are under way
+UP = 3  # of query.prepare's factors
+MEANS = FACTORS  # behind the factors: see below
+
+
+def entry_view(cfg: WarpConfig, books: cute.Pointer) -> cute.Tensor:
+    """(words of an entry, group, entry): K's codebook as a table."""
+    return cute.make_tensor(books, cute.make_layout((ENTRY_WORDS, WARP, order.ENTRIES),
+                                                    stride=(1, ENTRY_WORDS, order.BOOK_ROW_BYTES // WORD)))
+
+
+@cute.jit
+def build(cfg: cutlass.Constexpr[WarpConfig], me: Lane, q: cute.Tensor, factors: cute.Tensor, books: cute.Pointer,
+          means: cute.Tensor):
+    """Products in place of K's entries, by all warps. q: (channel, row) of q'; means: (channel) of entries."""
+    group = Int32(me.lane)
+    if cutlass.const_expr(groups(cfg.k) < WARP):  # rows hold the entries twice, the second time with halves exchanged
+        group = (group ^ (group // groups(cfg.k) * (groups(cfg.k) // 2))) % groups(cfg.k)
+    rows = [read(q, (group, r)) for r in range(ROWS)]
+    mean = read(means, group)
+    ups = [factors[UP, r] for r in range(ROWS)]
+    scaled = [[x * up for x in row] for row, up in zip(rows, ups)]
+    below = [numbers.tree([x * m for x, m in zip(row, mean)], numbers.add) for row in scaled]
+    view = entry_view(cfg, books)
+    for first in cutlass.range(me.warp, order.ENTRIES, TOGETHER * cfg.warps, unroll=1):
+        at = [cutlass.min(first + i * cfg.warps, Int32(order.ENTRIES - 1)) for i in range(TOGETHER)]
+        found = [read(view[None, Int32(me.lane), None], e) for e in at]
+        for i in cutlass.range_constexpr(TOGETHER):
+            entry = [*numbers.widen(found[i][0], "float16"), *numbers.widen(found[i][1], "float16")]
+            products = [numbers.tree([x * y for x, y in zip(row, entry)], numbers.add) - low
+                        for row, low in zip(scaled, below)]
+            words = cute.make_rmem_tensor(ENTRY_WORDS, Uint32)
+            words[0], words[1] = numbers.pack(*products[:2]), numbers.pack(*products[2:])
+            if first + i * cfg.warps < order.ENTRIES:
+                cute.autovec_copy(words, view[None, Int32(me.lane), at[i]])
+
+
+def operand(cfg: WarpConfig, me: Lane, q: cute.Tensor, factors: cute.Tensor) -> cute.Tensor:
+    """q' 2^11 as the B operands of entries of two channels, fp16 (4, 2 * word of a block + pair).
+
+    Column 2 row + v of pair p: register j has the group 16 word + 4 ((2 p + j + v) mod 4) + t.
+    """
+    words = lane_bytes(cfg.k) // WORD
+    fragments, fragment_words = numbers.fragments(2 * words)
+    row, v, up = Int32(me.g // 2), Int32(me.g % 2), factors[UP, Int32(me.g // 2)]
+    turns = rotations(cfg.k)
+    for word in range(words):
+        for pair in range(2):
+            for j in range(2):
+                group = 4 * turns * word + 4 * ((2 * pair + j + v) % turns) + Int32(me.t)
+                fragment_words[j, 2 * word + pair] = numbers.pack(*(x * up for x in read(q, (group, row))))
+    return fragments
