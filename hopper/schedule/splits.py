@@ -101,12 +101,16 @@ class Splits:
         ids, counts = right_inputs(cfg, view, rows, place, counts, ids,
                                    walk.page_place(block[2], partials.shape[1], me.warp), apart, me)
         work = walk.plan(*counts, rows.q_len, limits.window if cfg.has_window else None, block[2], partials.shape[1],
-                         me.warp, cfg.warps, cfg.page_warps, splits)
-        first = view.first_entry(place.row, rows.head_idx) + work.first_page
+                         me.warp, cfg.warps, cfg.page_warps, splits, cfg.page_log2)
+        first, number = view.first_entry(place.row, rows.head_idx), 0
+        if cutlass.const_expr(cfg.k.cut == 1):
+            first = first + work.first_page
+        else:
+            number = work.first_page
         pages = fetch.Pages(view.pool, view.table, first, work.num_pages, view.page_stride,
-                            Int64(rows.head_idx) * Int64(view.head_stride), apart, Int32(ptx.EVICT_FIRST))
+                            Int64(rows.head_idx) * Int64(view.head_stride), apart, Int32(ptx.EVICT_FIRST), number)
         if cutlass.const_expr(cfg.has_window):
-            ids = fetch.page_ids(pages, Int32(0), me.lane)
+            ids = fetch.page_ids(cfg, pages, Int32(0), me.lane)
         if pages.count < FEW_PAGES:
             fetch.start(cfg, pages, ring, me, ids, range(1))
         policy = pages.policy
@@ -173,7 +177,7 @@ class BookSplitsSm90(Splits, BookDecodeKernel):
 def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:
     """L2's policy for this CTA's pages, as if all sequences were as long as its own."""
     blocks, batch, _ = cute.arch.grid_dim()
-    return fetch.policy_of(cfg, (work.ring_start >> walk.PAGE_LOG2) * blocks * batch, call.row_blocks.divisor)
+    return fetch.policy_of(cfg, (work.ring_start >> cfg.page_log2) * blocks * batch, call.row_blocks.divisor)
 
 
 @cute.jit
@@ -190,7 +194,7 @@ def load_inputs(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink
     guess = Int32(ptx.opaque(rows.batch_idx))  # the row of most calls, as load_counts has it
     ids, first = Int32(0), view.first_entry(guess, rows.head_idx)
     if cutlass.const_expr(not cfg.has_window):
-        ids = fetch.early_ids(view.table, first, entries, place, apart, me.lane)
+        ids = fetch.early_ids(cfg, view.table, first, entries, place, apart, me.lane)
         entries = entries * Int32(entries > WARP * apart)  # others are asked for later
     words = cfg.arithmetic.steps.prefetch_query(cfg, call.q, rows, me, thread)
     fetch.prefetch(view.table, first, entries, thread)
@@ -209,5 +213,6 @@ def right_inputs(cfg: cutlass.Constexpr[WarpConfig], view: View, rows: Rows, whe
     if cutlass.const_expr(not cfg.has_window):
         if where.row != rows.batch_idx:
             pages = counts[2] >> walk.PAGE_LOG2
-            ids = fetch.early_ids(view.table, view.first_entry(where.row, rows.head_idx), pages, place, apart, me.lane)
+            first = view.first_entry(where.row, rows.head_idx)
+            ids = fetch.early_ids(cfg, view.table, first, pages, place, apart, me.lane)
     return ids, counts

@@ -52,6 +52,7 @@ class SidePlan:
     meta_offset: int  # bytes from the start of the part
     codes_offset: int = 0  # the same
     vec_size: int = 0  # channels of a code, of a codebook side; 0: an affine side
+    cut: int = 1  # pieces of consecutive tokens in which a page comes; what stands above is of a piece in its slot
 
     @property
     def row_tiles(self) -> int:
@@ -73,6 +74,16 @@ class SidePlan:
     def levels(self) -> int:
         """N = 2^bits - 1, the largest code."""
         return (1 << self.bits) - 1
+
+    @property
+    def copies(self) -> list[tuple[int, int, int, int]]:
+        """(offset in the slot, bytes, offset in the record, bytes from there to the next piece's) of a piece's runs."""
+        if self.cut == 1:
+            return [(0, self.part_bytes, self.part_offset, 0)]
+        codes, meta = self.meta_offset, self.part_bytes - self.meta_offset
+        found = [(0, codes, self.part_offset, codes)]
+        behind = (codes, meta, self.part_offset + self.cut * codes, meta * self.is_transposed)  # K's mean is of all
+        return [*found, behind] if meta else found
 
     @property
     def has_meta(self) -> bool:
@@ -162,6 +173,11 @@ class WarpConfig:
     boost: BoostPlan | None = None
 
     @property
+    def page_log2(self) -> int:
+        """Of the tokens of a piece of a page: what a warp takes at a time."""
+        return (layout.PAGE_TOKENS // self.k.cut).bit_length() - 1
+
+    @property
     def book_bytes(self) -> int:
         """Shared memory of codebooks and of what comes with them; 0: of a format without."""
         return self.arithmetic.book_bytes(self)
@@ -249,7 +265,8 @@ class WarpConfig:
 
     @property
     def slot_bytes(self) -> int:
-        return max(self.k.part_bytes, self.v.part_bytes)
+        least = -(-self.unit_bytes // MIN_SLOTS) if self.has_books else 0  # rings of two slots must hold a unit
+        return max(self.k.part_bytes, self.v.part_bytes, least)
 
     @property
     def warp_bytes(self) -> int:
@@ -383,6 +400,17 @@ def plan_side(side: SideSpec) -> SidePlan:
                     vec_size=side.group_size if is_book else 0)
 
 
+def cut_side(side: SidePlan, cut: int) -> SidePlan:
+    """A codebook side whose pages come in ``cut`` pieces."""
+    if cut == 1:
+        return side
+    codes = side.meta_offset // cut
+    meta = (side.part_bytes - side.meta_offset) // (cut if side.is_transposed else 1)
+    tokens = layout.PAGE_TOKENS // cut
+    rows, cols = (side.rows, tokens) if side.is_transposed else (tokens, side.cols)
+    return replace(side, rows=rows, cols=cols, part_bytes=codes + meta, meta_offset=codes, cut=cut)
+
+
 def plan_boost(side: SideSpec, k: SidePlan) -> BoostPlan | None:
     """Plan the boosted channels of K; None if there are none."""
     if not (high := side.high):
@@ -395,6 +423,8 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, arithmetic: A
     """The configuration of a format: as many warps as leave ``MIN_SLOTS`` each, then the slots they need."""
     k_spec, v_spec = fmt.specs(head_dim)
     k, v = plan_side(k_spec), plan_side(v_spec)
+    if cut := arithmetic.page_cut(k, v):
+        k, v = cut_side(k, cut), cut_side(v, cut)
     boost = plan_boost(k_spec, k)
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * arithmetic.query_width * (2 if boost else 1)  # once more by channel
@@ -409,6 +439,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, arithmetic: A
     fitting, many = free // (MIN_SLOTS * slot + found.own_bytes), MANY_WARPS // schedule.ctas_per_sm
     warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // schedule.ctas_per_sm, fitting))
     if found.has_books:
-        warps = max(1, min(arithmetic.most_warps, (free - layout.RECORD_ALIGN) // (MIN_SLOTS * slot + PLAN_WORDS * WORD)))
+        slot = found.slot_bytes
+        warps = min(arithmetic.most_warps, (free - layout.RECORD_ALIGN) // (MIN_SLOTS * slot + PLAN_WORDS * WORD))
     found = replace(found, warps=warps)
     return replace(found, slots=min(found.slots_needed, (free // warps - found.own_bytes) // slot)).check()

@@ -76,6 +76,10 @@ class Arithmetic:
         """
         return 0
 
+    def page_cut(self, k, v) -> int:
+        """In how many pieces of consecutive tokens a warp takes a page with these sides; 0: as a whole, always."""
+        return 0
+
     def has_halves(self, cfg) -> bool:
         """Whether V of a warp's one page comes in two halves (fetch.is_single)."""
         return False

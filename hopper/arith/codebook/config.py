@@ -8,6 +8,7 @@ from lowbit_attn.hopper.warp.contract import Arithmetic
 
 ROWS = 4  # query rows: a lane has its t's, as on the integer path
 TABLE_BYTES = ENTRIES * BOOK_ROW_BYTES  # of a side's codebook, or of the products that take its place
+LARGE_PART = 6 << 10  # bytes
 FACTORS = 4  # of a query row, fp32: see query.Factor
 TABLE_VEC_SIZE = 4  # channels of a code of K whose products with q are looked up; smaller entries are themselves
 BOOK_SIDES = ("k", "v")
@@ -69,12 +70,20 @@ class Codebook(Arithmetic):
     def book_bytes(self, cfg: WarpConfig) -> int:
         return len(BOOK_SIDES) * TABLE_BYTES + (ROWS * FACTORS + cfg.head_dim) * WORD
 
+    def may_spill(self, cfg: WarpConfig) -> bool:
+        """A word, where a window's masks come beside q' as an operand."""
+        return cfg.has_window and not uses_table(cfg)
+
+    def page_cut(self, k: SidePlan, v: SidePlan) -> int:
+        """Where parts are large: with whole ones few warps' rings would fit beside the codebooks."""
+        return 2 if max(k.part_bytes, v.part_bytes) > LARGE_PART else 1
+
     def pace(self, cfg: WarpConfig) -> Rule:
         return PACE_INT8
 
     def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
         k, v = cfg.k, cfg.v
-        tiles = layout.PAGE_TOKENS // layout.TILE
+        tiles = k.row_tiles
         lookups = tiles * (2 * lane_bytes(k) + lane_bytes(v))
         pairs = tiles * lane_bytes(v) * v.vec_size // 2  # words that two tokens' entries become
         v_steps = tiles * lane_bytes(v) // 4 * v.vec_size // 2  # A operands

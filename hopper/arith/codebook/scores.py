@@ -23,28 +23,27 @@ from lowbit_attn.hopper.warp.softmax import Scores
 from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 STEPS = 4  # bytes of a word
-TILES = layout.PAGE_TOKENS // layout.TILE
 ONE, HIGH_ONE = 0x3C00, 0x3C00_0000  # fp16 1 in the low or the high half
 
 
 def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> Scores:
     """S with the slope of the lane's row; the page's mean times q' is the offset."""
     side = cfg.k
-    acc = cute.make_rmem_tensor((4, TILES), Float32)
+    acc = cute.make_rmem_tensor((4, side.row_tiles), Float32)
     acc.fill(0.0)
     codes = books.Codes(cfg, piece, side, me.lane)
     entries = lookups(cfg, piece, me)
     if uses_table(cfg):
         selectors = row_selectors(me)
-        for tile in range(TILES):
+        for tile in range(side.row_tiles):
             add_products(cfg, codes, entries, selectors, acc, tile)
     else:
-        for tile in range(TILES):
+        for tile in range(side.row_tiles):
             add_entries(cfg, codes, entries, me, found.operand, acc, tile)
     slope, token_slope, offset, _ = found.factors
     offset = query.mean_product(cfg, found, page_mean(cfg, piece, me), me) * token_slope + offset
     slope = offset * Float32(0.0) + slope  # a mean that is no number makes the page's weights so
-    return Scores(acc, (0,) * (2 * TILES), (slope,), (offset,))
+    return Scores(acc, (0,) * (2 * side.row_tiles), (slope,), (offset,))
 
 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> list[books.Lookups]:

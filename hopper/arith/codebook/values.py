@@ -26,7 +26,6 @@ from lowbit_attn.hopper.warp.fetch import Ring
 from lowbit_attn.hopper.warp.softmax import State
 from lowbit_attn.hopper.warp.unpack import Lane, Piece, read
 
-TILES = layout.PAGE_TOKENS // layout.TILE
 SPAN = 32  # tokens whose norms a lane reads at once
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors
 ALL_BITS = 0xFFFF_FFFF
@@ -51,11 +50,11 @@ def norm_words(cfg: WarpConfig, piece: Piece, me: Lane) -> list[Uint32]:
     """[tile] norms of tokens g and g + 8 of each 16, fp16 in the halves of a word."""
     quad = 4  # words
     view = cute.make_tensor(piece.buffer + cfg.v.meta_offset // WORD, cute.make_layout(
-        (quad, layout.PAGE_TOKENS * 2 // (quad * WORD), cfg.slots, cfg.warps),
+        (quad, cfg.v.cols * 2 // (quad * WORD), cfg.slots, cfg.warps),
         stride=(1, quad, cfg.slot_bytes // WORD, cfg.warp_bytes // WORD)))[None, None, piece.slot, piece.warp]
     selector = Uint32(LOW_HALVES) + Uint32(me.g % 2) * Uint32(HIGH_HALVES - LOW_HALVES)
     found = []
-    for first in range(0, layout.PAGE_TOKENS, SPAN):
+    for first in range(0, cfg.v.cols, SPAN):
         words = read(view, first // 8 + Int32(me.g // 2))
         found += [ptx.permute(words[2 * i], words[2 * i + 1], selector) for i in range(2)]
     return found
@@ -93,7 +92,7 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     up = numbers.pow2((state.exponent[0] if norms else Int32(0)) + registers.PROBABILITY_SHIFT)
     codes = books.Codes(cfg, piece, cfg.v, me.lane)
     entries, masks = lookups(cfg, piece, me), turn_masks(cfg, me)
-    for tile in range(TILES):
+    for tile in range(cfg.v.col_tiles):
         scales = [up] * 2
         if norms:
             scales = [norm * up for norm in numbers.widen(norms[tile], "float16")]
