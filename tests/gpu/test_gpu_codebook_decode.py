@@ -68,7 +68,7 @@ def test_features(name, options, record_property):
 @pytest.mark.parametrize("name", FORMATS)
 def test_long_sequences(name, record_property):
     """Rings turn many times; pages are shared."""
-    case = Case(name, num_heads=4, num_heads_kv=1, lengths=(40_000, 9_000), sinks=32, shared_pages=True)
+    case = Case(name, num_heads=4, num_heads_kv=1, lengths=(20_000, 5_000), sinks=32, shared_pages=True)
     for splits in (None, 1):
         check_decode(case, PATH, f"codebook {name} long", record_property, splits)
 
