@@ -31,8 +31,8 @@ from lowbit_attn.hopper.warp.page_loop import Call, packed_pages, rows_of, token
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
 
 
-class Splits:
-    """The body of the kernels below."""
+class SplitsBody:
+    """What the kernels below have in common: all but their arguments."""
 
     def __init__(self, cfg: WarpConfig):
         self.cfg = cfg
@@ -166,12 +166,12 @@ class Splits:
         merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(*results, combine.block_of(block), block[2]))
 
 
-class SplitsSm90(Splits, DecodeKernel):
+class SplitsSm90(SplitsBody, DecodeKernel):
     """The kernel of one WarpConfig whose CTAs are splits."""
 
 
-class BookSplitsSm90(Splits, BookDecodeKernel):
-    """The same of a format with codebooks, those of the CTA's KV head in shared memory."""
+class BookSplitsSm90(SplitsBody, BookDecodeKernel):
+    """The kernel of a format with codebooks, which has those of the CTA's KV head in shared memory."""
 
 
 def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:

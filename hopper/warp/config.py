@@ -174,7 +174,7 @@ class WarpConfig:
 
     @property
     def page_log2(self) -> int:
-        """Of the tokens of a piece of a page: what a warp takes at a time."""
+        """log2 of the tokens that a warp takes at a time: those of a page, or of a piece of one."""
         return (layout.PAGE_TOKENS // self.k.cut).bit_length() - 1
 
     @property

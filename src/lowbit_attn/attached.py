@@ -54,8 +54,8 @@ class Attached:
         return self.partner is not None
 
     @cached_property
-    def planes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What decode kernels read, of codebooks on both sides: (K, V, channels).
+    def planes(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """What decode kernels read, of codebooks on both sides: (K, V, channels); of others three times None.
 
         K, V: uint32 [num_heads_kv, 256, 64], row e of a table the entries e of all groups; of head_dim 64 twice, the
         second time with the halves of the groups exchanged. channels: fp32 [num_heads_kv, 4, head_dim], of each stored
@@ -63,6 +63,8 @@ class Attached:
         distance of an entry from it.
         """
         layer = self.layer
+        if layer.k_entries is None or layer.v_entries is None:
+            return None, None, None
         with torch.inference_mode(False):
             tables = [kernel_table(entries) for entries in (layer.k_entries, layer.v_entries)]
             entries = layer.k_entries.float()

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from lowbit_attn import _private, kernels, loader, reference
-from lowbit_attn.attached import Attached
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.kernels import KernelKey
@@ -92,7 +91,7 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     if path is not None and path not in paths:
         return None, [f"path: {path!r} is not known on {arch}, supported: {', '.join(paths)}, reference"]
     reasons = list(cache.unnamed)
-    reasons += no_codebooks(arch, cache.format, cache.head_dim, cache.attached)
+    reasons += kernels.no_codebooks(arch, cache.format, cache.head_dim, bool(cache.attached and cache.attached.is_pre_rope))
     if not 1 <= q_len <= MAX_Q_LEN:
         reasons.append(f"q_len {q_len}, supported: 1 to {MAX_Q_LEN}")
     if reasons:
@@ -100,24 +99,6 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     rows = num_heads // cache.num_heads_kv * q_len
     picked, reasons = kernels.pick(arch, cache.format, cache.head_dim, cache.dtype, rows, path, features)
     return picked, [] if picked else reasons
-
-
-def no_codebooks(arch: str, fmt: Format, head_dim: int, attached: Attached | None) -> list[str]:
-    """Why no kernel of an architecture serves a format with codebooks; empty for others, and where one may.
-
-    attached: the cache's codebooks; None: of a view of a cache, which has none, or of none in particular.
-    """
-    if not fmt.needs_codebooks:
-        return []
-    served = [support for support in kernels.arch_package(arch).PATHS.values() if support.codebooks]
-    if not any(not support.missing(fmt, head_dim, torch.float16) for support in served):
-        supported = "; ".join(map(str, served)) or "none"
-        return [f"format {fmt} at head_dim {head_dim}: no kernel reads such codebooks yet on {arch}, supported: "
-                f"{supported}; or path='reference', any device"]
-    if attached is not None and attached.is_pre_rope:
-        return [f"format {fmt}: no kernel reads codebooks of keys before their rotary embedding (rope='pre') yet, "
-                "supported: rope='post', or path='reference', any device"]
-    return []
 
 
 def for_shape(key: KernelKey, blocks: int, pages: int, sms: int, held: np.ndarray | None = None) -> KernelKey:

@@ -58,7 +58,7 @@ class DecodePlan:
         self.rows = tuple(map(loader.argument, cache.batch_rows(batch)))
         state = dict(zip(STATE, self.made_of)) | {"pool": pool, "table": cache.table.view(-1)}
         self.attached = cache.attached
-        planes = () if self.attached is None else self.attached.planes
+        planes = [x for x in (cache.k_book, cache.v_book, cache.k_channels) if x is not None]
         self.tensors = tuple(map(loader.argument, (*state.values(), *planes)))
         self.no_sink_logit = loader.argument(no_sink_logit(q.device))
         self.o = Buffer(self.shape, self.dtype, q.device)

@@ -34,7 +34,7 @@ class Lookups(NamedTuple):
     more: int = 0  # bytes in a row that the groups lie behind the offsets
 
     def address(self, word: Uint32, byte: int, i: int) -> Int32:
-        """Of the entry that byte ``byte`` of a word of codes names, of the group of step ``i``."""
+        """Address of the entry that byte ``byte`` of a word of codes names, in the group of step ``i``."""
         selector = 0x7604 | byte << 4 | i % PAIR
         return self.base + Int32(ptx.permute(word, self.offsets[i // PAIR], selector))
 

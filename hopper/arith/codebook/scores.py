@@ -47,7 +47,7 @@ def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> 
 
 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> list[books.Lookups]:
-    """[word of an eight] of K: its byte i is the group 4 ((i + g) mod R) + t of the word's."""
+    """[word of an eight] K's lookups: a word's byte i is of its group 4 ((i + g) mod R) + t."""
     side, base = cfg.k, books.base_of(cfg, piece.buffer, 0)
     turns, words = rotations(side), lane_bytes(side) // WORD
     size = 2 * side.vec_size

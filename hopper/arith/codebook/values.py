@@ -102,7 +102,7 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
 
 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> books.Lookups:
-    """Of V: in step i the group R g + (i + t) mod R of each run."""
+    """V's lookups: in step i a lane asks for group R g + (i + t) mod R of each run."""
     side, turns = cfg.v, rotations(cfg.v)
     has_second = groups(side) * 2 * side.vec_size < BOOK_ROW_BYTES and turns < 4
     return books.lookups(side, books.base_of(cfg, piece.buffer, 1),
