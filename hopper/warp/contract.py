@@ -34,6 +34,7 @@ class Arithmetic:
     name: str
     query_width = 2  # bytes of an element of q's operand in shared memory
     merge_pad = 4  # floats between query rows of O at the merge, beside a row, so that writes have no bank conflict
+    query_parts = 1  # 16-bit numbers whose sum is an element of q for 16-bit tokens
     most_warps = 0  # of a CTA, where shared memory alone would allow more; 0: as ``make_config`` has it for others
     has_true_scale = False  # O is in its own units all along, and zero-points join it at the merge
     sass_need: tuple[str, ...]

@@ -82,7 +82,8 @@ def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring:
     """
     if walk.first_unit < walk.num_units:
         element = numbers.ELEMENT[cfg.dtype]
-        operand, operand_words = numbers.fragments(cfg.k.col_tiles * cfg.col_blocks, element)
+        parts = cfg.arithmetic.query_parts
+        operand, operand_words = numbers.fragments(parts * cfg.k.col_tiles * cfg.col_blocks, element)
         scales = [scale_log2] * cfg.lane_rows
         if cutlass.const_expr(own_query is not None):
             words, scales = cfg.arithmetic.steps.token_query(cfg, own_query, ring, me)
@@ -113,8 +114,9 @@ def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: S
     for ct in range(cfg.k.col_tiles):
         a = cute.make_rmem_tensor(8, element)
         cute.copy(read_k, rows[None, 2 * ct + col8, row, me.warp], a)
-        for nt in range(blocks):
-            numbers.multiply(atom, acc, nt, a, operand[None, ct * blocks + nt])
+        for part in range(cfg.arithmetic.query_parts):
+            for nt in range(blocks):
+                numbers.multiply(atom, acc, nt, a, operand[None, (part * cfg.k.col_tiles + ct) * blocks + nt])
     for column in range(cfg.lane_rows):
         at = softmax.places(acc, column, blocks)
         logits = [acc[place] * scales[column] for place in at]

@@ -39,6 +39,7 @@ class Codebook(Arithmetic):
 
     name = "codebook"
     query_width = 4  # q of stored keys in fp32
+    query_parts = 2  # weights leave no 16-bit number
     merge_pad = 8
     most_warps = BOOK_WARPS
     sass_need = ("HMMA", "UBLKCP", "PRMT", "LDSM", "MOVM", "SYNCS")
@@ -90,7 +91,7 @@ class Codebook(Arithmetic):
         k_steps = tiles * lane_bytes(k) // (4 if uses_table(cfg) else 1)
         tokens = k.col_tiles + v.row_tiles
         counts = {
-            "HMMA": k_steps + v_steps * (rotations(v) // 2) + tokens,
+            "HMMA": k_steps + v_steps * (rotations(v) // 2) + tokens + k.col_tiles,
             "PRMT": lookups + pairs + RUN,
             "LDSM": tokens,
             "MOVM": tiles + 2,

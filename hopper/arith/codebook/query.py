@@ -166,12 +166,17 @@ def mean_product(cfg: WarpConfig, found: BookQuery, mean: list, me: Lane) -> Flo
 
 
 def token_words(cfg: WarpConfig, shared: cute.Pointer, ring: Ring, me: Lane):
-    """(words (2, column tile) of q' as B operand in the cache's dtype, [column] slope): for 16-bit tokens."""
-    words = cute.make_rmem_tensor((2, cfg.k.col_tiles), Uint32)
+    """(words (2, column tile), [column] slope) of q' for 16-bit tokens: as B operand in the cache's dtype, then what
+    its rounding leaves; a channel of large keys needs both."""
+    element, count = numbers.ELEMENT[cfg.dtype], cfg.k.col_tiles
+    words = cute.make_rmem_tensor((2, cfg.arithmetic.query_parts * count), Uint32)
     view = cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
         (2, (cfg.head_dim // 2, ROWS)), stride=(1, (2, cfg.head_dim))))
-    for tile in range(cfg.k.col_tiles):
+    for tile in range(count):
         for col8 in range(2):
             at = (layout.TILE * tile + 8 * col8) // 2 + Int32(me.t)
-            words[col8, tile] = numbers.pack(*read(view, (at, Int32(me.g // 2))), numbers.ELEMENT[cfg.dtype])
+            pair = read(view, (at, Int32(me.g // 2)))
+            high = words[col8, tile] = numbers.pack(*pair, element)
+            words[col8, count + tile] = numbers.pack(*(x - y for x, y in zip(pair, numbers.widen(high, cfg.dtype))),
+                                                     element)
     return words, [factor_view(ring.books.buffer)[TOKEN_SLOPE, Int32(me.t)]]
