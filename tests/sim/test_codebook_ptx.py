@@ -34,3 +34,26 @@ def test_codebook_path(case, splits, options, scratch):
     text, cfg = compiled(key_of(case, options, "codebook"), scratch)
     problem = testing.build(case)
     testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, splits), testing.expected(problem, options))
+
+
+@pytest.mark.parametrize("case, options", [
+    (replace(ONE_HEAD, format="cq4", head_dim=128, num_heads=8), Attention()),
+    (replace(ONE_HEAD, format="kcq4vcq2", num_heads=16, num_heads_kv=2, lengths=(300, 0, 700)), Attention()),
+    (replace(ONE_HEAD, format="cq4", num_heads=7, q_len=3, lengths=(500,)), Attention(None, 20.0, 200)),
+], ids=("cq4-d128", "kcq4vcq2", "features"))
+def test_codebook_path_of_8_rows(case, options, scratch):
+    text, cfg = compiled(key_of(case, options, "codebook8", 8), scratch)
+    problem = testing.build(case)
+    testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, 1), testing.expected(problem, options))
+
+
+@pytest.mark.parametrize("name, head_dim", [("cq4", 128), ("cq2", 64)])
+def test_rings_turn(name, head_dim, scratch):
+    """Several pages, or pieces of pages, a warp; two splits. The order in which warps and CTAs run changes nothing."""
+    case = replace(ONE_HEAD, format=name, head_dim=head_dim, num_heads=2, lengths=(128 * 36 + 40,))
+    text, cfg = compiled(key_of(case, Attention(), "codebook"), scratch)
+    assert cfg.slots * cfg.warps < 36 * cfg.k.cut
+    problem, program = testing.build(case), ptx.Program(text)
+    found = decode(program, cfg, problem, Attention(), 2)
+    testing.assert_decode(*found, testing.expected(problem))
+    assert all(map(torch.equal, found, decode(program, cfg, problem, Attention(), 2, reverse=True)))

@@ -1,12 +1,12 @@
-"""Lookups in codebooks that lie in shared memory, up to 4 query rows; what follows from it for a kernel."""
+"""Lookups in codebooks that lie in shared memory, up to 4 or 8 query rows; what follows from it for a kernel."""
 
 from lowbit_attn import layout
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES, RUN
-from lowbit_attn.hopper.common.tuning import BOOK_WARPS, PACE_INT8, Rule
+from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, PACE_INT8, Rule
 from lowbit_attn.hopper.warp.config import DIVISIONS, WORD, SidePlan, WarpConfig
 from lowbit_attn.hopper.warp.contract import Arithmetic
 
-ROWS = 4  # query rows: a lane has its t's, as on the integer path
+FEW, MANY = 4, 8  # query rows: a lane has its t's, as on the integer path, or 2t's and the next
 TABLE_BYTES = ENTRIES * BOOK_ROW_BYTES  # of a side's codebook, or of the products that take its place
 LARGE_PART = 6 << 10  # bytes
 FACTORS = 4  # of a query row, fp32: see query.Factor
@@ -37,12 +37,14 @@ def lane_bytes(side: SidePlan) -> int:
 class Codebook(Arithmetic):
     """fp16 entries, or products with them, gathered from shared memory into operands of m16n8k16."""
 
-    name = "codebook"
     query_width = 4  # q of stored keys in fp32
     query_parts = 2  # weights leave no 16-bit number
     merge_pad = 8
-    most_warps = BOOK_WARPS
     sass_need = ("HMMA", "UBLKCP", "PRMT", "LDSM", "MOVM", "SYNCS")
+
+    def __init__(self, name: str, rows: int):
+        self.name, self.rows = name, rows
+        self.most_warps = BOOK_WARPS if rows == FEW else MAX_WARPS  # else ptxas has too few registers for each
 
     @property
     def steps(self):
@@ -51,25 +53,25 @@ class Codebook(Arithmetic):
         return steps
 
     def row_choices(self, head_dim: int) -> list[int]:
-        return [ROWS]
+        return [self.rows]
 
     def col_blocks(self, rows: int) -> int:
         return 1
 
     def lane_rows(self, rows: int) -> int:
-        return 1
+        return self.rows // FEW
 
     def column_row(self, t, column: int):
-        return t
+        return t if self.rows == FEW else 2 * t + column
 
     def operand_row(self, g, block: int):
-        return g // 2
+        return g // 2 if self.rows == FEW else g
 
     def has_shared_query(self, cfg: WarpConfig) -> bool:
         return True
 
     def book_bytes(self, cfg: WarpConfig) -> int:
-        return len(BOOK_SIDES) * TABLE_BYTES + (ROWS * FACTORS + cfg.head_dim) * WORD
+        return len(BOOK_SIDES) * TABLE_BYTES + (self.rows * FACTORS + cfg.head_dim) * WORD
 
     def may_spill(self, cfg: WarpConfig) -> bool:
         """A word, where a window's masks come beside q' as an operand."""
@@ -88,20 +90,20 @@ class Codebook(Arithmetic):
         lookups = tiles * (2 * lane_bytes(k) + lane_bytes(v))
         pairs = tiles * lane_bytes(v) * v.vec_size // 2  # words that two tokens' entries become
         v_steps = tiles * lane_bytes(v) // 4 * v.vec_size // 2  # A operands
-        k_steps = tiles * lane_bytes(k) // (4 if uses_table(cfg) else 1)
+        k_steps = tiles * lane_bytes(k) // 4 if uses_table(cfg) else tiles * lane_bytes(k) * cfg.lane_rows
         tokens = k.col_tiles + v.row_tiles
         counts = {
-            "HMMA": k_steps + v_steps * (rotations(v) // 2) + tokens + k.col_tiles,
+            "HMMA": k_steps + v_steps * (rotations(v) * cfg.lane_rows // 2) + tokens + k.col_tiles,
             "PRMT": lookups + pairs + RUN,
             "LDSM": tokens,
-            "MOVM": tiles + 2,
-            "MUFU.EX2": 2 * tiles + 3 + cfg.merge_exponentials,
+            "MOVM": cfg.lane_rows * tiles + 2,
+            "MUFU.EX2": cfg.lane_rows * (2 * tiles + 3) + cfg.merge_exponentials,
         }
         if cfg.has_softcap:
-            logits = 2 * (tiles + 1)
+            logits = 2 * cfg.lane_rows * (tiles + 1)
             counts["MUFU.EX2"] += logits
             counts["MUFU.RCP"] = logits + DIVISIONS
         return counts
 
 
-CODEBOOK = Codebook()
+CODEBOOK, CODEBOOK8 = Codebook("codebook", FEW), Codebook("codebook8", MANY)

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.hopper.arith.codebook import table
-from lowbit_attn.hopper.arith.codebook.config import FACTORS, ROWS, TABLE_BYTES, uses_table
+from lowbit_attn.hopper.arith.codebook.config import FACTORS, TABLE_BYTES, uses_table
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import BOOK_CHANNEL_PLANES
 from lowbit_attn.hopper.common.rows import Rows
@@ -41,7 +41,7 @@ class BookQuery(NamedTuple):
     """What ``scores`` takes."""
 
     shared: cute.Pointer  # q', fp32 (row, channel)
-    factors: tuple  # of the lane's row: slope of packed keys, slope of tokens, offset of all packed keys
+    factors: tuple  # [column] FACTORS of the lane's row
     operand: cute.Tensor | None  # K without a table: fp16 (4, fragments)
 
 
@@ -54,26 +54,26 @@ def row_view(cfg: WarpConfig, shared: cute.Pointer) -> cute.Tensor:
     """(a lane's channels, (lane, row)) of q'."""
     count = own_channels(cfg)
     return cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
-        (count, (WARP, ROWS)), stride=(1, (count, cfg.head_dim))))
+        (count, (WARP, cfg.rows)), stride=(1, (count, cfg.head_dim))))
 
 
 def group_view(cfg: WarpConfig, shared: cute.Pointer) -> cute.Tensor:
     """(channels of a code, (group, row)) of q'."""
     size = cfg.k.vec_size
     return cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
-        (size, (cfg.head_dim // size, ROWS)), stride=(1, (size, cfg.head_dim))))
+        (size, (cfg.head_dim // size, cfg.rows)), stride=(1, (size, cfg.head_dim))))
 
 
 def mean_view(cfg: WarpConfig, books: cute.Pointer) -> cute.Tensor:
     """(channels of a code, group) of the mean entries, behind the factors."""
-    start = cute.recast_ptr(books, dtype=Float32) + 2 * TABLE_BYTES // 4 + FACTORS * ROWS
+    start = cute.recast_ptr(books, dtype=Float32) + 2 * TABLE_BYTES // 4 + FACTORS * cfg.rows
     return cute.make_tensor(start, cute.make_layout((cfg.k.vec_size, cfg.head_dim // cfg.k.vec_size)))
 
 
-def factor_view(books: cute.Pointer) -> cute.Tensor:
+def factor_view(cfg: WarpConfig, books: cute.Pointer) -> cute.Tensor:
     """(FACTORS, row), behind the codebooks."""
     return cute.make_tensor(cute.recast_ptr(books, dtype=Float32) + 2 * TABLE_BYTES // 4,
-                            cute.make_layout((FACTORS, ROWS)))
+                            cute.make_layout((FACTORS, cfg.rows)))
 
 
 @cute.jit
@@ -106,8 +106,8 @@ def prepare(cfg: cutlass.Constexpr[WarpConfig], own: Loaded, scale_log2: Float32
     UP: what q' is multiplied with as table or operand. Products are of entries less their mean over the codebook, whose
     product with q' is OFFSET: fp16 sums then keep their digits where all entries of a group are alike.
     """
-    factors = factor_view(place.buffer)
-    if me.warp < ROWS:
+    factors = factor_view(cfg, place.buffer)
+    if me.warp < cfg.rows:
         store_row(cfg, own, scale_log2, me, shared, factors)
     if me.warp == 0:  # which has a row in every CTA
         means = cute.make_tensor(mean_view(cfg, place.buffer).iterator, cute.make_layout((own_channels(cfg), WARP)))
@@ -119,8 +119,8 @@ def prepare(cfg: cutlass.Constexpr[WarpConfig], own: Loaded, scale_log2: Float32
         table.build(cfg, me, rows, factors, place.buffer, mean_view(cfg, place.buffer))
     else:
         operand = table.operand(cfg, me, rows, factors)
-    factors = read(factors, Int32(me.t))
-    return BookQuery(shared, tuple(factors), operand)
+    factors = tuple(tuple(read(factors, row)) for row in own_rows(cfg, me))
+    return BookQuery(shared, factors, operand)
 
 
 def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, shared: cute.Pointer, factors: cute.Tensor) -> None:
@@ -152,17 +152,22 @@ def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, share
         cute.autovec_copy(words, factors[None, me.warp])
 
 
-def mean_product(cfg: WarpConfig, found: BookQuery, mean: list, me: Lane) -> Float32:
-    """q'. mean of the lane's row; mean: of the lane's channels."""
-    view = row_view(cfg, found.shared)
-    rows = [read(view, (Int32(me.lane), r)) for r in range(ROWS)]
+def own_rows(cfg: WarpConfig, me: Lane) -> list[Int32]:
+    """[column] the lane's query rows."""
+    return [Int32(cfg.arithmetic.column_row(me.t, column)) for column in range(cfg.lane_rows)]
+
+
+def mean_product(cfg: WarpConfig, found: BookQuery, mean: list, me: Lane) -> list[Float32]:
+    """[column] q'. mean of the lane's rows; mean: of the lane's channels."""
+    view, count = row_view(cfg, found.shared), cfg.lane_rows
+    rows = [read(view, (Int32(me.lane), r)) for r in range(cfg.rows)]
     sums = [numbers.tree([x * y for x, y in zip(row, mean)], numbers.add) for row in rows]
-    for bit in (1, 2):  # each lane keeps the rows whose number has its own lane's bit
-        is_set = (me.t & Uint32(bit)) != 0
-        kept = [cutlass.select_(is_set, sums[i + 1], sums[i]) for i in range(0, len(sums), 2)]
-        given = [cutlass.select_(is_set, sums[i], sums[i + 1]) for i in range(0, len(sums), 2)]
-        sums = [x + cute.arch.shuffle_sync_bfly(y, offset=bit) for x, y in zip(kept, given)]
-    return numbers.over_lanes(sums[0], numbers.OVER_G, numbers.add)
+    for bit in (1, 2):  # each lane keeps the rows whose t has its own lane's bit
+        is_set, pairs = (me.t & Uint32(bit)) != 0, range(0, len(sums), 2 * count)
+        low, high = ([sums[i + more + j] for i in pairs for j in range(count)] for more in (0, count))
+        sums = [cutlass.select_(is_set, y, x) + cute.arch.shuffle_sync_bfly(cutlass.select_(is_set, x, y), offset=bit)
+                for x, y in zip(low, high)]
+    return numbers.all_over_lanes(sums, numbers.OVER_G, numbers.add)
 
 
 def token_words(cfg: WarpConfig, shared: cute.Pointer, ring: Ring, me: Lane):
@@ -171,12 +176,13 @@ def token_words(cfg: WarpConfig, shared: cute.Pointer, ring: Ring, me: Lane):
     element, count = numbers.ELEMENT[cfg.dtype], cfg.k.col_tiles
     words = cute.make_rmem_tensor((2, cfg.arithmetic.query_parts * count), Uint32)
     view = cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
-        (2, (cfg.head_dim // 2, ROWS)), stride=(1, (2, cfg.head_dim))))
+        (2, (cfg.head_dim // 2, cfg.rows)), stride=(1, (2, cfg.head_dim))))
     for tile in range(count):
         for col8 in range(2):
             at = (layout.TILE * tile + 8 * col8) // 2 + Int32(me.t)
-            pair = read(view, (at, Int32(me.g // 2)))
+            pair = read(view, (at, Int32(cfg.arithmetic.operand_row(me.g, 0))))
             high = words[col8, tile] = numbers.pack(*pair, element)
             words[col8, count + tile] = numbers.pack(*(x - y for x, y in zip(pair, numbers.widen(high, cfg.dtype))),
                                                      element)
-    return words, [factor_view(ring.books.buffer)[TOKEN_SLOPE, Int32(me.t)]]
+    factors = factor_view(cfg, ring.books.buffer)
+    return words, [factors[TOKEN_SLOPE, row] for row in own_rows(cfg, me)]

@@ -27,7 +27,7 @@ ONE, HIGH_ONE = 0x3C00, 0x3C00_0000  # fp16 1 in the low or the high half
 
 
 def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> Scores:
-    """S with the slope of the lane's row; the page's mean times q' is the offset."""
+    """S with the slopes of the lane's rows; the page's mean times q' is their offset."""
     side = cfg.k
     acc = cute.make_rmem_tensor((4, side.row_tiles), Float32)
     acc.fill(0.0)
@@ -40,10 +40,11 @@ def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> 
     else:
         for tile in range(side.row_tiles):
             add_entries(cfg, codes, entries, me, found.operand, acc, tile)
-    slope, token_slope, offset, _ = found.factors
-    offset = query.mean_product(cfg, found, page_mean(cfg, piece, me), me) * token_slope + offset
-    slope = offset * Float32(0.0) + slope  # a mean that is no number makes the page's weights so
-    return Scores(acc, (0,) * (2 * side.row_tiles), (slope,), (offset,))
+    products = query.mean_product(cfg, found, page_mean(cfg, piece, me), me)
+    offsets = [x * own[query.TOKEN_SLOPE] + own[query.OFFSET] for x, own in zip(products, found.factors)]
+    # a mean that is no number makes the page's weights so
+    slopes = [x * Float32(0.0) + own[query.SLOPE] for x, own in zip(offsets, found.factors)]
+    return Scores(acc, (0,) * (2 * side.row_tiles), tuple(slopes), tuple(offsets))
 
 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> list[books.Lookups]:
@@ -101,17 +102,23 @@ def add_products(cfg: WarpConfig, codes: books.Codes, tables: list, selectors: c
 def add_entries(cfg: WarpConfig, codes: books.Codes, tables: list, me: Lane, operand: cute.Tensor,
                 acc: cute.Tensor, tile: int) -> None:
     """16 tokens by entries of two channels."""
-    words = lane_bytes(cfg.k) // WORD
-    turns = cute.make_rmem_tensor((4, 2), Float32)  # x: turns 2x and 2x + 1 in columns 2 row and 2 row + 1
+    words, count = lane_bytes(cfg.k) // WORD, 2 * cfg.lane_rows
+    turns = cute.make_rmem_tensor((4, count), Float32)  # of two turns in two columns, or of one
     turns.fill(0.0)
     for q in range(words):
         own = [codes.word((2 * tile + row8) * words + q) for row8 in range(2)]
         for pair in range(STEPS // 2):
             a = [tables[q].find(own[row8], i, i)[0] for i in (2 * pair, 2 * pair + 1) for row8 in range(2)]
             a = numbers.operand_a(a)
-            for x in range(2):
-                numbers.multiply(numbers.multiply_atom(), turns, x, a, operand[None, 2 * q + (pair + x) % 2])
+            for x in range(count):
+                at = count * q + (cfg.lane_rows * pair + x) % count
+                numbers.multiply(numbers.multiply_atom(), turns, x, a, operand[None, at])
     is_odd, is_late = (me.g & Uint32(1)) != 0, (me.g & Uint32(2)) != 0
     for row8 in range(2):
-        early, late = (cutlass.select_(is_odd, turns[2 * row8 + 1, x], turns[2 * row8, x]) for x in range(2))
-        acc[2 * row8, tile] = cutlass.select_(is_late, late, early)
+        if cfg.lane_rows == 1:
+            found = [[turns[2 * row8 + i % 2, i // 2] for i in range(4)]]
+        else:
+            found = [[turns[2 * row8 + e, i] for i in range(4)] for e in range(2)]
+        for e, of_turn in enumerate(found):
+            early, late = (cutlass.select_(is_odd, of_turn[i + 1], of_turn[i]) for i in (0, 2))
+            acc[2 * row8 + e, tile] = cutlass.select_(is_late, late, early)

@@ -37,4 +37,4 @@ def before_values(cfg: WarpConfig, state: softmax.State, maxima: tuple) -> None:
 def add_values(cfg: WarpConfig, piece: Piece, me: Lane, state: softmax.State, p: cute.Tensor,
                maxima: tuple[Float32, ...], arrival: Arrival) -> None:
     books.wait_for_values(arrival)
-    values.accumulate(cfg, piece, me, state, p, maxima[0])
+    values.accumulate(cfg, piece, me, state, p, maxima)

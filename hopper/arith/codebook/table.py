@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.formats import codebook_order as order
-from lowbit_attn.hopper.arith.codebook.config import FACTORS, ROWS, groups, lane_bytes, rotations
+from lowbit_attn.hopper.arith.codebook.config import FEW, groups, lane_bytes, rotations
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane, read
@@ -17,7 +17,6 @@ from lowbit_attn.hopper.warp.unpack import Lane, read
 ENTRY_WORDS = 2  # of four channels, and of four products
 TOGETHER = 4  # entries whose loads are under way
 UP = 3  # of query.prepare's factors
-MEANS = FACTORS  # behind the factors: see below
 
 
 def entry_view(cfg: WarpConfig, books: cute.Pointer) -> cute.Tensor:
@@ -33,9 +32,9 @@ def build(cfg: cutlass.Constexpr[WarpConfig], me: Lane, q: cute.Tensor, factors:
     group = Int32(me.lane)
     if cutlass.const_expr(groups(cfg.k) < WARP):  # rows hold the entries twice, the second time with halves exchanged
         group = (group ^ (group // groups(cfg.k) * (groups(cfg.k) // 2))) % groups(cfg.k)
-    rows = [read(q, (group, r)) for r in range(ROWS)]
+    rows = [read(q, (group, r)) for r in range(FEW)]
     mean = read(means, group)
-    ups = [factors[UP, r] for r in range(ROWS)]
+    ups = [factors[UP, r] for r in range(FEW)]
     scaled = [[x * up for x in row] for row, up in zip(rows, ups)]
     below = [numbers.tree([x * m for x, m in zip(row, mean)], numbers.add) for row in scaled]
     view = entry_view(cfg, books)
@@ -53,17 +52,19 @@ def build(cfg: cutlass.Constexpr[WarpConfig], me: Lane, q: cute.Tensor, factors:
 
 
 def operand(cfg: WarpConfig, me: Lane, q: cute.Tensor, factors: cute.Tensor) -> cute.Tensor:
-    """q' 2^11 as the B operands of entries of two channels, fp16 (4, 2 * word of a block + pair).
+    """q' 2^11 as the B operands of entries of two channels, fp16 (4, turns * word of a block + turn).
 
-    Column 2 row + v of pair p: register j has the group 16 word + 4 ((2 p + j + v) mod 4) + t.
+    Register j of turn x has the group 16 word + 4 ((x + j) mod 4) + t; where columns are (row, v), v = 0 or 1, turns
+    are two apart, and x is 2 turn + v.
     """
-    words = lane_bytes(cfg.k) // WORD
-    fragments, fragment_words = numbers.fragments(2 * words)
-    row, v, up = Int32(me.g // 2), Int32(me.g % 2), factors[UP, Int32(me.g // 2)]
-    turns = rotations(cfg.k)
+    words, turns = lane_bytes(cfg.k) // WORD, rotations(cfg.k)
+    row = Int32(cfg.arithmetic.operand_row(me.g, 0))
+    count, v = (turns // 2, Int32(me.g % 2)) if cfg.rows == FEW else (turns, Int32(0))
+    fragments, fragment_words = numbers.fragments(count * words)
+    up = factors[UP, row]
     for word in range(words):
-        for pair in range(2):
+        for turn in range(count):
             for j in range(2):
-                group = 4 * turns * word + 4 * ((2 * pair + j + v) % turns) + Int32(me.t)
-                fragment_words[j, 2 * word + pair] = numbers.pack(*(x * up for x in read(q, (group, row))))
+                group = 4 * turns * word + 4 * ((turns // count * turn + j + v) % turns) + Int32(me.t)
+                fragment_words[j, count * word + turn] = numbers.pack(*(x * up for x in read(q, (group, row))))
     return fragments

@@ -2,9 +2,10 @@
 
 Lane 4 g + t asks in step i for entries of tokens 2t, 2t + 1 of two eights, of group R g + (i + t) mod R. The k-slots of
 one multiply so belong to R groups of the row. Columns are (query row, group): with P masked to the slots t for which
-(i + t) mod R = u, a column adds up what belongs to group u. A lane's accumulators are all of its own query row:
+(i + t) mod R = u, a column adds up what belongs to group u. A lane's accumulators are all of its own query rows:
 
-    O[2 c8 + e, (pair of channels, x)]    channel c8 of the pair, of group R g + 2x + e
+    O[2 c8 + e, (pair of channels, x)]    channel c8 of the pair, of group R g + 2x + e and row t; with 8 query rows of
+                                          group R g + x and row 2t + e
 
 ``finish`` brings them to the order that the 16-bit tokens and the merge have, through the warp's ring.
 """
@@ -18,7 +19,7 @@ from lowbit_attn.device import ptx
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
 from lowbit_attn.hopper.arith.codebook import books
-from lowbit_attn.hopper.arith.codebook.config import ROWS, groups, lane_bytes, rotations
+from lowbit_attn.hopper.arith.codebook.config import groups, lane_bytes, rotations
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
@@ -41,9 +42,14 @@ def places(cfg: WarpConfig) -> list[tuple[int, int]]:
     return [(run, pair) for run in range(runs(cfg)) for pair in range(cfg.v.vec_size // 2)]
 
 
-def turn_pairs(cfg: WarpConfig) -> int:
-    """x: multiplies of an A operand, each with two groups beside the rows."""
-    return rotations(cfg.v) // 2
+def columns_a_row(cfg: WarpConfig) -> int:
+    """Groups beside a row in the columns of a multiply."""
+    return 2 // cfg.lane_rows
+
+
+def multiplies(cfg: WarpConfig) -> int:
+    """Multiplies of an A operand, so that every group has had its column."""
+    return rotations(cfg.v) // columns_a_row(cfg)
 
 
 def norm_words(cfg: WarpConfig, piece: Piece, me: Lane) -> list[Uint32]:
@@ -61,33 +67,36 @@ def norm_words(cfg: WarpConfig, piece: Piece, me: Lane) -> list[Uint32]:
 
 
 @cute.jit
-def rescale(cfg: cutlass.Constexpr[WarpConfig], state: State, top: Float32, scale: Float32 | None):
-    """Bring O and the sum to a new maximum and to E with a page's norms, if either moves in any lane of the warp."""
-    moved = Int32(top > state.row_max[0])
+def rescale(cfg: cutlass.Constexpr[WarpConfig], state: State, tops: tuple, scale: Float32 | None):
+    """Bring O and the sums to new maxima and to E with a page's norms, if either moves in any lane of the warp."""
+    moved = Int32(0)
+    for column in cutlass.range_constexpr(cfg.lane_rows):
+        moved = moved | Int32(tops[column] > state.row_max[column])
     if cutlass.const_expr(scale is not None):
         moved = moved | Int32(scale > numbers.pow2(-state.exponent[0]))
     if cute.arch.vote_any_sync(moved != 0):
         exponent = state.exponent[0]
         if cutlass.const_expr(scale is not None):
             exponent = cutlass.min(exponent, -numbers.ceil_log2(numbers.warp_max(scale), registers.MIN_SCALE_LOG2))
-        alpha = cute.math.exp2(state.row_max[0] - top, fastmath=True)
-        factor = alpha * numbers.pow2(cutlass.max(exponent - state.exponent[0], Int32(-126)))
-        state.row_max[0] = top
-        state.row_sum[0] = state.row_sum[0] * alpha
-        for i in cutlass.range_constexpr(len(places(cfg)) * turn_pairs(cfg)):
-            for x in cutlass.range_constexpr(4):
-                state.acc_o[x, i] = state.acc_o[x, i] * factor
+        down = numbers.pow2(cutlass.max(exponent - state.exponent[0], Int32(-126)))
+        for column in cutlass.range_constexpr(cfg.lane_rows):
+            alpha = cute.math.exp2(state.row_max[column] - tops[column], fastmath=True)
+            state.row_max[column] = tops[column]
+            state.row_sum[column] = state.row_sum[column] * alpha
+            for i in cutlass.range_constexpr(len(places(cfg)) * multiplies(cfg)):
+                for x in cutlass.range_constexpr(column, 4, cfg.lane_rows):
+                    state.acc_o[x, i] = state.acc_o[x, i] * (alpha * down)
         state.exponent[0] = exponent
 
 
-def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, top: Float32) -> None:
-    """p: fp32 accumulators of S^T, weights of the lane's row; top: their maximum."""
+def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, tops: tuple) -> None:
+    """p: fp32 accumulators of S^T, weights of the lane's rows; tops: their maxima."""
     norms, largest = None, None
     if cfg.v.has_meta:
         norms = norm_words(cfg, piece, me)
         word = numbers.tree(norms, ptx.max_u16x2)
         largest = numbers.max_half(word, "float16")
-    rescale(cfg, state, top, largest)
+    rescale(cfg, state, tops, largest)
     softmax.add_sums(cfg, state, p)
     up = numbers.pow2((state.exponent[0] if norms else Int32(0)) + registers.PROBABILITY_SHIFT)
     codes = books.Codes(cfg, piece, cfg.v, me.lane)
@@ -96,7 +105,8 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
         scales = [up] * 2
         if norms:
             scales = [norm * up for norm in numbers.widen(norms[tile], "float16")]
-        own = weights(me, [p[2 * row8, tile] * scale for row8, scale in enumerate(scales)])
+        own = weights(cfg, me, [[p[2 * row8 + e, tile] * scale for e in range(cfg.lane_rows)]
+                                for row8, scale in enumerate(scales)])
         masked = [masked_operand(own, mask) for mask in masks]
         add_tile(cfg, codes, entries, masked, state, tile)
 
@@ -110,15 +120,18 @@ def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> books.Lookups:
 
 
 def turn_masks(cfg: WarpConfig, me: Lane) -> list[Uint32]:
-    """[i] all ones in lanes with (i + t) mod R = v, where the lane's column is of group 2x + v."""
-    turns = rotations(cfg.v)
-    found = [(i + Int32(me.t) - Int32(me.g % 2) + turns) % turns for i in range(turns)]
+    """[i] all ones in lanes with (i + t) mod R = v, where the lane's column is of group v, or of v and more in later
+    multiplies."""
+    turns, v = rotations(cfg.v), Int32(me.g % 2) if cfg.lane_rows == 1 else Int32(0)
+    found = [(i + Int32(me.t) - v + turns) % turns for i in range(turns)]
     return [Uint32(ptx.opaque(Uint32(Int32(x == 0)) * Uint32(ALL_BITS))) for x in found]
 
 
-def weights(me: Lane, pair: list[Float32]) -> list[Uint32]:
-    """[eight] P of tokens 2t, 2t + 1 of an eight and row g // 2; pair: P of token g of both eights and row t."""
-    own = ptx.movmatrix(numbers.pack(*pair))  # even g: of the first eight, odd g: of the second
+def weights(cfg: WarpConfig, me: Lane, p: list[list[Float32]]) -> list[Uint32]:
+    """[eight] P of tokens 2t, 2t + 1 of an eight and the row of column g; p: [eight][column] P of token g of both."""
+    if cfg.lane_rows == 2:
+        return [ptx.movmatrix(numbers.pack(*pair)) for pair in p]
+    own = ptx.movmatrix(numbers.pack(p[0][0], p[1][0]))  # even g: of the first eight, odd g: of the second
     other = cute.arch.shuffle_sync_bfly(own, offset=4)
     is_odd = (me.g & Uint32(1)) != 0
     return [Uint32(cutlass.select_(is_odd, other, own)), Uint32(cutlass.select_(is_odd, own, other))]
@@ -134,7 +147,7 @@ def masked_operand(words: list[Uint32], mask: Uint32) -> cute.Tensor:
 def add_tile(cfg: WarpConfig, codes: books.Codes, entries: books.Lookups, masked: list, state: State,
              tile: int) -> None:
     """16 tokens."""
-    turns, count = rotations(cfg.v), turn_pairs(cfg)
+    turns, count = rotations(cfg.v), multiplies(cfg)
     for run in range(runs(cfg)):
         for i in range(turns):
             word = codes.word((tile * runs(cfg) + run) * turns + i)
@@ -145,24 +158,32 @@ def add_tile(cfg: WarpConfig, codes: books.Codes, entries: books.Lookups, masked
                                        for join in (ptx.low_halves, ptx.high_halves)])
                 for x in range(count):
                     at = places(cfg).index((run, pair)) * count + x
-                    numbers.multiply(numbers.multiply_atom(), state.acc_o, at, a, masked[(i - 2 * x) % turns])
+                    own_mask = masked[(i - columns_a_row(cfg) * x) % turns]
+                    numbers.multiply(numbers.multiply_atom(), state.acc_o, at, a, own_mask)
 
 
 @cute.jit
 def finish(cfg: cutlass.Constexpr[WarpConfig], state: State, me: Lane, ring: Ring):
     """After the last packed page: O in its own units and in the order of V^T P^T."""
-    side, count = cfg.v, turn_pairs(cfg)
+    side, count = cfg.v, multiplies(cfg)
     own = cute.make_tensor(cute.recast_ptr(ring.buffer, dtype=Float32) + me.warp * (cfg.warp_bytes // WORD),
-                           cute.make_layout((cfg.head_dim, ROWS), stride=(1, cfg.merge_pitch)))
+                           cute.make_layout((cfg.head_dim, cfg.rows), stride=(1, cfg.merge_pitch)))
+    rows = [Int32(cfg.arithmetic.column_row(me.t, column)) for column in range(cfg.lane_rows)]
     down = numbers.pow2(-registers.PROBABILITY_SHIFT - (state.exponent[0] if side.has_meta else Int32(0)))
     cute.arch.sync_warp()
     for i, (run, pair) in enumerate(places(cfg)):
         for x in cutlass.range_constexpr(count):
             for element in cutlass.range_constexpr(4):
-                group = groups(side) // runs(cfg) * run + rotations(side) * Int32(me.g) + 2 * x + element % 2
-                own[side.vec_size * group + 2 * pair + element // 2, Int32(me.t)] = (
+                group = groups(side) // runs(cfg) * run + rotations(side) * Int32(me.g) + columns_a_row(cfg) * x
+                column = 0
+                if cutlass.const_expr(cfg.lane_rows == 1):
+                    group = group + element % 2
+                else:
+                    column = element % 2
+                own[side.vec_size * group + 2 * pair + element // 2, rows[column]] = (
                     state.acc_o[element, i * count + x] * down)
     cute.arch.sync_warp()
     state.acc_o.fill(0.0)
-    for row, at in enumerate(softmax.places(state.acc_o, 0, 1)):
-        state.acc_o[at] = own[8 * row + Int32(me.g), Int32(me.t)]
+    for column in cutlass.range_constexpr(cfg.lane_rows):
+        for row, at in enumerate(softmax.places(state.acc_o, column, 1)):
+            state.acc_o[at] = own[8 * row + Int32(me.g), rows[column]]
