@@ -15,10 +15,16 @@ from lowbit_attn.testing import Case
 pytestmark = pytest.mark.gpu
 PATH, BF16 = "codebook", torch.bfloat16
 FORMATS = ("cq2", "cq4", "kcq4vcq2")
+PATHS = (*((name, PATH) for name in FORMATS), ("cq4", "codebook8"), ("kcq4vcq2", "codebook8"))
 HEAD_DIMS, ANY_FORMAT = (128, 64), dict.fromkeys(kernel.format for kernel in matrix.CODEBOOK)
 HARD = ("k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x", "v-1e-4-beside-sink",
         "v-page-1e3-after-1e-4", "zero-200x-range", "flat-attention", "zero-pages", "q-1e3", "q-1e-3")
 RAGGED = Case("cq2", num_heads=8, num_heads_kv=2, lengths=(700, 0, 128, 1300, 1, 2051), sinks=5)
+
+
+def heads_of(path: str) -> int:
+    """Query heads of two KV heads that fill the rows of a path's kernel."""
+    return 16 if path == "codebook8" else 8
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +35,10 @@ def on_hopper(monkeypatch):
 @pytest.mark.parametrize("splits", [None, 1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", FORMATS)
-def test_ragged_batch(name, head_dim, dtype, splits, record_property):
-    case = replace(RAGGED, format=name, head_dim=head_dim, dtype=dtype)
-    check_decode(case, PATH, f"codebook {name} d{head_dim}", record_property, splits)
+@pytest.mark.parametrize("name, path", PATHS)
+def test_ragged_batch(name, path, head_dim, dtype, splits, record_property):
+    case = replace(RAGGED, format=name, head_dim=head_dim, dtype=dtype, num_heads=heads_of(path))
+    check_decode(case, path, f"{path} {name} d{head_dim}", record_property, splits)
 
 
 @pytest.mark.parametrize("heads, q_len", [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (1, 2), (4, 4), (16, 1), (2, 8)])
@@ -45,10 +51,10 @@ def test_query_rows(name, heads, q_len, record_property):
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("data", HARD)
-@pytest.mark.parametrize("name", FORMATS)
-def test_hard_inputs(name, data, dtype, record_property):
-    case = Case(name, dtype, num_heads=8, num_heads_kv=2, lengths=(1100,), sinks=32, data=data)
-    check_decode(case, PATH, f"codebook {name} hard", record_property, 3)
+@pytest.mark.parametrize("name, path", PATHS)
+def test_hard_inputs(name, path, data, dtype, record_property):
+    case = Case(name, dtype, num_heads=heads_of(path), num_heads_kv=2, lengths=(1100,), sinks=32, data=data)
+    check_decode(case, path, f"{path} {name} hard", record_property, 3)
 
 
 @pytest.mark.parametrize("options", [
@@ -66,8 +72,9 @@ def test_features(name, options, record_property):
 def test_long_sequences(name, record_property):
     """Rings turn many times; pages are shared."""
     case = Case(name, num_heads=4, num_heads_kv=1, lengths=(20_000, 5_000), sinks=32, shared_pages=True)
-    for splits in (None, 1):
-        check_decode(case, PATH, f"codebook {name} long", record_property, splits)
+    for path in [path for of, path in PATHS if of == name]:
+        for splits in (None, 1):
+            check_decode(case, path, f"{path} {name} long", record_property, splits)
 
 
 def test_rows_of_the_cache_in_any_order():
@@ -79,11 +86,11 @@ def test_rows_of_the_cache_in_any_order():
         assert testing.relative_error(got, want[rows.long()]) < 1e-3
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_launches_repeat_themselves(name):
+@pytest.mark.parametrize("name, path", PATHS)
+def test_launches_repeat_themselves(name, path):
     """A ring slot is filled again only behind the last use of what it held."""
-    problem, _ = problem_and_expected(Case(name, num_heads=8, num_heads_kv=2, lengths=(5000, 3000), sinks=5), PATH)
-    assert differing_values(problem, PATH) == 0
+    case = Case(name, num_heads=heads_of(path), num_heads_kv=2, lengths=(5000, 3000), sinks=5)
+    assert differing_values(problem_and_expected(case, path)[0], path) == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)
