@@ -87,7 +87,6 @@ PATHS = {
                       windows=True, features=(), boosted=True),
     "codebook": CodebookSupport(arithmetic="codebook", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
                                 dtypes=FLOATS, storages=(), rows=(4,), wide_rows=(4,), codebooks=True),
-    # up to 8 query rows; K of 2 bits would need tables of products twice as large
-    "codebook8": CodebookSupport(arithmetic="codebook8", k_bits=(4,), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
+    "codebook8": CodebookSupport(arithmetic="codebook8", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
                                  dtypes=FLOATS, storages=(), rows=(8,), wide_rows=(8,), codebooks=True),
 }

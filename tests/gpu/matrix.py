@@ -138,8 +138,9 @@ CODEBOOK = tuple(MatrixKernel(*kernel) for kernel in (
     *((name, F16, 128, 4, features) for name in ("cq2", "cq4", "kcq4vcq2")
       for features in (("softcap",), ("window",), ("softcap", "window"))),
     ("kcq2vcq4", F16, 128, 4), ("cq2-nonorm", F16, 128, 4),
-    *((name, dtype, head_dim, 8) for name in ("cq4", "kcq4vcq2") for dtype in (F16, BF16) for head_dim in (128, 64)),
-    ("cq4", F16, 128, 8, ("softcap",)), ("cq4", F16, 128, 8, ("window",)), ("cq4", F16, 128, 8, ("softcap", "window")),
+    *((name, dtype, head_dim, 8) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
+      for head_dim in (128, 64)),
+    ("kcq2vcq4", F16, 128, 8), ("cq2-nonorm", F16, 128, 8), ("cq4", F16, 128, 8, ("softcap", "window")),
 ))
 
 # the integer path with four CTAs an SM, and with an even share of pages for each CTA

@@ -15,7 +15,7 @@ from lowbit_attn.testing import Case
 pytestmark = pytest.mark.gpu
 PATH, BF16 = "codebook", torch.bfloat16
 FORMATS = ("cq2", "cq4", "kcq4vcq2")
-PATHS = (*((name, PATH) for name in FORMATS), ("cq4", "codebook8"), ("kcq4vcq2", "codebook8"))
+PATHS = tuple((name, path) for path in (PATH, "codebook8") for name in FORMATS)
 HEAD_DIMS, ANY_FORMAT = (128, 64), dict.fromkeys(kernel.format for kernel in matrix.CODEBOOK)
 HARD = ("k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x", "v-1e-4-beside-sink",
         "v-page-1e3-after-1e-4", "zero-200x-range", "flat-attention", "zero-pages", "q-1e3", "q-1e-3")

@@ -40,7 +40,9 @@ def test_codebook_path(case, splits, options, scratch):
     (replace(ONE_HEAD, format="cq4", head_dim=128, num_heads=8), Attention()),
     (replace(ONE_HEAD, format="kcq4vcq2", num_heads=16, num_heads_kv=2, lengths=(300, 0, 700)), Attention()),
     (replace(ONE_HEAD, format="cq4", num_heads=7, q_len=3, lengths=(500,)), Attention(None, 20.0, 200)),
-], ids=("cq4-d128", "kcq4vcq2", "features"))
+    (replace(ONE_HEAD, head_dim=128, num_heads=8, dtype=torch.bfloat16), Attention()),
+    (replace(ONE_HEAD, format="cq2-nonorm", num_heads=8), Attention()),
+], ids=("cq4-d128", "kcq4vcq2", "features", "cq2-d128-bf16", "cq2-nonorm"))
 def test_codebook_path_of_8_rows(case, options, scratch):
     text, cfg = compiled(key_of(case, options, "codebook8", 8), scratch)
     problem = testing.build(case)

@@ -93,8 +93,9 @@ def test_residual_codebooks_are_refused_by_name(name):
 def test_presets_are_in_the_registry_and_ship_kernels_for_hopper():
     names = {"kcq4vcq2", "cq2", "cq4"}
     assert names <= set(FORMATS) and names <= {key.format for key in kernels.shipped_keys("hopper")}
-    for name, rows in product(names, (1, 4, 5, 64)):
-        assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, rows)[0] == ("codebook", 4)
+    for name, (rows, kernel) in product(names, ((1, ("codebook", 4)), (4, ("codebook", 4)), (5, ("codebook8", 8)),
+                                               (64, ("codebook8", 8)))):
+        assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, rows)[0] == kernel
         picked, reasons = kernels.pick("ampere", FORMATS[name], 128, torch.float16, rows)
         assert picked is None and reasons
 

@@ -10,13 +10,13 @@ FEW, MANY = 4, 8  # query rows: a lane has its t's, as on the integer path, or 2
 TABLE_BYTES = ENTRIES * BOOK_ROW_BYTES  # of a side's codebook, or of the products that take its place
 LARGE_PART = 6 << 10  # bytes
 FACTORS = 4  # of a query row, fp32: see query.Factor
-TABLE_VEC_SIZE = 4  # channels of a code of K whose products with q are looked up; smaller entries are themselves
+TABLE_VEC_SIZE = 4  # channels of a code of K whose products with few rows of q are looked up; else entries are
 BOOK_SIDES = ("k", "v")
 
 
 def uses_table(cfg: WarpConfig) -> bool:
     """Whether K's lookups give products of entries with q (VQ-LLM's K side as a table), not entries."""
-    return cfg.k.vec_size == TABLE_VEC_SIZE
+    return cfg.k.vec_size == TABLE_VEC_SIZE and cfg.rows == FEW
 
 
 def groups(side: SidePlan) -> int:
@@ -78,8 +78,8 @@ class Codebook(Arithmetic):
         return cfg.has_window and not uses_table(cfg)
 
     def page_cut(self, k: SidePlan, v: SidePlan) -> int:
-        """Where parts are large: with whole ones few warps' rings would fit beside the codebooks."""
-        return 2 if max(k.part_bytes, v.part_bytes) > LARGE_PART else 1
+        """2 where parts are large, and few warps' rings would fit beside the codebooks, or where S takes many registers."""
+        return 2 if self.rows == MANY or max(k.part_bytes, v.part_bytes) > LARGE_PART else 1
 
     def pace(self, cfg: WarpConfig) -> Rule:
         return PACE_INT8
@@ -90,7 +90,8 @@ class Codebook(Arithmetic):
         lookups = tiles * (2 * lane_bytes(k) + lane_bytes(v))
         pairs = tiles * lane_bytes(v) * v.vec_size // 2  # words that two tokens' entries become
         v_steps = tiles * lane_bytes(v) // 4 * v.vec_size // 2  # A operands
-        k_steps = tiles * lane_bytes(k) // 4 if uses_table(cfg) else tiles * lane_bytes(k) * cfg.lane_rows
+        k_steps = tiles * lane_bytes(k) // 4 if uses_table(cfg) else (
+            tiles * lane_bytes(k) * cfg.lane_rows * k.vec_size // 2)
         tokens = k.col_tiles + v.row_tiles
         counts = {
             "HMMA": k_steps + v_steps * (rotations(v) * cfg.lane_rows // 2) + tokens + k.col_tiles,

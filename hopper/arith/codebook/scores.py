@@ -101,17 +101,19 @@ def add_products(cfg: WarpConfig, codes: books.Codes, tables: list, selectors: c
 
 def add_entries(cfg: WarpConfig, codes: books.Codes, tables: list, me: Lane, operand: cute.Tensor,
                 acc: cute.Tensor, tile: int) -> None:
-    """16 tokens by entries of two channels."""
+    """16 tokens by entries: an A operand has two of two channels, or one of four, of each token."""
     words, count = lane_bytes(cfg.k) // WORD, 2 * cfg.lane_rows
     turns = cute.make_rmem_tensor((4, count), Float32)  # of two turns in two columns, or of one
     turns.fill(0.0)
     for q in range(words):
         own = [codes.word((2 * tile + row8) * words + q) for row8 in range(2)]
-        for pair in range(STEPS // 2):
-            a = [tables[q].find(own[row8], i, i)[0] for i in (2 * pair, 2 * pair + 1) for row8 in range(2)]
-            a = numbers.operand_a(a)
+        each = 2 // (cfg.k.vec_size // 2)  # entries
+        for first in range(0, STEPS, each):
+            found = [[tables[q].find(word, i, i) for word in own] for i in range(first, first + each)]
+            a = numbers.operand_a([of_token[word] for of_step in found for word in range(2 // each)
+                                   for of_token in of_step])
             for x in range(count):
-                at = count * q + (cfg.lane_rows * pair + x) % count
+                at = count * q + (first * count // STEPS + x) % count
                 numbers.multiply(numbers.multiply_atom(), turns, x, a, operand[None, at])
     is_odd, is_late = (me.g & Uint32(1)) != 0, (me.g & Uint32(2)) != 0
     for row8 in range(2):

@@ -1,4 +1,4 @@
-"""K's side of a kernel before its pages: the table of products q' . entry, or q' as an operand for entries themselves.
+"""K's side of a kernel before its pages: a table of products q' . entry, or q' as an operand for entries themselves.
 
 Table, of entries of 4 channels: T[e][y] = (q' - rows 0 .. 3) . (entry e of group y - the group's mean entry), fp16. It
 takes the place of the entries, 8 bytes for 8, each read and written by one lane.
@@ -52,19 +52,20 @@ def build(cfg: cutlass.Constexpr[WarpConfig], me: Lane, q: cute.Tensor, factors:
 
 
 def operand(cfg: WarpConfig, me: Lane, q: cute.Tensor, factors: cute.Tensor) -> cute.Tensor:
-    """q' 2^11 as the B operands of entries of two channels, fp16 (4, turns * word of a block + turn).
+    """q' 2^11 as the B operands of entries, fp16 (4, turns * word of a block + turn).
 
-    Register j of turn x has the group 16 word + 4 ((x + j) mod 4) + t; where columns are (row, v), v = 0 or 1, turns
-    are two apart, and x is 2 turn + v.
+    Register j of turn x has the group 16 word + 4 ((x + j) mod 4) + t, of two channels; or channels 2j, 2j + 1 of group
+    16 word + 4 x + t, of four. Where columns are (row, v), v = 0 or 1, turns are two apart, and x is 2 turn + v.
     """
     words, turns = lane_bytes(cfg.k) // WORD, rotations(cfg.k)
     row = Int32(cfg.arithmetic.operand_row(me.g, 0))
     count, v = (turns // 2, Int32(me.g % 2)) if cfg.rows == FEW else (turns, Int32(0))
     fragments, fragment_words = numbers.fragments(count * words)
-    up = factors[UP, row]
+    up, is_wide = factors[UP, row], cfg.k.vec_size == 2 * ENTRY_WORDS
     for word in range(words):
         for turn in range(count):
             for j in range(2):
-                group = 4 * turns * word + 4 * ((turns // count * turn + j + v) % turns) + Int32(me.t)
-                fragment_words[j, count * word + turn] = numbers.pack(*(x * up for x in read(q, (group, row))))
+                group = 4 * turns * word + 4 * ((turns // count * turn + j * (not is_wide) + v) % turns) + Int32(me.t)
+                pair = read(q, (group, row))[2 * j * is_wide :][:2]
+                fragment_words[j, count * word + turn] = numbers.pack(*(x * up for x in pair))
     return fragments
