@@ -59,3 +59,14 @@ def test_rings_turn(name, head_dim, scratch):
     found = decode(program, cfg, problem, Attention(), 2)
     testing.assert_decode(*found, testing.expected(problem))
     assert all(map(torch.equal, found, decode(program, cfg, problem, Attention(), 2, reverse=True)))
+
+
+@pytest.mark.parametrize("case, options", [
+    (replace(ONE_HEAD, head_dim=128, num_heads=2), Attention()),
+    (replace(ONE_HEAD, num_heads=2, num_heads_kv=2, lengths=(300, 0, 700)), Attention()),
+    (replace(ONE_HEAD, format="kcq2vcq4", num_heads=1, q_len=2, lengths=(500,)), Attention(None, 20.0, 200)),
+], ids=("cq2-d128", "cq2", "kcq2vcq4"))
+def test_codebook_path_of_2_rows(case, options, scratch):
+    text, cfg = compiled(key_of(case, options, "codebook2", 2), scratch)
+    problem = testing.build(case)
+    testing.assert_decode(*decode(ptx.Program(text), cfg, problem, options, 1), testing.expected(problem, options))

@@ -43,15 +43,21 @@ class Lookups(NamedTuple):
         return ptx.lookup(self.address(word, byte, i), self.more + more, self.words)
 
 
-def lookups(side: SidePlan, base: Int32, group_of, has_second: bool, is_second) -> Lookups:
-    """group_of(i): the lane's group in step i; has_second: lanes with ``is_second`` use the second copy of a row."""
-    steps, size = range(4), 2 * side.vec_size
-    own = [Int32(group_of(i)) * size for i in steps]
-    if has_second:
-        half = groups(side) // 2 * size
-        own = [x ^ is_second * (order.BOOK_ROW_BYTES // 2 + half) for x in own]
+def lookups(base: Int32, words: int, group_of, second: Int32 | None = None) -> Lookups:
+    """words: of an entry; group_of(i): the lane's group in step i; second: bits in which offsets of the second copy of a
+    row differ, in lanes that use it, 0 in the others."""
+    steps = range(4)
+    own = [Int32(group_of(i)) * (WORD * words) for i in steps]
+    if second is not None:
+        own = [x ^ second for x in own]
     pairs = [Uint32(ptx.opaque(own[i] | own[i + 1] << 8)) for i in steps[::PAIR]]
-    return Lookups(base, pairs, side.vec_size // 2)
+    return Lookups(base, pairs, words)
+
+
+def second_copy(side: SidePlan) -> int:
+    """Bits in which offsets in the second copy of entries differ; 0: a row has one."""
+    size = groups(side) * 2 * side.vec_size
+    return (size + size // 2) * (size < order.BOOK_ROW_BYTES)
 
 
 def start(cfg: WarpConfig, books: Books, rows: Rows, place: BookPlace) -> None:

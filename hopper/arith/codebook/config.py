@@ -1,4 +1,4 @@
-"""Lookups in codebooks that lie in shared memory, up to 4 or 8 query rows; what follows from it for a kernel."""
+"""Lookups in codebooks that lie in shared memory, up to 2, 4 or 8 query rows; what follows from it for a kernel."""
 
 from lowbit_attn import layout
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES, RUN
@@ -6,7 +6,8 @@ from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, PACE_INT8, R
 from lowbit_attn.hopper.warp.config import DIVISIONS, WORD, SidePlan, WarpConfig
 from lowbit_attn.hopper.warp.contract import Arithmetic
 
-FEW, MANY = 4, 8  # query rows: a lane has its t's, as on the integer path, or 2t's and the next
+TWO, FEW, MANY = 2, 4, 8  # query rows: of a lane t // 2, or t, as on the integer path, or 2t and the next
+COLUMNS = 8  # of a multiply
 TABLE_BYTES = ENTRIES * BOOK_ROW_BYTES  # of a side's codebook, or of the products that take its place
 LARGE_PART = 6 << 10  # bytes
 FACTORS = 4  # of a query row, fp32: see query.Factor
@@ -16,7 +17,7 @@ BOOK_SIDES = ("k", "v")
 
 def uses_table(cfg: WarpConfig) -> bool:
     """Whether K's lookups give products of entries with q (VQ-LLM's K side as a table), not entries."""
-    return cfg.k.vec_size == TABLE_VEC_SIZE and cfg.rows == FEW
+    return cfg.k.vec_size == TABLE_VEC_SIZE and cfg.rows <= FEW
 
 
 def groups(side: SidePlan) -> int:
@@ -44,7 +45,7 @@ class Codebook(Arithmetic):
 
     def __init__(self, name: str, rows: int):
         self.name, self.rows = name, rows
-        self.most_warps = BOOK_WARPS if rows == FEW else MAX_WARPS  # else ptxas has too few registers for each
+        self.most_warps = MAX_WARPS if rows == MANY else BOOK_WARPS  # of many, else ptxas has too few registers for each
 
     @property
     def steps(self):
@@ -59,13 +60,13 @@ class Codebook(Arithmetic):
         return 1
 
     def lane_rows(self, rows: int) -> int:
-        return self.rows // FEW
+        return max(1, self.rows // FEW)
 
     def column_row(self, t, column: int):
-        return t if self.rows == FEW else 2 * t + column
+        return 2 * t + column if self.rows == MANY else t // (FEW // self.rows)
 
     def operand_row(self, g, block: int):
-        return g // 2 if self.rows == FEW else g
+        return g // (COLUMNS // self.rows)
 
     def has_shared_query(self, cfg: WarpConfig) -> bool:
         return True
@@ -90,11 +91,11 @@ class Codebook(Arithmetic):
         lookups = tiles * (2 * lane_bytes(k) + lane_bytes(v))
         pairs = tiles * lane_bytes(v) * v.vec_size // 2  # words that two tokens' entries become
         v_steps = tiles * lane_bytes(v) // 4 * v.vec_size // 2  # A operands
-        k_steps = tiles * lane_bytes(k) // 4 if uses_table(cfg) else (
+        k_steps = tiles * max(1, lane_bytes(k) * cfg.rows // (4 * FEW)) if uses_table(cfg) else (
             tiles * lane_bytes(k) * cfg.lane_rows * k.vec_size // 2)
         tokens = k.col_tiles + v.row_tiles
         counts = {
-            "HMMA": k_steps + v_steps * (rotations(v) * cfg.lane_rows // 2) + tokens + k.col_tiles,
+            "HMMA": k_steps + v_steps * max(1, rotations(v) * cfg.rows // COLUMNS) + tokens + k.col_tiles,
             "PRMT": lookups + pairs + RUN,
             "LDSM": tokens,
             "MOVM": cfg.lane_rows * tiles + 2,
@@ -107,4 +108,4 @@ class Codebook(Arithmetic):
         return counts
 
 
-CODEBOOK, CODEBOOK8 = Codebook("codebook", FEW), Codebook("codebook8", MANY)
+CODEBOOK2, CODEBOOK, CODEBOOK8 = Codebook("codebook2", TWO), Codebook("codebook", FEW), Codebook("codebook8", MANY)

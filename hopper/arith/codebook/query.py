@@ -159,9 +159,10 @@ def own_rows(cfg: WarpConfig, me: Lane) -> list[Int32]:
 
 def mean_product(cfg: WarpConfig, found: BookQuery, mean: list, me: Lane) -> list[Float32]:
     """[column] q'. mean of the lane's rows; mean: of the lane's channels."""
-    view, count = row_view(cfg, found.shared), cfg.lane_rows
+    view, count, row_of = row_view(cfg, found.shared), cfg.lane_rows, cfg.arithmetic.column_row
     rows = [read(view, (Int32(me.lane), r)) for r in range(cfg.rows)]
     sums = [numbers.tree([x * y for x, y in zip(row, mean)], numbers.add) for row in rows]
+    sums = [sums[row_of(t, column)] for t in range(4) for column in range(count)]
     for bit in (1, 2):  # each lane keeps the rows whose t has its own lane's bit
         is_set, pairs = (me.t & Uint32(bit)) != 0, range(0, len(sums), 2 * count)
         low, high = ([sums[i + more + j] for i in pairs for j in range(count)] for more in (0, count))

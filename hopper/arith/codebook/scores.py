@@ -14,9 +14,8 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout
 from lowbit_attn.device import ptx
-from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
-from lowbit_attn.hopper.arith.codebook import books, query
-from lowbit_attn.hopper.arith.codebook.config import groups, lane_bytes, rotations, uses_table
+from lowbit_attn.hopper.arith.codebook import books, query, table
+from lowbit_attn.hopper.arith.codebook.config import TWO, lane_bytes, rotations, uses_table
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.softmax import Scores
@@ -34,7 +33,7 @@ def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> 
     codes = books.Codes(cfg, piece, side, me.lane)
     entries = lookups(cfg, piece, me)
     if uses_table(cfg):
-        selectors = row_selectors(me)
+        selectors = row_selectors(cfg, me)
         for tile in range(side.row_tiles):
             add_products(cfg, codes, entries, selectors, acc, tile)
     else:
@@ -50,18 +49,21 @@ def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> list[books.Lookups]:
     """[word of an eight] K's lookups: a word's byte i is of its group 4 ((i + g) mod R) + t."""
     side, base = cfg.k, books.base_of(cfg, piece.buffer, 0)
-    turns, words = rotations(side), lane_bytes(side) // WORD
-    size = 2 * side.vec_size
-    has_second = not uses_table(cfg) and groups(side) * size < BOOK_ROW_BYTES
+    turns, count, second = rotations(side), lane_bytes(side) // WORD, 0
+    words = side.vec_size // 2
+    if not uses_table(cfg):
+        second = books.second_copy(side) * (words == 1)
+    elif cfg.rows == TWO:
+        words, second = 1, table.SECOND_COPY
 
-    def of_word(q: int, more: int = 0) -> books.Lookups:
-        return books.lookups(side, base, lambda i: 4 * turns * q + 4 * ((i + Int32(me.g)) % turns) + Int32(me.t),
-                             has_second, Int32(me.g // 4))._replace(more=more)
+    def of_word(q: int) -> books.Lookups:
+        copy = Int32(me.g // 4) * second if second else None
+        return books.lookups(base, words, lambda i: 4 * turns * q + 4 * ((i + Int32(me.g)) % turns) + Int32(me.t), copy)
 
-    if has_second:
-        return [of_word(q) for q in range(words)]
+    if second:
+        return [of_word(q) for q in range(count)]
     first = of_word(0)
-    return [first._replace(more=4 * turns * size * q) for q in range(words)]
+    return [first._replace(more=4 * turns * WORD * words * q) for q in range(count)]
 
 
 def page_mean(cfg: WarpConfig, piece: Piece, me: Lane) -> list[Float32]:
@@ -76,27 +78,36 @@ def page_mean(cfg: WarpConfig, piece: Piece, me: Lane) -> list[Float32]:
     return [half for i in range(count // 2) for half in numbers.widen(words[i], "float16")]
 
 
-def row_selectors(me: Lane) -> cute.Tensor:
-    """B operand of ones: k-slots of register j, half e hold row 2 j + e, which goes to column 2 (2 j + e)."""
+def row_selectors(cfg: WarpConfig, me: Lane) -> cute.Tensor:
+    """B operand of ones: a column takes the k-slots of its row. Register j, half e: row 2 j + e, of two rows e."""
     ones, words = numbers.fragments(1)
+    row = Int32(cfg.arithmetic.operand_row(me.g, 0))
     for j in range(2):
-        is_low, is_high = (me.g == 4 * j), (me.g == 4 * j + 2)
-        words[j, 0] = Uint32(is_low) * Uint32(ONE) + Uint32(is_high) * Uint32(HIGH_ONE)
+        first = 2 * j % cfg.rows
+        words[j, 0] = Uint32(Int32(row == first)) * Uint32(ONE) + Uint32(Int32(row == first + 1)) * Uint32(HIGH_ONE)
     return ones[None, 0]
 
 
 def add_products(cfg: WarpConfig, codes: books.Codes, tables: list, selectors: cute.Tensor, acc: cute.Tensor,
                  tile: int) -> None:
-    """16 tokens by table: rows g and g + 8 of A."""
+    """16 tokens by table: rows g and g + 8 of A, whose registers have rows 0 and 1, rows 2 and 3; of two rows, a word's
+    sums and the next one's."""
     words = lane_bytes(cfg.k) // WORD
-    for q in range(words):
-        a = [None] * 4
-        for row8 in range(2):
-            word = codes.word((2 * tile + row8) * words + q)
-            found = [tables[q].find(word, i, i) for i in range(STEPS)]
-            for pair in range(2):  # rows 0, 1, then rows 2, 3
-                a[row8 + 2 * pair] = numbers.tree([x[pair] for x in found], ptx.add_f16x2)
+    sums = [[sums_of_word(tables[q], codes.word((2 * tile + row8) * words + q)) for row8 in range(2)]
+            for q in range(words)]
+    if cfg.rows == TWO:
+        zero = [[Uint32(0)]] * 2
+        operands = [[x[0] for q in (*sums, zero)[:2] for x in q]]
+    else:
+        operands = [[x[pair] for pair in range(2) for x in q] for q in sums]
+    for a in operands:
         numbers.multiply(numbers.multiply_atom(), acc, tile, numbers.operand_a(a), selectors)
+
+
+def sums_of_word(table: books.Lookups, word: Uint32) -> list[Uint32]:
+    """[pair of rows] fp16 sums of the products that a word's codes name."""
+    found = [table.find(word, i, i) for i in range(STEPS)]
+    return [numbers.tree([x[pair] for x in found], ptx.add_f16x2) for pair in range(table.words)]
 
 
 def add_entries(cfg: WarpConfig, codes: books.Codes, tables: list, me: Lane, operand: cute.Tensor,

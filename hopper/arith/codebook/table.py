@@ -1,7 +1,8 @@
 """K's side of a kernel before its pages: a table of products q' . entry, or q' as an operand for entries themselves.
 
-Table, of entries of 4 channels: T[e][y] = (q' - rows 0 .. 3) . (entry e of group y - the group's mean entry), fp16. It
-takes the place of the entries, 8 bytes for 8, each read and written by one lane.
+Table, of entries of 4 channels: T[e][y] = q' of each row . (entry e of group y - the group's mean entry), fp16. It takes
+the place of the entries. Of 4 rows 8 bytes take 8, which one lane reads and writes. Of 2 rows an entry is one word, and
+there are two copies of it, ``SECOND_COPY`` apart, for lanes that would ask one bank for different entries.
 """
 
 import cutlass
@@ -9,12 +10,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.formats import codebook_order as order
-from lowbit_attn.hopper.arith.codebook.config import FEW, groups, lane_bytes, rotations
+from lowbit_attn.hopper.arith.codebook.config import FEW, TWO, groups, lane_bytes, rotations
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane, read
 
 ENTRY_WORDS = 2  # of four channels, and of four products
+SECOND_COPY = 192  # the offset of a word's copy differs in these bits
 TOGETHER = 4  # entries whose loads are under way
 UP = 3  # of query.prepare's factors
 
@@ -32,23 +34,30 @@ def build(cfg: cutlass.Constexpr[WarpConfig], me: Lane, q: cute.Tensor, factors:
     group = Int32(me.lane)
     if cutlass.const_expr(groups(cfg.k) < WARP):  # rows hold the entries twice, the second time with halves exchanged
         group = (group ^ (group // groups(cfg.k) * (groups(cfg.k) // 2))) % groups(cfg.k)
-    rows = [read(q, (group, r)) for r in range(FEW)]
+    rows = [read(q, (group, r)) for r in range(cfg.rows)]
     mean = read(means, group)
-    ups = [factors[UP, r] for r in range(FEW)]
+    ups = [factors[UP, r] for r in range(cfg.rows)]
     scaled = [[x * up for x in row] for row, up in zip(rows, ups)]
     below = [numbers.tree([x * m for x, m in zip(row, mean)], numbers.add) for row in scaled]
     view = entry_view(cfg, books)
     for first in cutlass.range(me.warp, order.ENTRIES, TOGETHER * cfg.warps, unroll=1):
         at = [cutlass.min(first + i * cfg.warps, Int32(order.ENTRIES - 1)) for i in range(TOGETHER)]
         found = [read(view[None, Int32(me.lane), None], e) for e in at]
+        if cutlass.const_expr(cfg.rows == TWO):
+            cute.arch.sync_warp()  # a row's entries have all been read
         for i in cutlass.range_constexpr(TOGETHER):
             entry = [*numbers.widen(found[i][0], "float16"), *numbers.widen(found[i][1], "float16")]
             products = [numbers.tree([x * y for x, y in zip(row, entry)], numbers.add) - low
                         for row, low in zip(scaled, below)]
-            words = cute.make_rmem_tensor(ENTRY_WORDS, Uint32)
-            words[0], words[1] = numbers.pack(*products[:2]), numbers.pack(*products[2:])
             if first + i * cfg.warps < order.ENTRIES:
-                cute.autovec_copy(words, view[None, Int32(me.lane), at[i]])
+                if cutlass.const_expr(cfg.rows == TWO):
+                    row = cute.make_tensor(books + at[i] * (order.BOOK_ROW_BYTES // WORD),
+                                           cute.make_layout(order.BOOK_ROW_BYTES // WORD))
+                    row[group] = row[group ^ (SECOND_COPY // WORD)] = numbers.pack(*products)
+                else:
+                    words = cute.make_rmem_tensor(ENTRY_WORDS, Uint32)
+                    words[0], words[1] = numbers.pack(*products[:2]), numbers.pack(*products[2:])
+                    cute.autovec_copy(words, view[None, Int32(me.lane), at[i]])
 
 
 def operand(cfg: WarpConfig, me: Lane, q: cute.Tensor, factors: cute.Tensor) -> cute.Tensor:

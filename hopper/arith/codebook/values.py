@@ -5,7 +5,7 @@ one multiply so belong to R groups of the row. Columns are (query row, group): w
 (i + t) mod R = u, a column adds up what belongs to group u. A lane's accumulators are all of its own query rows:
 
     O[2 c8 + e, (pair of channels, x)]    channel c8 of the pair, of group R g + 2x + e and row t; with 8 query rows of
-                                          group R g + x and row 2t + e
+                                          group R g + x and row 2t + e, with 2 of R g + 2 (t mod 2) + e and row t // 2
 
 ``finish`` brings them to the order that the 16-bit tokens and the merge have, through the warp's ring.
 """
@@ -19,7 +19,7 @@ from lowbit_attn.device import ptx
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
 from lowbit_attn.hopper.arith.codebook import books
-from lowbit_attn.hopper.arith.codebook.config import groups, lane_bytes, rotations
+from lowbit_attn.hopper.arith.codebook.config import COLUMNS, groups, lane_bytes, rotations
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
@@ -43,13 +43,13 @@ def places(cfg: WarpConfig) -> list[tuple[int, int]]:
 
 
 def columns_a_row(cfg: WarpConfig) -> int:
-    """Groups beside a row in the columns of a multiply."""
-    return 2 // cfg.lane_rows
+    """Groups beside a row in the columns of a multiply; where there are more than R, some are there twice."""
+    return COLUMNS // cfg.rows
 
 
 def multiplies(cfg: WarpConfig) -> int:
     """Multiplies of an A operand, so that every group has had its column."""
-    return rotations(cfg.v) // columns_a_row(cfg)
+    return max(1, rotations(cfg.v) // columns_a_row(cfg))
 
 
 def norm_words(cfg: WarpConfig, piece: Piece, me: Lane) -> list[Uint32]:
@@ -113,17 +113,18 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> books.Lookups:
     """V's lookups: in step i a lane asks for group R g + (i + t) mod R of each run."""
-    side, turns = cfg.v, rotations(cfg.v)
-    has_second = groups(side) * 2 * side.vec_size < BOOK_ROW_BYTES and turns < 4
-    return books.lookups(side, books.base_of(cfg, piece.buffer, 1),
-                         lambda i: turns * Int32(me.g) + (i + Int32(me.t)) % turns, has_second, Int32(me.t // 2))
+    side, turns, second = cfg.v, rotations(cfg.v), None
+    if turns < 4:
+        second = Int32(me.t // 2) * books.second_copy(side)
+    return books.lookups(books.base_of(cfg, piece.buffer, 1), side.vec_size // 2,
+                         lambda i: turns * Int32(me.g) + (i + Int32(me.t)) % turns, second)
 
 
 def turn_masks(cfg: WarpConfig, me: Lane) -> list[Uint32]:
     """[i] all ones in lanes with (i + t) mod R = v, where the lane's column is of group v, or of v and more in later
     multiplies."""
-    turns, v = rotations(cfg.v), Int32(me.g % 2) if cfg.lane_rows == 1 else Int32(0)
-    found = [(i + Int32(me.t) - v + turns) % turns for i in range(turns)]
+    turns, v = rotations(cfg.v), Int32(me.g) % columns_a_row(cfg)
+    found = [(i + Int32(me.t) - v + 4) % turns for i in range(turns)]
     return [Uint32(ptx.opaque(Uint32(Int32(x == 0)) * Uint32(ALL_BITS))) for x in found]
 
 
@@ -174,12 +175,11 @@ def finish(cfg: cutlass.Constexpr[WarpConfig], state: State, me: Lane, ring: Rin
     for i, (run, pair) in enumerate(places(cfg)):
         for x in cutlass.range_constexpr(count):
             for element in cutlass.range_constexpr(4):
-                group = groups(side) // runs(cfg) * run + rotations(side) * Int32(me.g) + columns_a_row(cfg) * x
-                column = 0
-                if cutlass.const_expr(cfg.lane_rows == 1):
-                    group = group + element % 2
-                else:
-                    column = element % 2
+                # of the columns beside a row that are the lane's
+                column, turn = (0, element % 2) if cfg.lane_rows == 1 else (element % 2, 0)
+                if cutlass.const_expr(columns_a_row(cfg) == 4):
+                    turn = (2 * Int32(me.t % 2) + turn) % rotations(side)
+                group = groups(side) // runs(cfg) * run + rotations(side) * Int32(me.g) + columns_a_row(cfg) * x + turn
                 own[side.vec_size * group + 2 * pair + element // 2, rows[column]] = (
                     state.acc_o[element, i * count + x] * down)
     cute.arch.sync_warp()

@@ -133,7 +133,7 @@ def no_codebooks(arch: str, fmt: Format, head_dim: int, is_pre_rope: bool = Fals
     reasons = [support.missing(fmt, head_dim, torch.float16) for support in served]
     elsewhere = "path='reference', any device"
     if all(reasons):  # or there is none
-        why = "; ".join(reasons[0]) if reasons else "codebooks"
+        why = "; ".join(reasons[-1]) if reasons else "codebooks"
         return [f"format {fmt}: no kernel on {arch} reads its codebooks yet ({why}), supported: "
                 f"{'; '.join([*map(str, served), elsewhere])}"]
     if is_pre_rope:

@@ -13,7 +13,7 @@ SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Amper
 SHIPPED_FORMATS = tuple(FORMATS)  # presets
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_DTYPES = ("float16", "bfloat16")
-SHIPPED_ROWS = (4, 8, 16)
+SHIPPED_ROWS = (2, 4, 8, 16)
 READ_VARIANTS = ("256x8", "512x4", "512x8", "1024x2")
 
 
