@@ -21,7 +21,15 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common.abi import BookDecodeKernel, DecodeKernel, Options, Results, View, guess_counts, right_counts
+from lowbit_attn.hopper.common.abi import (
+    BookDecodeKernel,
+    DecodeKernel,
+    Options,
+    Results,
+    View,
+    guess_counts,
+    right_counts,
+)
 from lowbit_attn.hopper.common.rows import Rows, grid_of
 from lowbit_attn.hopper.common.tuning import FEW_PAGES
 from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk

@@ -396,8 +396,8 @@ def plan_side(side: SideSpec) -> SidePlan:
     """How the kernels read one side of a record."""
     is_book = side.kind is Kind.CODEBOOK
     return SidePlan(side.bits, side.transposed, side.rows, side.cols, side.is_per_token,
-                    layout.PAGE_TOKENS if is_book else side.group_size, side.storage, side.start, side.nbytes, side.meta,
-                    vec_size=side.group_size if is_book else 0)
+                    layout.PAGE_TOKENS if is_book else side.group_size, side.storage, side.start, side.nbytes,
+                    side.meta, vec_size=side.group_size if is_book else 0)
 
 
 def cut_side(side: SidePlan, cut: int) -> SidePlan:

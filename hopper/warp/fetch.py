@@ -34,7 +34,7 @@ class Pages(NamedTuple):
     head_units: Int64  # head_idx * head_stride
     apart: Int32 | int  # entries from a page of the warp to its next
     policy: Int32 | None  # of L2 for what is copied
-    number: Int32 | int = 0  # where pages come in pieces: of the warp's first piece in the sequence, whose page 0 first is
+    number: Int32 | int = 0  # of the warp's first piece in the sequence, where pages come in pieces; first: page 0's
 
 
 class BookPlace(NamedTuple):

@@ -109,8 +109,8 @@ def cache_tokens(seqlen: int) -> int:
 
 
 def make_cache(case: BenchCase) -> KVCache:
-    """Random K and V through the cache's own quantize kernels; the last 64 tokens stay in the residual. Codebooks, if it
-    needs some, are of normal entries."""
+    """Random K and V through the cache's own quantize kernels; the last 64 tokens stay in the residual. Codebooks, if
+    it needs some, are of normal entries."""
     lengths, dtype = [cache_tokens(n) for n in case.lengths], getattr(torch, case.dtype)
     pages, books = sum(n // layout.PAGE_TOKENS for n in lengths), None
     if FORMATS[case.format].needs_codebooks:

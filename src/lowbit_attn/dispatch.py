@@ -11,7 +11,7 @@ import torch
 
 from lowbit_attn import _private, kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
-from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
 from lowbit_attn.levels import LevelCache
@@ -91,7 +91,8 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     if path is not None and path not in paths:
         return None, [f"path: {path!r} is not known on {arch}, supported: {', '.join(paths)}, reference"]
     reasons = list(cache.unnamed)
-    reasons += kernels.no_codebooks(arch, cache.format, cache.head_dim, bool(cache.attached and cache.attached.is_pre_rope))
+    is_pre_rope = cache.attached is not None and cache.attached.is_pre_rope
+    reasons += kernels.no_codebooks(arch, cache.format, cache.head_dim, is_pre_rope)
     if not 1 <= q_len <= MAX_Q_LEN:
         reasons.append(f"q_len {q_len}, supported: 1 to {MAX_Q_LEN}")
     if reasons:

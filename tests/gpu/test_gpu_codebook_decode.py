@@ -15,7 +15,7 @@ from lowbit_attn.testing import Case
 pytestmark = pytest.mark.gpu
 PATH, BF16 = "codebook", torch.bfloat16
 FORMATS = ("cq2", "cq4", "kcq4vcq2")
-PATHS = tuple((name, path) for path in (PATH, "codebook8") for name in FORMATS)
+PATHS = (*((name, path) for path in (PATH, "codebook8") for name in FORMATS), ("cq2", "codebook2"))
 HEAD_DIMS, ANY_FORMAT = (128, 64), dict.fromkeys(kernel.format for kernel in matrix.CODEBOOK)
 HARD = ("k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x", "v-1e-4-beside-sink",
         "v-page-1e3-after-1e-4", "zero-200x-range", "flat-attention", "zero-pages", "q-1e3", "q-1e-3")
@@ -24,7 +24,7 @@ RAGGED = Case("cq2", num_heads=8, num_heads_kv=2, lengths=(700, 0, 128, 1300, 1,
 
 def heads_of(path: str) -> int:
     """Query heads of two KV heads that fill the rows of a path's kernel."""
-    return 16 if path == "codebook8" else 8
+    return {"codebook2": 4, PATH: 8, "codebook8": 16}[path]
 
 
 @pytest.fixture(autouse=True)

@@ -93,9 +93,11 @@ def test_residual_codebooks_are_refused_by_name(name):
 def test_presets_are_in_the_registry_and_ship_kernels_for_hopper():
     names = {"kcq4vcq2", "cq2", "cq4"}
     assert names <= set(FORMATS) and names <= {key.format for key in kernels.shipped_keys("hopper")}
-    for name, (rows, kernel) in product(names, ((1, ("codebook", 4)), (4, ("codebook", 4)), (5, ("codebook8", 8)),
+    for name, (rows, kernel) in product(names, ((3, ("codebook", 4)), (4, ("codebook", 4)), (5, ("codebook8", 8)),
                                                (64, ("codebook8", 8)))):
         assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, rows)[0] == kernel
+    for name, kernel in (("cq2", ("codebook2", 2)), ("cq4", ("codebook", 4)), ("kcq4vcq2", ("codebook", 4))):
+        assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, 2)[0] == kernel
         picked, reasons = kernels.pick("ampere", FORMATS[name], 128, torch.float16, rows)
         assert picked is None and reasons
 

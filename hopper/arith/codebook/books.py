@@ -44,8 +44,8 @@ class Lookups(NamedTuple):
 
 
 def lookups(base: Int32, words: int, group_of, second: Int32 | None = None) -> Lookups:
-    """words: of an entry; group_of(i): the lane's group in step i; second: bits in which offsets of the second copy of a
-    row differ, in lanes that use it, 0 in the others."""
+    """words: of an entry; group_of(i): the lane's group in step i; second: bits in which offsets of the second copy of
+    a row differ, in lanes that use it, 0 in the others."""
     steps = range(4)
     own = [Int32(group_of(i)) * (WORD * words) for i in steps]
     if second is not None:

@@ -1,6 +1,5 @@
 """Lookups in codebooks that lie in shared memory, up to 2, 4 or 8 query rows; what follows from it for a kernel."""
 
-from lowbit_attn import layout
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES, RUN
 from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, PACE_INT8, Rule
 from lowbit_attn.hopper.warp.config import DIVISIONS, WORD, SidePlan, WarpConfig
@@ -45,7 +44,7 @@ class Codebook(Arithmetic):
 
     def __init__(self, name: str, rows: int):
         self.name, self.rows = name, rows
-        self.most_warps = MAX_WARPS if rows == MANY else BOOK_WARPS  # of many, else ptxas has too few registers for each
+        self.most_warps = MAX_WARPS if rows == MANY else BOOK_WARPS  # MANY need more registers
 
     @property
     def steps(self):
@@ -79,7 +78,7 @@ class Codebook(Arithmetic):
         return cfg.has_window and not uses_table(cfg)
 
     def page_cut(self, k: SidePlan, v: SidePlan) -> int:
-        """2 where parts are large, and few warps' rings would fit beside the codebooks, or where S takes many registers."""
+        """2 where parts are large, and few rings would fit beside the codebooks, or where S takes many registers."""
         return 2 if self.rows == MANY or max(k.part_bytes, v.part_bytes) > LARGE_PART else 1
 
     def pace(self, cfg: WarpConfig) -> Rule:

@@ -123,7 +123,8 @@ def prepare(cfg: cutlass.Constexpr[WarpConfig], own: Loaded, scale_log2: Float32
     return BookQuery(shared, factors, operand)
 
 
-def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, shared: cute.Pointer, factors: cute.Tensor) -> None:
+def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, shared: cute.Pointer,
+              factors: cute.Tensor) -> None:
     """One row, by the warp of its number."""
     count = own_channels(cfg)
     largest = numbers.warp_max(numbers.tree([cute.math.absf(own.q[j]) for j in range(count)], cute.arch.fmax))

@@ -2,8 +2,8 @@
 
 A lane asks for the groups of its token in an order turned by g (codebook_order), and this is how it comes right:
 
-    table   products of a token's groups are added up anyhow, so their order does not matter: fp16 sums of a word, then
-            a multiply with ones that adds up the lanes in fp32 and brings row r to column 2r
+    table   products of a token's groups are added up anyhow, so their order does not matter: fp16 sums of a word,
+            then a multiply with ones that adds up the lanes in fp32 and brings row r to column 2r
     entries columns are (row, turn): B has, for turn rho, q' of the groups that lanes of g mod 4 = rho ask for; each lane
             keeps the column of its own turn
 """
@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn import layout
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.codebook import books, query, table
 from lowbit_attn.hopper.arith.codebook.config import TWO, lane_bytes, rotations, uses_table

@@ -1,13 +1,13 @@
 """K's side of a kernel before its pages: a table of products q' . entry, or q' as an operand for entries themselves.
 
-Table, of entries of 4 channels: T[e][y] = q' of each row . (entry e of group y - the group's mean entry), fp16. It takes
-the place of the entries. Of 4 rows 8 bytes take 8, which one lane reads and writes. Of 2 rows an entry is one word, and
+Table, of entries of 4 channels: T[e][y] = q' of each row . (entry e of group y - the group's mean entry), fp16. It
+takes the place of the entries. Of 4 rows 8 bytes take 8, which one lane reads and writes. Of 2 rows an entry is one word, and
 there are two copies of it, ``SECOND_COPY`` apart, for lanes that would ask one bank for different entries.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Int32, Uint32
 
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.arith.codebook.config import FEW, TWO, groups, lane_bytes, rotations

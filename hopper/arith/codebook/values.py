@@ -14,9 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn import layout, registers
+from lowbit_attn import registers
 from lowbit_attn.device import ptx
-from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
 from lowbit_attn.hopper.arith.codebook import books
 from lowbit_attn.hopper.arith.codebook.config import COLUMNS, groups, lane_bytes, rotations

@@ -48,8 +48,8 @@ def fitting(fmt: Format, files: list[Path]) -> Path | None:
 
 
 def cache_options(name: str, files: list[Path]) -> dict:
-    """What a LowBitCache of a format takes beside its name: the file of its codebooks, and the torch path on a GPU whose
-    kernels do not read them."""
+    """What a LowBitCache of a format takes beside its name: the file of its codebooks, and the torch path on a GPU
+    whose kernels do not read them."""
     path = fitting(FORMATS[name], files)
     if path is None:
         return {}
@@ -85,7 +85,8 @@ def check_model(options: dict | None, network) -> None:
     for warning in found:
         typer.echo(f"warning: {warning.message}", err=True)
     if "path" in options:
-        typer.echo(f"{options['format']}: no kernel reads these codebooks yet; torch reads them on the GPU, slowly", err=True)
+        typer.echo(f"{options['format']}: no kernel reads these codebooks yet; torch reads them on the GPU, slowly",
+                   err=True)
 
 
 def described(books: Codebooks) -> str:
