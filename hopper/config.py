@@ -6,6 +6,7 @@ A path is an arithmetic on a schedule, or the tile path, which has its own of bo
 import torch
 
 from lowbit_attn.formats.contract import Format
+from lowbit_attn.hopper.arith.codebook.config import CODEBOOK, CODEBOOK2, CODEBOOK8
 from lowbit_attn.hopper.arith.fp16.config import FP16
 from lowbit_attn.hopper.arith.int8.config import INT8
 from lowbit_attn.hopper.common.support import PATHS
@@ -15,7 +16,7 @@ from lowbit_attn.hopper.warp import config as warp
 from lowbit_attn.kernels.key import Checks, KernelKey
 
 TARGET = tile.TARGET
-ARITHMETICS = {arithmetic.name: arithmetic for arithmetic in (FP16, INT8)}
+ARITHMETICS = {arithmetic.name: arithmetic for arithmetic in (FP16, INT8, CODEBOOK2, CODEBOOK, CODEBOOK8)}
 SCHEDULES = {schedule.name: schedule for schedule in (SPLITS, SMALL, STREAM)}
 
 

@@ -23,7 +23,7 @@ def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, 
     if path not in PATHS:
         raise ValueError(f"path: got {path!r}, supported: {', '.join(PATHS)}")
     return CuteKernel(kernel_of(make_config(path, fmt, head_dim, dtype, rows, features)),
-                      fake_arguments(head_dim, ELEMENT[dtype]))
+                      fake_arguments(head_dim, ELEMENT[dtype], fmt.needs_codebooks))
 
 
 def kernel_of(cfg: WarpConfig | TileConfig):

@@ -47,6 +47,11 @@ PRESETS["formats"] = [BenchCase(name, 8, 32, 8, head_dim, 32768, dtype=dtype) fo
     *((name, 128, "float16") for name in ("k4v2", "k8v4", "k4tv4", "k4v4-g32", "k2v2-g32")),
     *((name, head_dim, "float16") for head_dim in (64, 256) for name in ("k4v4", "k2v2")), ("k4v4", 96, "float16"),
     *((name, 128, "bfloat16") for name in ("k4v4", "k2v2")))]
+PRESETS["codebooks"] = [BenchCase(name, batch, heads, kv_heads, head_dim, seqlen)
+                        for batch, heads, kv_heads, head_dim, seqlen in (
+                            (1, 32, 8, 128, 131072), (8, 32, 8, 128, 32768), (1, 32, 32, 128, 131072),
+                            (8, 64, 8, 128, 32768), (8, 32, 8, 64, 32768))
+                        for name in ("k4v4", "k2v2", "cq2", "cq4", "kcq4vcq2")]
 # more blocks of query rows than SMs, or a number that splits do not fill them with
 PRESETS["batches"] = [BenchCase(name, batch, 32, 8, 128, seqlen, ragged=ragged) for name in ("k4v4", "k2v2")
                       for batch, seqlen, ragged in ((9, 32768, None), (20, 16384, None), (32, 4096, None),

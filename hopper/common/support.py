@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from lowbit_attn.formats.contract import Format
+from lowbit_attn.formats.spec import Kind
 from lowbit_attn.kernels.key import SMALL, STREAM, WIDE_HEAD_DIM
-from lowbit_attn.kernels.support import Support
+from lowbit_attn.kernels.support import Support, listed, unserved
 
 FLOATS = (torch.float16, torch.bfloat16)
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
@@ -39,6 +40,28 @@ class SmallSupport(Support):
         return found
 
 
+@dataclass(frozen=True)
+class CodebookSupport(Support):
+    """Codebooks on both sides, in the order by lanes."""
+
+    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
+        try:
+            k, v = fmt.specs(head_dim)
+        except ValueError as error:
+            return [str(error)]
+        if not (k and v and k.kind is v.kind is Kind.CODEBOOK):
+            return [f"format {fmt}, supported: codebooks of K and of V"]
+        wanted = (("K bits", k.bits, self.k_bits), ("V bits", v.bits, self.v_bits),
+                  ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
+                  *(("feature", name, self.features) for name in features))
+        return unserved(wanted)
+
+    def __str__(self) -> str:
+        return (f"codebooks of K of {listed(self.k_bits)} bits with codebooks of V of {listed(self.v_bits)} bits; "
+                f"head_dim {listed(self.head_dims)}; {listed(self.dtypes)}; any number of query heads a KV head; "
+                f"{listed(self.rows)} query rows at once, more in blocks")
+
+
 PATHS = {
     "integer": Support(arithmetic="int8", clusters=True,
                        k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
@@ -62,4 +85,10 @@ PATHS = {
                       k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128),
                       dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
                       windows=True, features=(), boosted=True),
+    "codebook2": CodebookSupport(arithmetic="codebook2", k_bits=(2,), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
+                                 dtypes=FLOATS, storages=(), rows=(2,), wide_rows=(2,), codebooks=True),
+    "codebook": CodebookSupport(arithmetic="codebook", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
+                                dtypes=FLOATS, storages=(), rows=(4,), wide_rows=(4,), codebooks=True),
+    "codebook8": CodebookSupport(arithmetic="codebook8", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
+                                 dtypes=FLOATS, storages=(), rows=(8,), wide_rows=(8,), codebooks=True),
 }

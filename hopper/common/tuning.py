@@ -8,6 +8,7 @@ from typing import NamedTuple
 # ---- warps with pages of their own
 MAX_WARPS, MIN_SLOTS, MAX_SLOTS = 8, 2, 8  # of a CTA and of a warp's ring; more slots are no faster
 MANY_WARPS = 12  # where 168 registers a lane are enough: more warps hide more latency
+BOOK_WARPS = 16  # of a CTA with codebooks, where registers and shared memory are enough
 PAGE_WARPS = 8  # take packed pages where these are large: a page's arithmetic hides behind the others' copies
 UNDER_WAY = 48 << 10  # bytes that an SM must have under way to take its share of DRAM's rate
 FEW_PAGES = 4  # of a warp: with fewer, a call is as long as its start and its end, and page counts come too late

@@ -16,9 +16,9 @@ class Splits(Schedule):
     may_cluster = True
 
     def kernel(self, cfg: WarpConfig):
-        from lowbit_attn.hopper.schedule.splits import SplitsSm90
+        from lowbit_attn.hopper.schedule.splits import BookSplitsSm90, SplitsSm90
 
-        return SplitsSm90(cfg)
+        return BookSplitsSm90(cfg) if cfg.has_books else SplitsSm90(cfg)
 
 
 class Small(Splits):

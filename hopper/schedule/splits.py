@@ -21,7 +21,15 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common.abi import DecodeKernel, Options, Results, View, guess_counts, right_counts
+from lowbit_attn.hopper.common.abi import (
+    BookDecodeKernel,
+    DecodeKernel,
+    Options,
+    Results,
+    View,
+    guess_counts,
+    right_counts,
+)
 from lowbit_attn.hopper.common.rows import Rows, grid_of
 from lowbit_attn.hopper.common.tuning import FEW_PAGES
 from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk
@@ -31,8 +39,8 @@ from lowbit_attn.hopper.warp.page_loop import Call, packed_pages, rows_of, token
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
 
 
-class SplitsSm90(DecodeKernel):
-    """The kernel of one WarpConfig whose CTAs are splits."""
+class SplitsBody:
+    """What the kernels below have in common: all but their arguments."""
 
     def __init__(self, cfg: WarpConfig):
         self.cfg = cfg
@@ -43,11 +51,13 @@ class SplitsSm90(DecodeKernel):
         words = {name: nbytes // WORD for name, nbytes in self.cfg.smem_plan.items()}
         buffer_words, plan_words, query_words, barriers = (words[x] for x in ("buffer", "plans", "query", "barriers"))
         pace_words, channel_words, sum_words = words["pace"], words.get("channels"), words.get("sums")
-        inbox_words = words.get("inbox")
+        inbox_words, book_words = words.get("inbox"), words.get("books")
 
         @cute.struct
         class Smem:
             buffer: cute.struct.Align[cute.struct.MemRange[Uint32, buffer_words], 128]
+            if book_words:
+                books: cute.struct.Align[cute.struct.MemRange[Uint32, book_words], 128]
             plans: cute.struct.Align[cute.struct.MemRange[Int32, plan_words], 128]
             query: cute.struct.Align[cute.struct.MemRange[Uint32, query_words], 128]
             if channel_words:
@@ -91,17 +101,24 @@ class SplitsSm90(DecodeKernel):
         ring = fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
         with cute.arch.elect_one():
             fetch.init(cfg, ring)
+        if cutlass.const_expr(cfg.has_books):
+            if cute.arch.thread_idx()[0] == 0:
+                cfg.arithmetic.steps.start_books(cfg, view.books, rows, ring.books)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
         ids, counts = right_inputs(cfg, view, rows, place, counts, ids,
                                    walk.page_place(block[2], partials.shape[1], me.warp), apart, me)
         work = walk.plan(*counts, rows.q_len, limits.window if cfg.has_window else None, block[2], partials.shape[1],
-                         me.warp, cfg.warps, cfg.page_warps, splits)
-        first = view.first_entry(place.row, rows.head_idx) + work.first_page
+                         me.warp, cfg.warps, cfg.page_warps, splits, cfg.page_log2)
+        first, number = view.first_entry(place.row, rows.head_idx), 0
+        if cutlass.const_expr(cfg.k.cut == 1):
+            first = first + work.first_page
+        else:
+            number = work.first_page
         pages = fetch.Pages(view.pool, view.table, first, work.num_pages, view.page_stride,
-                            Int64(rows.head_idx) * Int64(view.head_stride), apart, Int32(ptx.EVICT_FIRST))
+                            Int64(rows.head_idx) * Int64(view.head_stride), apart, Int32(ptx.EVICT_FIRST), number)
         if cutlass.const_expr(cfg.has_window):
-            ids = fetch.page_ids(pages, Int32(0), me.lane)
+            ids = fetch.page_ids(cfg, pages, Int32(0), me.lane)
         if pages.count < FEW_PAGES:
             fetch.start(cfg, pages, ring, me, ids, range(1))
         policy = pages.policy
@@ -110,7 +127,7 @@ class SplitsSm90(DecodeKernel):
             policy = policy_of(cfg, call, work)
             fetch.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
         pages = pages._replace(policy=policy)
-        words = cfg.arithmetic.steps.load_query(cfg, call.q, rows, me, words)
+        words = cfg.arithmetic.steps.load_query(cfg, call, rows, me, words)
 
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
@@ -128,6 +145,8 @@ class SplitsSm90(DecodeKernel):
             combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
+        if cutlass.const_expr(cfg.has_books):
+            channels = ring.books
         queries = cfg.arithmetic.steps.prepare_query(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         cute.arch.sync_threads()
         if cluster.is_cluster(cfg, partials):
@@ -136,7 +155,7 @@ class SplitsSm90(DecodeKernel):
         if (pages.count < FEW_PAGES) & ~fetch.is_single(cfg, pages):
             fetch.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
-        cfg.arithmetic.steps.finish(cfg, state)
+        cfg.arithmetic.steps.finish(cfg, state, me, ring)
 
         # values of their own, as unpack.fresh has them
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
@@ -148,14 +167,25 @@ class SplitsSm90(DecodeKernel):
         if cutlass.const_expr(cfg.has_mixed):
             pages = pages._replace(first=view.first_entry(place.row, rows.head_idx) + work.mixed_page)
             mixed.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), takers)
-        residual.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, takers)
+        own_query = None
+        if cutlass.const_expr(cfg.has_books):
+            own_query = smem.query.data_ptr()
+        residual.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, takers, own_query)
         merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(*results, combine.block_of(block), block[2]))
+
+
+class SplitsSm90(SplitsBody, DecodeKernel):
+    """The kernel of one WarpConfig whose CTAs are splits."""
+
+
+class BookSplitsSm90(SplitsBody, BookDecodeKernel):
+    """The kernel of a format with codebooks, which has those of the CTA's KV head in shared memory."""
 
 
 def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:
     """L2's policy for this CTA's pages, as if all sequences were as long as its own."""
     blocks, batch, _ = cute.arch.grid_dim()
-    return fetch.policy_of(cfg, (work.ring_start >> walk.PAGE_LOG2) * blocks * batch, call.row_blocks.divisor)
+    return fetch.policy_of(cfg, (work.ring_start >> cfg.page_log2) * blocks * batch, call.row_blocks.divisor)
 
 
 @cute.jit
@@ -172,7 +202,7 @@ def load_inputs(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink
     guess = Int32(ptx.opaque(rows.batch_idx))  # the row of most calls, as load_counts has it
     ids, first = Int32(0), view.first_entry(guess, rows.head_idx)
     if cutlass.const_expr(not cfg.has_window):
-        ids = fetch.early_ids(view.table, first, entries, place, apart, me.lane)
+        ids = fetch.early_ids(cfg, view.table, first, entries, place, apart, me.lane)
         entries = entries * Int32(entries > WARP * apart)  # others are asked for later
     words = cfg.arithmetic.steps.prefetch_query(cfg, call.q, rows, me, thread)
     fetch.prefetch(view.table, first, entries, thread)
@@ -191,5 +221,6 @@ def right_inputs(cfg: cutlass.Constexpr[WarpConfig], view: View, rows: Rows, whe
     if cutlass.const_expr(not cfg.has_window):
         if where.row != rows.batch_idx:
             pages = counts[2] >> walk.PAGE_LOG2
-            ids = fetch.early_ids(view.table, view.first_entry(where.row, rows.head_idx), pages, place, apart, me.lane)
+            first = view.first_entry(where.row, rows.head_idx)
+            ids = fetch.early_ids(cfg, view.table, first, pages, place, apart, me.lane)
     return ids, counts

@@ -110,7 +110,7 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
     pages = fetch.Pages(view.pool, view.table, view.first_entry(row, rows.head_idx) + work.first_page, work.num_pages,
                         view.page_stride, Int64(rows.head_idx) * Int64(view.head_stride), 1,
                         fetch.policy_of(cfg, cursor.total, call.row_blocks.divisor))
-    ids = fetch.page_ids(pages, Int32(0), me.lane)
+    ids = fetch.page_ids(cfg, pages, Int32(0), me.lane)
     fetch.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
     words = query.load(cfg, call.q, rows, me)
     with cute.arch.elect_one():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lowbit_attn import layout, registers
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.formats.spec import SideSpec
+from lowbit_attn.formats.spec import Kind, SideSpec
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.hopper.common.tuning import MANY_WARPS, MAX_SLOTS, MAX_WARPS, MIN_SLOTS, PAGE_WARPS, UNDER_WAY
 from lowbit_attn.hopper.warp.contract import Arithmetic, Schedule
@@ -26,6 +26,7 @@ UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time
 PLAN_WORDS = 20  # of shared memory in which a warp keeps its rows and its walk, in whole accesses
 PIECES = 2  # of a page: the K part, then the V part
 ROW_TILES = layout.PAGE_TOKENS // layout.TILE  # of K
+BOOK_BARRIERS = 2  # of a CTA: codebooks of K, of V
 BOOST_BITS = 2  # of both planes of boosted K: rows then have the same powers, and S takes both
 BOOST_WEIGHT = float(1 << BOOST_BITS)  # of a high code
 MERGE_EXPONENTIALS = 7  # of splits: three for a lane; of a row and its sink, with several splits and with one
@@ -50,6 +51,8 @@ class SidePlan:
     part_bytes: int
     meta_offset: int  # bytes from the start of the part
     codes_offset: int = 0  # the same
+    vec_size: int = 0  # channels of a code, of a codebook side; 0: an affine side
+    cut: int = 1  # pieces of consecutive tokens in which a page comes; what stands above is of a piece in its slot
 
     @property
     def row_tiles(self) -> int:
@@ -71,6 +74,21 @@ class SidePlan:
     def levels(self) -> int:
         """N = 2^bits - 1, the largest code."""
         return (1 << self.bits) - 1
+
+    @property
+    def copies(self) -> list[tuple[int, int, int, int]]:
+        """(offset in the slot, bytes, offset in the record, bytes from there to the next piece's) of a piece's runs."""
+        if self.cut == 1:
+            return [(0, self.part_bytes, self.part_offset, 0)]
+        codes, meta = self.meta_offset, self.part_bytes - self.meta_offset
+        found = [(0, codes, self.part_offset, codes)]
+        behind = (codes, meta, self.part_offset + self.cut * codes, meta * self.is_transposed)  # K's mean is of all
+        return [*found, behind] if meta else found
+
+    @property
+    def has_meta(self) -> bool:
+        """Whether something stands beside the codes; not in V of a codebook without norms."""
+        return self.meta_offset < self.part_bytes
 
     @property
     def middle(self) -> int:
@@ -155,6 +173,20 @@ class WarpConfig:
     boost: BoostPlan | None = None
 
     @property
+    def page_log2(self) -> int:
+        """log2 of the tokens that a warp takes at a time: those of a page, or of a piece of one."""
+        return (layout.PAGE_TOKENS // self.k.cut).bit_length() - 1
+
+    @property
+    def book_bytes(self) -> int:
+        """Shared memory of codebooks and of what comes with them; 0: of a format without."""
+        return self.arithmetic.book_bytes(self)
+
+    @property
+    def has_books(self) -> bool:
+        return self.book_bytes > 0
+
+    @property
     def query_width(self) -> int:
         """Bytes of an element of q's operand in shared memory."""
         return self.arithmetic.query_width
@@ -171,7 +203,7 @@ class WarpConfig:
     @property
     def has_clusters(self) -> bool:
         """Whether its splits may be a cluster: above WIDE_HEAD_DIM their sums would take a warp's shared memory."""
-        return self.head_dim <= WIDE_HEAD_DIM and self.schedule.may_cluster
+        return self.head_dim <= WIDE_HEAD_DIM and self.schedule.may_cluster and not self.has_books
 
     @property
     def has_halves(self) -> bool:
@@ -233,7 +265,8 @@ class WarpConfig:
 
     @property
     def slot_bytes(self) -> int:
-        return max(self.k.part_bytes, self.v.part_bytes)
+        least = -(-self.unit_bytes // MIN_SLOTS) if self.has_books else 0  # rings of two slots must hold a unit
+        return max(self.k.part_bytes, self.v.part_bytes, least)
 
     @property
     def warp_bytes(self) -> int:
@@ -301,7 +334,9 @@ class WarpConfig:
     def smem_plan(self) -> dict[str, int]:
         """Bytes of each piece of shared memory, in order."""
         first = {"buffer": layout.align_record(self.warps * self.warp_bytes)}
-        last = {"pace": layout.RECORD_ALIGN, "barriers": layout.align_record(8 * (self.warps * self.warp_barriers + 1))}
+        first |= {"books": layout.align_record(self.book_bytes)} if self.has_books else {}
+        barriers = self.warps * self.warp_barriers + 1 + BOOK_BARRIERS * self.has_books
+        last = {"pace": layout.RECORD_ALIGN, "barriers": layout.align_record(8 * barriers)}
         if own := self.schedule.own_plan(self):
             return first | {name: layout.align_record(self.warps * nbytes) for name, nbytes in own.items()} | last
         channels = {"channels": self.channel_bytes} if self.boost else {}
@@ -359,8 +394,21 @@ def smem_limit(ctas_per_sm: int) -> int:
 
 def plan_side(side: SideSpec) -> SidePlan:
     """How the kernels read one side of a record."""
-    return SidePlan(side.bits, side.transposed, side.rows, side.cols, side.is_per_token, side.group_size, side.storage,
-                    side.start, side.nbytes, side.meta)
+    is_book = side.kind is Kind.CODEBOOK
+    return SidePlan(side.bits, side.transposed, side.rows, side.cols, side.is_per_token,
+                    layout.PAGE_TOKENS if is_book else side.group_size, side.storage, side.start, side.nbytes,
+                    side.meta, vec_size=side.group_size if is_book else 0)
+
+
+def cut_side(side: SidePlan, cut: int) -> SidePlan:
+    """A codebook side whose pages come in ``cut`` pieces."""
+    if cut == 1:
+        return side
+    codes = side.meta_offset // cut
+    meta = (side.part_bytes - side.meta_offset) // (cut if side.is_transposed else 1)
+    tokens = layout.PAGE_TOKENS // cut
+    rows, cols = (side.rows, tokens) if side.is_transposed else (tokens, side.cols)
+    return replace(side, rows=rows, cols=cols, part_bytes=codes + meta, meta_offset=codes, cut=cut)
 
 
 def plan_boost(side: SideSpec, k: SidePlan) -> BoostPlan | None:
@@ -375,6 +423,8 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, arithmetic: A
     """The configuration of a format: as many warps as leave ``MIN_SLOTS`` each, then the slots they need."""
     k_spec, v_spec = fmt.specs(head_dim)
     k, v = plan_side(k_spec), plan_side(v_spec)
+    if cut := arithmetic.page_cut(k, v):
+        k, v = cut_side(k, cut), cut_side(v, cut)
     boost = plan_boost(k_spec, k)
     slot = max(k.part_bytes, v.part_bytes)
     queries = rows * head_dim * arithmetic.query_width * (2 if boost else 1)  # once more by channel
@@ -383,9 +433,13 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, arithmetic: A
     has_mixed = fmt.window_v > fmt.window_k
     is_slim = not features and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
     is_slim = is_slim and not (has_mixed and k.is_per_token)  # would spill 5 words
-    found = WarpConfig(k, v, head_dim, rows, arithmetic, schedule, dtype, 1, MIN_SLOTS, has_mixed, features, boost)
-    free -= found.smem_plan.get("inbox", 0)
+    found = WarpConfig(k, v, head_dim, rows, arithmetic, schedule, dtype, 1, MIN_SLOTS, has_mixed,
+                       features, boost)
+    free -= found.smem_plan.get("inbox", 0) + found.smem_plan.get("books", 0)
     fitting, many = free // (MIN_SLOTS * slot + found.own_bytes), MANY_WARPS // schedule.ctas_per_sm
     warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // schedule.ctas_per_sm, fitting))
+    if found.has_books:
+        slot = found.slot_bytes
+        warps = min(arithmetic.most_warps, (free - layout.RECORD_ALIGN) // (MIN_SLOTS * slot + PLAN_WORDS * WORD))
     found = replace(found, warps=warps)
     return replace(found, slots=min(found.slots_needed, (free // warps - found.own_bytes) // slot)).check()

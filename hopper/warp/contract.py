@@ -18,14 +18,14 @@ class Arithmetic:
 
     steps, functions of a module, in the order in which a kernel takes them:
         prefetch_query(cfg, q, rows, me, thread)     start reads of q; its words, or None if they come later
-        load_query(cfg, q, rows, me, early)          q's words of this lane; early: of ``prefetch_query``
+        load_query(cfg, call, rows, me, early)       q's words of this lane; early: of ``prefetch_query``
         prepare_query(cfg, words, scale_log2, me, shared, channels)
                                                      the operand of ``scores``; a barrier of the CTA must follow
         scores(cfg, piece, me, query, tile=None)     S of a page, or of one row tile of it
         before_values(cfg, state, maxima)            while V is on its way
         add_values(cfg, piece, me, state, p, maxima, arrival)
                                                      O += P V of a page
-        finish(cfg, state)                           after the last page: O in its own units
+        finish(cfg, state, me, ring)                 after the last page: O in its own units
     and, for schedules whose warps have queries of their own, in place of ``prepare_query``:
         prepare_own_query(cfg, words, scale_log2, me, shared, channels)
                                                      the warp's own operand; a barrier of the warp must follow
@@ -34,6 +34,8 @@ class Arithmetic:
     name: str
     query_width = 2  # bytes of an element of q's operand in shared memory
     merge_pad = 4  # floats between query rows of O at the merge, beside a row, so that writes have no bank conflict
+    query_parts = 1  # 16-bit numbers whose sum is an element of q for 16-bit tokens
+    most_warps = 0  # of a CTA, where shared memory alone would allow more; 0: as ``make_config`` has it for others
     has_true_scale = False  # O is in its own units all along, and zero-points join it at the merge
     sass_need: tuple[str, ...]
 
@@ -65,6 +67,19 @@ class Arithmetic:
     def has_shared_query(self, cfg) -> bool:
         """Whether q's operand is read from shared memory for every page instead of staying in registers."""
         raise NotImplementedError
+
+    def book_bytes(self, cfg) -> int:
+        """Shared memory for codebooks of the KV head and what comes with them; 0: there are none.
+
+        With some, a module has two steps more:
+            start_books(cfg, books, rows, place)     start their copies; one thread calls it, at the kernel's start
+            token_query(cfg, shared, ring, me)       (words, [column] factor) of q for 16-bit tokens, as B operand
+        """
+        return 0
+
+    def page_cut(self, k, v) -> int:
+        """In how many pieces of consecutive tokens a warp takes a page with these sides; 0: as a whole, always."""
+        return 0
 
     def has_halves(self, cfg) -> bool:
         """Whether V of a warp's one page comes in two halves (fetch.is_single)."""

@@ -34,6 +34,14 @@ class Pages(NamedTuple):
     head_units: Int64  # head_idx * head_stride
     apart: Int32 | int  # entries from a page of the warp to its next
     policy: Int32 | None  # of L2 for what is copied
+    number: Int32 | int = 0  # of the warp's first piece in the sequence, where pages come in pieces; first: page 0's
+
+
+class BookPlace(NamedTuple):
+    """Shared memory of the CTA's codebooks, uint32: K's, then V's; and a barrier for each."""
+
+    buffer: cute.Pointer
+    full: cute.Pointer
 
 
 class Ring(NamedTuple):
@@ -44,6 +52,7 @@ class Ring(NamedTuple):
     full: cute.Pointer  # of this warp
     unit_full: cute.Pointer
     half_full: cute.Pointer
+    books: BookPlace | None = None
 
 
 class Arrival(NamedTuple):
@@ -58,7 +67,10 @@ class Arrival(NamedTuple):
 def ring_of(cfg: WarpConfig, buffer: cute.Pointer, barriers: cute.Pointer, warp: Int32) -> Ring:
     """buffer, barriers: of the CTA."""
     own = barriers + warp * cfg.warp_barriers
-    return Ring(buffer, own, own + cfg.slots, own + cfg.slots + 1)
+    books = None
+    if cfg.has_books:
+        books = BookPlace(buffer + cfg.smem_plan["buffer"] // WORD, barriers + (cfg.warps * cfg.warp_barriers + 1))
+    return Ring(buffer, own, own + cfg.slots, own + cfg.slots + 1, books)
 
 
 def init(cfg: WarpConfig, ring: Ring) -> None:
@@ -73,23 +85,33 @@ def part_of(piece: int) -> tuple[int, int]:
 
 
 @cute.jit
-def page_ids(pages: Pages, start: Int32, lane: Uint32) -> Int32:
+def page_ids(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, start: Int32, lane: Uint32) -> Int32:
     """Each lane looks up one of the 32 page ids from page ``start`` of the warp on."""
     found = Int32(0)
     at = start + Int32(lane)
     if at < pages.count:
-        found = pages.table[pages.first + at * pages.apart]
+        found = id_at(cfg, pages.table, pages.first, pages.number, at * pages.apart)
     return found
 
 
+def id_at(cfg: WarpConfig, table: cute.Tensor, first: Int32, number: Int32 | int, at: Int32) -> Int32:
+    """The page id ``at`` entries behind ``first``; of a piece of a page, the id times ``cut`` and which piece it is."""
+    cut = cfg.k.cut
+    if cut == 1:
+        return table[first + at]
+    at = number + at
+    return table[first + (at >> cut.bit_length() - 1)] * cut + at % cut
+
+
 @cute.jit
-def early_ids(table: cute.Tensor, first: Int32, entries: Int32, place: Int32, apart: Int32, lane: Uint32) -> Int32:
+def early_ids(cfg: cutlass.Constexpr[WarpConfig], table: cute.Tensor, first: Int32, entries: Int32, place: Int32,
+              apart: Int32, lane: Uint32) -> Int32:
     """Page ids of the warp's first 32 pages before their number is known: of ``entries`` from ``first`` on, those
     from ``place`` on; what stands behind the last page is not used."""
     found = Int32(0)
     at = place + Int32(lane) * apart
-    if at < entries:
-        found = table[first + at]
+    if at < entries * cfg.k.cut:
+        found = id_at(cfg, table, first, 0, at)
     return found
 
 
@@ -122,7 +144,10 @@ def prefetch(tensor: cute.Tensor, first: Int32, count: Int32, thread: Int32):
 def issue(cfg: cutlass.Constexpr[WarpConfig], side: cutlass.Constexpr[SidePlan], pages: Pages, ring: Ring,
           warp: Int32, slot: Int32, page_id: Int32, more_bytes: cutlass.Constexpr[int] = 0):
     """Start one bulk copy: a part of a page's record into a slot. more_bytes: what else the barrier shall wait for."""
-    copy(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot, range(side.part_bytes), more_bytes)
+    if cutlass.const_expr(side.cut > 1):
+        copy_runs(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot)
+    else:
+        copy(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot, range(side.part_bytes), more_bytes)
 
 
 def is_single(cfg: WarpConfig, pages: Pages):
@@ -153,6 +178,18 @@ def copy(cfg: WarpConfig, side: SidePlan, pages: Pages, ring: Ring, warp: Int32,
                       words_at(target, len(part), "smem"), mbar_ptr=full)
         else:
             ptx.bulk_copy(target, source, len(part), full.toint(), pages.policy)
+
+
+def copy_runs(cfg: WarpConfig, side: SidePlan, pages: Pages, ring: Ring, warp: Int32, slot: Int32, piece_id: Int32,
+              full: cute.Pointer) -> None:
+    """``copy`` of a piece of a page, whose codes and what stands beside them are runs of their own."""
+    page, piece = piece_id >> side.cut.bit_length() - 1, piece_id % side.cut
+    source = pages.pool.iterator.toint() + (Int64(page) * Int64(pages.page_stride) + pages.head_units) * UNIT_BYTES
+    target = ring.buffer.toint() + (warp * cfg.warp_bytes + slot * cfg.slot_bytes)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, side.part_bytes)
+        for to, nbytes, start, step in side.copies:
+            ptx.bulk_copy(target + to, source + (start + piece * step), nbytes, full.toint(), pages.policy)
 
 
 def words_at(address, nbytes: int, space: str) -> cute.Tensor:
@@ -187,7 +224,7 @@ def refill(cfg: cutlass.Constexpr[WarpConfig], side_idx: cutlass.Constexpr[int],
     if is_new:
         if cutlass.const_expr(side == 0):
             if later % WARP == 0:
-                ids = page_ids(pages, later, me.lane)
+                ids = page_ids(cfg, pages, later, me.lane)
         last = slot - 1 + cfg.slots * Int32(slot == 0)
         issue(cfg, cfg.v if cutlass.const_expr(side) else cfg.k, pages, ring, me.warp, last,
               cute.arch.shuffle_sync(ids, later % WARP))

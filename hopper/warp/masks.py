@@ -12,7 +12,6 @@ from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane
 from lowbit_attn.hopper.warp.walk import Unit, Walk
-from lowbit_attn.layout import PAGE_TOKENS
 
 MIN_SLOPE = 2.0**-100  # far below any slope that matters; -inf times a slope that underflowed to 0 would be NaN
 
@@ -40,7 +39,7 @@ def capped(limits: Limits, logit: Float32) -> Float32:
 def of_page(cfg: WarpConfig, found: softmax.Scores, page: Int32, walk: Walk, rows: Rows, limits: Limits,
             me: Lane) -> softmax.Scores:
     """The scores of page ``page`` of the sequence with the kernel's features."""
-    return of_tokens(cfg, found, page * PAGE_TOKENS, walk, rows, limits, me)
+    return of_tokens(cfg, found, page * (1 << cfg.page_log2), walk, rows, limits, me)
 
 
 def of_tokens(cfg: WarpConfig, found: softmax.Scores, first_token: Int32, walk: Walk, rows: Rows, limits: Limits,

@@ -74,25 +74,35 @@ def copy_rows(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, me: Lane, source: 
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring: Ring, me: Lane, q: cute.Tensor,
-        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, takers: Int32 | int):
-    """Units first_unit, first_unit + takers, ..., one at a time through the warp's ring."""
+        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, takers: Int32 | int,
+        own_query: cute.Pointer | None = None):
+    """Units first_unit, first_unit + takers, ..., one at a time through the warp's ring.
+
+    own_query: shared memory with q as stored keys want it, of an arithmetic with codebooks.
+    """
     if walk.first_unit < walk.num_units:
         element = numbers.ELEMENT[cfg.dtype]
-        operand, operand_words = numbers.fragments(cfg.k.col_tiles * cfg.col_blocks, element)
-        operand_words.store(query.load(cfg, q, rows, me).load())
+        parts = cfg.arithmetic.query_parts
+        operand, operand_words = numbers.fragments(parts * cfg.k.col_tiles * cfg.col_blocks, element)
+        scales = [scale_log2] * cfg.lane_rows
+        if cutlass.const_expr(own_query is not None):
+            words, scales = cfg.arithmetic.steps.token_query(cfg, own_query, ring, me)
+            operand_words.store(words.load())
+        else:
+            operand_words.store(query.load(cfg, q, rows, me).load())
         queries = masks.queries_of(cfg, rows, me)
         for i in cutlass.range(walk.first_unit, walk.num_units, takers, unroll=1):
             now = unit(walk, i, rows.q_len)
             load_unit(cfg, tokens, walk, now, ring, me)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
-            attend(cfg, ring, me, operand, state, now, queries, scale_log2, limits)
+            attend(cfg, ring, me, operand, state, now, queries, scales, limits)
         cute.arch.fence_proxy("async.shared", space="cta")  # bulk copies may come to the same places: of a later item
 
 
 def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, now: Unit, queries: list,
-           scale_log2: Float32, limits: masks.Limits) -> None:
-    """One unit: 16 rows of K, then 16 rows of V. A query may see none of them."""
+           scales: list, limits: masks.Limits) -> None:
+    """One unit: 16 rows of K, then 16 rows of V. A query may see none of them. scales: [column] of accumulators."""
     element, blocks = numbers.ELEMENT[cfg.dtype], cfg.col_blocks
     atom = numbers.multiply_atom(element)
     rows = row_view(cfg, ring, element, CHUNK, 2 * UNIT_TOKENS)
@@ -104,11 +114,12 @@ def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: S
     for ct in range(cfg.k.col_tiles):
         a = cute.make_rmem_tensor(8, element)
         cute.copy(read_k, rows[None, 2 * ct + col8, row, me.warp], a)
-        for nt in range(blocks):
-            numbers.multiply(atom, acc, nt, a, operand[None, ct * blocks + nt])
+        for part in range(cfg.arithmetic.query_parts):
+            for nt in range(blocks):
+                numbers.multiply(atom, acc, nt, a, operand[None, (part * cfg.k.col_tiles + ct) * blocks + nt])
     for column in range(cfg.lane_rows):
         at = softmax.places(acc, column, blocks)
-        logits = [acc[place] * scale_log2 for place in at]
+        logits = [acc[place] * scales[column] for place in at]
         if cfg.has_softcap:
             logits = [masks.capped(limits, logit) for logit in logits]
         logits = [masked(logit, masks.of_unit(cfg, now, queries[column], Int32(me.g) + 8 * half, limits))

@@ -83,21 +83,22 @@ def plans(place: cute.Pointer, warp_idx: Int32, warps: int) -> Plans:
 
 
 def plan(n_sink, n_qk, n_qv, n_tok, ring_start, q_len, window, split_idx, num_splits, warp_idx, warps: int,
-         page_warps: int, divisor=None) -> Walk:
+         page_warps: int, divisor=None, page_log2: int = PAGE_LOG2) -> Walk:
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
     n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk; ring_start: tokens that left the ring.
     window: tokens that a query sees, itself included, or None; pages that the first query does not reach are left out,
     and the splits share the rest. Pages are dealt one by one, to the first warps of all splits, then to their second
     warps, ...: which page a warp has first does not depend on the length. page_warps: the first warps of a split, which
-    take the packed pages. divisor: num_splits in a form that is divided by faster.
+    take the packed pages. divisor: num_splits in a form that is divided by faster. page_log2: of the tokens of a page,
+    or of what takes its place where a warp takes less at a time; such formats have no mixed segment.
     """
     divisor = num_splits if divisor is None else divisor
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
-    packed_k, packed_v = n_qk >> PAGE_LOG2, n_qv >> PAGE_LOG2
+    packed_k, packed_v = n_qk >> page_log2, n_qv >> page_log2
     start, mixed_start = 0, packed_v
     if window is not None:
-        hidden = at_most(first_seen * Int32(first_seen > 0) >> PAGE_LOG2, packed_k)
+        hidden = at_most(first_seen * Int32(first_seen > 0) >> page_log2, packed_k)
         start = at_most(hidden, packed_v)
         mixed_start = packed_v + hidden - start
     num_mixed, n_residual = (packed_k - mixed_start) * MIXED_UNITS, n_tok - n_sink - ring_start

@@ -6,6 +6,7 @@ back by their positions before they are packed, and forth when pages are read; i
 """
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -13,6 +14,7 @@ from lowbit_attn.checks import LayoutMismatchError
 from lowbit_attn.codebooks import LayerCodebooks
 from lowbit_attn.formats import FORMATS, Format, Kind
 from lowbit_attn.formats.codebook import LARGEST
+from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
 from lowbit_attn.layout import PAGE_TOKENS
 
 
@@ -51,6 +53,27 @@ class Attached:
     def is_pre_rope(self) -> bool:
         return self.partner is not None
 
+    @cached_property
+    def planes(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """What decode kernels read, of codebooks on both sides: (K, V, channels); of others three times None.
+
+        K, V: uint32 [num_heads_kv, 256, 64], row e of a table the entries e of all groups; of head_dim 64 twice, the
+        second time with the halves of the groups exchanged. channels: fp32 [num_heads_kv, 4, head_dim], of each stored
+        channel of K: the model's channel (its int32 bits), 1 / weight, the mean over the entries, and the largest
+        distance of an entry from it.
+        """
+        layer = self.layer
+        if layer.k_entries is None or layer.v_entries is None:
+            return None, None, None
+        with torch.inference_mode(False):
+            tables = [kernel_table(entries) for entries in (layer.k_entries, layer.v_entries)]
+            entries = layer.k_entries.float()
+            mean = entries.mean(2, keepdim=True)
+            reach = (entries - mean).abs().amax(2)
+            channels = torch.stack((self.order.int().view(torch.float32), self.factor.reciprocal(), mean.flatten(1),
+                                    reach.flatten(1)), 1)
+            return *tables, channels.contiguous()
+
     def entries(self, side: str) -> torch.Tensor | None:
         """Entries fp16 [num_heads_kv, groups, 256, c] of "k" or "v"; None: the side is affine."""
         return self.layer.k_entries if side == "k" else self.layer.v_entries
@@ -85,6 +108,14 @@ class Attached:
         sine = (angle.sin() * (-self.sign if back else self.sign)[:, None]).float()
         other = k.gather(-1, self.partner[:, None].expand(k.shape))
         return k * angle.cos().float() + other * sine
+
+
+def kernel_table(entries: torch.Tensor) -> torch.Tensor:
+    """Entries fp16 [heads, groups, 256, c] -> uint32 [heads, 256, 64]: see ``Attached.planes``."""
+    rows = entries.transpose(1, 2)  # [heads, 256, groups, c]
+    if rows[0, 0].numel() * 2 < BOOK_ROW_BYTES:
+        rows = torch.cat((rows, rows.roll(rows.shape[2] // 2, 2)), 2)
+    return rows.flatten(2).contiguous().view(torch.int32).view(torch.uint32)
 
 
 def count_clamped(cache) -> dict[str, int]:

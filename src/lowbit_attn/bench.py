@@ -15,8 +15,8 @@ from math import log2
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowbit_attn import KVCache, budget, decode, kernels, layout, loader
-from lowbit_attn.testing import permute_pages
+from lowbit_attn import FORMATS, KVCache, budget, decode, kernels, layout, loader
+from lowbit_attn.testing import normal_codebooks, permute_pages
 
 RESIDUAL_TOKENS = 64
 RAGGED_SEED = 1
@@ -109,11 +109,14 @@ def cache_tokens(seqlen: int) -> int:
 
 
 def make_cache(case: BenchCase) -> KVCache:
-    """Random K and V through the cache's own quantize kernels; the last 64 tokens stay in the residual."""
+    """Random K and V through the cache's own quantize kernels; the last 64 tokens stay in the residual. Codebooks, if
+    it needs some, are of normal entries."""
     lengths, dtype = [cache_tokens(n) for n in case.lengths], getattr(torch, case.dtype)
-    pages = sum(n // layout.PAGE_TOKENS for n in lengths)
+    pages, books = sum(n // layout.PAGE_TOKENS for n in lengths), None
+    if FORMATS[case.format].needs_codebooks:
+        books = normal_codebooks(case.format, 1, case.num_heads_kv, case.head_dim).layer(0)
     cache = KVCache(case.format, pages, case.num_heads_kv, case.head_dim, dtype, "cuda", sinks=0,
-                    max_batch=case.batch, max_seqlen=max(lengths), max_q_len=case.q_len)
+                    max_batch=case.batch, max_seqlen=max(lengths), max_q_len=case.q_len, codebooks=books)
     for row, length in enumerate(lengths):
         k, v = (torch.randn(length, case.num_heads_kv, case.head_dim, device="cuda", dtype=dtype) for _ in range(2))
         cache.prefill(row, k, v)
@@ -127,7 +130,7 @@ def query_of(case: BenchCase, cache: KVCache) -> torch.Tensor:
 
 
 def call_bytes(case: BenchCase, cache: KVCache) -> int:
-    """Packed records, sinks, residual, q and o of the call."""
+    """Packed records, codebooks, sinks, residual, q and o of the call."""
     return cache.nbytes + 2 * case.batch * case.q_len * case.num_heads * case.head_dim * 2
 
 

@@ -11,7 +11,7 @@ import torch
 
 from lowbit_attn import _private, kernels, loader, reference
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
-from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
 from lowbit_attn.levels import LevelCache
@@ -91,7 +91,8 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     if path is not None and path not in paths:
         return None, [f"path: {path!r} is not known on {arch}, supported: {', '.join(paths)}, reference"]
     reasons = list(cache.unnamed)
-    reasons += no_codebooks(cache.format)
+    is_pre_rope = cache.attached is not None and cache.attached.is_pre_rope
+    reasons += kernels.no_codebooks(arch, cache.format, cache.head_dim, is_pre_rope)
     if not 1 <= q_len <= MAX_Q_LEN:
         reasons.append(f"q_len {q_len}, supported: 1 to {MAX_Q_LEN}")
     if reasons:
@@ -99,13 +100,6 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     rows = num_heads // cache.num_heads_kv * q_len
     picked, reasons = kernels.pick(arch, cache.format, cache.head_dim, cache.dtype, rows, path, features)
     return picked, [] if picked else reasons
-
-
-def no_codebooks(fmt: Format) -> list[str]:
-    """Why no kernel serves a format with codebooks; empty for others."""
-    if not fmt.needs_codebooks:
-        return []
-    return [f"format {fmt}: no kernel reads codebooks yet, supported: path='reference', any device"]
 
 
 def for_shape(key: KernelKey, blocks: int, pages: int, sms: int, held: np.ndarray | None = None) -> KernelKey:

@@ -6,6 +6,7 @@ do without reading the device.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -49,11 +50,17 @@ class Counts(NamedTuple):
     n_tok: np.ndarray
 
 
+def _plane(i: int, state: "CacheState") -> torch.Tensor | None:
+    return None if state.attached is None else state.attached.planes[i]
+
+
 class CacheState(Copies):
     """What a KVCache holds, documented there; ``counts``, ``book``, ``is_captured`` and ``edits`` are the host's."""
 
     edits = 0  # how often the host gave rows other sequences: what it knew of their lengths before does not hold
     attached: Attached | None = None  # the codebooks of a format that needs some
+    # codebooks as decode kernels read them: Attached.planes
+    k_book, v_book, k_channels = (property(partial(_plane, i)) for i in range(3))
     _counts: Counts | None = None  # of the device; None: the counters are the host's to read
 
     @torch.inference_mode(False)  # else calls outside inference mode could not write to what is made here

@@ -87,7 +87,7 @@ def _served(arch: str, name: str, head_dim: int, dtype: torch.dtype, rows: int,
         FORMATS[name].record(head_dim)
     except ValueError as error:
         return f"ValueError: {error}"
-    if FORMATS[name].needs_codebooks:
+    if kernels.no_codebooks(arch, FORMATS[name], head_dim):
         return "NotImplementedError; supported: `path=\"reference\"`, any device"
     picked, reasons = kernels.pick(arch, FORMATS[name], head_dim, dtype, rows, features=features)
     if not picked:

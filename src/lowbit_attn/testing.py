@@ -21,7 +21,7 @@ POISON_BYTE = 0xFF  # two of them are a NaN in fp16 and in bf16
 POISON_PAGE = 0x7F000000  # no pool has this page: reading it is out of bounds
 DATA = ("normal", "k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x",
         "v-1e-4-beside-sink", "v-page-1e3-after-1e-4", "zero-200x-range", "flat-attention", "meta-beyond-fp16",
-        "q-1e6-k-1e-6")
+        "q-1e6-k-1e-6", "zero-pages", "q-1e3", "q-1e-3")
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,10 @@ def _tokens(case: Case, length: int, generator) -> tuple[torch.Tensor, torch.Ten
     elif case.data == "meta-beyond-fp16":
         k[..., 3] = k[..., 3] * 1e6 + 3e6
         q[..., 3] = 1e-6
+    elif case.data == "zero-pages":  # K of the first page, V of the second
+        k[first : first + page], v[first + page : first + 2 * page] = 0.0, 0.0
+    elif case.data in ("q-1e3", "q-1e-3"):
+        q *= float(case.data[2:])
     elif case.data == "q-1e6-k-1e-6":
         q, k = q * 1e6, k * 1e-6
     return q.to(case.dtype), k.to(case.dtype).float(), v.to(case.dtype).float()

@@ -132,6 +132,19 @@ KITTY = tuple(MatrixKernel(*kernel) for kernel in (
     ("kitty-pro", F16, 128, 8, ("softcap", "window")), ("kitty-variance", F16, 128, 64), ("kitty-pro", BF16, 256, 64),
 ))
 
+CODEBOOK = tuple(MatrixKernel(*kernel) for kernel in (
+    *((name, dtype, head_dim, 4) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
+      for head_dim in (128, 64)),
+    *((name, F16, 128, 4, features) for name in ("cq2", "cq4", "kcq4vcq2")
+      for features in (("softcap",), ("window",), ("softcap", "window"))),
+    ("kcq2vcq4", F16, 128, 4), ("cq2-nonorm", F16, 128, 4),
+    *((name, dtype, head_dim, 8) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
+      for head_dim in (128, 64)),
+    ("kcq2vcq4", F16, 128, 8), ("cq2-nonorm", F16, 128, 8), ("cq4", F16, 128, 8, ("softcap", "window")),
+    *(("cq2", dtype, head_dim, 2) for dtype in (F16, BF16) for head_dim in (128, 64)),
+    ("kcq2vcq4", F16, 128, 2), ("cq2-nonorm", F16, 128, 2), ("cq2", F16, 128, 2, ("softcap", "window")),
+))
+
 # the integer path with four CTAs an SM, and with an even share of pages for each CTA
 SMALL, STREAM = (tuple(k for k in INTEGER + KITTY if k.rows == 4 and k.shape("hopper", path))
                   for path in ("small", "stream"))
@@ -172,7 +185,7 @@ def keys(arch: str) -> list[KernelKey]:
     wanted += [key for kernel in SMALL for key in kernel.keys(arch, "small")]
     wanted += [key for kernel in STREAM for key in kernel.keys(arch, "stream")]
     wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
-    wanted += [key for kernel in WIDE + KITTY + MODELS for key in kernel.keys(arch)]
+    wanted += [key for kernel in WIDE + KITTY + CODEBOOK + MODELS for key in kernel.keys(arch)]
     wanted += [key for kernel in FEW for key in kernel.keys(arch, "tile")]
     wanted += [key for name, dtype, head_dim in QUANTIZED
                for key in kernels.packing_keys(target, dtype, head_dim, FORMATS[name])]

@@ -15,14 +15,17 @@ STRIDES = ["page_stride", "head_stride", "table_b", "table_h"]
 
 
 def test_hopper_kernels_take_the_fields_in_order():
-    from lowbit_attn.hopper.common.abi import DecodeKernel, View, fake_arguments
+    from lowbit_attn.hopper.common.abi import BookDecodeKernel, Books, DecodeKernel, View, fake_arguments
 
     names = list(inspect.signature(DecodeKernel.__call__).parameters)[1:]
     assert names[: 1 + len(ROWS) + len(STATE)] == ["q", *ROWS, *STATE] and names[-5:] == [*STRIDES, "stream"]
-    assert list(View._fields) == [*ROWS, *STATE, *STRIDES]
+    assert list(View._fields) == [*ROWS, *STATE, *STRIDES, "books"]
     import cutlass
 
     assert len(fake_arguments(128, cutlass.Float16)) == len(names) - 1  # all but the stream
+    with_books, at = list(inspect.signature(BookDecodeKernel.__call__).parameters)[1:], 1 + len(ROWS) + len(STATE)
+    assert with_books == [*names[:at], "k_book", "v_book", "k_channels", *names[at:]]
+    assert len(fake_arguments(128, cutlass.Float16, True)) == len(with_books) - 1 == len(names) - 1 + len(Books._fields)
 
 
 def buffers(key: kernels.KernelKey) -> list[str]:

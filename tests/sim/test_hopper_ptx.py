@@ -98,15 +98,17 @@ class Call:
             rows, ring_rows = (torch.roll(rows, shift) for shift in (1, 2))
             state = [scatter(x, rows) for x in state]
             tokens = [spread(scatter(x, ring_rows)) for x in tokens]
-        tensors = [q, rows, ring_rows, dispatch._part(cache, "k"), state[0].view(-1), *state[1:], *tokens, partials,
-                   *self.results, sink_logits]
+        planes = [] if cache.attached is None else [x.view(torch.int32) for x in cache.attached.planes]
+        tensors = [q, rows, ring_rows, dispatch._part(cache, "k"), state[0].view(-1), *state[1:], *tokens, *planes,
+                   partials, *self.results, sink_logits]
         whole = {id(partials): self.scratch} | {id(x): x if x._base is None else x._base for x in tokens}
         self.memory = ptx.GlobalMemory([whole.get(id(x), x) for x in tensors])
-        sizes = [3, 1, 1, 1, 1, *[1] * len(state[1:]), *[3] * 4, 3, 3, 3, 1]  # that vary
-        strides = [2, 0, 0, 0, 0, *[0] * len(state[1:]), *[2] * 4, 2, 2, 2, 0]
+        sizes = [3, 1, 1, 1, 1, *[1] * len(state[1:]), *[3] * 4, *[1] * len(planes), 3, 3, 3, 1]  # that vary
+        strides = [2, 0, 0, 0, 0, *[0] * len(state[1:]), *[2] * 4, *[0] * len(planes), 2, 2, 2, 0]
         given = [self.memory.parameter(i, x.shape[:count], x.stride()[:apart], 4 * self.header * (x is partials))
                  for i, (x, count, apart) in enumerate(zip(tensors, sizes, strides))]
-        self.tensors = given[:-4] + packed("i", *cache.strides) + given[-4:]
+        memory, books, results = given[: -4 - len(planes)], given[-4 - len(planes) : -4], given[-4:]
+        self.tensors = memory + packed("i", *cache.strides) + books + results
         self.count = len(given)
         self.policies: set[int] = set()  # of L2, of all CTAs' bulk copies
         self.scale = (head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale) * dispatch.LOG2_E

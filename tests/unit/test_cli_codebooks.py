@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from lowbit_attn import dispatch
 from lowbit_attn.cli import app
 from lowbit_attn.cli import model as commands
 from lowbit_attn.codebooks.identity import config_hash, weights_hash
@@ -96,17 +97,21 @@ def test_a_gpu_s_torch_path_is_asked_for_and_told(monkeypatch, network, file, ca
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = file()
+    monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
+    assert books.cache_options("cq2", [path]) == {"codebooks": str(path)}
+    monkeypatch.setattr(dispatch, "target_of", lambda device: ("ampere", "sm_80"))
     options = {"format": "cq2"} | books.cache_options("cq2", [path])
     assert options == {"format": "cq2", "codebooks": str(path), "path": "reference"}
     books.check_model(options, network)
-    assert "no kernel reads codebooks yet; torch reads them" in capsys.readouterr().err
+    assert "no kernel reads these codebooks yet; torch reads them" in capsys.readouterr().err
     assert books.cache_options("k4v4", [path]) == {}
 
 
 def test_info_shows_planes_and_that_the_reference_reads_them(run, file):
     shown = run("info", "cq2", *OF_A_MODEL, "--codebooks", file())
     assert shown.exit_code == 0, shown.output
-    for words in ("norm", "mean", "no kernel reads codebooks yet, supported: path='reference'", "4,480 bytes",
+    for words in ("norm", "mean", "decode-codebook-splits-cq2",
+                  "no kernel on ampere reads its codebooks yet", "4,480 bytes",
                   "65,920 bytes of codebooks a KV head", "learned from tiny"):
         assert words in " ".join(shown.output.split()), words
     found = json.loads(run("info", "kcq4vcq2", "--json").output)

@@ -465,8 +465,10 @@ def test_a_gpu_s_refusal_names_the_reference(monkeypatch):
 
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
     monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
-    reasons = dispatch.why_not(make(), 4)
-    assert reasons == ["format cq2: no kernel reads codebooks yet, supported: path='reference', any device"]
+    assert dispatch.why_not(make(), 4) == []
+    monkeypatch.setattr(dispatch, "target_of", lambda device: ("ampere", "sm_80"))
+    assert dispatch.why_not(make(), 4) == ["format cq2: no kernel on ampere reads its codebooks yet (codebooks), "
+                                           "supported: path='reference', any device"]
 
 
 # ---- hard inputs

@@ -1,5 +1,7 @@
 """Codebook formats: grammar, records, and bytes against entries that are looked up by hand."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -88,11 +90,23 @@ def test_residual_codebooks_are_refused_by_name(name):
         FORMATS[name]
 
 
-def test_presets_are_in_the_registry_and_ship_no_kernels():
-    assert {"kcq4vcq2", "cq2", "cq4"} <= set(FORMATS) and not {"kcq4vcq2", "cq2", "cq4"} & set(kernels.SHIPPED_FORMATS)
-    for arch in kernels.ARCH_TARGETS:
-        picked, reasons = kernels.pick(arch, FORMATS["cq2"], 128, torch.float16, 4)
+def test_presets_are_in_the_registry_and_ship_kernels_for_hopper():
+    names = {"kcq4vcq2", "cq2", "cq4"}
+    assert names <= set(FORMATS) and names <= {key.format for key in kernels.shipped_keys("hopper")}
+    for name, (rows, kernel) in product(names, ((3, ("codebook", 4)), (4, ("codebook", 4)), (5, ("codebook8", 8)),
+                                               (64, ("codebook8", 8)))):
+        assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, rows)[0] == kernel
+    for name, kernel in (("cq2", ("codebook2", 2)), ("cq4", ("codebook", 4)), ("kcq4vcq2", ("codebook", 4))):
+        assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, 2)[0] == kernel
+        picked, reasons = kernels.pick("ampere", FORMATS[name], 128, torch.float16, rows)
         assert picked is None and reasons
+
+
+@pytest.mark.parametrize("name, head_dim", [("cq1", 128), ("k4vcq2", 128), ("kcq4v2", 64), ("cq2", 96), ("cq4", 256)])
+def test_what_no_kernel_reads(name, head_dim):
+    for arch in kernels.ARCH_TARGETS:
+        assert kernels.pick(arch, FORMATS[name], head_dim, torch.float16, 4)[0] is None
+        assert f"no kernel on {arch} reads its codebooks yet" in kernels.no_codebooks(arch, FORMATS[name], head_dim)[0]
 
 
 # ---- records

@@ -32,7 +32,7 @@ LAYERS = (
     ("cache", "scratch", "device", "kernels.support", "level_state"),
     ("ampere", "hopper.common", "levels"),
     ("hopper.tile", "hopper.warp"),
-    ("hopper.arith", "hopper.arith.fp16", "hopper.arith.int8", "hopper.schedule"),
+    ("hopper.arith", "hopper.arith.codebook", "hopper.arith.fp16", "hopper.arith.int8", "hopper.schedule"),
     ("hopper",),
     ("kernels.registry",),
     ("kernels.shipped",),

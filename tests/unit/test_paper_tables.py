@@ -9,9 +9,11 @@ import pytest
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 TEXT = (ROOT / "docs/kernels.md").read_text()
 HOPPER, AMPERE, PACKAGE = ROOT / "hopper", ROOT / "ampere", ROOT / "src/lowbit_attn"
-FOLDERS = {"BitDecoding": (HOPPER, AMPERE, PACKAGE), "Kitty": (PACKAGE, HOPPER, AMPERE)}  # of the columns
+FOLDERS = {"BitDecoding": (HOPPER, AMPERE, PACKAGE), "Kitty": (PACKAGE, HOPPER, AMPERE),
+           "VQ-LLM": (PACKAGE, HOPPER, AMPERE)}  # of the columns
 STEPS = {  # of which there must be a row
     "BitDecoding": ("4.1.1", "4.1.2", "4.1.3", "4.1.4", "4.2", "4.3", "Algorithm 2", "Algorithm 3", "combine kernel"),
+    "VQ-LLM": ("V codebook cache", "VI-A", "VI-B", "Algorithm 1", "Algorithm 2"),
     "Kitty": ("3.2", "3.3", "4.1", "4.2", "4.3 step 1", "4.3 step 2", "4.3 step 3", "Algorithm 1"),
 }
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w., ]+)`")

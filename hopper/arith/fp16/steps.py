@@ -6,11 +6,11 @@ from cutlass import Float32, Int32
 from lowbit_attn.hopper.arith.fp16 import values
 from lowbit_attn.hopper.arith.fp16.query import prepare as prepare_query
 from lowbit_attn.hopper.arith.fp16.scores import of_page as scores
-from lowbit_attn.hopper.arith.fp16.values import true_scale as finish
 from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.warp import query, softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
-from lowbit_attn.hopper.warp.fetch import Arrival
+from lowbit_attn.hopper.warp.fetch import Arrival, Ring
+from lowbit_attn.hopper.warp.page_loop import Call
 from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 __all__ = ["add_values", "prefetch_query", "before_values", "finish", "load_query", "prepare_query", "scores"]
@@ -21,12 +21,16 @@ def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread
     query.prefetch(cfg, q, rows, thread)
 
 
-def load_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, early: None) -> cute.Tensor:
-    return query.load(cfg, q, rows, me)
+def load_query(cfg: WarpConfig, call: Call, rows: Rows, me: Lane, early: None) -> cute.Tensor:
+    return query.load(cfg, call.q, rows, me)
 
 
 def before_values(cfg: WarpConfig, state: softmax.State, maxima: tuple) -> None:
     """O's exponent follows V's scales, so it waits for them."""
+
+
+def finish(cfg: WarpConfig, state: softmax.State, me: Lane, ring: Ring) -> None:
+    values.true_scale(cfg, state)
 
 
 def add_values(cfg: WarpConfig, piece: Piece, me: Lane, state: softmax.State, p: cute.Tensor,

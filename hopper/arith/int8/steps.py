@@ -10,7 +10,8 @@ from lowbit_attn.hopper.arith.int8.scores import shared_view, store_query
 from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.warp import query, softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
-from lowbit_attn.hopper.warp.fetch import Arrival
+from lowbit_attn.hopper.warp.fetch import Arrival, Ring
+from lowbit_attn.hopper.warp.page_loop import Call
 from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 __all__ = ["add_values", "before_values", "finish", "load_query", "prefetch_query", "prepare_own_query",
@@ -22,7 +23,7 @@ def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread
     return query.load(cfg, q, rows._replace(count=rows.count * Int32(me.warp == cfg.warps - 1)), me)
 
 
-def load_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, early: cute.Tensor) -> cute.Tensor:
+def load_query(cfg: WarpConfig, call: Call, rows: Rows, me: Lane, early: cute.Tensor) -> cute.Tensor:
     return early
 
 
@@ -44,5 +45,5 @@ def add_values(cfg: WarpConfig, piece: Piece, me: Lane, state: softmax.State, p:
     values.accumulate(cfg, piece, me, state, p, arrival.ring, arrival.phase, arrival.is_single)
 
 
-def finish(cfg: WarpConfig, state: softmax.State) -> None:
+def finish(cfg: WarpConfig, state: softmax.State, me: Lane, ring: Ring) -> None:
     """O is in its own units already."""

@@ -6,6 +6,7 @@ from typing import Annotated
 import torch
 import typer
 
+from lowbit_attn import dispatch, kernels
 from lowbit_attn.attached import check_format
 from lowbit_attn.cli.common import fail
 from lowbit_attn.codebooks import Codebooks
@@ -47,11 +48,23 @@ def fitting(fmt: Format, files: list[Path]) -> Path | None:
 
 
 def cache_options(name: str, files: list[Path]) -> dict:
-    """What a LowBitCache of a format takes beside its name: the file of its codebooks and who reads them."""
+    """What a LowBitCache of a format takes beside its name: the file of its codebooks, and the torch path on a GPU
+    whose kernels do not read them."""
     path = fitting(FORMATS[name], files)
     if path is None:
         return {}
-    return {"codebooks": str(path), **({"path": "reference"} if torch.cuda.is_available() else {})}
+    return {"codebooks": str(path), **({} if _have_kernels(FORMATS[name], path) else {"path": "reference"})}
+
+
+def _have_kernels(fmt: Format, path: Path) -> bool:
+    """Whether decode needs no named path: on the CPU, and where kernels read these codebooks. Not for those that are
+    learned from a prompt, whose head_dim is not known here."""
+    if not torch.cuda.is_available():
+        return True
+    if str(path) in PROMPTS:
+        return False
+    books, (arch, _) = loaded(path), dispatch.target_of(torch.device("cuda"))
+    return not kernels.no_codebooks(arch, fmt, books.head_dim, books.rope == "pre")
 
 
 def check_model(options: dict | None, network) -> None:
@@ -72,7 +85,8 @@ def check_model(options: dict | None, network) -> None:
     for warning in found:
         typer.echo(f"warning: {warning.message}", err=True)
     if "path" in options:
-        typer.echo(f"{options['format']}: no kernel reads codebooks yet; torch reads them on the GPU, slowly", err=True)
+        typer.echo(f"{options['format']}: no kernel reads these codebooks yet; torch reads them on the GPU, slowly",
+                   err=True)
 
 
 def described(books: Codebooks) -> str:

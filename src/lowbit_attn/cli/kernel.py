@@ -62,8 +62,9 @@ def info(
     except ValueError as error:
         fail(error)
     features = tuple(name for name in kernels.FEATURES if name in (feature or ()))
-    served = [_served(name, target, fmt, heads, kv_heads, head_dim, batch, q_len, seqlen, dtype, path, features)
-              for name, target in _targets(arch)]
+    is_pre_rope = read is not None and read.rope == "pre"
+    served = [_served(name, target, fmt, heads, kv_heads, head_dim, batch, q_len, seqlen, dtype, path, features,
+                      is_pre_rope) for name, target in _targets(arch)]
     planes = [(side, plane.name, plane.offset, plane.nbytes)
               for side, part in (("K", record.k_planes), ("V", record.v_planes)) for plane in part]
     if as_json:
@@ -109,14 +110,16 @@ def _targets(arch: str | None) -> list[tuple[str, str]]:
 
 
 def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head_dim: int, batch: int, q_len: int,
-            seqlen: int, dtype: str, path: str | None, features: tuple[str, ...]) -> Served:
+            seqlen: int, dtype: str, path: str | None, features: tuple[str, ...], is_pre_rope: bool) -> Served:
     rows = heads // kv_heads * q_len
     if path not in (None, *kernels.arch_package(arch).PATHS):
         return Served(target, reasons=(f"path: {path!r} is not known on {arch}, supported: "
                                        f"{', '.join(kernels.arch_package(arch).PATHS)}",))
     picked, reasons = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows, path, features)
-    reasons = unnamed(fmt) + dispatch.no_codebooks(fmt) + (reasons if not fmt.needs_codebooks else [])
-    if picked is None:
+    refused = kernels.no_codebooks(arch, fmt, head_dim, is_pre_rope)
+    passed_over = reasons if picked is None or not fmt.needs_codebooks else []  # which no codebook could have
+    reasons = unnamed(fmt) + (refused or passed_over)
+    if picked is None or refused:
         return Served(target, reasons=tuple(reasons))
     key = kernels.decode_key(arch, target, dtype, head_dim, fmt.name, *picked, features=features)
     passes = -(-rows // key.rows)

@@ -71,6 +71,21 @@ def permute(a: Uint32, b: Uint32, selector) -> Uint32:
                                 read_only_args=[a, b, Uint32(selector)])
 
 
+def lookup(address, offset: int, words: int) -> list[Uint32]:
+    """``words`` (1 or 2) words of shared memory that does not change while lookups run, ``offset`` bytes behind an
+    address: free to be moved between other accesses, unlike the DSL's loads."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(words))
+    load = f"ld.shared.v2.b32 {{{names}}}" if words == 2 else f"ld.shared.b32 {names}"
+    found = cute.arch.inline_ptx(f"{load}, [{{$r0}}+{offset}];", write_only_types=[Uint32] * words,
+                                 read_only_args=[address])
+    return list(found) if words > 1 else [found]
+
+
+def add_f16x2(a: Uint32, b: Uint32) -> Uint32:
+    """a + b on both fp16 halves."""
+    return cute.arch.inline_ptx("add.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
 def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signed: bool) -> list[Uint32]:
     """m16n8k32: acc + a b in s32; a: 4 registers of u8, b: 2 registers of s8 or u8, acc: 4 registers.
 

@@ -24,7 +24,7 @@ from lowbit_attn.formats.affine import quotient, tree_sum
 from lowbit_attn.formats.contract import Format, Planes, Side, part_of
 from lowbit_attn.formats.spec import Kind, Plane, Scope, SideSpec
 
-ENTRIES = 256
+ENTRIES = order.ENTRIES
 BITS = (4, 2, 1)
 SINKS = 32
 LARGEST = torch.finfo(torch.float16).max  # of a stored mean or norm: those beyond are clamped to it

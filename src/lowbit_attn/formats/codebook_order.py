@@ -20,6 +20,8 @@ from lowbit_attn.layout import PAGE_TOKENS
 
 LANES, RUN = 32, 16  # lanes of a warp, and bytes that a lane loads at once
 FEWEST_GROUPS = 8  # of the order by lanes
+ENTRIES = 256  # of a codebook
+BOOK_ROW_BYTES = 256  # of a row of the table of entries as kernels have it: one entry of every group
 
 
 def is_by_lanes(groups):

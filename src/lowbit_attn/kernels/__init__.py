@@ -37,6 +37,7 @@ from lowbit_attn.kernels.registry import (
     ctas_per_sm,
     decode_key,
     needs_nvcc,
+    no_codebooks,
     other_ctas,
     path_name,
     path_of,
@@ -57,7 +58,7 @@ __all__ = [
     "ARCH_TARGETS", "FEATURES", "QUANTIZE_HEAD_DIMS", "ROWS", "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS",
     "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "WIDE_HEAD_DIM", "Checks",
     "CuteKernel", "KernelKey", "Scratch", "Support", "append_key", "arch_package", "baselines", "checks", "clusters",
-    "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "needs_nvcc", "other_ctas",
-    "packing_keys", "path_name", "path_of", "pick", "quantize_key", "quantize_missing", "shipped_keys", "step_keys",
-    "trace",
+    "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "needs_nvcc", "no_codebooks",
+    "other_ctas", "packing_keys", "path_name", "path_of", "pick", "quantize_key", "quantize_missing", "shipped_keys",
+    "step_keys", "trace",
 ]

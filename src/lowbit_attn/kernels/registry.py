@@ -122,6 +122,26 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
     return best, reasons
 
 
+def no_codebooks(arch: str, fmt: Format, head_dim: int, is_pre_rope: bool = False) -> list[str]:
+    """Why no kernel of an architecture serves a format with codebooks; empty for others, and where one does.
+
+    is_pre_rope: whether the codebooks are of keys before their rotary embedding.
+    """
+    if not fmt.needs_codebooks:
+        return []
+    served = [support for support in arch_package(arch).PATHS.values() if support.codebooks]
+    reasons = [support.missing(fmt, head_dim, torch.float16) for support in served]
+    elsewhere = "path='reference', any device"
+    if all(reasons):  # or there is none
+        why = "; ".join(reasons[-1]) if reasons else "codebooks"
+        return [f"format {fmt}: no kernel on {arch} reads its codebooks yet ({why}), supported: "
+                f"{'; '.join([*map(str, served), elsewhere])}"]
+    if is_pre_rope:
+        return [f"format {fmt}: no kernel on {arch} reads codebooks of keys before their rotary embedding yet, "
+                f"supported: rope='post'; {elsewhere}"]
+    return []
+
+
 def other_ctas(arch: str, path: str | None = None) -> list[str]:
     """Paths that are ``path``, or any other, on another schedule: not picked but by name or by a call's shape."""
     paths = arch_package(arch).PATHS

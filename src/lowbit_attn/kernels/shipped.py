@@ -7,12 +7,13 @@ import torch
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, step_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, other_ctas, pick
+from lowbit_attn.kernels.support import quantize_missing
 
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
-SHIPPED_FORMATS = tuple(name for name in FORMATS if not FORMATS[name].needs_codebooks)  # presets with kernels
+SHIPPED_FORMATS = tuple(FORMATS)  # presets
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_DTYPES = ("float16", "bfloat16")
-SHIPPED_ROWS = (4, 8, 16)
+SHIPPED_ROWS = (2, 4, 8, 16)
 READ_VARIANTS = ("256x8", "512x4", "512x8", "1024x2")
 
 
@@ -36,7 +37,8 @@ def shipped_keys(arch: str) -> list[KernelKey]:
         common = (target, dtype, head_dim)
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
-            keys |= dict.fromkeys([*step_keys(*common, FORMATS[name]),
+            has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))
+            keys |= dict.fromkeys([*(step_keys(*common, FORMATS[name]) if has_steps else ()),
                                    *(decode_key(arch, *common, name, *shape) for shape in shapes)])
     return list(keys)
 

@@ -34,6 +34,7 @@ class Support:
     schedule: str = SPLITS  # how warps get their work: "small" is splits in CTAs of which an SM holds several
     clusters: bool = False  # its splits may be a cluster of CTAs
     boosted: bool = False  # K of 2 bits with channels of 4 bits (Kitty)
+    codebooks: bool = False  # of both sides, and nothing else
     paired_bits: int = 0  # up to so many bits two blocks of query rows are faster than the next path's kernel
 
     def reach(self, fmt: Format, rows: int, head_dim: int) -> int:
@@ -71,25 +72,24 @@ class Support:
             ("K metadata", k.storage, storages), ("V metadata", v.storage, storages),
         )
         wanted += tuple(("feature", name, self.features) for name in features)
-        return [f"{name} {value}, supported: {_listed(supported)}" for name, value, supported in wanted
-                if value not in supported]
+        return unserved(wanted)
 
     def __str__(self) -> str:
-        groups = _listed((*self.channel_groups, "head_dim"))
+        groups = listed((*self.channel_groups, "head_dim"))
         per_token = f" or per token in groups of {groups} channels" * self.k_per_token
         boosted = " or of 2 bits with boosted channels of 4 (Kitty)" * self.boosted
-        return (f"K of {_listed(self.k_bits)} bits per channel in groups of {_listed(self.k_groups)} tokens"
-                f"{per_token}{boosted}; V of {_listed(self.v_bits)} bits per token in groups of {groups} channels; "
-                f"{_listed(self.storages)} metadata; head_dim {_listed(self.head_dims)}; {_listed(self.dtypes)}; "
-                f"any number of query heads a KV head; {_listed(self.rows)} query rows at once "
-                f"({_listed(self.wide_rows)} above head_dim {WIDE_HEAD_DIM}), more in blocks")
+        return (f"K of {listed(self.k_bits)} bits per channel in groups of {listed(self.k_groups)} tokens"
+                f"{per_token}{boosted}; V of {listed(self.v_bits)} bits per token in groups of {groups} channels; "
+                f"{listed(self.storages)} metadata; head_dim {listed(self.head_dims)}; {listed(self.dtypes)}; "
+                f"any number of query heads a KV head; {listed(self.rows)} query rows at once "
+                f"({listed(self.wide_rows)} above head_dim {WIDE_HEAD_DIM}), more in blocks")
 
 
 def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str]:
     """Reasons why no kernel can fill or read the pages of a cache; empty if one can."""
-    reasons = [] if dtype in QUANTIZE_DTYPES else [f"dtype {dtype}, supported: {_listed(QUANTIZE_DTYPES)}"]
+    reasons = [] if dtype in QUANTIZE_DTYPES else [f"dtype {dtype}, supported: {listed(QUANTIZE_DTYPES)}"]
     if head_dim not in QUANTIZE_HEAD_DIMS:
-        return [*reasons, f"head_dim {head_dim}, supported: {_listed(QUANTIZE_HEAD_DIMS)}"]
+        return [*reasons, f"head_dim {head_dim}, supported: {listed(QUANTIZE_HEAD_DIMS)}"]
     k, v = fmt.specs(head_dim)
     if not (k and v and k.kind in (Kind.CHANNEL, Kind.TOKEN) and v.kind is Kind.TOKEN):
         reasons.append(f"format {fmt}, supported: K per channel, per token or boosted, with V per token")
@@ -101,5 +101,11 @@ def find_path(paths: Mapping[str, Support], arithmetic: str, schedule: str) -> s
     return next((path for path, has in paths.items() if (has.arithmetic, has.schedule) == (arithmetic, schedule)), None)
 
 
-def _listed(supported) -> str:
+def unserved(wanted) -> list[str]:
+    """Reasons from (name, value, supported values)."""
+    return [f"{name} {value}, supported: {listed(supported)}" for name, value, supported in wanted
+            if value not in supported]
+
+
+def listed(supported) -> str:
     return ", ".join(str(value).removeprefix("torch.") for value in supported)

@@ -92,6 +92,11 @@ def half_product(x, y):
     return to_half(halves_of(x, False)[0] * halves_of(y, False)[0], False)
 
 
+def half_sum(x, y):
+    exact = sum(halves_of(half, False)[0].astype(np.float64) for half in (x, y))
+    return exact.astype(np.float16).view(np.uint16).astype(U64)
+
+
 def half_maximum(warp, suffixes, operands, active):
     return to_half(np.fmax(*(halves_of(warp.value(x), False)[0] for x in operands[1:])), False)
 
@@ -106,7 +111,8 @@ def half_step(function, is_bf16: bool):
     return each_half(step)
 
 
-PAIRS = {("max", "u16x2"): each_half(np.maximum), ("mul", "f16x2"): each_half(half_product)} | {
+PAIRS = {("max", "u16x2"): each_half(np.maximum), ("mul", "f16x2"): each_half(half_product),
+         ("add", "f16x2"): each_half(half_sum)} | {
     (name, f"{kind}x2"): half_step(function, kind == "bf16") for kind in ("f16", "bf16")
     for name, function in (("min", np.fmin), ("max", np.fmax), ("fma", lambda x, y, z: x * y + z))}
 HALVES = {("max", "f16"): half_maximum}

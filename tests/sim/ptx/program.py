@@ -326,7 +326,7 @@ def _all(value: int) -> np.ndarray:
 
 @cache
 def _literal(operand: str) -> np.ndarray:
-    return _all(int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0))
+    return _all(int(operand[2:], 16) if operand.startswith("0f") else int(operand.removesuffix("U"), 0))
 
 
 @cache

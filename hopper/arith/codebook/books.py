@@ -1,0 +1,106 @@
+"""The codebooks of a CTA's KV head in shared memory, and how a lane looks entries up.
+
+    K's entries, or their products with q (table.py) | V's entries | factors of the query rows
+
+Row e has entry e of every group of channels, 256 bytes: an address is ``256 code + offset of the group``, and one PRMT
+puts both bytes together. Lanes that look up one byte of their words at once have groups in different banks. At
+head_dim 64 rows hold the entries twice, in two orders, for lanes whose groups would share banks in one of them.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from lowbit_attn.device import ptx
+from lowbit_attn.formats import codebook_order as order
+from lowbit_attn.hopper.arith.codebook.config import BOOK_SIDES, TABLE_BYTES, groups
+from lowbit_attn.hopper.common.abi import Books
+from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.warp.config import WORD, SidePlan, WarpConfig
+from lowbit_attn.hopper.warp.fetch import Arrival, BookPlace
+from lowbit_attn.hopper.warp.unpack import Piece, read
+
+PAIR = 2  # offsets in a register
+RUN_WORDS = order.RUN // WORD
+
+
+class Lookups(NamedTuple):
+    """What a lane's lookups in one side have in common."""
+
+    base: Int32  # address of the codebook in shared memory
+    offsets: list  # [i // 2] offsets in a row of the groups of bytes i and i + 1 of a word, in bytes 0 and 1
+    words: int  # of an entry
+    more: int = 0  # bytes in a row that the groups lie behind the offsets
+
+    def address(self, word: Uint32, byte: int, i: int) -> Int32:
+        """Address of the entry that byte ``byte`` of a word of codes names, in the group of step ``i``."""
+        selector = 0x7604 | byte << 4 | i % PAIR
+        return self.base + Int32(ptx.permute(word, self.offsets[i // PAIR], selector))
+
+    def find(self, word: Uint32, byte: int, i: int, more: int = 0) -> list[Uint32]:
+        """The entry's words; more: as the field, beside it."""
+        return ptx.lookup(self.address(word, byte, i), self.more + more, self.words)
+
+
+def lookups(base: Int32, words: int, group_of, second: Int32 | None = None) -> Lookups:
+    """words: of an entry; group_of(i): the lane's group in step i; second: bits in which offsets of the second copy of
+    a row differ, in lanes that use it, 0 in the others."""
+    steps = range(4)
+    own = [Int32(group_of(i)) * (WORD * words) for i in steps]
+    if second is not None:
+        own = [x ^ second for x in own]
+    pairs = [Uint32(ptx.opaque(own[i] | own[i + 1] << 8)) for i in steps[::PAIR]]
+    return Lookups(base, pairs, words)
+
+
+def second_copy(side: SidePlan) -> int:
+    """Bits in which offsets in the second copy of entries differ; 0: a row has one."""
+    size = groups(side) * 2 * side.vec_size
+    return (size + size // 2) * (size < order.BOOK_ROW_BYTES)
+
+
+def start(cfg: WarpConfig, books: Books, rows: Rows, place: BookPlace) -> None:
+    """Make the barriers of both sides and start the copies; one thread does it."""
+    shared, full = place
+    for i in range(len(BOOK_SIDES)):
+        cute.arch.mbarrier_init(full + i, 1)
+    cute.arch.mbarrier_init_fence()
+    for i, side in enumerate((books.k, books.v)):
+        cute.arch.mbarrier_arrive_and_expect_tx(full + i, TABLE_BYTES)
+        source = side.iterator.toint() + Int64(rows.head_idx) * TABLE_BYTES
+        ptx.bulk_copy(shared.toint() + i * TABLE_BYTES, source, TABLE_BYTES, (full + i).toint(),
+                      Int32(ptx.EVICT_UNCHANGED))
+
+
+@cute.jit
+def wait_for_values(arrival: Arrival):
+    """Before a warp's first page of V: its codebook."""
+    if arrival.page == 0:
+        cute.arch.mbarrier_wait(arrival.ring.books.full + 1, 0)
+
+
+def base_of(cfg: WarpConfig, buffer: cute.Pointer, side: int) -> Int32:
+    """Address of a side's codebook; buffer: of the CTA's rings, in front of them."""
+    return Int32(buffer.toint()) + cfg.smem_plan["buffer"] + side * TABLE_BYTES
+
+
+def run_view(cfg: WarpConfig, piece: Piece, side: SidePlan, lane: Uint32) -> cute.Tensor:
+    """(4 words, run): the lane's words of codes."""
+    view = cute.make_tensor(piece.buffer + side.codes_offset // WORD, cute.make_layout(
+        (RUN_WORDS, order.LANES, side.part_bytes // (order.LANES * order.RUN), cfg.slots, cfg.warps),
+        stride=(1, RUN_WORDS, order.LANES * RUN_WORDS, cfg.slot_bytes // WORD, cfg.warp_bytes // WORD)))
+    return view[None, Int32(lane), None, piece.slot, piece.warp]
+
+
+class Codes:
+    """A lane's words of codes of a page, read as they are asked for."""
+
+    def __init__(self, cfg: WarpConfig, piece: Piece, side: SidePlan, lane: Uint32):
+        self.view, self.runs = run_view(cfg, piece, side, lane), {}
+
+    def word(self, i: int) -> Uint32:
+        run = i // RUN_WORDS
+        if run not in self.runs:
+            self.runs = {run: read(self.view, run)}
+        return self.runs[run][i % RUN_WORDS]

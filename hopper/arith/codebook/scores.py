@@ -1,0 +1,136 @@
+"""S of a page of codes: 16 tokens at a time, rows of the A operand; query rows are columns, as everywhere.
+
+A lane asks for the groups of its token in an order turned by g (codebook_order), and this is how it comes right:
+
+    table   products of a token's groups are added up anyhow, so their order does not matter: fp16 sums of a word,
+            then a multiply with ones that adds up the lanes in fp32 and brings row r to column 2r
+    entries columns are (row, turn): B has, for turn rho, q' of the groups that lanes of g mod 4 = rho ask for; each lane
+            keeps the column of its own turn
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from lowbit_attn.device import ptx
+from lowbit_attn.hopper.arith.codebook import books, query, table
+from lowbit_attn.hopper.arith.codebook.config import TWO, lane_bytes, rotations, uses_table
+from lowbit_attn.hopper.common import numbers
+from lowbit_attn.hopper.warp.config import WORD, WarpConfig
+from lowbit_attn.hopper.warp.softmax import Scores
+from lowbit_attn.hopper.warp.unpack import Lane, Piece
+
+STEPS = 4  # bytes of a word
+ONE, HIGH_ONE = 0x3C00, 0x3C00_0000  # fp16 1 in the low or the high half
+
+
+def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> Scores:
+    """S with the slopes of the lane's rows; the page's mean times q' is their offset."""
+    side = cfg.k
+    acc = cute.make_rmem_tensor((4, side.row_tiles), Float32)
+    acc.fill(0.0)
+    codes = books.Codes(cfg, piece, side, me.lane)
+    entries = lookups(cfg, piece, me)
+    if uses_table(cfg):
+        selectors = row_selectors(cfg, me)
+        for tile in range(side.row_tiles):
+            add_products(cfg, codes, entries, selectors, acc, tile)
+    else:
+        for tile in range(side.row_tiles):
+            add_entries(cfg, codes, entries, me, found.operand, acc, tile)
+    products = query.mean_product(cfg, found, page_mean(cfg, piece, me), me)
+    offsets = [x * own[query.TOKEN_SLOPE] + own[query.OFFSET] for x, own in zip(products, found.factors)]
+    # a mean that is no number makes the page's weights so
+    slopes = [x * Float32(0.0) + own[query.SLOPE] for x, own in zip(offsets, found.factors)]
+    return Scores(acc, (0,) * (2 * side.row_tiles), tuple(slopes), tuple(offsets))
+
+
+def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> list[books.Lookups]:
+    """[word of an eight] K's lookups: a word's byte i is of its group 4 ((i + g) mod R) + t."""
+    side, base = cfg.k, books.base_of(cfg, piece.buffer, 0)
+    turns, count, second = rotations(side), lane_bytes(side) // WORD, 0
+    words = side.vec_size // 2
+    if not uses_table(cfg):
+        second = books.second_copy(side) * (words == 1)
+    elif cfg.rows == TWO:
+        words, second = 1, table.SECOND_COPY
+
+    def of_word(q: int) -> books.Lookups:
+        copy = Int32(me.g // 4) * second if second else None
+        return books.lookups(base, words, lambda i: 4 * turns * q + 4 * ((i + Int32(me.g)) % turns) + Int32(me.t), copy)
+
+    if second:
+        return [of_word(q) for q in range(count)]
+    first = of_word(0)
+    return [first._replace(more=4 * turns * WORD * words * q) for q in range(count)]
+
+
+def page_mean(cfg: WarpConfig, piece: Piece, me: Lane) -> list[Float32]:
+    """The page's mean of the lane's channels."""
+    count = query.own_channels(cfg)
+    offset = cfg.k.meta_offset + count * 2 * Int32(me.lane)
+    address = Int32(piece.buffer.toint()) + piece.warp * cfg.warp_bytes + piece.slot * cfg.slot_bytes + offset
+    view = cute.make_tensor(cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=2 * count),
+                            cute.make_layout(count // 2))
+    words = cute.make_rmem_tensor(count // 2, Uint32)
+    cute.autovec_copy(view, words)
+    return [half for i in range(count // 2) for half in numbers.widen(words[i], "float16")]
+
+
+def row_selectors(cfg: WarpConfig, me: Lane) -> cute.Tensor:
+    """B operand of ones: a column takes the k-slots of its row. Register j, half e: row 2 j + e, of two rows e."""
+    ones, words = numbers.fragments(1)
+    row = Int32(cfg.arithmetic.operand_row(me.g, 0))
+    for j in range(2):
+        first = 2 * j % cfg.rows
+        words[j, 0] = Uint32(Int32(row == first)) * Uint32(ONE) + Uint32(Int32(row == first + 1)) * Uint32(HIGH_ONE)
+    return ones[None, 0]
+
+
+def add_products(cfg: WarpConfig, codes: books.Codes, tables: list, selectors: cute.Tensor, acc: cute.Tensor,
+                 tile: int) -> None:
+    """16 tokens by table: rows g and g + 8 of A, whose registers have rows 0 and 1, rows 2 and 3; of two rows, a word's
+    sums and the next one's."""
+    words = lane_bytes(cfg.k) // WORD
+    sums = [[sums_of_word(tables[q], codes.word((2 * tile + row8) * words + q)) for row8 in range(2)]
+            for q in range(words)]
+    if cfg.rows == TWO:
+        zero = [[Uint32(0)]] * 2
+        operands = [[x[0] for q in (*sums, zero)[:2] for x in q]]
+    else:
+        operands = [[x[pair] for pair in range(2) for x in q] for q in sums]
+    for a in operands:
+        numbers.multiply(numbers.multiply_atom(), acc, tile, numbers.operand_a(a), selectors)
+
+
+def sums_of_word(table: books.Lookups, word: Uint32) -> list[Uint32]:
+    """[pair of rows] fp16 sums of the products that a word's codes name."""
+    found = [table.find(word, i, i) for i in range(STEPS)]
+    return [numbers.tree([x[pair] for x in found], ptx.add_f16x2) for pair in range(table.words)]
+
+
+def add_entries(cfg: WarpConfig, codes: books.Codes, tables: list, me: Lane, operand: cute.Tensor,
+                acc: cute.Tensor, tile: int) -> None:
+    """16 tokens by entries: an A operand has two of two channels, or one of four, of each token."""
+    words, count = lane_bytes(cfg.k) // WORD, 2 * cfg.lane_rows
+    turns = cute.make_rmem_tensor((4, count), Float32)  # of two turns in two columns, or of one
+    turns.fill(0.0)
+    for q in range(words):
+        own = [codes.word((2 * tile + row8) * words + q) for row8 in range(2)]
+        each = 2 // (cfg.k.vec_size // 2)  # entries
+        for first in range(0, STEPS, each):
+            found = [[tables[q].find(word, i, i) for word in own] for i in range(first, first + each)]
+            a = numbers.operand_a([of_token[word] for of_step in found for word in range(2 // each)
+                                   for of_token in of_step])
+            for x in range(count):
+                at = count * q + (first * count // STEPS + x) % count
+                numbers.multiply(numbers.multiply_atom(), turns, x, a, operand[None, at])
+    is_odd, is_late = (me.g & Uint32(1)) != 0, (me.g & Uint32(2)) != 0
+    for row8 in range(2):
+        if cfg.lane_rows == 1:
+            found = [[turns[2 * row8 + i % 2, i // 2] for i in range(4)]]
+        else:
+            found = [[turns[2 * row8 + e, i] for i in range(4)] for e in range(2)]
+        for e, of_turn in enumerate(found):
+            early, late = (cutlass.select_(is_odd, of_turn[i + 1], of_turn[i]) for i in (0, 2))
+            acc[2 * row8 + e, tile] = cutlass.select_(is_late, late, early)

@@ -1,0 +1,80 @@
+"""K's side of a kernel before its pages: a table of products q' . entry, or q' as an operand for entries themselves.
+
+Table, of entries of 4 channels: T[e][y] = q' of each row . (entry e of group y - the group's mean entry), fp16. It
+takes the place of the entries. Of 4 rows 8 bytes take 8, which one lane reads and writes. Of 2 rows an entry is one word, and
+there are two copies of it, ``SECOND_COPY`` apart, for lanes that would ask one bank for different entries.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+from lowbit_attn.formats import codebook_order as order
+from lowbit_attn.hopper.arith.codebook.config import FEW, TWO, groups, lane_bytes, rotations
+from lowbit_attn.hopper.common import numbers
+from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
+from lowbit_attn.hopper.warp.unpack import Lane, read
+
+ENTRY_WORDS = 2  # of four channels, and of four products
+SECOND_COPY = 192  # the offset of a word's copy differs in these bits
+TOGETHER = 4  # entries whose loads are under way
+UP = 3  # of query.prepare's factors
+
+
+def entry_view(cfg: WarpConfig, books: cute.Pointer) -> cute.Tensor:
+    """(words of an entry, group, entry): K's codebook as a table."""
+    return cute.make_tensor(books, cute.make_layout((ENTRY_WORDS, WARP, order.ENTRIES),
+                                                    stride=(1, ENTRY_WORDS, order.BOOK_ROW_BYTES // WORD)))
+
+
+@cute.jit
+def build(cfg: cutlass.Constexpr[WarpConfig], me: Lane, q: cute.Tensor, factors: cute.Tensor, books: cute.Pointer,
+          means: cute.Tensor):
+    """Products in place of K's entries, by all warps. q: (channel, row) of q'; means: (channel) of entries."""
+    group = Int32(me.lane)
+    if cutlass.const_expr(groups(cfg.k) < WARP):  # rows hold the entries twice, the second time with halves exchanged
+        group = (group ^ (group // groups(cfg.k) * (groups(cfg.k) // 2))) % groups(cfg.k)
+    rows = [read(q, (group, r)) for r in range(cfg.rows)]
+    mean = read(means, group)
+    ups = [factors[UP, r] for r in range(cfg.rows)]
+    scaled = [[x * up for x in row] for row, up in zip(rows, ups)]
+    below = [numbers.tree([x * m for x, m in zip(row, mean)], numbers.add) for row in scaled]
+    view = entry_view(cfg, books)
+    for first in cutlass.range(me.warp, order.ENTRIES, TOGETHER * cfg.warps, unroll=1):
+        at = [cutlass.min(first + i * cfg.warps, Int32(order.ENTRIES - 1)) for i in range(TOGETHER)]
+        found = [read(view[None, Int32(me.lane), None], e) for e in at]
+        if cutlass.const_expr(cfg.rows == TWO):
+            cute.arch.sync_warp()  # a row's entries have all been read
+        for i in cutlass.range_constexpr(TOGETHER):
+            entry = [*numbers.widen(found[i][0], "float16"), *numbers.widen(found[i][1], "float16")]
+            products = [numbers.tree([x * y for x, y in zip(row, entry)], numbers.add) - low
+                        for row, low in zip(scaled, below)]
+            if first + i * cfg.warps < order.ENTRIES:
+                if cutlass.const_expr(cfg.rows == TWO):
+                    row = cute.make_tensor(books + at[i] * (order.BOOK_ROW_BYTES // WORD),
+                                           cute.make_layout(order.BOOK_ROW_BYTES // WORD))
+                    row[group] = row[group ^ (SECOND_COPY // WORD)] = numbers.pack(*products)
+                else:
+                    words = cute.make_rmem_tensor(ENTRY_WORDS, Uint32)
+                    words[0], words[1] = numbers.pack(*products[:2]), numbers.pack(*products[2:])
+                    cute.autovec_copy(words, view[None, Int32(me.lane), at[i]])
+
+
+def operand(cfg: WarpConfig, me: Lane, q: cute.Tensor, factors: cute.Tensor) -> cute.Tensor:
+    """q' 2^11 as the B operands of entries, fp16 (4, turns * word of a block + turn).
+
+    Register j of turn x has the group 16 word + 4 ((x + j) mod 4) + t, of two channels; or channels 2j, 2j + 1 of group
+    16 word + 4 x + t, of four. Where columns are (row, v), v = 0 or 1, turns are two apart, and x is 2 turn + v.
+    """
+    words, turns = lane_bytes(cfg.k) // WORD, rotations(cfg.k)
+    row = Int32(cfg.arithmetic.operand_row(me.g, 0))
+    count, v = (turns // 2, Int32(me.g % 2)) if cfg.rows == FEW else (turns, Int32(0))
+    fragments, fragment_words = numbers.fragments(count * words)
+    up, is_wide = factors[UP, row], cfg.k.vec_size == 2 * ENTRY_WORDS
+    for word in range(words):
+        for turn in range(count):
+            for j in range(2):
+                group = 4 * turns * word + 4 * ((turns // count * turn + j * (not is_wide) + v) % turns) + Int32(me.t)
+                pair = read(q, (group, row))[2 * j * is_wide :][:2]
+                fragment_words[j, count * word + turn] = numbers.pack(*(x * up for x in pair))
+    return fragments

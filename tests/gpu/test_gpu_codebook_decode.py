@@ -1,0 +1,119 @@
+"""Decode over codebook caches on Hopper's kernels, against fp64 attention over the same dequantized cache."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lowbit_attn
+from gpu import matrix
+from gpu.checks import check_decode, differing_values, problem_and_expected
+from lowbit_attn import testing
+from lowbit_attn.reference import Attention
+from lowbit_attn.testing import Case
+
+pytestmark = pytest.mark.gpu
+PATH, BF16 = "codebook", torch.bfloat16
+FORMATS = ("cq2", "cq4", "kcq4vcq2")
+PATHS = (*((name, path) for path in (PATH, "codebook8") for name in FORMATS), ("cq2", "codebook2"))
+HEAD_DIMS, ANY_FORMAT = (128, 64), dict.fromkeys(kernel.format for kernel in matrix.CODEBOOK)
+HARD = ("k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x", "v-1e-4-beside-sink",
+        "v-page-1e3-after-1e-4", "zero-200x-range", "flat-attention", "zero-pages", "q-1e3", "q-1e-3")
+RAGGED = Case("cq2", num_heads=8, num_heads_kv=2, lengths=(700, 0, 128, 1300, 1, 2051), sinks=5)
+
+
+def heads_of(path: str) -> int:
+    """Query heads of two KV heads that fill the rows of a path's kernel."""
+    return {"codebook2": 4, PATH: 8, "codebook8": 16}[path]
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    monkeypatch.setenv("LOWBIT_ATTN_ARCH", "hopper")
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name, path", PATHS)
+def test_ragged_batch(name, path, head_dim, dtype, splits, record_property):
+    case = replace(RAGGED, format=name, head_dim=head_dim, dtype=dtype, num_heads=heads_of(path))
+    check_decode(case, path, f"{path} {name} d{head_dim}", record_property, splits)
+
+
+@pytest.mark.parametrize("heads, q_len", [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (1, 2), (4, 4), (16, 1), (2, 8)])
+@pytest.mark.parametrize("name", ANY_FORMAT)
+def test_query_rows(name, heads, q_len, record_property):
+    """Of one KV head: up to 4 at once, more in blocks; the last queries of a step do not see each other's tokens."""
+    case = Case(name, num_heads=2 * heads, num_heads_kv=2, lengths=(900, 300), q_len=q_len, sinks=3)
+    check_decode(case, None, f"codebook {name} rows", record_property)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+@pytest.mark.parametrize("data", HARD)
+@pytest.mark.parametrize("name, path", PATHS)
+def test_hard_inputs(name, path, data, dtype, record_property):
+    case = Case(name, dtype, num_heads=heads_of(path), num_heads_kv=2, lengths=(1100,), sinks=32, data=data)
+    check_decode(case, path, f"{path} {name} hard", record_property, 3)
+
+
+@pytest.mark.parametrize("options", [
+    Attention(softcap=20.0), Attention(window=200), Attention(0.3, 30.0, 513, True),
+    Attention(sink_logits=torch.linspace(-3, 3, 8))], ids=("softcap", "window", "both", "sink-logits"))
+@pytest.mark.parametrize("name", FORMATS)
+def test_features(name, options, record_property):
+    if options.sink_logits is not None:
+        options = replace(options, sink_logits=options.sink_logits.cuda())
+    case = Case(name, num_heads=8, num_heads_kv=2, lengths=(1500, 600), q_len=2, sinks=5)
+    check_decode(case, PATH, f"codebook {name} features", record_property, 2, options)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_long_sequences(name, record_property):
+    """Rings turn many times; pages are shared."""
+    case = Case(name, num_heads=4, num_heads_kv=1, lengths=(20_000, 5_000), sinks=32, shared_pages=True)
+    for path in [path for of, path in PATHS if of == name]:
+        for splits in (None, 1):
+            check_decode(case, path, f"{path} {name} long", record_property, splits)
+
+
+def test_rows_of_the_cache_in_any_order():
+    problem, _ = problem_and_expected(RAGGED, PATH)
+    o, lse = lowbit_attn.decode(problem.q, problem.cache)
+    rows = torch.tensor([3, 5, 0], dtype=torch.int32, device="cuda")
+    some, some_lse = lowbit_attn.decode(problem.q[rows.long()], problem.cache, rows=rows)
+    for got, want in ((some, o), (some_lse, lse)):
+        assert testing.relative_error(got, want[rows.long()]) < 1e-3
+
+
+@pytest.mark.parametrize("name, path", PATHS)
+def test_launches_repeat_themselves(name, path):
+    """A ring slot is filled again only behind the last use of what it held."""
+    case = Case(name, num_heads=heads_of(path), num_heads_kv=2, lengths=(5000, 3000), sinks=5)
+    assert differing_values(problem_and_expected(case, path)[0], path) == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_graph_sees_new_tokens(name, record_property):
+    """Captured once, a call reads the lengths of the moment."""
+    problem, _ = problem_and_expected(Case(name, num_heads=8, num_heads_kv=2, lengths=(700, 300), sinks=5), PATH)
+    cache, q = testing.to_device(problem.cache, "cuda"), problem.q
+    lowbit_attn.decode(q, cache)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(q)
+    with torch.cuda.graph(graph):
+        lowbit_attn.decode(q, cache, out=out)
+    for n_tok in ((700, 300), (690, 290)):
+        cache.n_tok.copy_(torch.tensor(n_tok, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, lowbit_attn.decode(q, cache)[0])
+
+
+def test_what_no_kernel_serves():
+    not_read = "no kernel on hopper reads its codebooks yet"
+    for name, head_dim, rope, why in (("cq1", 128, "post", not_read), ("cq2", 96, "post", not_read),
+                                      ("k4vcq2", 128, "post", not_read),
+                                      ("cq2", 128, "pre", "before their rotary embedding")):
+        problem = testing.build(Case(name, head_dim=head_dim, rope=rope), "cuda")
+        assert why in " ".join(lowbit_attn.why_not(problem.cache, 8))
+        with pytest.raises(NotImplementedError, match=why):
+            lowbit_attn.decode(problem.q, problem.cache)
