@@ -21,7 +21,7 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # Folders and files of the package, from the lowest: each imports from lower lines alone, and from itself. A folder's
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
-    ("_private", "layout", "checks", "precision", "journal", "pages", "toolchain", "closure", "entries",
+    ("_private", "_version", "layout", "checks", "precision", "journal", "pages", "toolchain", "closure", "entries",
      "view", "progress", "tensor_file"),
     ("codebooks", "formats", "linear", "reference"),
     ("attached", "significance", "frames"),
@@ -258,7 +258,7 @@ def test_versions_agree():
     """``__version__`` is the only place: the package's metadata and the newest entry of the change log follow it."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert config["project"]["dynamic"] == ["version"]
-    assert config["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lowbit_attn.__version__"}
+    assert config["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lowbit_attn._version.__version__"}
     assert metadata.version("lowbit-attn") == lowbit_attn.__version__, "install again: pip install -e ."
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert newest[1] == lowbit_attn.__version__

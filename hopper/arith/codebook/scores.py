@@ -4,8 +4,8 @@ A lane asks for the groups of its token in an order turned by g (codebook_order)
 
     table   products of a token's groups are added up anyhow, so their order does not matter: fp16 sums of a word,
             then a multiply with ones that adds up the lanes in fp32 and brings row r to column 2r
-    entries columns are (row, turn): B has, for turn rho, q' of the groups that lanes of g mod 4 = rho ask for; each lane
-            keeps the column of its own turn
+    entries columns are (row, turn): B has, for turn rho, q' of the groups that lanes of g mod 4 = rho ask for; each
+            lane keeps the column of its own turn
 """
 
 import cutlass

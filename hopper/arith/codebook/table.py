@@ -1,8 +1,8 @@
 """K's side of a kernel before its pages: a table of products q' . entry, or q' as an operand for entries themselves.
 
 Table, of entries of 4 channels: T[e][y] = q' of each row . (entry e of group y - the group's mean entry), fp16. It
-takes the place of the entries. Of 4 rows 8 bytes take 8, which one lane reads and writes. Of 2 rows an entry is one word, and
-there are two copies of it, ``SECOND_COPY`` apart, for lanes that would ask one bank for different entries.
+takes the place of the entries. Of 4 rows 8 bytes take 8, which one lane reads and writes. Of 2 rows an entry is one
+word, and there are two copies of it, ``SECOND_COPY`` apart, for lanes that would ask one bank for different entries.
 """
 
 import cutlass

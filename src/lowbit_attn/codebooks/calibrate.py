@@ -18,7 +18,7 @@ from importlib.metadata import version
 
 import torch
 
-from lowbit_attn import __version__
+from lowbit_attn._version import __version__
 from lowbit_attn.codebooks.capture import Sample, captured
 from lowbit_attn.codebooks.file import Codebooks
 from lowbit_attn.codebooks.identity import config_hash, weights_hash
