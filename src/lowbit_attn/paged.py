@@ -27,7 +27,7 @@ from lowbit_attn.ops import HeldCache
 from lowbit_attn.state import DTYPES, RING_ALIGN
 
 PAGE = layout.PAGE_TOKENS
-NULL = 0  # page and ring that engines name where there is none: never written
+NULL = 0  # ring that engines name where there is none, never written; pages of this block are none, too
 
 
 class Step(NamedTuple):
@@ -82,6 +82,7 @@ class PagedStore:
     sinks: first tokens of a sequence that stay in 16 bit. They lie in its ring, so that pages of a sequence with sinks
         mean nothing to another one.
     attached: codebooks of the layer, for formats that need them.
+    null_pages: pages below this are none: those of an engine's block 0, never written.
     """
 
     format: Format
@@ -89,6 +90,7 @@ class PagedStore:
     rings: torch.Tensor
     sinks: int = 0
     attached: Attached | None = None
+    null_pages: int = 1
 
     def __post_init__(self):
         _, two, heads, _, head_dim = check_rank("rings", self.rings, ("rings", 2, "num_heads_kv", "slots", "head_dim"))
@@ -151,7 +153,7 @@ def append(store: PagedStore, step: Step, k: torch.Tensor, v: torch.Tensor) -> t
     """Store a step's new tokens, and pack every block that ends inside it.
 
     k, v: [tokens, num_heads_kv, head_dim] of all rows, any float dtype, rounded once to the rings'; tokens behind the
-    last row are padding. Nothing is written for padded rows, to ring 0 or to page 0.
+    last row are padding. Nothing is written for padded rows, to ring 0 or to pages that are none.
 
     Returns the rings as they were of the rows that are chunks (more than ``store.max_q_len`` tokens), in their order:
     [chunks, 2, num_heads_kv, sinks + slots, head_dim], which ``attention`` reads; None if there are none.
@@ -169,8 +171,8 @@ def append(store: PagedStore, step: Step, k: torch.Tensor, v: torch.Tensor) -> t
         new = entered[:, :, starts[row] : starts[row + 1]]
         full, first = _full_blocks(store, rings[row], lens[row] - new.shape[2], new)
         named = step.table[row, first : first + full.shape[2]]
-        blocks.append(full[:, :, named != NULL])
-        pages.append(named[named != NULL])
+        blocks.append(full[:, :, named >= store.null_pages])
+        pages.append(named[named >= store.null_pages])
     _pack(store, step, torch.cat(pages) if pages else step.table.new_empty(0), blocks)
     for row in live:
         if rings[row] != NULL:
