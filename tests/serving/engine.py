@@ -18,6 +18,10 @@ VARIABLES = dict(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_
                  VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE",
                  VLLM_CPU_OMP_THREADS_BIND="nobind", DO_NOT_TRACK="1")
 MARK = "ANSWER "
+DRAFTS = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3,
+                                      prompt_lookup_min=1))
+PRIVATE = dict(enable_prefix_caching=False)
+NEAR_TIE = 0.1  # nats that the first of two tokens is ahead, where 8 bits may pick the other
 COUNTED = ("preempt", "prefix_cache", "spec_decode")  # parts of the names of metrics that an answer has
 
 
@@ -95,6 +99,11 @@ def agreement(mine: list[list[int]], theirs: list[list[int]]) -> list[int]:
 def apart(mine: list[list[int]], theirs: list[list[int]], gaps: list[list[float]]) -> list[float]:
     """Of prompts whose tokens differ: how far ahead their first differing token was in ``theirs``, in nats."""
     return [gaps[row][at] for row, at in enumerate(agreement(mine, theirs)) if at < len(theirs[row])]
+
+
+def near_ties(mine: dict, theirs: dict, round_mine: int = 0, round_theirs: int = 0) -> list[float]:
+    """``apart`` of two jobs' answers, in these rounds."""
+    return apart(mine["tokens"][round_mine], theirs["tokens"][round_theirs], theirs["gaps"][round_theirs])
 
 
 def main() -> None:

@@ -18,8 +18,6 @@ from serving import engine, models
 
 BLOCKS, MOST = 12, 4  # of the pool; requests at once
 SMALL = dict(num_hidden_layers=1)  # of the model: what is tested is the engine's part
-NEAR_TIE = 0.1  # nats
-DRAFTS = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
 OPTIONS = dict(dtype="float32", max_model_len=1024, enforce_eager=True, max_num_seqs=MOST, block_size=128,
                max_num_batched_tokens=256, skip_tokenizer_init=True, disable_log_stats=False)
 
@@ -37,7 +35,7 @@ def walk(folder: str, steps: int, seed: int) -> dict:
     from vllm import LLM, SamplingParams
 
     model = str(models.tiny(Path(folder), **SMALL))
-    llm = LLM(model, **OPTIONS, num_gpu_blocks_override=BLOCKS, speculative_config=DRAFTS)
+    llm = LLM(model, **OPTIONS, num_gpu_blocks_override=BLOCKS, **engine.DRAFTS)
     core, draw = llm.llm_engine, random.Random(seed)
     families = models.prompts(4, 300, seed + 1)
     running, finished, counts = {}, [], dict(steps=0, requests=0, aborted=0, tokens=0, cached=0)

@@ -8,7 +8,7 @@ import torch
 
 from lowbit_attn.integrations.vllm import names
 from serving import engine, models
-from serving.test_tiny import DRAFTS, PRIVATE, near_ties
+from serving.engine import DRAFTS, PRIVATE, near_ties
 
 FOLDER = Path(platformdirs.user_cache_dir("lowbit_attn")) / "smollm2"
 LENGTHS, NEW, SCORED = (400,), 40, 1024

@@ -3,11 +3,8 @@
 import pytest
 
 from serving import engine, models
+from serving.engine import DRAFTS, NEAR_TIE, PRIVATE, near_ties
 
-NEAR_TIE = 0.1  # nats that the first of two tokens is ahead, where 8 bits may pick the other
-DRAFTS = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3,
-                                      prompt_lookup_min=1))
-PRIVATE = dict(enable_prefix_caching=False)
 PROMPTS, REPEATING = models.prompts(3, 300), models.repeating(3, 300)
 
 
@@ -34,10 +31,6 @@ def answers(model):
         jobs[name] = job([REPEATING], f"lowbit_{name}", **PRIVATE)
         jobs[f"{name}_drafts"] = job([REPEATING], f"lowbit_{name}", **PRIVATE, **DRAFTS)
     return dict(zip(jobs, engine.run(list(jobs.values()))))
-
-
-def near_ties(mine, theirs, round_mine=0, round_theirs=0) -> list[float]:
-    return engine.apart(mine["tokens"][round_mine], theirs["tokens"][round_theirs], theirs["gaps"][round_theirs])
 
 
 @pytest.mark.timeout(1800)
@@ -89,7 +82,7 @@ def test_prefix_hits(answers, measured):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype,options,reason", [
     ("lowbit_kitty", {}, "pass --no-enable-prefix-caching"),
-    ("lowbit_k4v4", dict(layout="LBHNC"), "pass --block-size 384"),
+    ("lowbit_k4v4", dict(layout="LBHNC"), "pass --block-size 512"),
     ("lowbit_cq2", PRIVATE, "set LOWBIT_ATTN_CODEBOOKS"),
     ("lowbit_k5v5", {}, "k5v5"),
 ])
