@@ -22,7 +22,6 @@ def answers(model):
     jobs = dict(
         own=job([PROMPTS, REPEATING]),
         k8v8=job([PROMPTS], "lowbit_k8v8"), k8v8_drafts=job([REPEATING], "lowbit_k8v8", **DRAFTS),
-        k8v8_preempted=job([PROMPTS], "lowbit_k8v8", max_model_len=1024, num_gpu_blocks_override=14),
         k8v8_ranks=job([PROMPTS], "lowbit_k8v8", tensor_parallel_size=2),
         k4v4=job([PROMPTS, PROMPTS, REPEATING], "lowbit_k4v4"), k4v4_drafts=job([REPEATING], "lowbit_k4v4", **DRAFTS),
         k4v4_wide=job([PROMPTS], "lowbit_k4v4", layout="LBHNC", block_size=512),
@@ -48,10 +47,15 @@ def test_8_bits_with_drafts(answers, measured):
     assert all(gap < NEAR_TIE for gap in near_ties(found, answers["own"], 0, 1))
 
 
-def test_a_preempted_request_goes_on_as_before(answers, measured):
-    measured["preemptions"] = answers["k8v8_preempted"]["metrics"]["num_preemptions"]
-    assert measured["preemptions"] > 0
-    assert all(gap < NEAR_TIE for gap in near_ties(answers["k8v8_preempted"], answers["k8v8"]))
+@pytest.mark.timeout(600)
+def test_a_preempted_request_goes_on_as_before(model, measured):
+    """15 blocks: three and two rings for each prompt, none for the one that grows past its third."""
+    jobs = [engine.job(model, [PROMPTS], "lowbit_k8v8", max_model_len=1024, **options)
+            for options in ({}, dict(num_gpu_blocks_override=16))]
+    whole, preempted = engine.run(jobs)
+    measured["preemptions"] = preempted["metrics"]["num_preemptions"]
+    assert measured["preemptions"] > 0 and not whole["metrics"]["num_preemptions"]
+    assert all(gap < NEAR_TIE for gap in near_ties(preempted, whole))
 
 
 def test_two_ranks(answers):
