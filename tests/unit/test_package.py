@@ -43,6 +43,8 @@ LAYERS = (
     ("plan",),
     ("dispatch",),
     ("ops", "environment"),
+    ("paged",),
+    ("paged_attention",),
     ("api",),
     ("",),
     ("integrations", "testing", "parallel", "budget"),

@@ -1,4 +1,4 @@
-"""The tests' own house: four packages, none of which imports a test, and formats of tests that no user meets."""
+"""The tests' own house: five packages, none of which imports a test, and formats of tests that no user meets."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ from lowbit_attn import FORMATS
 from lowbit_attn.formats import FAMILIES
 
 TESTS = Path(__file__).parents[1]
-PACKAGES = ("unit", "host", "gpu", "sim")
+PACKAGES = ("unit", "host", "gpu", "sim", "serving")
 FILES = sorted(TESTS.rglob("*.py"))
 
 

@@ -1,0 +1,230 @@
+"""vLLM's interfaces over a ``PagedStore``: the one file that follows vLLM's own names.
+
+Pages: a block of vLLM is a whole number of 128-token pages; it hands them over as [pages, heads, 128, C] of bytes, each
+(page, head) one record. Rings: a pseudo layer beside each attention layer asks for one block a request
+(``CircularBufferSpec``), which vLLM's own manager allocates, frees and preempts. vLLM stores new tokens
+(``do_kv_cache_update``) before it asks for attention (``forward``).
+"""
+
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from lowbit_attn import paged
+from lowbit_attn.attached import Attached
+from lowbit_attn.codebooks import Codebooks
+from lowbit_attn.integrations.vllm import names
+from lowbit_attn.paged import PAGE, PagedStore, Step
+from lowbit_attn.paged_attention import attention
+from lowbit_attn.reference import Attention
+
+RING = "lowbit_ring.layers."  # names of the rings' pseudo layers: one number, as vLLM wants
+
+
+def layout() -> str:
+    """How vLLM lays out the pool: what its variable says, else blocks outermost, where rings have a size of their
+    own."""
+    return os.environ.get("VLLM_KV_CACHE_LAYOUT") or names.LAYOUTS[0]
+
+
+def engine_of(config: VllmConfig) -> names.Engine:
+    """What of vLLM's configuration matters here."""
+    parallel, drafts, cache = config.parallel_config, config.speculative_config, config.cache_config
+    return names.Engine(
+        device=current_platform.device_type, block_size=cache.block_size or PAGE, layout=layout(),
+        prefix_caching=bool(cache.enable_prefix_caching),
+        hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
+        dcp=parallel.decode_context_parallel_size, pcp=parallel.prefill_context_parallel_size,
+        tp=parallel.tensor_parallel_size, connector=config.kv_transfer_config is not None,
+        drafts=drafts.method if drafts else None, num_drafts=drafts.num_speculative_tokens if drafts else 0)
+
+
+def served_by(config: VllmConfig) -> names.Served:
+    """What a process serves, kept for calls that get no configuration. ValueError for a second dtype in a process."""
+    served = names.asked(config.cache_config.cache_dtype, os.environ.get(names.VARIABLE))
+    if LowBitBackend.served not in (None, served):
+        raise ValueError(f"--kv-cache-dtype: got {served} after {LowBitBackend.served}, supported: one in a process")
+    LowBitBackend.served = served
+    return served
+
+
+@dataclass
+class LowBitMetadata(AttentionMetadata):
+    """What a layer, or its ring, gets of a step."""
+
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+
+
+class LowBitBuilder(AttentionMetadataBuilder[LowBitMetadata]):
+    _cudagraph_support = AttentionCGSupport.NEVER  # steps are read by the host until a kernel stores them
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
+              fast_build: bool = False) -> LowBitMetadata:
+        common = common_attn_metadata
+        return LowBitMetadata(common.block_table_tensor, common.seq_lens, common.query_start_loc)
+
+
+class LowBitBackend(AttentionBackend):
+    forward_includes_kv_cache_update = False
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    served: names.Served | None = None  # in this process, once a layer was made
+    supported_kv_cache_dtypes = []  # any: what is not served is told by LowBitImpl, with what to change
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN" if current_platform.is_cpu() else "LOWBIT_ATTN"
+
+    @staticmethod
+    def get_impl_cls():
+        return LowBitImpl
+
+    @staticmethod
+    def get_builder_cls():
+        return LowBitBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return [PAGE]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):
+        return (KVCacheLayout[layout()],)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec):
+        if not isinstance(spec, FullAttentionSpec):
+            raise NotImplementedError(f"lowbit_attn: got {type(spec).__name__}, supported: full attention")
+        record = LowBitBackend.served.format.record(spec.head_size)
+        return replace(spec, dtype=torch.uint8, state_content_bytes=record.nbytes // PAGE)
+
+
+class RingBackend(LowBitBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "LOWBIT_RING"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return [MultipleOf(1)]
+
+    @classmethod
+    def customize_spec(cls, spec):
+        return spec
+
+
+class Ring(nn.Module, AttentionLayerBase):
+    """The 16-bit tokens of every request in one layer, a block each."""
+
+    def __init__(self, index: int, served: names.Served, layer: names.Layer, dtype: torch.dtype):
+        super().__init__()
+        self.layer_name, self.served, self.layer, self.dtype = f"{RING}{index}", served, layer, dtype
+        self.kv_cache = torch.tensor([])
+
+    def get_attn_backend(self):
+        return RingBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CircularBufferSpec:
+        engine = engine_of(vllm_config)
+        nbytes = names.ring_bytes(self.served, engine, self.layer)
+        return CircularBufferSpec(block_size=engine.block_size, num_kv_heads=1, head_size=1, head_size_v=0,
+                                  dtype=torch.uint8, state_content_bytes=nbytes // engine.block_size)
+
+    def rings(self) -> torch.Tensor:
+        """[blocks, 2, heads, tokens, head_dim]."""
+        raw, (heads, head_dim) = self.kv_cache.flatten(1), (self.layer.num_heads_kv, self.layer.head_dim)
+        tokens = names.ring_tokens(self.served, raw.shape[1], self.layer)
+        return raw[:, : 4 * heads * tokens * head_dim].view(self.dtype).unflatten(1, (2, heads, tokens, head_dim))
+
+
+class LowBitImpl(AttentionImpl):
+    """Attention of one layer. Raises NotImplementedError, saying what to change, for what cannot be served."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+                 alibi_slopes=None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+                 logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+                 kv_sharing_target_layer_name: str | None = None, sinks: torch.Tensor | None = None):
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype, self.sink_logits = kv_cache_dtype, sinks
+        self.softcap = logits_soft_cap or None
+        config = get_current_vllm_config()
+        self.served, self.engine = served_by(config), engine_of(config)
+        self.layer = names.Layer(head_size, self.num_kv_heads, sliding_window, alibi_slopes is not None,
+                                 AttentionType(attn_type).value, kv_sharing_target_layer_name is not None)
+        reasons = names.why_not(self.served, self.engine, self.layer, bool(os.environ.get(names.BOOKS)))
+        if reasons:
+            raise NotImplementedError(f"lowbit_attn cannot serve this model: {'; '.join(reasons)}")
+        context = config.compilation_config.static_forward_context
+        index = sum(isinstance(layer, Ring) for layer in context.values())
+        dtype = config.model_config.dtype
+        self.ring = Ring(index, self.served, self.layer, torch.float16 if dtype == torch.float32 else dtype)
+        context[self.ring.layer_name] = self.ring
+        self.attached = self._books(index)
+        self.before: torch.Tensor | None = None  # rings of chunks, from the update of a step to its attention
+
+    def _books(self, index: int) -> Attached | None:
+        if not self.served.format.needs_codebooks:
+            return None
+        books = _codebooks(os.environ[names.BOOKS]).layer(index)
+        return Attached(books, self.served.format, self.num_kv_heads, self.head_size, self.engine.device)
+
+    def _store(self, kv_cache: torch.Tensor) -> PagedStore:
+        return PagedStore(self.served.format, kv_cache.flatten(2), self.ring.rings(), self.served.sinks, self.attached,
+                          null_pages=self.engine.block_size // PAGE)
+
+    def _step(self, metadata: LowBitMetadata) -> Step:
+        rings = get_forward_context().attn_metadata[self.ring.layer_name].table[:, 0]
+        return Step(metadata.table, metadata.seq_lens, metadata.query_start_loc, rings)
+
+    def do_kv_cache_update(self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+                           slot_mapping: torch.Tensor) -> None:
+        metadata = get_forward_context().attn_metadata
+        if metadata is not None:
+            step = self._step(metadata[layer.layer_name])
+            self.before = paged.append(self._store(kv_cache), step, key, value)
+
+    def forward(self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+                attn_metadata: LowBitMetadata | None, output: torch.Tensor, output_scale: torch.Tensor | None = None,
+                output_block_scale: torch.Tensor | None = None) -> torch.Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("lowbit_attn: quantized outputs, supported: outputs of the model's dtype")
+        if attn_metadata is None:
+            return output.fill_(0)  # a run that measures memory
+        options = Attention(self.scale, self.softcap, sink_logits=self.sink_logits)
+        before, self.before = self.before, None
+        attention(self._store(kv_cache), self._step(attn_metadata), query, key, value, before,
+                  output.view(query.shape), options)
+        return output
+
+
+@lru_cache(maxsize=1)
+def _codebooks(path: str) -> Codebooks:
+    return Codebooks.load(path)

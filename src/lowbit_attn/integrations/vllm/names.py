@@ -1,0 +1,146 @@
+"""Names of KV cache dtypes for vLLM, ``lowbit_<format>[-s<sinks>]``, and why a configuration cannot be served."""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowbit_attn import paged
+from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats.levels import PRESETS as LEVELS
+
+PREFIX = "lowbit_"
+VARIABLE = "LOWBIT_ATTN_VLLM"  # the dtype, where vLLM's --kv-cache-dtype takes no names of others: 0.32, and its CPU
+BOOKS = "LOWBIT_ATTN_CODEBOOKS"  # path of the codebook file of the model
+SERVED = ("k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "k2v2-s32", "k4tv4", "kitty", "kitty-pro")
+LAYOUTS = ("BLHNC", "LBHNC")
+DRAFTS = ("ngram",)
+PAGE = paged.PAGE
+
+_SINKS = re.compile(r"-s(\d+)$")
+
+
+class Served(NamedTuple):
+    """A format and the tokens of a sequence that stay in 16 bit."""
+
+    format: Format
+    sinks: int
+
+    @property
+    def is_private(self) -> bool:
+        """Whether 16-bit tokens of a sequence say what its pages do not, so that no other one can use the pages."""
+        return bool(self.sinks or self.format.window_v)
+
+
+def dtype_name(name: str) -> str:
+    return PREFIX + name
+
+
+def parse(dtype: str) -> Served:
+    """The format and sinks of a dtype's name; ValueError for a name that is none."""
+    name = dtype.removeprefix(PREFIX)
+    if name == dtype:
+        raise ValueError(f"KV cache dtype: got {dtype!r}, supported: {PREFIX}<format>[-s<sinks>], as "
+                         f"{', '.join(map(dtype_name, SERVED))}")
+    if name in LEVELS or "+" in name:
+        raise ValueError(f"KV cache dtype: got {dtype!r}, two levels in a sequence, supported: formats of one level")
+    found = _SINKS.search(name)
+    try:
+        fmt = FORMATS[_SINKS.sub("", name)]
+    except KeyError as error:
+        raise ValueError(f"KV cache dtype: got {dtype!r}: {error}") from None
+    return Served(fmt, int(found[1]) if found else fmt.sinks)
+
+
+def asked(cache_dtype: str, variable: str | None) -> Served:
+    """What --kv-cache-dtype or, where that says none of ours, the variable asks for."""
+    names = {name for name in (cache_dtype, variable) if name and name.startswith(PREFIX)}
+    if len(names) != 1:
+        raise ValueError(f"--kv-cache-dtype {cache_dtype}, {VARIABLE}={variable}: supported: one name, in either")
+    return parse(names.pop())
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What of an engine's configuration decides whether it can be served; the defaults can."""
+
+    device: str = "cpu"
+    block_size: int = PAGE
+    prefix_caching: bool = False
+    hybrid: bool = True
+    layout: str = LAYOUTS[0]
+    dcp: int = 1
+    pcp: int = 1
+    tp: int = 1
+    connector: bool = False
+    drafts: str | None = None
+    num_drafts: int = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The same of an attention layer."""
+
+    head_dim: int
+    num_heads_kv: int
+    sliding_window: int | None = None
+    alibi: bool = False
+    kind: str = "decoder"
+    shares_kv: bool = False
+
+
+def why_not(served: Served, engine: Engine, layer: Layer, has_books: bool = False) -> list[str]:
+    """Why an engine cannot serve a dtype, each reason with what to change; empty if it can."""
+    fmt, name = served.format, f"{served.format}{f' with {served.sinks} sinks' if served.sinks else ''}"
+    reasons = paged.why_not(fmt, layer.head_dim)
+    for is_wrong, reason in (
+        (engine.device != "cpu", f"device {engine.device}: no kernel stores an engine's steps yet, supported: cpu"),
+        (engine.block_size % PAGE, f"--block-size {engine.block_size}: supported: multiples of {PAGE}"),
+        (served.is_private and engine.prefix_caching,
+         f"{name}: tokens in 16 bit outside the pages cannot be shared, pass --no-enable-prefix-caching"),
+        (not engine.hybrid, "the 16-bit ring of each request needs the hybrid cache manager, drop "
+                            "--disable-hybrid-kv-cache-manager"),
+        (engine.layout not in LAYOUTS, f"VLLM_KV_CACHE_LAYOUT={engine.layout}: supported: {', '.join(LAYOUTS)}"),
+        (engine.dcp > 1, f"--decode-context-parallel-size {engine.dcp}: supported: 1"),
+        (engine.pcp > 1, f"--prefill-context-parallel-size {engine.pcp}: supported: 1"),
+        (engine.connector, "--kv-transfer-config: no connector was run with these pages, drop it"),
+        (engine.drafts and engine.drafts not in DRAFTS,
+         f"--speculative-config with method {engine.drafts}: supported: {', '.join(DRAFTS)}"),
+        (fmt.needs_codebooks and not has_books, f"{name}: needs codebooks, set {BOOKS} to the file of "
+                                                "lowbit-attn calibrate"),
+        (fmt.needs_codebooks and engine.tp > 1, f"{name}: --tensor-parallel-size {engine.tp}: supported with "
+                                                "codebooks: 1"),
+        (layer.sliding_window, f"sliding window {layer.sliding_window}: these layers stay in 16 bit, pass "
+                               "--kv-cache-dtype-skip-layers sliding_window, which a CPU's one backend cannot serve"),
+        (layer.alibi, "ALiBi: supported: positions in the keys"),
+        (layer.kind != "decoder", f"attention of kind {layer.kind}: supported: decoder"),
+        (layer.shares_kv, "layers that share another layer's cache: supported: a cache for each layer"),
+    ):
+        reasons += [reason] if is_wrong else []
+    return reasons or _no_room(served, engine, layer)
+
+
+def _no_room(served: Served, engine: Engine, layer: Layer) -> list[str]:
+    """Why a ring does not fit a block of layout LBHNC, where all blocks have one size."""
+    if engine.layout != "LBHNC":
+        return []
+    needed = served.sinks + paged.ring_slots(served.format, 1 + engine.num_drafts)
+    room = engine.block_size * served.format.record(layer.head_dim).nbytes // PAGE // (4 * layer.head_dim)
+    if room >= needed:
+        return []
+    fitting = -(-engine.block_size * needed // room // PAGE) * PAGE
+    return [f"--block-size {engine.block_size}: holds {room} tokens in 16 bit with VLLM_KV_CACHE_LAYOUT=LBHNC, needed: "
+            f"{needed}; pass --block-size {fitting} or leave the layout to BLHNC"]
+
+
+def ring_bytes(served: Served, engine: Engine, layer: Layer) -> int:
+    """Bytes of a request's ring of one layer: as many as needed, or in layout LBHNC as a block has."""
+    if engine.layout == "LBHNC":
+        return engine.block_size * served.format.record(layer.head_dim).nbytes // PAGE * layer.num_heads_kv
+    tokens = served.sinks + paged.ring_slots(served.format, 1 + engine.num_drafts)
+    return tokens * 4 * layer.num_heads_kv * layer.head_dim
+
+
+def ring_tokens(served: Served, nbytes: int, layer: Layer) -> int:
+    """Tokens of a ring of so many bytes, sinks among them: behind those, whole tiles of a kernel."""
+    tokens = nbytes // (4 * layer.num_heads_kv * layer.head_dim)
+    return served.sinks + (tokens - served.sinks) // paged.RING_ALIGN * paged.RING_ALIGN

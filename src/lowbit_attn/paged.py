@@ -1,0 +1,214 @@
+"""Steps over pages and rings that a serving engine owns: nothing is counted here, nothing is allocated.
+
+An engine says of each step which pages and which ring a sequence has, how long it is after the step and which tokens
+are new (``Step``); where everything lies follows from that. Positions of a sequence, in order:
+
+    sinks (16 bit) | blocks of 128 tokens, block j in page table[row, j] | ring (16 bit)
+
+A token at position p behind the sinks is in slot ``(p - sinks) % slots`` of the ring until newer ones take the slot.
+Every block that ends inside a step is packed in this step, since an engine may give its page to another sequence in the
+very same step. The step's own queries still read it in 16 bit (``counters``), and so does the next step if drafts that
+ended it are rejected: then it fills, and is packed, again. ``KVCache`` packs by the same functions of a format, one
+step later.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lowbit_attn import layout
+from lowbit_attn.attached import Attached
+from lowbit_attn.backend import BACKENDS
+from lowbit_attn.checks import check_rank, check_tensor, one_of
+from lowbit_attn.formats import Format
+from lowbit_attn.ops import HeldCache
+from lowbit_attn.state import DTYPES, RING_ALIGN
+
+PAGE = layout.PAGE_TOKENS
+NULL = 0  # ring that engines name where there is none, never written; pages of this block are none, too
+
+
+class Step(NamedTuple):
+    """What an engine says of one step, int32 tensors on the store's device.
+
+    table [rows, blocks]: pages of each sequence by its blocks; seq_lens [rows]: its tokens, the new ones among them;
+    query_start_loc [rows + 1]: first of each row's new tokens in the batch, 1 to many, then the end; ring_rows [rows].
+    A row without new tokens is padding: nothing is read or written for it.
+    """
+
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    ring_rows: torch.Tensor
+
+    @property
+    def q_lens(self) -> torch.Tensor:
+        return self.query_start_loc.diff()
+
+
+def why_not(fmt: Format, head_dim: int) -> list[str]:
+    """Why an engine's pages cannot hold a format; empty if they can."""
+    reasons = []
+    if fmt.orders_tokens:
+        reasons.append(f"format {fmt}: orders tokens by significance, which needs scores of each token, supported: "
+                       "formats that store tokens by position")
+    if fmt.k.weighs_queries:
+        reasons.append(f"format {fmt}: needs query weights of every layer, supported: formats without a calibration")
+    try:
+        nbytes = fmt.record(head_dim).nbytes
+    except ValueError as error:
+        return [*reasons, str(error)]
+    if nbytes % PAGE:
+        reasons.append(f"format {fmt}: a record of head_dim {head_dim} has {nbytes} bytes, supported: multiples of "
+                       f"{PAGE}, so many for each token")
+    return reasons
+
+
+def ring_slots(fmt: Format, max_q_len: int) -> int:
+    """Tokens that a ring must hold, sinks apart: the open block, V's window and all but one token of a step, in whole
+    tiles of a kernel."""
+    return -(-(fmt.window_v + PAGE - 1 + max_q_len) // RING_ALIGN) * RING_ALIGN
+
+
+@dataclass(frozen=True)
+class PagedStore:
+    """Memory of one layer that an engine owns.
+
+    format: of the pages; ``why_not`` says which are refused.
+    pool: uint8 [num_pages, num_heads_kv, record bytes], dense within a record.
+    rings: fp16 or bf16 [num_rings, 2 (K, V), num_heads_kv, sinks + slots, head_dim], dense within a token.
+    sinks: first tokens of a sequence that stay in 16 bit. They lie in its ring, so that pages of a sequence with sinks
+        mean nothing to another one.
+    attached: codebooks of the layer, for formats that need them.
+    null_pages: pages below this are none: those of an engine's block 0, never written.
+    """
+
+    format: Format
+    pool: torch.Tensor
+    rings: torch.Tensor
+    sinks: int = 0
+    attached: Attached | None = None
+    null_pages: int = 1
+
+    def __post_init__(self):
+        _, two, heads, _, head_dim = check_rank("rings", self.rings, ("rings", 2, "num_heads_kv", "slots", "head_dim"))
+        one_of("rings", self.rings.dtype, DTYPES)
+        one_of("rings", two, (2,))
+        if reasons := why_not(self.format, head_dim):
+            raise NotImplementedError("; ".join(reasons))
+        if self.format.needs_codebooks != (self.attached is not None):
+            raise ValueError(f"attached: got {self.attached} for format {self.format}, supported: codebooks for "
+                             "formats that need them, None for others")
+        check_tensor("pool", self.pool, (len(self.pool), heads, self.format.record(head_dim).nbytes), (torch.uint8,),
+                     self.rings.device)
+        if self.max_q_len < 1:
+            raise ValueError(f"rings: got {self.slots} slots behind {self.sinks} sinks, supported for {self.format}: "
+                             f"at least {ring_slots(self.format, 1)}")
+
+    @property
+    def slots(self) -> int:
+        return self.rings.shape[3] - self.sinks
+
+    @property
+    def max_q_len(self) -> int:
+        """New tokens of a row that overwrite nothing which its queries read; a row with more is a chunk."""
+        return self.slots - self.format.window_v - PAGE + 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rings.dtype
+
+    def view(self, step: Step, counts: dict[str, torch.Tensor], rings: torch.Tensor | None = None) -> HeldCache:
+        """The store as decode and the packers read a cache; rings: others that ``ring_rows`` counts in."""
+        rings = self.rings if rings is None else rings
+        sinks, ring = rings[:, :, :, : max(1, self.sinks)], rings[:, :, :, self.sinks :]
+        state = dict(pool=self.pool, table=step.table, **counts, ring_start=counts["n_qk"],
+                     sink_k=sinks[:, 0], sink_v=sinks[:, 1], ring_k=ring[:, 0], ring_v=ring[:, 1],
+                     rows=torch.arange(len(step.seq_lens), dtype=torch.int32, device=step.seq_lens.device),
+                     ring_rows=step.ring_rows)
+        units, layer = layout.RECORD_ALIGN, self.pool
+        strides = [layer.stride(0) // units, layer.stride(1) // units, step.table.stride(0), 0]
+        return HeldCache(self.format.name, strides, state, sinks=self.sinks, range_search=None, query_weights=None,
+                         attached=self.attached, first_positions=np.zeros(len(step.seq_lens), np.int64))
+
+
+def counters(store: PagedStore, step: Step, is_after: bool = True) -> dict[str, torch.Tensor]:
+    """Counters int32 [rows] under which the step's queries read each sequence: n_sink, n_qk, n_qv, n_tok.
+
+    Packed is what earlier steps filled, less the format's windows. is_after: n_tok and n_sink count the new tokens too,
+    else what was there before them.
+    """
+    before = torch.where(step.q_lens > 0, step.seq_lens - step.q_lens, 0)
+    length = torch.where(step.q_lens > 0, step.seq_lens, 0) if is_after else before
+    rest = (before - store.sinks).clamp(min=0)
+    packed = {name: (rest - window).clamp(min=0) // PAGE * PAGE
+              for name, window in (("n_qk", store.format.window_k), ("n_qv", store.format.window_v))}
+    counts = dict(n_sink=length.clamp(max=store.sinks), **packed, n_tok=length)
+    return {name: value.int() for name, value in counts.items()}
+
+
+def append(store: PagedStore, step: Step, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """Store a step's new tokens, and pack every block that ends inside it.
+
+    k, v: [tokens, num_heads_kv, head_dim] of all rows, any float dtype, rounded once to the rings'; tokens behind the
+    last row are padding. Nothing is written for padded rows, to ring 0 or to pages that are none.
+
+    Returns the rings as they were of the rows that are chunks (more than ``store.max_q_len`` tokens), in their order:
+    [chunks, 2, num_heads_kv, sinks + slots, head_dim], which ``attention`` reads; None if there are none.
+    """
+    check_tensor("v", v, k.shape, (k.dtype,), k.device)
+    if store.attached is not None:
+        k = store.attached.keys(k, store.dtype)
+    entered = torch.stack((k, v)).to(store.dtype).transpose(1, 2)  # [2, heads, tokens, head_dim]
+    starts, lens, rings = (x.tolist() for x in (step.query_start_loc, step.seq_lens, step.ring_rows))
+    live = [row for row, (start, stop) in enumerate(zip(starts, starts[1:])) if stop > start]
+    chunks = [rings[row] for row in live if starts[row + 1] - starts[row] > store.max_q_len]
+    before = store.rings[chunks] if chunks else None
+    blocks, pages = [], []
+    for row in live:
+        new = entered[:, :, starts[row] : starts[row + 1]]
+        full, first = _full_blocks(store, rings[row], lens[row] - new.shape[2], new)
+        named = step.table[row, first : first + full.shape[2]]
+        blocks.append(full[:, :, named >= store.null_pages])
+        pages.append(named[named >= store.null_pages])
+    _pack(store, step, torch.cat(pages) if pages else step.table.new_empty(0), blocks)
+    for row in live:
+        if rings[row] != NULL:
+            new = entered[:, :, starts[row] : starts[row + 1]]
+            _store(store, store.rings[rings[row]], lens[row] - new.shape[2], new)
+    return before
+
+
+def _full_blocks(store: PagedStore, ring: int, context: int, new: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Blocks [2, heads, n, 128, head_dim] that new tokens [2, heads, tokens, head_dim] behind ``context`` others
+    fill, and the number of the first."""
+    new = new[:, :, max(0, store.sinks - context) :]
+    first = max(0, context - store.sinks)
+    start = first // PAGE * PAGE
+    count = (first + new.shape[2]) // PAGE - start // PAGE
+    slots = torch.arange(start, first, device=new.device) % store.slots + store.sinks
+    tokens = torch.cat((store.rings[ring][:, :, slots], new), 2) if count else new
+    return tokens[:, :, : count * PAGE].unflatten(2, (count, PAGE)), start // PAGE
+
+
+def _pack(store: PagedStore, step: Step, pages: torch.Tensor, blocks: list[torch.Tensor]) -> None:
+    """Quantize blocks into these pages, both sides."""
+    if not len(pages):
+        return
+    view = store.view(step, counters(store, step))
+    write = BACKENDS["cpu" if store.attached is not None else store.pool.device.type].write_blocks
+    for number, side in enumerate("kv"):
+        write(view, pages, torch.cat([full[number] for full in blocks], 1).transpose(0, 1).contiguous(), side)
+
+
+def _store(store: PagedStore, ring: torch.Tensor, context: int, new: torch.Tensor) -> None:
+    """New tokens [2, heads, tokens, head_dim] behind ``context`` others -> the sinks and slots of a ring."""
+    fresh = min(new.shape[2], max(0, store.sinks - context))
+    ring[:, :, context : context + fresh] = new[:, :, :fresh]
+    stop = context + new.shape[2] - store.sinks
+    start = max(context + fresh - store.sinks, stop - store.slots)
+    if start < stop:
+        slots = torch.arange(start, stop, device=new.device) % store.slots + store.sinks
+        ring[:, :, slots] = new[:, :, new.shape[2] - (stop - start) :]
