@@ -12,13 +12,14 @@ from operator import attrgetter, is_, mul
 import torch
 
 from lowbit_attn import _private, loader
+from lowbit_attn.backend import kernel_entries
 from lowbit_attn.kernels.key import Scratch
 from lowbit_attn.scratch import no_sink_logit, partials, words
 from lowbit_attn.view import STATE, STEP_STATE
 
 # What a plan is made of: it serves a cache as long as these are the same objects. DecodePlan.serves lists them again.
 _made_of = attrgetter(*STATE, "strides", "format")
-_made_of_step = attrgetter(*STEP_STATE, "strides", "format", "query_weights")
+_made_of_step = attrgetter(*STEP_STATE, "strides", "format", "query_weights", "attached")
 ACCESS_BYTES = 16  # of the kernels' widest loads
 _EMPTY = {kind: _private.empty_strided(kind) for kind in ("cpu", "cuda")}
 
@@ -145,6 +146,7 @@ class StepPlan:
         state = dict(zip(STEP_STATE, self.made_of)) | {"pool": pool.view(torch.uint32)}
         tensors = (state.pop("pool"), pool.view(torch.uint16), *state.values())
         tensors += () if cache.query_weights is None else (cache.query_weights,)
+        tensors += kernel_entries(cache, "k") + kernel_entries(cache, "v")
         self.arguments = (*(loader.argument(x) for x in tensors), cache.sinks, cache.window_k, cache.window_v,
                           cache.strides.page, cache.strides.head)
 
