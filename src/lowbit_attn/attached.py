@@ -6,6 +6,7 @@ back by their positions before they are packed, and forth when pages are read; i
 """
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -50,6 +51,13 @@ class Attached:
     @property
     def is_pre_rope(self) -> bool:
         return self.partner is not None
+
+    @cached_property
+    def packed_by(self) -> dict[str, torch.Tensor | None]:
+        """What kernels that pack "k" or "v" take: entries fp16 [num_heads_kv, groups, 256 c]; None: it is affine."""
+        sides = {side: self.entries(side) for side in "kv"}
+        with torch.inference_mode(False):
+            return {side: None if x is None else x.flatten(2).contiguous() for side, x in sides.items()}
 
     def entries(self, side: str) -> torch.Tensor | None:
         """Entries fp16 [num_heads_kv, groups, 256, c] of "k" or "v"; None: the side is affine."""

@@ -57,5 +57,5 @@ def backend_of(cache) -> Backend:
 def kernel_entries(cache, side: str) -> tuple[torch.Tensor, ...]:
     """What kernels that pack or read "k" or "v" take of its codebooks: fp16 [num_heads_kv, groups, 256 c]; an affine
     side has none."""
-    entries = None if cache.attached is None else cache.attached.entries(side)
-    return () if entries is None else (entries.flatten(2),)
+    entries = cache.k_entries if side == "k" else cache.v_entries
+    return () if entries is None else (entries,)

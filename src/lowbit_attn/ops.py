@@ -138,7 +138,8 @@ def _decode(q, *arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _append(k, v, rows, *arguments) -> None:
     state, (format, strides, *values) = arguments[: len(STEP_STATE)], arguments[len(STEP_STATE) :]
-    cache = HeldCache(format, strides, dict(zip(STEP_STATE, state)), **dict(zip(STEP_VALUES, values)))
+    state = dict(zip(STEP_STATE, state))
+    cache = HeldCache(format, strides, state | {"ring_start": state["n_qk"]}, **dict(zip(STEP_VALUES, values)))
     step = BACKENDS[cache.device.type].append or _append_in_torch
     step(cache, rows, k, v)
 

@@ -12,14 +12,13 @@ from operator import attrgetter, is_, mul
 import torch
 
 from lowbit_attn import _private, loader
-from lowbit_attn.backend import kernel_entries
 from lowbit_attn.kernels.key import Scratch
 from lowbit_attn.scratch import no_sink_logit, partials, words
-from lowbit_attn.view import STATE, STEP_STATE
+from lowbit_attn.view import STATE, STEP_FIELDS, optional
 
 # What a plan is made of: it serves a cache as long as these are the same objects. DecodePlan.serves lists them again.
 _made_of = attrgetter(*STATE, "strides", "format")
-_made_of_step = attrgetter(*STEP_STATE, "strides", "format", "query_weights", "attached")
+_made_of_step = attrgetter(*STEP_FIELDS, "strides", "format")
 ACCESS_BYTES = 16  # of the kernels' widest loads
 _EMPTY = {kind: _private.empty_strided(kind) for kind in ("cpu", "cuda")}
 
@@ -58,7 +57,8 @@ class DecodePlan:
         self.decode, self.scratch, self.scalars = decode, scratch, scalars
         self.rows = tuple(map(loader.argument, cache.batch_rows(batch)))
         state = dict(zip(STATE, self.made_of)) | {"pool": pool, "table": cache.table.view(-1)}
-        self.tensors = tuple(map(loader.argument, state.values()))
+        self.optional = optional(cache, "decode")
+        self.tensors = tuple(map(loader.argument, (*state.values(), *self.optional)))
         self.no_sink_logit = loader.argument(no_sink_logit(q.device))
         self.o = Buffer(self.shape, self.dtype, q.device)
         self.lse = Buffer((batch, num_heads, q_len), torch.float32, q.device)
@@ -74,6 +74,7 @@ class DecodePlan:
                 and cache.n_qv is n_qv and cache.n_tok is n_tok and cache.ring_start is start
                 and cache.sink_k is sink_k and cache.sink_v is sink_v and cache.ring_k is ring_k
                 and cache.ring_v is ring_v and cache.strides is strides and cache.format is format
+                and (not self.optional or _are(self.optional, optional(cache, "decode")))
                 and (self.edits is None or self.edits == cache.edits))
 
     def takes(self, q: torch.Tensor, out, lse, sink_logits) -> bool:
@@ -141,22 +142,38 @@ class StepPlan:
     """
 
     def __init__(self, cache, kernel: Callable, pool: torch.Tensor):
-        self.made_of = _made_of_step(cache)
+        self.made_of, self.optional = _made_of_step(cache), optional(cache, "append")
         self.kernel = kernel
-        state = dict(zip(STEP_STATE, self.made_of)) | {"pool": pool.view(torch.uint32)}
-        tensors = (state.pop("pool"), pool.view(torch.uint16), *state.values())
-        tensors += () if cache.query_weights is None else (cache.query_weights,)
-        tensors += kernel_entries(cache, "k") + kernel_entries(cache, "v")
+        state = dict(zip(STEP_FIELDS, self.made_of)) | {"pool": pool.view(torch.uint32)}
+        for name in ("sink_k", "sink_v", "ring_k", "ring_v"):
+            check_whole_accesses(name, state[name])
+        tensors = (state.pop("pool"), pool.view(torch.uint16), *state.values(), *self.optional)
         self.arguments = (*(loader.argument(x) for x in tensors), cache.sinks, cache.window_k, cache.window_v,
                           cache.strides.page, cache.strides.head)
 
     def serves(self, cache) -> bool:
         """Whether the cache's state is still the memory that this plan writes."""
-        return all(map(is_, _made_of_step(cache), self.made_of))
+        return _are(_made_of_step(cache), self.made_of) and _are(optional(cache, "append"), self.optional)
 
-    def run(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Launch on the current stream. k, v [batch, tokens, num_heads_kv, head_dim]; rows int32 [batch]."""
-        self.kernel(_aligned(k), _aligned(v), rows, *self.arguments)
+    def run(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring_rows: torch.Tensor | None = None) -> None:
+        """Launch on the current stream. k, v [batch, tokens, num_heads_kv, head_dim]; rows int32 [batch] of the cache,
+        ring_rows int32 [batch] of its sinks and rings; None: the same."""
+        self.kernel(_aligned(k), _aligned(v), rows, rows if ring_rows is None else ring_rows, *self.arguments)
+
+
+def _are(some: tuple, others: tuple) -> bool:
+    """Whether two tuples hold the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def check_whole_accesses(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError unless rows and heads of sinks or of a ring begin where the kernels' widest stores may go."""
+    whole = ACCESS_BYTES // x.element_size()
+    if x.stride()[2:] != (x.shape[3], 1) or any(stride % whole for stride in x.stride()[:2]) or \
+            x.data_ptr() % ACCESS_BYTES:
+        raise ValueError(f"{name}: got strides {x.stride()} at address {x.data_ptr():#x}, supported: those of rows and "
+                         f"heads multiples of {whole}, tokens of a head next to each other, an address of "
+                         f"{ACCESS_BYTES} bytes")
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

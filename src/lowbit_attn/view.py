@@ -2,6 +2,8 @@
 
 A field is added here, in ``hopper/common/abi.py`` and in the signatures of ``ampere/decode.py`` and
 ``device/append.py``; a test compares them. State, plans and operators go through ``FIELDS``.
+
+Behind these fields a kernel takes those of OPTIONAL_FIELDS that the caches it serves have, and no argument for others.
 """
 
 from typing import NamedTuple
@@ -36,7 +38,28 @@ FIELDS = (
 )
 STATE = tuple(field.name for field in FIELDS)
 COUNTERS = tuple(field.name for field in FIELDS if field.name.startswith("n_"))
-STEP_STATE = (*(name for name in STATE if name != "ring_start"), "limit", "faults", "arrivals")
+OPTIONAL_FIELDS = {
+    "decode": (
+        Field("k_book", "uint32", ("num_heads_kv", "entries", "row"), "codebooks of K: row e has the entries e of all "
+              "groups of channels, fp16"),
+        Field("v_book", "uint32", ("num_heads_kv", "entries", "row"), "the same of V"),
+        Field("k_channels", "float32", ("num_heads_kv", "planes", "head_dim"), "what codebooks of K say of a channel"),
+    ),
+    "append": (
+        Field("query_weights", "float32", ("num_heads_kv", "head_dim"), "mean |q| of the channels of K"),
+        Field("k_entries", "float16", ("num_heads_kv", "groups", "entries"), "codebooks of K, a group after the other"),
+        Field("v_entries", "float16", ("num_heads_kv", "groups", "entries"), "the same of V"),
+        Field("order", "uint8", ("rings", "num_heads_kv", "page"), "the order in which the oldest block is stored"),
+    ),
+    "score": (
+        Field("score", "float32", ("rings", "num_heads_kv", "slots"), "sum of the probabilities that a token of K's "
+              "ring had, the largest of its group of heads"),
+        Field("seen", "int32", ("rings", "slots"), "queries in that sum"),
+    ),
+}
+STEP_FIELDS = (*STATE, "limit", "faults", "arrivals")
+# of the operator: ring_start is n_qk there, and no operator writes one tensor by two names
+STEP_STATE = tuple(name for name in STEP_FIELDS if name != "ring_start")
 
 
 class Strides(NamedTuple):
@@ -50,3 +73,9 @@ class Strides(NamedTuple):
     head: int
     table_b: int
     table_h: int
+
+
+def optional(cache, op: str) -> tuple:
+    """The tensors of OPTIONAL_FIELDS that a cache has for kernels of ``op``, in their order."""
+    found = (getattr(cache, field.name, None) for field in OPTIONAL_FIELDS[op])
+    return tuple(x for x in found if x is not None)

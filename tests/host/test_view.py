@@ -7,7 +7,8 @@ import torch
 
 from lowbit_attn import KVCache, decode, kernels, ops
 from lowbit_attn.formats import FORMATS
-from lowbit_attn.view import FIELDS, ROW_FIELDS, STATE, STEP_STATE
+from lowbit_attn.plan import check_whole_accesses
+from lowbit_attn.view import FIELDS, ROW_FIELDS, STATE, STEP_FIELDS, optional
 
 ROWS = [field.name for field in ROW_FIELDS]
 STRIDES = ["page_stride", "head_stride", "table_b", "table_h"]
@@ -39,7 +40,29 @@ def test_ampere_kernels_take_the_fields_in_order():
 def test_a_step_takes_the_fields_in_order():
     names = buffers(kernels.append_key("sm_80", "float16", 64, FORMATS["k4v4"], None))
     names.remove("pool_meta")  # the pool once more, as halves
-    assert names[2 : 3 + len(STEP_STATE)] == [ROWS[0], *STEP_STATE]
+    assert names[2 : 2 + len(ROWS) + len(STEP_FIELDS)] == [*ROWS, *STEP_FIELDS]
+
+
+def test_optional_fields_come_behind_the_others():
+    wanted = len(ROWS) + len(STEP_FIELDS) + 2
+    for name, planes in (("kitty-weighted", ["query_weights"]), ("kitty", [])):
+        names = buffers(kernels.append_key("sm_80", "float16", 64, FORMATS[name], None))
+        names.remove("pool_meta")
+        assert names[wanted:] == [*planes, "num_sinks", "window_k", "window_v", *STRIDES[:2]]
+        weights = torch.rand(2, 64) if planes else None
+        cache = KVCache(name, 4, 2, 64, max_batch=3, query_weights=weights)
+        assert [x is weights for x in optional(cache, "append")] == [True] * len(planes)
+        assert optional(cache, "decode") == ()
+    assert [len(optional(KVCache("k4v2-boost", 4, 2, 64), op)) for op in ("append", "score")] == [1, 2]
+
+
+def test_sinks_and_rings_begin_at_whole_accesses():
+    ring = torch.zeros(3, 2, 64, 68, dtype=torch.float16)
+    check_whole_accesses("ring_k", ring.new_zeros(3, 2, 70, 64)[:, :, :64])
+    for wrong in (ring[..., :64], ring.new_zeros(3, 2, 4097)[..., :4096].unflatten(2, (64, 64)),
+                  ring.new_zeros(3 * 8192 + 1)[1:].view(3, 2, 64, 64)):
+        with pytest.raises(ValueError, match="ring_k: got strides"):
+            check_whole_accesses("ring_k", wrong)
 
 
 def test_a_cache_has_the_fields():

@@ -1,15 +1,13 @@
 """Steps that pack blocks, by the compiled append on the CPU: a whole cache afterwards, bit for bit the CPU's."""
 
 import copy
-import struct
 
 import pytest
 import torch
 
-from lowbit_attn import KVCache, kernels
-from lowbit_attn.view import STEP_STATE
-from sim.ptx import build
-from sim.ptx import program as ptx
+from lowbit_attn import KVCache, kernels, layout
+from lowbit_attn.view import STEP_FIELDS
+from sim.ptx.steps import RINGS, run_step
 
 HEAD_DIM = 64
 
@@ -26,30 +24,19 @@ def filled(name: str, heads: int, lengths: tuple[int, ...]) -> tuple[KVCache, to
     return cache, k, v
 
 
-def step(cache: KVCache, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The state after the kernel's step."""
-    from lowbit_attn.device.step import StepGeometry
-
+def step(cache: KVCache, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, **changed) -> dict[str, torch.Tensor]:
+    """The state after the kernel's step; changed: tensors in place of the cache's, or of ring_rows."""
     key = kernels.append_key("sm_90", "float16", HEAD_DIM, cache.format, None)
-    geometry = StepGeometry(cache.format, HEAD_DIM, key.variant.removeprefix("search_"), "float16")
-    state = {name: getattr(cache, name) for name in STEP_STATE}
-    tensors = dict(sorted({**state, "rows": rows, "x_k": k, "x_v": v}.items()))
-    memory = ptx.GlobalMemory(list(tensors.values()))
-    starts = dict(zip(tensors, memory.starts))
-    pointers = sorted({**starts, "pool_meta": starts["pool"]}.items())  # parameters come by name, pointers first
-    batch, tokens, heads, _ = k.shape
-    numbers = {"batch": batch, "entries": cache.table.shape[1], "head_stride": cache.strides.head, "heads": heads,
-               "marks": len(cache.faults), "num_sinks": cache.sinks, "page_stride": cache.strides.page,
-               "seqs": cache.max_batch, "sink_slots": cache.sink_k.shape[2], "slots_k": cache.ring_k.shape[2],
-               "slots_v": cache.ring_v.shape[2], "tokens": tokens, "window_k": cache.window_k,
-               "window_v": cache.window_v}
-    parameters = [struct.pack("<Q", ptx.GLOBAL_BASE + start) for _, start in pointers]
-    parameters += [struct.pack("<i", number) for number in numbers.values()]
-    grid = min(2 * heads * batch, geometry.max_blocks)
-    for block in range(grid):
-        cta = ptx.Cta(build.program(key), parameters, memory.memory, (block, 0, 0), (grid, 1, 1), ("relaxed", "add"))
-        ptx.run_grid([cta], geometry.threads)
-    return {name: memory.tensor(i, x) for i, (name, x) in enumerate(tensors.items()) if name in state}
+    state = {name: getattr(cache, name) for name in STEP_FIELDS} | changed
+    x = {"x_k": k, "x_v": v, "rows": rows, "ring_rows": state.pop("ring_rows", rows.clone())}
+    numbers = {"num_sinks": cache.sinks, "window_k": cache.window_k, "window_v": cache.window_v,
+               "page_stride": cache.strides.page, "head_stride": cache.strides.head}
+    return run_step(key, state, x, numbers)
+
+
+def new_tokens(k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], tokens: int) -> list[torch.Tensor]:
+    """K and V of a step of rows 1 and 0."""
+    return [torch.stack([x[row, lengths[row] : lengths[row] + tokens] for row in (1, 0)]) for x in (k, v)]
 
 
 @pytest.mark.parametrize("name, heads, lengths, tokens, values", [
@@ -58,10 +45,40 @@ def step(cache: KVCache, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -
 def test_a_step_that_packs(name, heads, lengths, tokens, values):
     """values: whether V is packed, too."""
     cache, k, v = filled(name, heads, lengths)
-    new = [torch.stack([x[row, lengths[row] : lengths[row] + tokens] for row in (1, 0)]) for x in (k, v)]
+    new = new_tokens(k, v, lengths, tokens)
     want = copy.deepcopy(cache)
     want.append(*new, seqs=[1, 0])
     packed = [bool((getattr(want, n) > getattr(cache, n)).any()) for n in ("n_qk", "n_qv")]
     assert packed == [True, values]
     for field, found in step(cache, *new, torch.tensor([1, 0], dtype=torch.int32)).items():
         assert torch.equal(found, getattr(want, field)), field
+
+
+@pytest.mark.parametrize("name, lengths", [("k2v2", (136, 137)), ("kitty", (264, 136))])
+def test_a_step_whose_rings_are_elsewhere(name, lengths):
+    """Rows of rings in another order, with room between heads; pages that the cache does not hold any more."""
+    cache, k, v = filled(name, 2, lengths)
+    new = new_tokens(k, v, lengths, 3)
+    want = copy.deepcopy(cache)
+    want.append(*new, seqs=[1, 0])
+    gone = torch.tensor([2, 1], dtype=torch.int32) * layout.PAGE_TOKENS  # packed by someone else
+    apart = {"n_tok": cache.n_tok + gone, "limit": cache.limit + gone, "ring_start": cache.n_qk + gone}
+    ring_rows = torch.tensor([0, 2], dtype=torch.int32)  # of the batch's rows 1 and 0
+    for ring in RINGS:
+        held = getattr(cache, ring)
+        apart[ring] = torch.zeros(3, 3, *held.shape[2:], dtype=held.dtype)
+        for row, ring_row in ((1, 0), (0, 2)):
+            apart[ring][ring_row, :2] = moved(held[row], gone[row], ring)
+    found = step(cache, *new, torch.tensor([1, 0], dtype=torch.int32), ring_rows=ring_rows, **apart)
+    for ring in RINGS:
+        assert not found[ring][:, 2].any() and not found[ring][1].any()
+        for row, ring_row in ((1, 0), (0, 2)):
+            assert torch.equal(found[ring][ring_row, :2], moved(getattr(want, ring)[row], gone[row], ring)), ring
+    for field in ("pool", "n_qk", "n_qv", "n_sink", "arrivals", "faults"):
+        assert torch.equal(found[field], getattr(want, field)), field
+    assert torch.equal(found["n_tok"], want.n_tok + gone) and torch.equal(found["ring_start"], want.n_qk + gone)
+
+
+def moved(held: torch.Tensor, gone: torch.Tensor, ring: str) -> torch.Tensor:
+    """Tokens [heads, slots, head_dim] of a ring where they lie if so many went before."""
+    return held.roll(int(gone), 1) if ring.startswith("ring") else held

@@ -2,9 +2,8 @@
 
 Steps that pack nothing, of every kind of batch: one that fits a warp, a block of threads, several of them. Blocks of
 threads run one after the other in any order, so the one that moves the counters must be the last to have read them.
+Rings and sinks have rows in an order of their own, with room between them.
 """
-
-import struct
 
 import numpy as np
 import pytest
@@ -13,24 +12,15 @@ import torch
 from lowbit_attn import kernels, sass, toolchain
 from lowbit_attn.formats import FORMATS
 from sim.ptx import build
-from sim.ptx import program as ptx
+from sim.ptx.steps import RINGS, run_step
 
-SLOTS, SINKS, ENTRIES, WINDOW, ROOM = 256, 4, 8, 0, 1000
-COUNTERS = ("arrivals", "faults", "limit", "n_qk", "n_qv", "n_sink", "n_tok")
+SLOTS, SINKS, ENTRIES, ROOM = 256, 4, 8, 1000
+NUMBERS = {"num_sinks": SINKS, "window_k": 0, "window_v": 0, "page_stride": 1, "head_stride": 1}
 
 
 def step_key(name: str, head_dim: int) -> kernels.KernelKey:
     """The step's kernel of a format for fp16 tokens on sm_90."""
     return kernels.append_key("sm_90", "float16", head_dim, FORMATS[name], None)
-
-
-def program(head_dim: int) -> tuple[ptx.Program, int, int]:
-    """(PTX, threads of a block, most blocks) of the step's kernel for k4v4."""
-    code = build.program(step_key("k4v4", head_dim))
-    from lowbit_attn.device.step import StepGeometry
-
-    step = StepGeometry(FORMATS["k4v4"], head_dim, "", "float16")
-    return code, step.threads, step.max_blocks
 
 
 class Cache:
@@ -42,18 +32,21 @@ class Cache:
         self.rows = draw.permutation(seqs)[:batch].astype(np.int32)
         if batch > 3:
             self.rows[draw.integers(batch)], self.rows[draw.integers(batch)] = -1, seqs + 3
+        rings = seqs + 2
+        self.ring_rows = draw.permutation(rings)[:batch].astype(np.int32)
         n_tok = draw.integers(0, 120, seqs).astype(np.int32)
         self.state = {
             "n_tok": n_tok, "n_sink": np.minimum(n_tok, SINKS), "n_qk": np.zeros(seqs, **ints),
-            "n_qv": np.zeros(seqs, **ints), "faults": np.zeros(seqs + 1, **ints), "arrivals": np.zeros(seqs, **ints),
-            "limit": np.where(draw.random(seqs) < 0.85, ROOM, 0).astype(np.int32),
-            **{f"{kind}_{side}": np.zeros((seqs, heads, count, head_dim), np.uint16)
-               for kind, count in (("sink", SINKS), ("ring", SLOTS)) for side in "kv"}}
+            "n_qv": np.zeros(seqs, **ints), "ring_start": np.zeros(seqs, **ints), "faults": np.zeros(seqs + 1, **ints),
+            "arrivals": np.zeros(seqs, **ints), "limit": np.where(draw.random(seqs) < 0.85, ROOM, 0).astype(np.int32),
+            "table": np.zeros((seqs, ENTRIES), **ints), "pool": np.zeros(64, np.uint32),
+            **{name: np.zeros((rings, heads + 1, SINKS if name in RINGS[:2] else SLOTS, head_dim), np.uint16)
+               for name in RINGS}}
 
     def expected(self) -> dict[str, np.ndarray]:
         want = {name: x.copy() for name, x in self.state.items()}
         tokens, seqs = self.x[0].shape[1], len(self.state["limit"])
-        for i, row in enumerate(self.rows):
+        for i, (row, ring_row) in enumerate(zip(self.rows, self.ring_rows)):
             if not 0 <= row < seqs:
                 want["faults"][-1] = 1
             elif self.state["limit"][row] - self.state["n_tok"][row] < tokens:
@@ -63,9 +56,9 @@ class Cache:
                     position = self.state["n_tok"][row] + t
                     for x, side in zip(self.x, "kv"):
                         if position < SINKS:
-                            want[f"sink_{side}"][row, :, position] = x[i, t]
+                            want[f"sink_{side}"][ring_row, :-1, position] = x[i, t]
                         else:
-                            want[f"ring_{side}"][row, :, (position - SINKS) % SLOTS] = x[i, t]
+                            want[f"ring_{side}"][ring_row, :-1, (position - SINKS) % SLOTS] = x[i, t]
                 want["n_tok"][row] += tokens
                 want["n_sink"][row] = min(want["n_tok"][row], SINKS)
         return want
@@ -73,24 +66,10 @@ class Cache:
 
 def run(case: Cache, order) -> dict[str, np.ndarray]:
     """The step on the CPU; order: of the blocks of threads."""
-    (batch, tokens, heads, head_dim), seqs = case.x[0].shape, len(case.state["limit"])
-    code, threads, max_blocks = program(head_dim)
-    pool, table = np.zeros(64, np.uint32), np.zeros((seqs, ENTRIES), np.int32)
-    arguments = {**{name: case.state[name] for name in COUNTERS}, "pool": pool, "pool_meta": pool.view(np.uint16),
-                 "ring_k": case.state["ring_k"], "ring_v": case.state["ring_v"], "rows": case.rows,
-                 "sink_k": case.state["sink_k"], "sink_v": case.state["sink_v"], "table": table,
-                 "x_k": case.x[0], "x_v": case.x[1]}
-    tensors = [torch.from_numpy(x) for x in arguments.values()]
-    memory = ptx.GlobalMemory(tensors)
-    numbers = (batch, ENTRIES, 1, heads, seqs + 1, SINKS, 1, seqs, SINKS, SLOTS, SLOTS, tokens, WINDOW, WINDOW)
-    parameters = [struct.pack("<Q", ptx.GLOBAL_BASE + start) for start in memory.starts]
-    parameters += [struct.pack("<i", number) for number in numbers]
-    grid = min(2 * heads * batch, max_blocks)
-    for block in order(grid):
-        # relaxed: all that a block reads before it counts itself, its threads have used before a barrier
-        cta = ptx.Cta(code, parameters, memory.memory, (int(block), 0, 0), (grid, 1, 1), ("relaxed", "add"))
-        ptx.run_grid([cta], threads)
-    return {name: memory.tensor(i, x).numpy() for i, (name, x) in enumerate(zip(arguments, tensors))}
+    x = {"x_k": case.x[0], "x_v": case.x[1], "rows": case.rows, "ring_rows": case.ring_rows}
+    state, x = ({name: torch.from_numpy(values) for name, values in some.items()} for some in (case.state, x))
+    after = run_step(step_key("k4v4", case.x[0].shape[3]), state, x, NUMBERS, order)
+    return {name: found.numpy() for name, found in after.items()}
 
 
 @pytest.mark.parametrize("head_dim, batch, tokens, heads, seqs", [

@@ -7,7 +7,7 @@ import torch
 from lowbit_attn import FORMATS, CacheFaultError, KVCache, PageExhaustedError, decode, dispatch, kernels, loader
 from lowbit_attn.pages import PageBook
 from lowbit_attn.testing import assert_same_bytes, assert_same_state, to_device
-from lowbit_attn.view import STEP_STATE
+from lowbit_attn.view import STEP_FIELDS
 from unit.caches import DIM, HEADS, assert_account, assert_untouched, make, prefilled, snapshot, tokens
 
 FORMATS_OF_STEPS = ("k8v8", "k4v2-g32", "k1v1-bf16", "k4tv4", "k2tv1-vg32")
@@ -317,10 +317,10 @@ def test_a_step_is_one_launch_planned_once(monkeypatch):
     for arguments in launches:
         for x, given in zip((k, v), arguments):
             assert torch.equal(given, x) and given.data_ptr() % 16 == 0
-        words, halves = arguments[3:5]
+        words, halves = arguments[4:6]
         assert words.data_ptr() == halves.data_ptr() == cache.pool.data_ptr()
-        state = (rows, *(getattr(cache, name) for name in STEP_STATE[1:]))
-        assert all(map(lambda a, b: a is b, (*arguments[2:3], *arguments[5:-5]), state))
+        state = (rows, rows, *(getattr(cache, name) for name in STEP_FIELDS[1:]))
+        assert all(map(lambda a, b: a is b, (*arguments[2:4], *arguments[6:-5]), state))
         assert arguments[-5:] == (3, 3, 3, cache.strides.page, cache.strides.head)
     cache.limit = cache.limit.clone()
     dispatch._append(cache, rows, k, v)
@@ -339,7 +339,7 @@ def test_kernels_take_the_weights_of_formats_that_have_them(monkeypatch):
         cache.query_weights = weights
         for _ in range(2):
             dispatch._append(cache, cache.row_tensor(np.array([0])), k, v)
-            assert launches["append"][-1][-6] is weights and len(launches["append"][-1]) == 23
+            assert launches["append"][-1][-6] is weights and len(launches["append"][-1]) == 25
     blocks, pages = torch.randn(1, HEADS, 128, 64).half(), torch.zeros(1, dtype=torch.int64)
     for side in "kv":
         dispatch._write_blocks(cache, pages, blocks, side)
@@ -360,5 +360,5 @@ def test_the_step_of_every_kind_of_side_is_traced(name):
     program = kernels.trace(kernels.append_key("sm_90", "float16", 64, FORMATS[name]))
     assert program.prim_func.attrs["global_symbol"] == "append"
     names = [parameter.name for parameter in program.prim_func.params]
-    assert len(names) == 22 + FORMATS[name].k.weighs_queries
+    assert len(names) == 24 + FORMATS[name].k.weighs_queries
     assert any(name.startswith("query_weights") for name in names) == FORMATS[name].k.weighs_queries

@@ -21,10 +21,10 @@ from lowbit_attn import layout
 from lowbit_attn.device.groups import EXACT, UNIT_WORDS, sync_packers
 from lowbit_attn.device.quantize import BODIES, of_head, weights_argument
 from lowbit_attn.device.quantize_codebook import entries_argument
-from lowbit_attn.device.step import Counters, Pool, Side, StepGeometry, rows_in_shared_memory
+from lowbit_attn.device.step import BatchRows, Counters, Pool, Side, StepGeometry, rows_in_shared_memory
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES as ACCESS
-from lowbit_attn.device.tokens import load_tokens
+from lowbit_attn.device.tokens import in_whole_accesses, load_tokens, token_strides
 from lowbit_attn.formats import Format
 
 PAGE, LANES = layout.PAGE_TOKENS, layout.LANES
@@ -37,14 +37,28 @@ def load_counters(row, counters, mine):
     mine[2] = counters.n_sink[row]
     mine[3] = counters.n_qk[row]
     mine[4] = counters.n_qv[row]
+    mine[5] = counters.ring_start[row]
+
+
+def elsewhere(mine):
+    """Packed tokens of a row that no page of this cache holds: its ring starts that many tokens later."""
+    return mine[5] - mine[3]
+
+
+def held_tokens(mine):
+    """Tokens of a row behind its sinks, but for those packed elsewhere."""
+    return mine[1] - mine[2] - elsewhere(mine)
 
 
 @T.macro
 def guess_counters(rows, at, counters, row, mine):
-    """Row ``at`` of the batch (-1: none) and its counters, if it is sequence ``at``, which saves a dependent read."""
+    """The rows of ``at`` of the batch (-1: none) and its counters, if it is sequence ``at``, which saves a dependent
+    read."""
     row[0] = -1
-    if at < rows.shape[0]:
-        row[0] = rows[at]
+    row[1] = -1
+    if at < rows.counters.shape[0]:
+        row[0] = rows.counters[at]
+        row[1] = rows.rings[at]
         if at < counters.limit.shape[0]:
             load_counters(at, counters, mine)
 
@@ -52,7 +66,7 @@ def guess_counters(rows, at, counters, row, mine):
 @T.macro
 def read_row(rows, at, counters, row, mine):
     """Row ``at`` of the batch and its counters."""
-    row[0] = rows[at]
+    row[0] = rows.counters[at]
     if T.And(row[0] >= 0, row[0] < counters.limit.shape[0]):
         load_counters(row[0], counters, mine)
 
@@ -63,19 +77,23 @@ def plan_row(at, tokens, counters, row, mine, here, packs, tx):
 
     packs: 1 if the row has a full block, else 0.
     """
-    length, packed_k, packed_v = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    length, packed_k, packed_v, gone = (T.alloc_var("int32") for _ in range(4))
     length = -1
+    gone = 0
     packed_k = -1
     packed_v = -1
     if T.And(row[0] >= 0, row[0] < counters.limit.shape[0]):
         if row[0] != at:
             load_counters(row[0], counters, mine)
-        filled = mine[1] - mine[2]
+        filled = held_tokens(mine)
         if mine[0] - mine[1] >= tokens:
             length = mine[1]
+            gone = elsewhere(mine)
             packed_k = T.if_then_else(filled - mine[3] >= counters.window_k + PAGE, mine[3], -1)
             packed_v = T.if_then_else(filled - mine[4] >= counters.window_v + PAGE, mine[4], -1)
     here.row[tx] = row[0]
+    here.ring_row[tx] = row[1]
+    here.elsewhere[tx] = gone
     here.length[tx] = length
     here.packed_k[tx] = packed_k
     here.packed_v[tx] = packed_v
@@ -103,7 +121,7 @@ def list_full(threads, here, packs, tx, count):
 
 @T.macro
 def put(held, side, row, head, position, access, num_sinks):
-    """16 bytes of a new token -> sinks while there are any to fill, then the ring."""
+    """16 bytes of a new token -> row ``row`` of sinks while there are any to fill, then of the ring."""
     if position < num_sinks:
         for e in T.vectorized(ACCESS):
             side.sink[row, head, position, ACCESS * access + e] = held[e]
@@ -137,7 +155,7 @@ def fetch(at, accesses, first, k, v, place, held):
 def store_fetched(at, accesses, k, v, here, place, held, num_sinks):
     """What ``fetch`` loaded -> sinks, ring; but for rows without room and sides whose block is full."""
     row, length, packed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    row = here.row[place[0]]
+    row = here.ring_row[place[0]]
     length = here.length[place[0]]
     packed = T.if_then_else(at < accesses, here.packed_k[place[0]], here.packed_v[place[0]])
     if T.And(length >= 0, packed < 0):
@@ -167,13 +185,14 @@ def pack_block(side, row, head, first, pool, unit, tile, threads, tx):
 @T.macro
 def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx):
     """A full block of one side and head of row ``first + t``, from token ``packed`` on; then its new tokens."""
-    m, (row, unit, slot) = side.m, (T.alloc_var("int32") for _ in range(3))
+    m, (row, ring_row, unit, slot) = side.m, (T.alloc_var("int32") for _ in range(4))
     packers = min(m.threads, threads)
     row = here.row[t]
+    ring_row = here.ring_row[t]  # before the branch: no barrier may come into it
     if tx < packers:
         unit = pool.table[row, T.truncdiv(packed, PAGE)] * pool.page_stride + head * pool.head_stride + side.first_unit
-        slot = T.truncmod(packed, side.ring.shape[2])
-        pack_block(side, row, head, slot, pool, unit, tile, packers, tx)
+        slot = T.truncmod(packed + here.elsewhere[t], side.ring.shape[2])
+        pack_block(side, ring_row, head, slot, pool, unit, tile, packers, tx)
     T.sync_threads()  # the block may lie where new tokens go
     for r in T.serial(T.truncdiv(side.x.shape[1] * m.row_accesses + threads - 1, threads)):
         token, access = T.alloc_var("int32"), T.alloc_var("int32")
@@ -182,7 +201,7 @@ def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, t
         if token < side.x.shape[1]:
             for e in T.vectorized(ACCESS):
                 held[e] = side.x[first + t, token, head, ACCESS * access + e]
-            put(held, side, row, head, here.length[t] + token, access, num_sinks)
+            put(held, side, ring_row, head, here.length[t] + token, access, num_sinks)
 
 
 @T.macro
@@ -211,10 +230,11 @@ def move_counters(row, mine, tokens, counters, faults):
     if T.And(row >= 0, row < counters.limit.shape[0]):
         length, filled = T.alloc_var("int32"), T.alloc_var("int32")
         length = mine[1]
-        filled = length - mine[2]
+        filled = held_tokens(mine)
         if mine[0] - length >= tokens:
             if filled - mine[3] >= counters.window_k + PAGE:
                 counters.n_qk[row] = mine[3] + PAGE
+                counters.ring_start[row] = mine[5] + PAGE  # n_qk itself, in a cache that holds all its pages
             if filled - mine[4] >= counters.window_v + PAGE:
                 counters.n_qv[row] = mine[4] + PAGE
             counters.n_tok[row] = length + tokens
@@ -251,7 +271,7 @@ def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx
     (batch, tokens, heads), threads = k.x.shape[:3], step.threads
     here, tile = rows_in_shared_memory(threads), T.alloc_shared((step.tile_accesses, ACCESS), k.x.dtype)
     place, held, count = T.alloc_local((4,), "int32"), T.alloc_local((ACCESS,), k.x.dtype), T.alloc_local((1,), "int32")
-    row, mine, packs = T.alloc_local((1,), "int32"), T.alloc_local((5,), "int32"), T.alloc_local((1,), "int32")
+    row, mine, packs = T.alloc_local((2,), "int32"), T.alloc_local((6,), "int32"), T.alloc_local((1,), "int32")
     home, arrived, some = (T.alloc_var("int32") for _ in range(3))
     arrived = -1
     for chunk in T.serial(T.truncdiv(batch + threads - 1, threads)):
@@ -290,8 +310,8 @@ def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx
 
 
 def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> TileKernel:
-    """k, v [batch, tokens, num_heads_kv, head_dim] -> rows int32 [batch] of a cache; tensors as
-    ``lowbit_attn.view`` names them, sinks and rings of the same rows.
+    """k, v [batch, tokens, num_heads_kv, head_dim] -> rows int32 [batch] of a cache, sinks and rings of ring_rows int32
+    [batch]; tensors as ``lowbit_attn.view`` names them.
 
     pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes. num_sinks, window_k, window_v in tokens;
     page_stride and head_stride in units. query_weights: only of a K that weighs queries. k_entries, v_entries: fp16
@@ -300,14 +320,17 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
     step, sides = StepGeometry(fmt, head_dim, searches, dtype), fmt.specs(head_dim)
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
     slots_k, slots_v, sink_slots = (T.dynamic(name) for name in ("slots_k", "slots_v", "sink_slots"))
-    entries, units, marks = (T.dynamic(name) for name in ("entries", "units", "marks"))
+    entries, units, marks, rings = (T.dynamic(name) for name in ("entries", "units", "marks", "rings"))
     grid = T.min(2 * heads * batch, step.max_blocks)
+
+    strides = {name: token_strides(name, head_dim) for name in ("sink_k", "sink_v", "ring_k", "ring_v")}
 
     @T.prim_func
     def append(
         x_k: T.Tensor((batch, tokens, heads, head_dim), dtype),
         x_v: T.Tensor((batch, tokens, heads, head_dim), dtype),
         rows: T.Tensor((batch,), "int32"),
+        ring_rows: T.Tensor((batch,), "int32"),
         pool: T.Tensor((units, UNIT_WORDS), "uint32"),
         pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
         table: T.Tensor((seqs, entries), "int32"),
@@ -315,10 +338,11 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
         n_qk: T.Tensor((seqs,), "int32"),
         n_qv: T.Tensor((seqs,), "int32"),
         n_tok: T.Tensor((seqs,), "int32"),
-        sink_k: T.Tensor((seqs, heads, sink_slots, head_dim), dtype),
-        sink_v: T.Tensor((seqs, heads, sink_slots, head_dim), dtype),
-        ring_k: T.Tensor((seqs, heads, slots_k, head_dim), dtype),
-        ring_v: T.Tensor((seqs, heads, slots_v, head_dim), dtype),
+        ring_start: T.Tensor((seqs,), "int32"),
+        sink_k: T.StridedTensor((rings, heads, sink_slots, head_dim), strides["sink_k"], dtype),
+        sink_v: T.StridedTensor((rings, heads, sink_slots, head_dim), strides["sink_v"], dtype),
+        ring_k: T.StridedTensor((rings, heads, slots_k, head_dim), strides["ring_k"], dtype),
+        ring_v: T.StridedTensor((rings, heads, slots_v, head_dim), strides["ring_v"], dtype),
         limit: T.Tensor((seqs,), "int32"),
         faults: T.Tensor((marks,), "int32"),
         arrivals: T.Tensor((seqs,), "int32"),
@@ -333,13 +357,15 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
     ):
         with T.Kernel(grid, threads=step.threads) as block:
             T.annotate_min_blocks_per_sm(step.blocks_per_sm)
-            k = Side(step.matrices[0], "k" in searches, step.first_units[0], x_k, sink_k, ring_k, query_weights,
-                     k_entries)
-            v = Side(step.matrices[1], "v" in searches, step.first_units[1], x_v, sink_v, ring_v, None, v_entries)
-            counters = Counters(n_sink, n_qk, n_qv, n_tok, limit, num_sinks, window_k, window_v)
+            k = Side(step.matrices[0], "k" in searches, step.first_units[0], x_k, in_whole_accesses(sink_k),
+                     in_whole_accesses(ring_k), query_weights, k_entries)
+            v = Side(step.matrices[1], "v" in searches, step.first_units[1], x_v, in_whole_accesses(sink_v),
+                     in_whole_accesses(ring_v), None, v_entries)
+            counters = Counters(n_sink, n_qk, n_qv, n_tok, ring_start, limit, num_sinks, window_k, window_v)
             records = Pool(pool, pool_meta, table, page_stride, head_stride)
             blocks = T.alloc_var("int32")
             blocks = grid
-            run_step(step, k, v, rows, counters, records, faults, arrivals, block, blocks, T.get_thread_binding())
+            run_step(step, k, v, BatchRows(rows, ring_rows), counters, records, faults, arrivals, block, blocks,
+                     T.get_thread_binding())
 
     return TileKernel(append, compile_flags=EXACT)

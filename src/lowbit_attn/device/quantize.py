@@ -23,7 +23,7 @@ from lowbit_attn.device.tokens import ACCESS_HALVES, load_tokens
 from lowbit_attn.formats.kitty import WEIGHTED
 from lowbit_attn.formats.spec import Kind, SideSpec
 
-# (quantize one part of a block, dequantize one) by the geometry of the matrix of codes
+# (quantize one part of a block, dequantize one) by the geometry of the matrix of codes, the first that serves a side
 BODIES = {RowMatrix: (quantize_rows, dequantize_rows), TokenMatrix: (quantize_tokens, dequantize_tokens),
           BoostMatrix: (quantize_boosted, dequantize_boosted),
           CodebookMatrix: (quantize_codebook, dequantize_codebook)}
@@ -34,13 +34,7 @@ def matrix_of(side: SideSpec, dtype: str = ""):
 
     dtype: of the tokens, where they are quantized by a kernel of their own.
     """
-    if side.kind is Kind.CODEBOOK:
-        return CodebookMatrix(side)
-    if side.high:
-        return BoostMatrix(side, dtype)
-    if side.is_per_token and not side.transposed:
-        return TokenMatrix(side)
-    return RowMatrix(side)
+    return next(matrix for matrix in BODIES if matrix.serves(side))(side, dtype)
 
 
 def weights_argument(side: SideSpec, heads):

@@ -54,6 +54,10 @@ class BoostMatrix:
     ones leave room for more blocks, but for 64 channels, where the compiler would spill.
     """
 
+    @staticmethod
+    def serves(side: SideSpec) -> bool:
+        return side.high is not None
+
     def __init__(self, side: SideSpec, dtype: str = ""):
         high, head_dim = side.high, side.head_dim
         if (side.bits, high.code_bits) != BITS:

@@ -31,7 +31,11 @@ FINITE = T.infinity("float32")
 class CodebookMatrix:
     """Static geometry of a side with a codebook; byte offsets from the start of the side's part."""
 
-    def __init__(self, side: SideSpec):
+    @staticmethod
+    def serves(side: SideSpec) -> bool:
+        return side.kind is Kind.CODEBOOK
+
+    def __init__(self, side: SideSpec, dtype: str = ""):
         self.head_dim, self.transposed, self.channels = side.head_dim, side.transposed, side.group_size
         self.groups = side.head_dim // side.group_size
         self.storage = side.storage
@@ -47,8 +51,9 @@ class CodebookMatrix:
         self.runs = PAGE * self.groups // RUN
 
     def blocks_per_sm(self, range_search, threads=None, more=0):
-        """Blocks that must fit an SM together: those of norms or of a second multiply take more registers."""
-        return 2 if self.channels == 8 or self.transposed else 3
+        """Blocks that must fit an SM together: those of norms, of a second multiply or of uneven rows take more
+        registers."""
+        return 2 if self.channels == 8 or self.transposed or self.head_dim % 64 else 3
 
     def place(self, row, channel):
         """(access of the tile, half of it) of a token's channel."""

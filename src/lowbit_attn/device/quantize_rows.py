@@ -36,13 +36,17 @@ from lowbit_attn.device.groups import (
     two_means_bits,
 )
 from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, swizzled
-from lowbit_attn.formats.spec import SideSpec
+from lowbit_attn.formats.spec import Kind, SideSpec
 
 
 class RowMatrix:
     """Static geometry of one side's code matrix, seen from a lane."""
 
-    def __init__(self, side: SideSpec):
+    @staticmethod
+    def serves(side: SideSpec) -> bool:
+        return side.high is None and (side.kind is Kind.CHANNEL or (side.kind is Kind.TOKEN and side.transposed))
+
+    def __init__(self, side: SideSpec, dtype: str = ""):
         self.transposed, self.rows, self.cols = side.transposed, side.rows, side.cols
         self.bits, self.steps, self.storage = side.bits, side.steps, side.storage
         self.group_rows, self.groups = side.group_size, side.groups

@@ -25,7 +25,7 @@ from lowbit_attn.device.groups import (
     two_means_bits,
 )
 from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, swizzled
-from lowbit_attn.formats.spec import SideSpec
+from lowbit_attn.formats.spec import Kind, SideSpec
 
 ATOM = 8  # rows and columns of the fragment atom
 STRANDS = 2  # neighbouring columns (e) that one lane holds of every atom
@@ -35,7 +35,11 @@ WARPS = 4  # of a block, at most: 128 threads, so that head_dim 256 has the regi
 class TokenMatrix:
     """Static geometry of a K-per-token code matrix, seen from a lane."""
 
-    def __init__(self, side: SideSpec):
+    @staticmethod
+    def serves(side: SideSpec) -> bool:
+        return side.high is None and side.kind is Kind.TOKEN and not side.transposed
+
+    def __init__(self, side: SideSpec, dtype: str = ""):
         self.bits, self.head_dim, head_dim = side.bits, side.head_dim, side.head_dim
         self.steps, self.storage = side.steps, side.storage
         self.group_cols, self.groups = side.group_size, side.groups

@@ -85,16 +85,26 @@ class Counters(NamedTuple):
     n_qk: Any
     n_qv: Any
     n_tok: Any
+    ring_start: Any
     limit: Any
     num_sinks: Any
     window_k: Any
     window_v: Any
 
 
+class BatchRows(NamedTuple):
+    """Which rows of the cache's memory a row of the batch has, int32 [batch]."""
+
+    counters: Any  # and of the table
+    rings: Any  # and of sinks
+
+
 class Rows(NamedTuple):
     """Shared memory: what a step does for up to ``threads`` rows, a thread each."""
 
     row: Any
+    ring_row: Any
+    elsewhere: Any  # packed tokens that no page of this cache holds
     length: Any  # -1: nothing to do
     packed_k: Any  # K's packed tokens if a block is full, else -1
     packed_v: Any
@@ -103,5 +113,7 @@ class Rows(NamedTuple):
 
 
 def rows_in_shared_memory(threads: int) -> Rows:
-    row, length, packed_k, packed_v, full = (T.alloc_shared((threads,), "int32") for _ in range(5))
-    return Rows(row, length, packed_k, packed_v, T.alloc_shared((threads // layout.LANES,), "uint32"), full)
+    row, ring_row, elsewhere, length, packed_k, packed_v, full = (
+        T.alloc_shared((threads,), "int32") for _ in range(7))
+    votes = T.alloc_shared((threads // layout.LANES,), "uint32")
+    return Rows(row, ring_row, elsewhere, length, packed_k, packed_v, votes, full)

@@ -12,6 +12,12 @@ def token_strides(name: str, head_dim: int) -> tuple:
     return T.dynamic(f"{name}_row", "int64"), T.dynamic(f"{name}_head", "int64"), head_dim, 1
 
 
+def in_whole_accesses(tokens):
+    """The same tokens with strides that are seen to be whole accesses, without which 16-byte stores fall apart."""
+    row, head = (stride // ACCESS_HALVES * ACCESS_HALVES for stride in tokens.strides[:2])
+    return T.view(tokens, strides=(row, head, *tokens.strides[2:]))
+
+
 def token_place(index, row_accesses):
     """(row of the tile, 16-byte access of the row) of a copy of 16-bit tokens."""
     return index // row_accesses, index % row_accesses
