@@ -5,7 +5,7 @@ import torch
 from lowbit_attn import layout
 from lowbit_attn.formats.codebook import ENTRIES, REACH, Codebook, _ordered, _source, order
 
-MORE_ERROR = 1e-5  # of a squared distance to the entry chosen, relative to the nearest: of fp32 sums in another order
+MORE_ERROR = 2.0**-17  # of the squared distance to the entry chosen, of |x|^2 + |e|^2: fp32 scores have such terms
 NEAR_TIES = 1e-3  # of all codes at most: of one in a thousand the two nearest entries are as near in fp32
 
 
@@ -54,9 +54,10 @@ def assert_same_but_near_ties(side: Codebook, x: torch.Tensor, entries: torch.Te
     codes = [codes_of(side, head_dim, planes["codes"]) for planes in (mine, theirs)]
     page, token, group = (codes[0] != codes[1]).nonzero(as_tuple=True)
     values = shifted(side, x, theirs).unflatten(2, (-1, side.vec_size))[page, token, group].double()
-    errors = [((values - entries[page % heads, group, code[page, token, group]].double()) ** 2).sum(-1)
-              for code in codes]
-    assert (errors[0] <= errors[1] * (1 + MORE_ERROR)).all(), (errors[0] / errors[1]).max()
+    chosen = [entries[page % heads, group, code[page, token, group]].double() for code in codes]
+    errors = [((values - entry) ** 2).sum(-1) for entry in chosen]
+    terms = (values**2 + chosen[1] ** 2).sum(-1)
+    assert (errors[0] - errors[1] <= terms * MORE_ERROR).all(), ((errors[0] - errors[1]) / terms).max()
     assert len(page) <= NEAR_TIES * codes[0].numel(), f"{len(page)} of {codes[0].numel()} codes differ"
     return len(page)
 

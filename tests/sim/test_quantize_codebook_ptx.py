@@ -4,8 +4,8 @@ import struct
 
 import pytest
 import torch
-
 from codebook_packing import assert_same_but_near_ties, hard_tokens, pages_of, twins
+
 from lowbit_attn import kernels, layout
 from lowbit_attn.formats import FORMATS
 from sim.ptx import build

@@ -52,6 +52,11 @@ def steps_of(channels: int) -> int:
     return -(-(channels // PAIR + NORM_WORDS) // WORDS)
 
 
+def shared_bytes(channels: int) -> int:
+    """Of a warp."""
+    return steps_of(channels) * ENTRIES * WORDS * layout.WORD_BYTES
+
+
 def buffers(warps: int, channels: int, warp) -> Search:
     """Shared memory and registers of a search by ``warps`` warps."""
     steps = steps_of(channels)

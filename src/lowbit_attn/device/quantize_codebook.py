@@ -21,11 +21,12 @@ from lowbit_attn.formats.codebook import ENTRIES, LARGEST, SAFE
 from lowbit_attn.formats.spec import Kind, SideSpec
 
 LANES, PAGE = layout.LANES, layout.PAGE_TOKENS
-WARPS = (8, 4)  # of a block, at most: those that share the groups evenly
-WIDE_WARPS = (4,)  # above head_dim 128, where sm_89's shared memory holds no more
+WARPS = (8, 4, 2)  # of a block: the most that share the groups evenly and fit
+SHARED_BYTES = 90 << 10  # of tokens and entries: what append leaves of sm_89's shared memory
 WIDE = 128
 RUN = 16  # bytes of codes that a thread writes at once
 FINITE = T.infinity("float32")
+ROLLED = {"pragma_unroll_factor": 1}  # loops over searches, each of which takes all registers
 
 
 class CodebookMatrix:
@@ -41,8 +42,8 @@ class CodebookMatrix:
         self.storage = side.storage
         self.codes_at, self.meta_at = side.codes, side.meta
         self.shift = "mean" if not side.transposed else "norm" if side.meta < side.nbytes else ""
-        choices = WIDE_WARPS if side.head_dim > WIDE else WARPS
-        self.warps = next(n for n in choices if self.groups % n == 0)
+        tile, entries = 2 * PAGE * side.head_dim, codebook_search.shared_bytes(self.channels)
+        self.warps = next(n for n in WARPS if self.groups % n == 0 and tile + n * entries <= SHARED_BYTES)
         self.threads = self.warps * LANES
         self.parts, self.part_rows = 1, PAGE
         self.row_accesses = side.head_dim // ACCESS_HALVES
@@ -51,9 +52,11 @@ class CodebookMatrix:
         self.runs = PAGE * self.groups // RUN
 
     def blocks_per_sm(self, range_search, threads=None, more=0):
-        """Blocks that must fit an SM together: those of norms, of a second multiply or of uneven rows take more
-        registers."""
-        return 2 if self.channels == 8 or self.transposed or self.head_dim % 64 else 3
+        """Blocks that must fit an SM together: those of a second multiply or of uneven rows take all registers, those
+        of norms more than others."""
+        if self.channels == 8 or self.head_dim % 64:
+            return 1
+        return 2 if self.transposed else 3
 
     def place(self, row, channel):
         """(access of the tile, half of it) of a token's channel."""
@@ -84,7 +87,7 @@ def quantize_codebook(m, range_search, tile, part, pool, pool_meta, unit, tx, en
     if m.shift == "norm":
         store_norms(m, tile, pool_meta, unit, shift.factors, tx)
         sync_packers(m.threads)
-    for turn in T.serial(m.groups // m.warps):
+    for turn in T.unroll(m.groups // m.warps, annotations=ROLLED):
         quantize_group(m, s, shift, tile, codes, entries, head, turn * m.warps + warp, pool_meta, unit, lane)
     sync_packers(m.threads)
     for i in T.unroll(-(-m.runs // m.threads)):
@@ -102,7 +105,7 @@ def quantize_group(m, s, shift, tile, codes, entries, head, group, pool_meta, un
         find_mean(m, tile, shift, pool_meta, unit, own, lane)
         for i in static(m.channels):
             means[i] = T.shfl_sync(T.if_then_else(shift.is_finite[i % 2] != 0, shift.mean[i % 2], FINITE), i // 2)
-    for part in T.serial(PAGE // TOKENS):
+    for part in T.unroll(PAGE // TOKENS, annotations=ROLLED):
         load_values(m, s, shift, tile, own, TOKENS * part, lane)
         codebook_search.search(s, lane)
         code_tokens(m, s, shift, means, tile, codes, m.channels * group, TOKENS * part, lane)
