@@ -1,5 +1,6 @@
 """Decode attention over KV caches of 1 to 8 bits."""
 
+from lowbit_attn import linear_kernels  # noqa: F401  (registers products of codebook weights on a GPU)
 from lowbit_attn.api import LayoutMismatchError, decode, merge_states
 from lowbit_attn.cache import CacheFaultError, KVCache, PageExhaustedError
 from lowbit_attn.dispatch import why_not

@@ -203,6 +203,8 @@ def load(warp, suffixes, operands, active):
         number, offset = parameter_place(operands[1])
         data = np.frombuffer(warp.cta.parameters[number], np.uint8, size * len(names), offset)
         words = np.broadcast_to(data.view(f"u{size}"), (LANES, len(names)))
+    elif suffixes[0] == "shared::cluster":
+        words = load_of_cluster(warp, operands, active).view(f"u{size}")
     else:
         memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
         data = np.zeros((LANES, size * len(names)), np.uint8)
@@ -210,6 +212,16 @@ def load(warp, suffixes, operands, active):
         words = data.view(f"u{size}")
     for i, name in enumerate(names):
         warp.set(name, words[:, i], active)
+
+
+def load_of_cluster(warp, operands, active) -> np.ndarray:
+    """A word of the shared memory of a CTA of the cluster, which must not have ended, by each lane."""
+    data, address = np.zeros((LANES, 4), np.uint8), warp.address(operands[1])
+    for lane in np.flatnonzero(active):
+        cta, at = warp.cta.of_cluster(int(address[lane]))
+        assert cta.ended * LANES < cta.threads, "the CTA has ended"
+        data[lane] = cta.shared.read(np.array([at], U64), 4)[0]
+    return data
 
 
 @cache
@@ -300,7 +312,7 @@ def map_address(warp, suffixes, operands, active):
 
 
 def arrive_at_cluster(warp, suffixes, operands, active):
-    assert suffixes == ("cluster", "arrive", "relaxed")
+    assert suffixes[:2] == ("cluster", "arrive")
     warp.cta.arrived += int(active.sum())
 
 
@@ -372,8 +384,9 @@ def permute(warp, suffixes, operands, active):
     both, result = unsigned(low, 32) | high << U64(32), np.zeros(LANES, U64)
     for i in range(4):
         nibble = selector >> U64(4 * i) & U64(15)
-        assert (nibble < 8).all()
-        result |= (both >> nibble * U64(8) & U64(255)) << U64(8 * i)
+        byte = both >> (nibble & U64(7)) * U64(8) & U64(255)
+        byte = np.where(nibble < 8, byte, (byte >> U64(7)) * U64(255))  # from 8 on: the sign of a byte, in all bits
+        result |= byte << U64(8 * i)
     return result
 
 
@@ -455,5 +468,6 @@ WHOLE = {
     "match": match,
     "redux": reduce, "elect": elect, "prmt": permute, "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
     "fence": nothing, "bar": nothing, "atom": atomic, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
+    "griddepcontrol": nothing,
     "popc": count_ones, "bfi": insert_bits, "vabsdiff4": byte_distances, "dp4a": byte_products,
 }
