@@ -22,6 +22,7 @@ HADAMARD_LIMIT = 8192  # coefficients of a CTA
 CLUSTER_LOG2 = 3  # CTAs that share a row of a long transform
 LONG = 8192  # coefficients from which a row is shared
 TABLE_THREADS = 512  # of kernels with a table of products
+AQLM12_ROWS = 24_576  # of W in a CTA of aqlm_2x12: their sums are beside a table of 128 KiB
 COLUMNS = 4  # rows of x in one MMA: each has two digits
 
 
@@ -70,5 +71,5 @@ def checks(key: KernelKey) -> Checks:
     if key.variant == "gemv" and key.format.startswith("e8p"):
         return Checks(need=("IMMA", "LDS", "PRMT"))
     if key.variant == "gemv":
-        return Checks(need=("LDS", "PRMT"))
+        return Checks(need=("LDS",) if key.format == "aqlm_2x12" else ("LDS", "PRMT"))
     return Checks()

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch.nn.functional import pad
 
 from lowbit_attn import dispatch, loader
+from lowbit_attn.formats.uniform import dtype_name
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.linear import e8p, hadamard
 from lowbit_attn.linear.constants import constant
@@ -18,9 +20,10 @@ from lowbit_attn.linear.formats import E8P, Planes, format_named
 from lowbit_attn.linear.layouts import ceil_to
 from lowbit_attn.linear.weight import DEQUANTIZE, KERNEL, PRODUCTS, REFERENCE, VQWeight
 
-MOST_ROWS = {"e8p2": 16, "e8p4": 16, "aqlm_2x8": 4}  # of x that a format's product kernel takes
-DEQUANTIZED = ("e8p2", "e8p4")  # formats with a kernel that writes W in 16 bits
-E8P_ROWS = (4, 16)  # of x that E8P's product kernels multiply at once; AQLM's take them one after the other
+MOST_ROWS = {"e8p2": 16, "e8p4": 16, "gptvq2": 4, "aqlm_2x8": 4, "aqlm_2x12": 2}  # of x that product kernels take
+E8P_ROWS = (4, 16)  # of x that E8P's product kernels multiply at once
+ROWS_AT_ONCE = {"gptvq2": 4, "aqlm_2x8": 1, "aqlm_2x12": 1}
+PRODUCT_DTYPES = {"gptvq2": (torch.float16,)}  # where they are fewer than KERNEL_DTYPES
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 CHUNK_BYTES = 16 << 20  # of W in 16 bits at a time: a third of the smallest L2
 GRID_ROWS = 32_768  # rows of x in one launch of a transform
@@ -31,15 +34,16 @@ DEQUANTIZE_CTAS = 8  # of an SM
 
 def why_not(x_dtype: torch.dtype, device: torch.device, format: str, n: int, k: int, path: str = KERNEL) -> list[str]:
     """Reasons why a path, "kernel" or "dequantize", does not serve a product; empty if it does."""
-    reasons = [] if x_dtype in KERNEL_DTYPES else [f"x: {x_dtype}, supported: float16, bfloat16"]
+    dtypes = PRODUCT_DTYPES.get(format, KERNEL_DTYPES) if path == KERNEL else KERNEL_DTYPES
+    reasons = [] if x_dtype in dtypes else [f"x: {x_dtype}, supported by {path} of {format}: "
+                                            f"{', '.join(map(dtype_name, dtypes))}"]
     try:
         arch = dispatch.target_of(device)[0]
         reasons += [] if arch == "hopper" else [f"device: {arch}, supported: hopper"]
     except NotImplementedError as error:
         reasons.append(str(error))
-    served = tuple(MOST_ROWS) if path == KERNEL else DEQUANTIZED
-    if format not in served:
-        return [*reasons, f"format {format}, supported: {', '.join(served)}"]
+    if path == KERNEL and format not in MOST_ROWS:
+        return [*reasons, f"format {format}, supported: {', '.join(MOST_ROWS)}"]
     spec = format_named(format)
     if not isinstance(spec, E8P):
         return reasons
@@ -53,7 +57,7 @@ def product(x: torch.Tensor, planes: Planes, format: str, n: int, k: int, path: 
     if path == REFERENCE:
         return None
     m, most = len(x), MOST_ROWS.get(format, 0)
-    wanted = path or (KERNEL if m <= most else DEQUANTIZE)
+    wanted = path or (KERNEL if m <= most and x.dtype in PRODUCT_DTYPES.get(format, KERNEL_DTYPES) else DEQUANTIZE)
     missing = why_not(x.dtype, x.device, format, n, k, wanted)
     if wanted == KERNEL and m > most > 0:
         missing.append(f"{m} rows of x, supported: up to {most}")
@@ -61,7 +65,8 @@ def product(x: torch.Tensor, planes: Planes, format: str, n: int, k: int, path: 
         raise NotImplementedError(f"path {path!r}: {'; '.join(missing)}")
     if missing or m == 0:
         return None
-    call = _e8p_dequantize if wanted == DEQUANTIZE else _aqlm_kernel if format == "aqlm_2x8" else _e8p_kernel
+    calls = {KERNEL: (_e8p_kernel, _sum_kernel), DEQUANTIZE: (_e8p_dequantize, _dequantize)}
+    call = calls[wanted][format not in ("e8p2", "e8p4")]
     with torch.cuda.device(x.device):
         return call(x.contiguous(), planes, format, n, k)
 
@@ -105,7 +110,7 @@ def _transform(kind: str, dtype: torch.dtype, size: int, source, scale, out, sum
     """Launch a transform of ``size`` coefficients; see hopper/linear/hadamard.py."""
     order = hadamard.base_order(size)
     bits = (size // order).bit_length() - 1
-    kernel = _kernel(source.device.index, f"hadamard-{kind}", "", str(dtype).removeprefix("torch."))
+    kernel = _kernel(source.device.index, f"hadamard-{kind}", "", dtype_name(dtype))
     matrix = _matrix(order, source.device, kind != "output")
     for at in range(0, len(source), GRID_ROWS):
         some = slice(at, at + GRID_ROWS)
@@ -148,43 +153,71 @@ def _e8p_kernel(x: torch.Tensor, planes: Planes, format: str, n: int, k: int) ->
     return call.y
 
 
-class _AqlmCall:
-    """Memory of the products of rows of x, one after the other, and their launches."""
+class _SumCall:
+    """Memory of the products with AQLM or GPTVQ codes: partial sums, launches that make and add them.
+
+    AQLM's kernels take rows of x one after the other, GPTVQ's all of them, in fp16.
+    """
 
     def __init__(self, x: torch.Tensor, planes: Planes, format: str, n: int, k: int):
-        self.x, self.planes, self.format = x, planes, format
-        self.codes = planes["codes"].view(torch.uint32)
-        groups, rows = len(self.codes), self.codes.shape[1] * 32
-        self.partial = torch.empty(len(x), groups, 1, rows, dtype=torch.float32, device=x.device)
-        self.units = groups * self.codes.shape[1]
-        self.y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
+        self.x, self.planes, self.format, m, device = x, planes, format, len(x), x.device
+        self.dtype = dtype_name(x.dtype)
+        self.ctas, codes = dispatch.running_ctas(device, 1), planes["codes"].view(torch.uint32)
+        groups, rows = codes.shape[:2] if format != "gptvq2" else codes.shape[1::-1]
+        rows *= {"aqlm_2x8": 32, "aqlm_2x12": 128, "gptvq2": 256}[format]
+        self.scales, self.codes, self.books = planes.get("scales"), codes, planes["codebooks"]
+        self.y = torch.empty(m, n, dtype=x.dtype, device=device)
+        if format == "gptvq2":
+            self.codes = codes.flatten(2, 3)
+            self.books = self.books.view(torch.uint32).view(len(codes), groups, 512, 4)
+            self.scales = _ones(n, device)
+            self.partial = torch.empty(groups, m, rows, dtype=torch.float32, device=device)
+            return
+        parts = min(self.ctas, groups) if format == "aqlm_2x12" else groups
+        self.partial = torch.empty(m, parts, 1, rows, dtype=torch.float32, device=device)
 
     def multiply(self) -> None:
-        dtype = str(self.x.dtype).removeprefix("torch.")
-        kernel = _kernel(self.x.device.index, "gemv", self.format, dtype, 1)
+        kernel = _kernel(self.x.device.index, "gemv", self.format, self.dtype, ROWS_AT_ONCE[self.format])
+        if self.format == "gptvq2":
+            kernel(self.padded(), self.codes, self.books, self.partial, self.ctas)
+            return
+        ctas = [min(self.ctas, self.partial.shape[1] * self.codes.shape[1])] * (self.format == "aqlm_2x8")
         for row, partial in zip(self.x.split(1), self.partial):
-            kernel(row, self.codes, self.planes["codebooks"], partial,
-                   min(dispatch.running_ctas(self.x.device, 1), self.units))
+            kernel(row, self.codes, self.books, partial, *ctas)
+
+    def padded(self) -> torch.Tensor:
+        """x [m, columns of the pack], as kernels of GPTVQ read it."""
+        columns = self.codes.shape[1] * 1024
+        x = self.x if self.x.shape[1] == columns else pad(self.x, (0, columns - self.x.shape[1]))
+        return x if x.data_ptr() % 16 == 0 else x.clone()
 
     def add_up(self) -> None:
-        kernel = _kernel(self.x.device.index, "sum", "", str(self.x.dtype).removeprefix("torch."))
+        kernel = _kernel(self.x.device.index, "sum", "", self.dtype)
+        if self.format == "gptvq2":
+            kernel(self.partial, self.scales, self.y)
+            return
         for partial, y in zip(self.partial, self.y.split(1)):
-            kernel(partial, self.planes["scales"], y)
+            kernel(partial, self.scales, y)
 
 
-def _aqlm_kernel(x: torch.Tensor, planes: Planes, format: str, n: int, k: int) -> torch.Tensor:
-    call = _AqlmCall(x, planes, format, n, k)
+def _sum_kernel(x: torch.Tensor, planes: Planes, format: str, n: int, k: int) -> torch.Tensor:
+    call = _SumCall(x, planes, format, n, k)
     call.multiply()
     call.add_up()
     return call.y
+
+
+@constant
+def _ones(count: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(count, dtype=torch.float32, device=device)
 
 
 def product_alone(x: torch.Tensor, w: VQWeight) -> Callable[[], None] | None:
     """The product kernel of a call without what comes before and after it, to time it; None: it has no kernel."""
     if why_not(x.dtype, x.device, w.format, w.n, w.k) or len(x) > MOST_ROWS[w.format]:
         return None
-    if w.format == "aqlm_2x8":
-        return _AqlmCall(x, w.planes, w.format, w.n, w.k).multiply
+    if not isinstance(w.spec, E8P):
+        return _SumCall(x, w.planes, w.format, w.n, w.k).multiply
     call = _E8PCall(x, w.planes, w.format, w.n, w.k)
     call.make_digits()
     return call.multiply
@@ -214,3 +247,25 @@ def _e8p_dequantize(x: torch.Tensor, planes: Planes, format: str, n: int, k: int
     y = torch.empty(m, n, dtype=x.dtype, device=device)
     _transform("output", x.dtype, n_side, product, planes["out_scale"], y, sums, steps * top)
     return y
+
+
+def _dequantize(x: torch.Tensor, planes: Planes, format: str, n: int, k: int) -> torch.Tensor:
+    """Products with chunks of rows of W in x's dtype."""
+    spec, m, device = format_named(format), len(x), x.device
+    rows, columns = spec.padded(n, k)
+    codes, books = planes["codes"], planes["codebooks"].view(torch.uint32).view(-1, 4)
+    codes = codes.view(torch.uint16) if format == "aqlm_1x16" else codes.view(torch.uint32)
+    codes, unit = codes.flatten(2, 3) if format == "gptvq2" else codes, spec.row_multiple
+    scales = planes["scales"] if "scales" in planes else _ones(1, device)
+    padded = pad(x, (0, columns - k)) if columns > k else x
+    blocks = min(max(1, CHUNK_BYTES // (2 * columns * unit)), rows // unit)
+    w = torch.empty(blocks * unit, columns, dtype=x.dtype, device=device)
+    kernel = _kernel(device.index, "dequantize", format, dtype_name(x.dtype))
+    ctas = dispatch.running_ctas(device, DEQUANTIZE_CTAS)
+    y = torch.empty(m, rows, dtype=x.dtype, device=device)
+    for at in range(0, rows // unit, blocks):
+        count = min(blocks, rows // unit - at)
+        part = w[: count * unit]
+        kernel(codes, books, scales, part, at, count, ctas)
+        torch.mm(padded, part.T, out=y[:, at * unit : (at + count) * unit])
+    return torch.where(x.isfinite().all(1, keepdim=True), y[:, :n], torch.nan)

@@ -7,10 +7,9 @@ import torch
 from codebook_weights import random_weight
 
 from lowbit_attn import linear_kernels
-from lowbit_attn.linear import VQLinear, VQWeight, linear
+from lowbit_attn.linear import NAMES, VQLinear, VQWeight, linear
 
 pytestmark = pytest.mark.gpu
-FORMATS = tuple(linear_kernels.MOST_ROWS)
 SHAPES = [(1, 1), (5, 7), (33, 129), (257, 1030), (700, 2800), (1536, 576), (4096, 4096), (512, 14336), (11008, 172)]
 DTYPES = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # and how far a value may be off, beside the largest of a row
 
@@ -38,7 +37,7 @@ def inputs(k: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products(name, shape, dtype):
@@ -52,9 +51,8 @@ def test_products(name, shape, dtype):
         assert y.dtype == dtype and y.shape == (m, w.n)
         assert ((y.cpu().double() - right[:m]).abs() <= room[:m]).all(), m
         assert torch.equal(y, linear(x[:m].cuda(), on_gpu))
-    if name in linear_kernels.DEQUANTIZED:
-        y = linear(x[:16].cuda(), on_gpu, path="dequantize")
-        assert ((y.cpu().double() - right[:16]).abs() <= room[:16]).all()
+    y = linear(x[:16].cuda(), on_gpu, path="dequantize")
+    assert ((y.cpu().double() - right[:16]).abs() <= 1.5 * room[:16]).all()  # W is rounded too
 
 
 def test_rows_of_x_do_not_change_each_other():
@@ -75,19 +73,19 @@ def test_any_number_of_ctas_gives_the_same_bits(ctas, monkeypatch):
 
 @pytest.mark.parametrize("path", ["kernel", "dequantize"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_finite_is_not_hidden(name, value, path):
     w = random_weight(name, 40, 300).to("cuda")
-    if path == "dequantize" and name not in linear_kernels.DEQUANTIZED:
-        pytest.skip("no kernel dequantizes this format")
-    x = torch.randn(4, 300).half().cuda()
-    x[3, 299] = value
+    if path == "kernel" and name not in linear_kernels.MOST_ROWS:
+        pytest.skip("no kernel multiplies codes of this format")
+    x = torch.randn(2, 300).half().cuda()
+    x[1, 299] = value
     y = linear(x, w, path=path)
-    assert y[3].isnan().all() and y[:3].isfinite().all()
+    assert y[1].isnan().all() and y[0].isfinite().all()
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 40])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_captured_and_compiled(name, m):
     layer = VQLinear.from_weight(random_weight(name, 200, 600), torch.randn(200)).cuda()
     x = torch.randn(m, 600, device="cuda").half()

@@ -176,3 +176,55 @@ def test_aqlm_2x8(n, k, ctas, scratch):
     code, ctas = program("sum", scratch), -(-n // 32)
     ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (ctas, 1, 1)) for i in range(ctas)], 512)
     torch.testing.assert_close(memory.tensor(2, torch.empty(1, n).half()).double(), exact, atol=0.02, rtol=1e-3)
+
+
+@pytest.mark.parametrize("m, n, k, ctas", [(1, 40, 1500, 1), (4, 300, 1000, 3), (3, 20, 2100, 2)])
+def test_gptvq2(m, n, k, ctas, scratch):
+    """Sums of segments; CTAs begin and end within segments."""
+    w, x = random_weight("gptvq2", n, k), torch.randn(m, k).half()
+    codes, books = w.planes["codes"].view(torch.int32).flatten(2, 3), w.planes["codebooks"].view(torch.int32)
+    rows, columns = codes.shape[0] * 256, codes.shape[1] * 1024
+    partial = torch.full((codes.shape[1], m, rows), torch.nan)
+    tensors = [torch.nn.functional.pad(x, (0, columns - k)), codes, books.reshape(*codes.shape[:2], 512, 4), partial]
+    memory, given = arguments(tensors, [(2, 1), (2, 1), (2, 1), (3, 2)])
+    code = program("gemv", scratch, "gptvq2", "float16", 4)
+    ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (ctas, 1, 1)) for i in range(ctas)], 512)
+    exact = x.double() @ w.dequantize().double().T
+    torch.testing.assert_close(memory.tensor(3, partial).sum(0)[:, :n].double(), exact, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n, k, ctas", [(150, 130, 2), (1300, 30, 1)])
+def test_aqlm_2x12(n, k, ctas, scratch):
+    """Sums of each CTA's columns."""
+    w, x = random_weight("aqlm_2x12", n, k), torch.randn(1, k).half()
+    codes = w.planes["codes"]
+    partial = torch.full((ctas, 1, codes.shape[1] * 128), torch.nan)
+    memory = ptx.GlobalMemory([x, codes, w.planes["codebooks"], partial])
+    shapes = (x.shape[1:], codes.shape[:2], (), (partial.shape[0], partial.shape[2]))
+    given = [memory.parameter(i, sizes, ()) for i, sizes in enumerate(shapes)]
+    given[3] = memory.parameter(3, shapes[3], partial.stride()[:2])
+    code = program("gemv", scratch, "aqlm_2x12", "float16", 1)
+    ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (ctas, 1, 1)) for i in range(ctas)], 512)
+    found = memory.tensor(3, partial).sum(0)[:, :n].double() * w.planes["scales"]
+    torch.testing.assert_close(found, x.double() @ w.dequantize().double().T, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("format, n, k", [("aqlm_2x8", 100, 300), ("aqlm_2x12", 300, 70), ("aqlm_1x16", 9, 30),
+                                          ("gptvq2", 600, 1100)])
+def test_rows_of_other_formats(format, n, k, scratch):
+    """Rows of the second and later units of the pack."""
+    w, first = random_weight(format, n, k), 1
+    unit, columns = w.spec.row_multiple, w.spec.padded(n, k)[1]
+    blocks = w.spec.padded(n, k)[0] // unit - first
+    codes = w.planes["codes"]
+    codes = codes.flatten(2, 3) if format == "gptvq2" else codes
+    codes = codes if codes.dtype == torch.int16 else codes.view(torch.int32)
+    scales = w.planes.get("scales", torch.ones(1))
+    out = torch.full((blocks * unit, columns), torch.nan).half()
+    tensors = [codes, w.planes["codebooks"].view(torch.int32).view(-1, 4), scales, out]
+    memory, given = arguments(tensors, [(2, 1), (1, 0), (1, 0), (2, 1)])
+    code = program("dequantize", scratch, format)
+    given += packed("i", first, blocks)
+    ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (2, 1, 1)) for i in range(2)], 256)
+    found = memory.tensor(3, out)
+    assert torch.equal(found[: n - first * unit, :k], w.dequantize()[first * unit :].half())

@@ -153,13 +153,17 @@ def truncated(x, y):
 
 
 def move(warp, suffixes, operands, active):
-    """To or from a list: 16 bits each."""
+    """To or from a list: equal parts of the bits."""
+    lists = [names_of(operand) for operand in operands if operand[0] == "{"]
+    part = width(suffixes) // len(lists[0]) if lists else 0
+    mask = U64((1 << part) - 1)
     if operands[0][0] == "{":
-        for i, name in enumerate(names_of(operands[0])):
-            warp.set(name, warp.value(operands[1]) >> U64(16 * i) & HALF, active)
+        for i, name in enumerate(lists[0]):
+            if name != "_":
+                warp.set(name, warp.value(operands[1]) >> U64(part * i) & mask, active)
         return None
-    if operands[1][0] == "{":
-        return sum((half & HALF) << U64(16 * i) for i, half in enumerate(warp.values(operands[1])))
+    if lists:
+        return sum((value & mask) << U64(part * i) for i, value in enumerate(warp.values(operands[1])))
     return warp.value(operands[1])
 
 
@@ -373,6 +377,14 @@ def insert_bits(warp, suffixes, operands, active):
     return (warp.value(operands[2]) & ~mask) | (warp.value(operands[1]) << U64(first) & mask)
 
 
+def funnel_shift(warp, suffixes, operands, active):
+    """32 bits of two words, the first one lower."""
+    assert suffixes[1:] == ("wrap", "b32") and suffixes[0] in "lr"
+    low, high, count = (warp.value(x) for x in operands[1:])
+    count, both = count & U64(31), unsigned(low, 32) | high << U64(32)
+    return unsigned(both << count >> U64(32) if suffixes[0] == "l" else both >> count, 32)
+
+
 def elect(warp, suffixes, operands, active):
     number, chosen = operands[0].split("|")
     warp.set(number, np.full(LANES, active.argmax(), U64), active)
@@ -469,5 +481,5 @@ WHOLE = {
     "redux": reduce, "elect": elect, "prmt": permute, "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
     "fence": nothing, "bar": nothing, "atom": atomic, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
     "griddepcontrol": nothing,
-    "popc": count_ones, "bfi": insert_bits, "vabsdiff4": byte_distances, "dp4a": byte_products,
+    "popc": count_ones, "bfi": insert_bits, "shf": funnel_shift, "vabsdiff4": byte_distances, "dp4a": byte_products,
 }
