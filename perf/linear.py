@@ -3,7 +3,8 @@
     python perf/linear.py --format e8p4 --shape 8192x28672 --shape 4096x4096 --rows 1 --rows 4 --rows 16
 
 Random codes, medians of CUDA-graph replays with L2 flushed before each. ``us`` is the whole call, transforms of x and y
-included; ``gemv_us`` the product kernel alone; reads as ``bench.read_us``; cuBLAS: torch.matmul of 16-bit weights.
+included; ``multiply_us`` the product kernel alone, and so on; reads as ``bench.read_us``; cuBLAS: torch.matmul of 16-bit
+weights.
 """
 
 from typing import Annotated
@@ -32,37 +33,24 @@ def random_planes(format: str, n: int, k: int) -> VQWeight:
     return VQWeight(format, n, k, planes)
 
 
-def kernel_times(call) -> dict[str, float]:
-    """us of each kernel of a call, L2 warm, from torch's profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(10):
-            call()
-        torch.cuda.synchronize()
-    return {event.key[:120]: round(event.self_device_time_total / event.count, 2) for event in found.key_averages()}
-
-
-def measure(format: str, n: int, k: int, m: int) -> dict:
+def measure(format: str, n: int, k: int, m: int, path: str | None) -> dict:
     """One case."""
     w, x = random_planes(format, n, k), torch.randn(m, k, device="cuda").half()
     dense = torch.randn(n, k, device="cuda").half()
-    us, cublas = bench.graph_us(lambda: linear(x, w)), bench.graph_us(lambda: x @ dense.T)
+    us, cublas = bench.graph_us(lambda: linear(x, w, path=path)), bench.graph_us(lambda: x @ dense.T)
     nbytes = sum(plane.nbytes for name, plane in w.planes.items() if name in ("codes", "codebooks"))
     read, hinted = bench.read_us(nbytes)[0], bench.read_us(nbytes, bench.HINTED)[0]
-    line = {"format": format, "n": n, "k": k, "m": m, "us": round(us, 2), "read_us": round(read, 2),
+    line = {"format": format, "n": n, "k": k, "m": m, "path": path, "us": round(us, 2), "read_us": round(read, 2),
             "hinted_read_us": round(hinted, 2), "cublas_us": round(cublas, 2), "bytes": nbytes}
-    if (gemv := linear_kernels.product_alone(x, w)) is not None:
-        line["gemv_us"] = round(bench.graph_us(gemv), 2)
-    return line
+    launches = linear_kernels.launches(x, w) if path in (None, "kernel") else {}
+    return line | {f"{name}_us": round(bench.graph_us(launch), 2) for name, launch in launches.items()}
 
 
 def main(
     format: Annotated[list[str], typer.Option(help="A format; repeatable.")] = ["e8p4"],
     shape: Annotated[list[str], typer.Option(help="NxK; repeatable.")] = ["8192x28672", "4096x4096"],
     rows: Annotated[list[int], typer.Option(help="Rows of x; repeatable.")] = [1, 4, 16],
-    profile: Annotated[bool, typer.Option(help="Also print each kernel's time.")] = False,
+    path: Annotated[str | None, typer.Option(help="kernel, dequantize or reference; default: the dispatcher's.")] = None,
     output: Annotated[str, typer.Option(help="JSON lines file.")] = RESULTS,
 ) -> None:
     """Measure every case and append a line for each."""
@@ -71,16 +59,13 @@ def main(
         for size in shape:
             for m in rows:
                 n, k = map(int, size.split("x"))
-                line = measure(name, n, k, m)
+                line = measure(name, n, k, m, path)
                 append_result(output, about | line)
                 floor = min(line["read_us"], line["hinted_read_us"])
-                print(f"{name} {n}x{k} m {m}: {line['us']:.1f} us ({line['us'] / floor:.2f} of the read, "
-                      f"{line['cublas_us'] / line['us']:.2f}x cuBLAS), product {line.get('gemv_us')} us "
-                      f"({line.get('gemv_us', 0) / floor:.2f}), read {floor:.1f}, cuBLAS {line['cublas_us']:.1f}",
-                      flush=True)
-                if profile:
-                    w, x = random_planes(name, n, k), torch.randn(m, k, device="cuda").half()
-                    print(kernel_times(lambda: linear(x, w)))  # noqa: B023
+                print(f"{name} {n}x{k} m {m} {path or ''}: {line['us']:.1f} us, {line['us'] / floor:.2f} of the read ({floor:.1f}), "
+                      f"{line['cublas_us'] / line['us']:.2f}x cuBLAS ({line['cublas_us']:.1f}); each launch alone: "
+                      + ", ".join(f"{key[:-3]} {line[key]:.1f} ({line[key] / floor:.2f})" for key in line
+                                  if key in ("multiply_us", "digits_us", "output_us", "sum_us")), flush=True)
 
 
 if __name__ == "__main__":

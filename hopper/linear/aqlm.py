@@ -17,7 +17,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.linear.config import TABLE_AT, TABLE_BYTES, TABLE_THREADS, WARP
-from lowbit_attn.hopper.linear.e8p import HALF_ROW, check_base, shared, words_at
+from lowbit_attn.hopper.linear.e8p import HALF_ROW, check_base, load_once, shared, words_at
 
 ELEMENT = {"float16": Float16, "bfloat16": BFloat16}
 WARPS = TABLE_THREADS // WARP
@@ -88,7 +88,7 @@ def load_unit(codes: cute.Tensor, source: Int64, unit: Int32, last: Int32):
     """Codes of a lane's row of a unit."""
     if unit < last:
         for j in cutlass.range_constexpr(LOADS):
-            cute.autovec_copy(words_at(source + Int64(unit * LOADS + j) * (WARP * 16)), codes[None, j])
+            load_once(source + Int64(unit * LOADS + j) * (WARP * 16), codes[None, j])
 
 
 @cute.jit

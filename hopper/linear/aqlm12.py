@@ -16,7 +16,7 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32, Uint64
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.linear.aqlm import ELEMENT
 from lowbit_attn.hopper.linear.config import AQLM12_ROWS, TABLE_AT, TABLE_THREADS, WARP
-from lowbit_attn.hopper.linear.e8p import check_base, shared, words_at
+from lowbit_attn.hopper.linear.e8p import check_base, load_once, shared, words_at
 
 WARPS = TABLE_THREADS // WARP
 BOOKS, ENTRIES, VEC, SLICES = 2, 4096, 8, 4
@@ -90,7 +90,7 @@ def load_unit(codes: cute.Tensor, source: Int64, first: Int32, block: Int32, end
     """Codes of a lane's rows of a unit."""
     if block < end:
         for j in cutlass.range_constexpr(LOADS):
-            cute.autovec_copy(words_at(source + Int64((first + block) * LOADS + j) * (WARP * 16)), codes[None, j])
+            load_once(source + Int64((first + block) * LOADS + j) * (WARP * 16), codes[None, j])
 
 
 @cute.jit

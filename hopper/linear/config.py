@@ -44,7 +44,12 @@ class GemvConfig:
     @property
     def blocks(self) -> int:
         """Row blocks of W that a warp has at once: x's digits are loaded once for all of them."""
-        return 4
+        return 4 if self.column_blocks == 1 else 8
+
+    @property
+    def accumulators(self) -> int:
+        """Of a product: of even and of odd fields, or one, for which odd fields are shifted, where registers lack."""
+        return 2 if self.column_blocks == 1 else 1
 
     @property
     def block_rows(self) -> int:

@@ -2,7 +2,7 @@
 
 4 w = 2 u - 15 with u = T1[pattern byte] ^ T2[sign byte], eight fields of 4 bits. Both tables are in shared memory once
 for every lane: row e is [T1[e] x 32][T2[e] x 32], so lookups have no bank conflicts, and byte 1 of an address is the
-code. Even fields are u8 as they are, odd ones 16 times u8: two accumulators.
+code. Even fields are u8 as they are, odd ones 16 times u8: two accumulators, or odd ones are shifted.
 
     A  rows 0-7: first codes of 8 rows of W, rows 8-15: their residual codes (of one stage: 8 more rows)
     B  column 2 i: high digits of row i of x, column 2 i + 1: low digits; X = 256 high + low
@@ -10,6 +10,8 @@ code. Even fields are u8 as they are, odd ones 16 times u8: two accumulators.
 CTAs share the row blocks evenly, with all columns; a CTA's warps take chunks of 128 columns in turn and add their sums,
 which are integers, in shared memory: no order and no number of CTAs or warps changes a bit of y'.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -36,6 +38,21 @@ def words_at(address: Int64, count: int = CODE_WORDS) -> cute.Tensor:
     """Words of global memory, in one access."""
     return cute.make_tensor(cute.make_ptr(Uint32, address, cute.AddressSpace.gmem, assumed_align=4 * count),
                             cute.make_layout(count))
+
+
+def load_once(address: Int64, codes: cute.Tensor) -> None:
+    """Four words of global memory that no one reads again: they leave L2 first."""
+    for i, word in enumerate(ptx.load_words(address, Int64(ptx.EVICT_FIRST) << 32)):
+        codes[i] = word
+
+
+class Digits(NamedTuple):
+    """Where a lane's digits of x are."""
+
+    source: Int64  # of column block 0 and chunk 0
+    chunks: Int32
+    m: Int32
+    first_row: Int32  # of x, in column block 0
 
 
 @cute.jit
@@ -81,7 +98,10 @@ class E8PGemv:
         first, last = Int32(Int64(blocks) * cta // ctas), Int32(Int64(blocks) * (cta + 1) // ctas)
         source = codes.iterator.toint() + lane * 16
         row_bytes = Int64(chunks) * (WARP * 16)
-        x_source = digits.iterator.toint() + lane * (4 * DIGIT_WORDS)
+        place = Digits(digits.iterator.toint() + lane * (4 * DIGIT_WORDS), digits.shape[1], digit_sums.shape[0],
+                       lane >> 3)
+        x = cute.make_rmem_tensor((4, cfg.column_blocks, 2), Uint32)
+        x.fill(0)
         current, ahead = (cute.make_rmem_tensor((CODE_WORDS, cfg.blocks), Uint32) for _ in range(2))
         current.fill(0)
         ahead.fill(0)
@@ -89,13 +109,14 @@ class E8PGemv:
         fill_tables(cfg, tables, thread)
         clear_sums(cfg, thread)
         cute.arch.griddepcontrol_wait()
+        load_digits(cfg, x, 0, place, cutlass.min(warp, chunks - 1))
         cute.arch.sync_threads()
         offset = Uint32(ptx.opaque(lane * 4))
         for start in cutlass.range(first, last, cfg.phase_blocks, unroll=1):
             end = cutlass.min(start + cfg.phase_blocks, last)
             for block in cutlass.range(start, end, cfg.blocks, unroll=1):
-                multiply_blocks(cfg, current, ahead, source, row_bytes, x_source, digits.shape[1], digit_sums.shape[0],
-                                block, start, last, warp, chunks, lane, offset)
+                multiply_blocks(cfg, current, ahead, x, source, row_bytes, place, block, start, last, warp, chunks,
+                                lane, offset)
             cute.arch.sync_threads()
             write_rows(cfg, digit_sums, scales, out, start, end, thread)
             if start + cfg.phase_blocks < last:
@@ -129,56 +150,58 @@ def load_codes(cfg: cutlass.Constexpr[GemvConfig], codes: cute.Tensor, source: I
     at = source + Int64(block) * row_bytes + Int64(chunk) * (WARP * 16)
     for b in cutlass.range_constexpr(cfg.blocks):
         if block + b < last and chunk < chunks:
-            cute.autovec_copy(words_at(at + b * row_bytes), codes[None, b])
+            load_once(at + b * row_bytes, codes[None, b])
 
 
 @cute.jit
-def load_digits(x: cute.Tensor, at: Int64, is_there):
-    """A lane's digits of a chunk and column block; of rows that x has not they stay 0."""
-    if is_there:
-        for half in cutlass.range_constexpr(2):
-            cute.autovec_copy(words_at(at + 16 * half), x[None, half])
+def load_digits(cfg: cutlass.Constexpr[GemvConfig], x: cute.Tensor, half: cutlass.Constexpr[int], place: Digits,
+                chunk: Int32):
+    """A lane's digits of half a chunk; of rows that x has not they stay 0."""
+    for column in cutlass.range_constexpr(cfg.column_blocks):
+        if place.first_row + column * COLUMNS < place.m:
+            at = place.source + (Int64(column) * place.chunks + chunk) * (WARP * 4 * DIGIT_WORDS) + 16 * half
+            cute.autovec_copy(words_at(at), x[None, column, half])
 
 
 @cute.jit
-def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ahead: cute.Tensor, source: Int64,
-                    row_bytes: Int64, x_source: Int64, x_chunks: Int32, m: Int32, block: Int32, start: Int32,
-                    last: Int32, warp: Int32, chunks: Int32, lane: Int32, offset: Uint32):
-    """A warp's chunks of some row blocks: adds their products to the CTA's sums."""
-    even, odd = (cute.make_rmem_tensor((4, cfg.blocks, cfg.column_blocks), Uint32) for _ in range(2))
-    even.fill(0)
-    odd.fill(0)
-    x = cute.make_rmem_tensor((4, 2, cfg.column_blocks), Uint32)
-    x.fill(0)
+def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ahead: cute.Tensor, x: cute.Tensor,
+                    source: Int64, row_bytes: Int64, place: Digits, block: Int32, start: Int32, last: Int32,
+                    warp: Int32, chunks: Int32, lane: Int32, offset: Uint32):
+    """A warp's chunks of some row blocks: adds their products to the CTA's sums.
+
+    Codes of the next chunk, and digits of the next half of one, are on their way meanwhile.
+    """
+    acc = cute.make_rmem_tensor((4, cfg.blocks, cfg.column_blocks, cfg.accumulators), Uint32)
+    acc.fill(0)
     for chunk in cutlass.range(warp, chunks, cfg.warps, unroll=1):
-        for column in cutlass.range_constexpr(cfg.column_blocks):
-            at = x_source + (Int64(column) * x_chunks + chunk) * (WARP * 4 * DIGIT_WORDS)
-            load_digits(x[None, None, column], at, column * COLUMNS + (lane >> 3) < m)
         is_end = chunk + cfg.warps >= chunks
         next_block = block + cfg.blocks * Int32(is_end)
         next_chunk = cutlass.select_(is_end, warp, chunk + cfg.warps)
         load_codes(cfg, ahead, source, row_bytes, next_block, last, next_chunk, chunks)
-        for b in cutlass.range_constexpr(cfg.blocks):
-            for half in cutlass.range_constexpr(2):
-                a_even, a_odd = weights(current, b, half, offset)
+        for half in cutlass.range_constexpr(2):
+            load_digits(cfg, x, 1 - half, place, chunk if half == 0 else next_chunk)
+            for b in cutlass.range_constexpr(cfg.blocks):
+                operands = weights(cfg, current, b, half, offset)
                 for column in cutlass.range_constexpr(cfg.column_blocks):
-                    add_product(even, b, column, a_even, [x[0, half, column], x[2, half, column]])
-                    add_product(odd, b, column, a_odd, [x[1, half, column], x[3, half, column]])
+                    for odd in cutlass.range_constexpr(2):
+                        add_product(acc[None, b, column, odd % cfg.accumulators], operands[odd],
+                                    [x[odd, column, half], x[2 + odd, column, half]])
         for b in cutlass.range_constexpr(cfg.blocks):
             for i in cutlass.range_constexpr(CODE_WORDS):
                 current[i, b] = ahead[i, b]
-    add_sums(cfg, even, odd, block - start, last - block, lane)
+    add_sums(cfg, acc, block - start, last - block, lane)
 
 
-def weights(codes: cute.Tensor, b: int, half: int, offset: Uint32) -> tuple[list[Uint32], list[Uint32]]:
-    """A operands of 32 columns: (even fields, odd fields times 16) of two vectors of 8, first and second code each."""
+def weights(cfg: GemvConfig, codes: cute.Tensor, b: int, half: int, offset: Uint32) -> tuple[list, list]:
+    """A operands of 32 columns: (even fields, odd fields, times 16 if they have an accumulator of their own) of two
+    vectors of 8, first and second code each."""
     even, odd = [], []
     for word in (codes[2 * half, b], codes[2 * half + 1, b]):
         for code in range(2):
             first, second = (lookup(word, offset, 2 * code + byte, byte * HALF_ROW) for byte in range(2))
             u = first ^ second
             even.append(u & Uint32(EVEN))
-            odd.append(u & Uint32(ODD))
+            odd.append(u & Uint32(ODD) if cfg.accumulators == 2 else (u >> Uint32(4)) & Uint32(EVEN))
     return even, odd
 
 
@@ -188,22 +211,23 @@ def lookup(word: Uint32, offset: Uint32, byte: int, table: int) -> Uint32:
     return shared(Uint32, Int32(address), TABLE_AT + table)[0]
 
 
-def add_product(acc: cute.Tensor, b: int, column: int, a: list[Uint32], digits: list[Uint32]) -> None:
-    made = ptx.multiply_bytes(a, digits, [acc[i, b, column] for i in range(4)], True)
+def add_product(acc: cute.Tensor, a: list[Uint32], digits: list[Uint32]) -> None:
+    made = ptx.multiply_bytes(a, digits, [acc[i] for i in range(4)], True)
     for i, word in enumerate(made):
-        acc[i, b, column] = word
+        acc[i] = word
 
 
 @cute.jit
-def add_sums(cfg: cutlass.Constexpr[GemvConfig], even: cute.Tensor, odd: cute.Tensor, first: Int32, count: Int32,
-             lane: Int32):
+def add_sums(cfg: cutlass.Constexpr[GemvConfig], acc: cute.Tensor, first: Int32, count: Int32, lane: Int32):
     """Add a warp's sums to the CTA's, [row block of the phase][row of an MMA][row of x][digit]."""
     g, t = lane >> 2, lane & 3
     for b in cutlass.range_constexpr(cfg.blocks):
         if b < count:
             for column in cutlass.range_constexpr(cfg.column_blocks):
                 for i in cutlass.range_constexpr(4):
-                    value = Int32(even[i, b, column]) + (Int32(odd[i, b, column]) >> 4)
+                    value = Int32(acc[i, b, column, 0])
+                    if cutlass.const_expr(cfg.accumulators == 2):
+                        value = value + (Int32(acc[i, b, column, 1]) >> 4)
                     row = (first + b) * 16 + g + 8 * (i // 2)
                     at = SUMS_AT + ((row * cfg.rows + column * COLUMNS + t) * 2 + i % 2) * 4
                     cute.arch.atomic_add(shared(Int32, at, 0).iterator, value, sem="relaxed", scope="cta")

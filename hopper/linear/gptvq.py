@@ -19,7 +19,7 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.linear.config import COLUMNS, TABLE_AT, TABLE_BYTES, TABLE_THREADS, WARP
-from lowbit_attn.hopper.linear.e8p import HALF_ROW, ROW_BYTES, SELECT, check_base, shared, words_at
+from lowbit_attn.hopper.linear.e8p import HALF_ROW, ROW_BYTES, SELECT, check_base, load_once, shared, words_at
 
 UNIT_ROWS, SEGMENT_UNITS = 16, 16
 SEGMENT_COLUMNS = 1024
@@ -110,7 +110,7 @@ def load_units(codes: cute.Tensor, source: Int64, unit: Int32, end: Int32):
     """A lane's codes of a team's units of one segment; those from ``end`` on stay as they are."""
     for b in cutlass.range_constexpr(AT_ONCE):
         if unit + b < end:
-            cute.autovec_copy(words_at(source + Int64(unit + b) * (TEAM_WARPS * WARP * 16)), codes[None, b])
+            load_once(source + Int64(unit + b) * (TEAM_WARPS * WARP * 16), codes[None, b])
 
 
 @cute.jit

@@ -26,6 +26,8 @@ from lowbit_attn.hopper.linear.config import (
 ELEMENT = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
 CTAS = 1 << CLUSTER_LOG2
 THREADS, WARPS = HADAMARD_THREADS, HADAMARD_THREADS // WARP
+LOADS = 8  # of a thread that are on their way at once
+MANY = 1 << 30  # columns: more than any matrix has
 GROUP = 8  # coefficients that a thread has at once
 BUFFER_WORDS = HADAMARD_LIMIT + HADAMARD_LIMIT // 8
 NOTES_WORDS = 3 * WARPS + 16  # of each warp: maximum and two sums; of the CTA: maximum
@@ -147,16 +149,21 @@ class Hadamard:
 @cute.jit
 def load(kind: cutlass.Constexpr[str], source: cute.Tensor, scale: cute.Tensor, buffers: cute.Tensor, row: Int32,
          rank: Int32, bits: Int32, low_bits: Int32, count: Int32, thread: Int32):
-    """A CTA's columns of a row of the source."""
-    for i in cutlass.range(thread, count, THREADS, unroll=4):
-        column = (i >> low_bits << bits) + (rank << low_bits) + (i & ((1 << low_bits) - 1))
-        value = Float32(0.0)
-        if cutlass.const_expr(kind == "output"):
-            value = source[row, column]
-        else:
-            if column < source.shape[1]:
-                value = Float32(source[row, column]) * scale[column]
-        buffers[place(i)] = value
+    """A CTA's columns of a row of the source: a thread asks for several before it uses any."""
+    values, factors = (cute.make_rmem_tensor(LOADS, Float32) for _ in range(2))
+    live = source.shape[1] if cutlass.const_expr(kind != "output") else Int32(MANY)
+    for first in cutlass.range(thread, count, LOADS * THREADS, unroll=1):
+        for u in cutlass.range_constexpr(LOADS):
+            i = cutlass.min(first + u * THREADS, count - 1)
+            column = (i >> low_bits << bits) + (rank << low_bits) + (i & ((1 << low_bits) - 1))
+            near = cutlass.min(column, live - 1)
+            values[u], factors[u] = Float32(source[row, near]), Float32(1.0)
+            if cutlass.const_expr(kind != "output"):
+                factors[u] = cutlass.select_(column < live, scale[near], Float32(0.0))
+        for u in cutlass.range_constexpr(LOADS):
+            i = first + u * THREADS
+            if i < count:
+                buffers[place(i)] = values[u] if cutlass.const_expr(kind == "output") else values[u] * factors[u]
 
 
 @cute.jit
@@ -164,11 +171,14 @@ def sylvester(buffers: cute.Tensor, count: Int32, low_bits: Int32, thread: Int32
     """Sums and differences over the low bits of the columns, three bits at a time, then one at a time."""
     bit = Int32(0)
     while bit + 3 <= low_bits:
+        # place(base + (i << bit)) - place(base): bit is a multiple of 3
+        stride = cutlass.select_(bit < 6, Int32(1) << bit, Int32(9) << cutlass.max(bit - 3, Int32(0)))
+        offsets = [i * stride + (i >> 2) * 4 * Int32(bit == 3) for i in range(GROUP)]
         for group in cutlass.range(thread, count >> 3, THREADS, unroll=1):
-            base = ((group >> bit) << (bit + 3)) + (group & ((1 << bit) - 1))
-            values = [buffers[place(base + (i << bit))] for i in range(GROUP)]
-            for i, value in enumerate(butterflies(values)):
-                buffers[place(base + (i << bit))] = value
+            base = place(((group >> bit) << (bit + 3)) + (group & ((1 << bit) - 1)))
+            values = [buffers[base + offset] for offset in offsets]
+            for offset, value in zip(offsets, butterflies(values)):
+                buffers[base + offset] = value
         cute.arch.sync_threads()
         bit += 3
     while bit < low_bits:
@@ -192,24 +202,42 @@ def butterflies(values: list) -> list:
 def small_matrix(matrix: cute.Tensor, buffers: cute.Tensor, order: Int32, low_bits: Int32, thread: Int32):
     """The small matrix [source row, result row] over the blocks of 2^low_bits columns, to the second buffer.
 
-    A thread has four results of one column.
+    A thread has four results of four columns, or of one where there are few.
     """
-    columns = Int32(1) << low_bits
-    rows = matrix.iterator.toint()
-    for i in cutlass.range(thread, (order >> 2) << low_bits, THREADS, unroll=1):
-        column, first = i & (columns - 1), (i >> low_bits) * 4
-        made = cute.make_rmem_tensor(4, Float32)
+    if low_bits >= 5:
+        matrix_tiles(matrix, buffers, order, low_bits, thread, 4)
+    else:
+        matrix_tiles(matrix, buffers, order, low_bits, thread, 1)
+
+
+@cute.jit
+def matrix_tiles(matrix: cute.Tensor, buffers: cute.Tensor, order: Int32, low_bits: Int32, thread: Int32,
+                 width: cutlass.Constexpr[int]):
+    """``small_matrix`` with so many columns a thread."""
+    log2 = width.bit_length() - 1
+    tiles_log2 = low_bits - log2
+    signs, values = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(width, Float32)
+    row_bytes = Int64(order) * 4
+    own = buffers.iterator.toint()
+    for i in cutlass.range(thread, (order >> 2) << tiles_log2, THREADS, unroll=1):
+        column, first = (i & ((1 << tiles_log2) - 1)) << log2, (i >> tiles_log2) * 4
+        made = cute.make_rmem_tensor((width, 4), Float32)
         made.fill(0.0)
-        signs = cute.make_rmem_tensor(4, Float32)
+        at = matrix.iterator.toint() + first * 4
         for j in cutlass.range(order, unroll=4):
-            pointer = cute.make_ptr(Float32, rows + Int64(j * order + first) * 4, cute.AddressSpace.gmem,
-                                    assumed_align=16)
+            pointer = cute.make_ptr(Float32, at, cute.AddressSpace.gmem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), signs)
-            value = buffers[place((j << low_bits) + column)]
+            at += row_bytes
+            near = cute.make_ptr(Float32, Int32(own) + 4 * place((j << low_bits) + column), cute.AddressSpace.smem,
+                                 assumed_align=4 * width)
+            cute.autovec_copy(cute.make_tensor(near, cute.make_layout(width)), values)
             for r in cutlass.range_constexpr(4):
-                made[r] = made[r] + signs[r] * value
+                for c in cutlass.range_constexpr(width):
+                    made[c, r] = made[c, r] + signs[r] * values[c]
         for r in cutlass.range_constexpr(4):
-            buffers[BUFFER_WORDS + place(((first + r) << low_bits) + column)] = made[r]
+            to = cute.make_ptr(Float32, Int32(own) + 4 * (BUFFER_WORDS + place(((first + r) << low_bits) + column)),
+                               cute.AddressSpace.smem, assumed_align=4 * width)
+            cute.autovec_copy(made[None, r], cute.make_tensor(to, cute.make_layout(width)))
 
 
 @cute.jit

@@ -13,18 +13,14 @@ from torch.nn.functional import pad
 
 from lowbit_attn import dispatch, loader
 from lowbit_attn.formats.uniform import dtype_name
-from lowbit_attn.kernels import KernelKey
+from lowbit_attn.kernels.linear import DTYPES, MOST_ROWS, PRODUCT_DTYPES, ROWS, linear_key
+from lowbit_attn.kernels.linear import E8P as E8P_FORMATS
 from lowbit_attn.linear import e8p, hadamard
 from lowbit_attn.linear.constants import constant
 from lowbit_attn.linear.formats import E8P, Planes, format_named
 from lowbit_attn.linear.layouts import ceil_to
 from lowbit_attn.linear.weight import DEQUANTIZE, KERNEL, PRODUCTS, REFERENCE, VQWeight
 
-MOST_ROWS = {"e8p2": 16, "e8p4": 16, "gptvq2": 4, "aqlm_2x8": 4, "aqlm_2x12": 2}  # of x that product kernels take
-E8P_ROWS = (4, 16)  # of x that E8P's product kernels multiply at once
-ROWS_AT_ONCE = {"gptvq2": 4, "aqlm_2x8": 1, "aqlm_2x12": 1}
-PRODUCT_DTYPES = {"gptvq2": (torch.float16,)}  # where they are fewer than KERNEL_DTYPES
-KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 CHUNK_BYTES = 16 << 20  # of W in 16 bits at a time: a third of the smallest L2
 GRID_ROWS = 32_768  # rows of x in one launch of a transform
 LONG, CLUSTER_LOG2, CTA_LIMIT = 8192, 3, 8192  # see hopper/linear/config.py
@@ -34,9 +30,9 @@ DEQUANTIZE_CTAS = 8  # of an SM
 
 def why_not(x_dtype: torch.dtype, device: torch.device, format: str, n: int, k: int, path: str = KERNEL) -> list[str]:
     """Reasons why a path, "kernel" or "dequantize", does not serve a product; empty if it does."""
-    dtypes = PRODUCT_DTYPES.get(format, KERNEL_DTYPES) if path == KERNEL else KERNEL_DTYPES
-    reasons = [] if x_dtype in dtypes else [f"x: {x_dtype}, supported by {path} of {format}: "
-                                            f"{', '.join(map(dtype_name, dtypes))}"]
+    dtypes = PRODUCT_DTYPES.get(format, DTYPES) if path == KERNEL else DTYPES
+    reasons = [] if dtype_name(x_dtype) in dtypes else [f"x: {x_dtype}, supported by {path} of {format}: "
+                                                        f"{', '.join(dtypes)}"]
     try:
         arch = dispatch.target_of(device)[0]
         reasons += [] if arch == "hopper" else [f"device: {arch}, supported: hopper"]
@@ -57,7 +53,8 @@ def product(x: torch.Tensor, planes: Planes, format: str, n: int, k: int, path: 
     if path == REFERENCE:
         return None
     m, most = len(x), MOST_ROWS.get(format, 0)
-    wanted = path or (KERNEL if m <= most and x.dtype in PRODUCT_DTYPES.get(format, KERNEL_DTYPES) else DEQUANTIZE)
+    has_kernel = m <= most and dtype_name(x.dtype) in PRODUCT_DTYPES.get(format, DTYPES)
+    wanted = path or (KERNEL if has_kernel else DEQUANTIZE)
     missing = why_not(x.dtype, x.device, format, n, k, wanted)
     if wanted == KERNEL and m > most > 0:
         missing.append(f"{m} rows of x, supported: up to {most}")
@@ -66,7 +63,7 @@ def product(x: torch.Tensor, planes: Planes, format: str, n: int, k: int, path: 
     if missing or m == 0:
         return None
     calls = {KERNEL: (_e8p_kernel, _sum_kernel), DEQUANTIZE: (_e8p_dequantize, _dequantize)}
-    call = calls[wanted][format not in ("e8p2", "e8p4")]
+    call = calls[wanted][format not in E8P_FORMATS]
     with torch.cuda.device(x.device):
         return call(x.contiguous(), planes, format, n, k)
 
@@ -74,14 +71,9 @@ def product(x: torch.Tensor, planes: Planes, format: str, n: int, k: int, path: 
 PRODUCTS["cuda"] = product
 
 
-def _key(device: torch.device, variant: str, format: str = "", dtype: str = "float32", rows: int = 0) -> KernelKey:
-    arch, target = dispatch.target_of(device)
-    return KernelKey("linear", arch, target, dtype, 0, format, variant, rows=rows)
-
-
 @cache
 def _kernel(index: int, *args):
-    return loader.load(_key(torch.device("cuda", index), *args))
+    return loader.load(linear_key(dispatch.target_of(torch.device("cuda", index))[1], *args))
 
 
 def _cluster_log2(size: int) -> int | None:
@@ -135,7 +127,7 @@ class _E8PCall:
                    self.steps)
 
     def multiply(self) -> None:
-        device, rows = self.x.device, next(rows for rows in E8P_ROWS if rows >= len(self.x))
+        device, rows = self.x.device, next(rows for rows in ROWS[self.spec.name] if rows >= len(self.x))
         _kernel(device.index, "gemv", self.spec.name, "float32", rows)(
             self.codes.view(torch.uint32), self.digits, self.sums, _tables(device).view(torch.uint32),
             self.planes["scales"], self.product, min(dispatch.running_ctas(device, 1), len(self.codes)))
@@ -177,7 +169,7 @@ class _SumCall:
         self.partial = torch.empty(m, parts, 1, rows, dtype=torch.float32, device=device)
 
     def multiply(self) -> None:
-        kernel = _kernel(self.x.device.index, "gemv", self.format, self.dtype, ROWS_AT_ONCE[self.format])
+        kernel = _kernel(self.x.device.index, "gemv", self.format, self.dtype, ROWS[self.format][0])
         if self.format == "gptvq2":
             kernel(self.padded(), self.codes, self.books, self.partial, self.ctas)
             return
@@ -212,15 +204,16 @@ def _ones(count: int, device: torch.device) -> torch.Tensor:
     return torch.ones(count, dtype=torch.float32, device=device)
 
 
-def product_alone(x: torch.Tensor, w: VQWeight) -> Callable[[], None] | None:
-    """The product kernel of a call without what comes before and after it, to time it; None: it has no kernel."""
+def launches(x: torch.Tensor, w: VQWeight) -> dict[str, Callable[[], None]]:
+    """The launches of a call of the kernel path by name, in order, each to be repeated alone; empty: it has none."""
     if why_not(x.dtype, x.device, w.format, w.n, w.k) or len(x) > MOST_ROWS[w.format]:
-        return None
-    if not isinstance(w.spec, E8P):
-        return _SumCall(x, w.planes, w.format, w.n, w.k).multiply
-    call = _E8PCall(x, w.planes, w.format, w.n, w.k)
-    call.make_digits()
-    return call.multiply
+        return {}
+    if isinstance(w.spec, E8P):
+        call = _E8PCall(x, w.planes, w.format, w.n, w.k)
+        call.make_digits()
+        return {"digits": call.make_digits, "multiply": call.multiply, "output": call.make_output}
+    call = _SumCall(x, w.planes, w.format, w.n, w.k)
+    return {"multiply": call.multiply, "sum": call.add_up}
 
 
 def _e8p_dequantize(x: torch.Tensor, planes: Planes, format: str, n: int, k: int) -> torch.Tensor:

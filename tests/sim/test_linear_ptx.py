@@ -63,8 +63,8 @@ def digits_of(out: torch.Tensor, m: int) -> torch.Tensor:
     return made.permute(0, 2, 1, 4, 3, 6, 5).reshape(4 * blocks, 128 * chunks)[:m]
 
 
-@pytest.mark.parametrize("k, cluster", [(1, 0), (7, 0), (36, 0), (130, 0), (576, 0), (1000, 0), (512, 1), (768, 1),
-                                        (44 * 64, 1)])
+@pytest.mark.parametrize("k, cluster", [(1, 0), (7, 0), (36, 0), (130, 0), (576, 0), (1000, 0), (384, 0), (3072, 1),
+                                        (768, 1), (44 * 64, 1)])
 def test_digits(k, cluster, scratch):
     """Digits are the transform in one step a row, their sums add up, and a row that is not finite says so."""
     m = 5 if k < 600 else 2

@@ -29,7 +29,7 @@ LAYERS = (
     ("copies", "extend", "registers", "sass", "prebuilt", "level_moves"),
     ("state", "kernels.key"),
     ("reads",),
-    ("cache", "scratch", "device", "kernels.support", "level_state"),
+    ("cache", "scratch", "device", "kernels.support", "kernels.linear", "level_state"),
     ("ampere", "hopper.common", "levels"),
     ("hopper.tile", "hopper.warp", "hopper.linear"),
     ("hopper.arith", "hopper.arith.fp16", "hopper.arith.int8", "hopper.schedule"),

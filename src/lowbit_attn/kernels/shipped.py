@@ -1,11 +1,12 @@
 """Lists what ``make`` builds: the kernels of the presets, and those that the benchmarks compare with."""
 
-from itertools import product
+from itertools import chain, product
 
 import torch
 
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, step_keys
+from lowbit_attn.kernels.linear import linear_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, other_ctas, pick
 
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
@@ -38,7 +39,8 @@ def shipped_keys(arch: str) -> list[KernelKey]:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             keys |= dict.fromkeys([*step_keys(*common, FORMATS[name]),
                                    *(decode_key(arch, *common, name, *shape) for shape in shapes)])
-    return list(keys)
+    weights = linear_keys if arch == "hopper" else lambda target: []
+    return [*keys, *chain.from_iterable(map(weights, SHIPPED_TARGETS[arch]))]
 
 
 def baselines(arch: str) -> list[KernelKey]:
