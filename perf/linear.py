@@ -2,7 +2,7 @@
 
     python perf/linear.py --format e8p4 --shape 8192x28672 --shape 4096x4096 --rows 1 --rows 4 --rows 16
 
-Random codes, medians of CUDA-graph replays with L2 flushed before each. ``us`` is the whole call, transforms of x and y
+Random codes, medians of CUDA-graph replays, L2 flushed before each. ``us`` is the whole call, transforms of x and y
 included; ``multiply_us`` the product kernel alone, and so on; reads as ``bench.read_us``; cuBLAS: torch.matmul of 16-bit
 weights.
 """
@@ -40,7 +40,8 @@ def measure(format: str, n: int, k: int, m: int, path: str | None) -> dict:
     us, cublas = bench.graph_us(lambda: linear(x, w, path=path)), bench.graph_us(lambda: x @ dense.T)
     nbytes = sum(plane.nbytes for name, plane in w.planes.items() if name in ("codes", "codebooks"))
     read, hinted = bench.read_us(nbytes)[0], bench.read_us(nbytes, bench.HINTED)[0]
-    line = {"format": format, "n": n, "k": k, "m": m, "path": path, "us": round(us, 2), "read_us": round(read, 2),
+    line = {"format": format, "n": n, "k": k, "m": m, "path": path,
+            "us": round(us, 2), "read_us": round(read, 2),
             "hinted_read_us": round(hinted, 2), "cublas_us": round(cublas, 2), "bytes": nbytes}
     launches = linear_kernels.launches(x, w) if path in (None, "kernel") else {}
     return line | {f"{name}_us": round(bench.graph_us(launch), 2) for name, launch in launches.items()}
@@ -50,7 +51,7 @@ def main(
     format: Annotated[list[str], typer.Option(help="A format; repeatable.")] = ["e8p4"],
     shape: Annotated[list[str], typer.Option(help="NxK; repeatable.")] = ["8192x28672", "4096x4096"],
     rows: Annotated[list[int], typer.Option(help="Rows of x; repeatable.")] = [1, 4, 16],
-    path: Annotated[str | None, typer.Option(help="kernel, dequantize or reference; default: the dispatcher's.")] = None,
+    path: Annotated[str | None, typer.Option(help="kernel, dequantize or reference; default: any.")] = None,
     output: Annotated[str, typer.Option(help="JSON lines file.")] = RESULTS,
 ) -> None:
     """Measure every case and append a line for each."""
@@ -62,7 +63,8 @@ def main(
                 line = measure(name, n, k, m, path)
                 append_result(output, about | line)
                 floor = min(line["read_us"], line["hinted_read_us"])
-                print(f"{name} {n}x{k} m {m} {path or ''}: {line['us']:.1f} us, {line['us'] / floor:.2f} of the read ({floor:.1f}), "
+                print(f"{name} {n}x{k} m {m} {path or ''}: {line['us']:.1f} us, {line['us'] / floor:.2f} of the read "
+                      f"({floor:.1f}), "
                       f"{line['cublas_us'] / line['us']:.2f}x cuBLAS ({line['cublas_us']:.1f}); each launch alone: "
                       + ", ".join(f"{key[:-3]} {line[key]:.1f} ({line[key] / floor:.2f})" for key in line
                                   if key in ("multiply_us", "digits_us", "output_us", "sum_us")), flush=True)
