@@ -2,8 +2,8 @@
 
     python perf/linear.py --format e8p4 --shape 8192x28672 --shape 4096x4096 --rows 1 --rows 4 --rows 16
 
-Random codes, medians of CUDA-graph replays, L2 flushed before each. ``us`` is the whole call, transforms of x and y
-included; ``multiply_us`` the product kernel alone, and so on; reads as ``bench.read_us``; cuBLAS: torch.matmul of 16-bit
+Random codes, medians of CUDA-graph replays, L2 flushed before each. ``us`` is the whole call with the transforms of x
+and y; ``multiply_us`` the product kernel alone, and so on; reads as ``bench.read_us``; cuBLAS: torch.matmul of 16-bit
 weights.
 """
 

@@ -27,14 +27,13 @@ ELEMENT = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
 CTAS = 1 << CLUSTER_LOG2
 THREADS, WARPS = HADAMARD_THREADS, HADAMARD_THREADS // WARP
 LOADS = 8  # of a thread that are on their way at once
-CHUNK = 128  # columns that digits are stored for, or none
+MANY = 1 << 30  # columns: more than any matrix has
 GROUP = 8  # coefficients that a thread has at once
-BUFFER_WORDS = (HADAMARD_LIMIT + CTAS * 40) * 9 // 8  # parts begin at multiples of 32 coefficients
+BUFFER_WORDS = HADAMARD_LIMIT + HADAMARD_LIMIT // 8
 NOTES_WORDS = 3 * WARPS + 16  # of each warp: maximum and two sums; of the CTA: maximum
 SMALLEST = 2.0**-100  # of a largest value: below it a row counts as zeros
 ROUND = 12_582_912.0  # 1.5 * 2^23: added, it leaves an integer in the low bits
 ROUND_BITS = 0x4B40_0000
-FIRST_BYTES, SECOND_BYTES = 0x0040, 0x0051  # of PRMT: the same byte of two numbers
 INFINITY_BITS, NAN_BITS, ABS_BITS = 0x7F80_0000, 0x7FC0_0000, 0x7FFF_FFFF
 
 
@@ -63,15 +62,6 @@ class Share(NamedTuple):
     bits: Int32
     low_bits: Int32
     cluster_log2: Int32
-
-    @property
-    def apart(self):
-        """Coefficients between the parts in a buffer: place(apart * part + i) is words * part + place(i)."""
-        return (self.share + 31) & ~31
-
-    @property
-    def words(self):
-        return self.apart + (self.apart >> 3)
 
     @property
     def first(self):
@@ -123,8 +113,7 @@ class Hadamard:
         count = order << low_bits
         if cutlass.const_expr(self.kind == "output"):
             cute.arch.griddepcontrol_wait()
-        load(self.kind, source, scale, buffers, row, Share(rank, count, count, bits, low_bits, cluster_log2), order,
-             thread)
+        load(self.kind, source, scale, buffers, row, rank, bits, low_bits, count, thread)
         cute.arch.sync_threads()
         sylvester(buffers, count, low_bits, thread)
         at = Int32(0)
@@ -132,20 +121,20 @@ class Hadamard:
             small_matrix(matrix, buffers, order, low_bits, thread)
             cute.arch.sync_threads()
             at = Int32(BUFFER_WORDS)
-        share, largest = count, Uint32(0)
+        share = count
         if cluster_log2 > 0:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
             share = share_of(count, rank)
-            largest = exchange(Int32(smem.first.data_ptr().toint()), buffers, at,
-                               Share(rank, count, share, bits, low_bits, cluster_log2), thread)
+            exchange(Int32(smem.first.data_ptr().toint()), buffers, at,
+                     Share(rank, count, share, bits, low_bits, cluster_log2), thread)
             cute.arch.sync_threads()
             at = BUFFER_WORDS - at
         mine = Share(rank, count, share, bits, low_bits, cluster_log2)
         if cutlass.const_expr(self.kind == "output"):
             write_output(self.element, buffers, at, scale, steps, out, row, mine, norm, thread)
         else:
-            largest = largest_of(buffers, at, notes, Int32(smem.notes.data_ptr().toint()), mine, largest, thread)
+            largest = largest_of(buffers, at, notes, Int32(smem.notes.data_ptr().toint()), mine, thread)
             top = DIGIT_MAX if self.kind == "digits" else 1
             inverse = write_step(top, largest, steps, row, mine, norm, thread)
             if cutlass.const_expr(self.kind == "digits"):
@@ -159,30 +148,22 @@ class Hadamard:
 
 @cute.jit
 def load(kind: cutlass.Constexpr[str], source: cute.Tensor, scale: cute.Tensor, buffers: cute.Tensor, row: Int32,
-         mine: Share, order: Int32, thread: Int32):
-    """A CTA's columns of a row of the source, and zeros behind them; a thread asks for several before it uses any."""
+         rank: Int32, bits: Int32, low_bits: Int32, count: Int32, thread: Int32):
+    """A CTA's columns of a row of the source: a thread asks for several before it uses any."""
     values, factors = (cute.make_rmem_tensor(LOADS, Float32) for _ in range(2))
-    low_bits, live = mine.low_bits, source.shape[1]
-    column = (thread >> low_bits << mine.bits) + (mine.rank << low_bits) + (thread & ((1 << low_bits) - 1))
-    step = Int32(THREADS)  # columns between a thread's; with a small matrix a CTA has 512 columns of it at most
-    if order > 1:
-        step = THREADS >> low_bits << mine.bits
-    end = cutlass.select_(mine.cluster_log2 == 0, (mine.count + (CHUNK - 1)) & ~(CHUNK - 1), mine.count)
-    for first in cutlass.range(thread, end, LOADS * THREADS, unroll=1):
+    live = source.shape[1] if cutlass.const_expr(kind != "output") else Int32(MANY)
+    for first in cutlass.range(thread, count, LOADS * THREADS, unroll=1):
         for u in cutlass.range_constexpr(LOADS):
+            i = cutlass.min(first + u * THREADS, count - 1)
+            column = (i >> low_bits << bits) + (rank << low_bits) + (i & ((1 << low_bits) - 1))
             near = cutlass.min(column, live - 1)
             values[u], factors[u] = Float32(source[row, near]), Float32(1.0)
             if cutlass.const_expr(kind != "output"):
                 factors[u] = cutlass.select_(column < live, scale[near], Float32(0.0))
-            column += step
         for u in cutlass.range_constexpr(LOADS):
-            value = values[u] if cutlass.const_expr(kind == "output") else values[u] * factors[u]
-            at = place(first) + u * place(THREADS)
-            if first + u * THREADS < mine.count:
-                buffers[at] = value
-            elif first + u * THREADS < end:  # in both buffers, of which one has the result
-                buffers[at] = Float32(0.0)
-                buffers[BUFFER_WORDS + at] = Float32(0.0)
+            i = first + u * THREADS
+            if i < count:
+                buffers[place(i)] = values[u] if cutlass.const_expr(kind == "output") else values[u] * factors[u]
 
 
 @cute.jit
@@ -243,18 +224,13 @@ def matrix_tiles(matrix: cute.Tensor, buffers: cute.Tensor, order: Int32, low_bi
         made = cute.make_rmem_tensor((width, 4), Float32)
         made.fill(0.0)
         at = matrix.iterator.toint() + first * 4
-        step = Int32(4) * cutlass.select_(low_bits >= 5, Int32(9) << cutlass.max(low_bits - 3, Int32(0)), Int32(0))
-        near = Int32(own) + 4 * place(column)
         for j in cutlass.range(order, unroll=4):
             pointer = cute.make_ptr(Float32, at, cute.AddressSpace.gmem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), signs)
             at += row_bytes
-            if cutlass.const_expr(width == 1):
-                near = Int32(own) + 4 * place((j << low_bits) + column)
-            pointer = cute.make_ptr(Float32, near, cute.AddressSpace.smem, assumed_align=4 * width)
-            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(width)), values)
-            if cutlass.const_expr(width > 1):
-                near += step
+            near = cute.make_ptr(Float32, Int32(own) + 4 * place((j << low_bits) + column), cute.AddressSpace.smem,
+                                 assumed_align=4 * width)
+            cute.autovec_copy(cute.make_tensor(near, cute.make_layout(width)), values)
             for r in cutlass.range_constexpr(4):
                 for c in cutlass.range_constexpr(width):
                     made[c, r] = made[c, r] + signs[r] * values[c]
@@ -265,21 +241,17 @@ def matrix_tiles(matrix: cute.Tensor, buffers: cute.Tensor, order: Int32, low_bi
 
 
 @cute.jit
-def exchange(own: Int32, buffers: cute.Tensor, at: Int32, mine: Share, thread: Int32) -> Uint32:
+def exchange(own: Int32, buffers: cute.Tensor, at: Int32, mine: Share, thread: Int32):
     """The high bits: a CTA's share of each CTA's coefficients, from ``at`` on, to the other buffer, part by part.
 
-    own: shared address of the buffers. Returns the bits of the thread's largest absolute value.
+    own: shared address of the buffers.
     """
     parts = [ptx.of_cta(own, Int32(part)) for part in range(CTAS)]
-    largest = Uint32(0)
     for i in cutlass.range(thread, mine.share, THREADS, unroll=1):
         word = Uint32(4 * (at + place(mine.first + i)))
         values = butterflies([ptx.load_of_cta(part + word).bitcast(Float32) for part in parts])
-        to = BUFFER_WORDS - at + place(i)
         for part, value in enumerate(values):
-            buffers[to + part * mine.words] = value
-            largest = cutlass.max(largest, value.bitcast(Uint32) & Uint32(ABS_BITS))
-    return largest
+            buffers[BUFFER_WORDS - at + place(part * mine.share + i)] = value
 
 
 @cute.jit
@@ -291,7 +263,7 @@ def write_output(element: cutlass.Constexpr, buffers: cute.Tensor, at: Int32, sc
         for i in cutlass.range(thread, mine.share, THREADS, unroll=2):
             column = mine.column(part, i)
             if column < out.shape[1]:
-                out[row, column] = element(buffers[at + part * mine.words + place(i)] * factor * scale[column])
+                out[row, column] = element(buffers[at + place(part * mine.share + i)] * factor * scale[column])
 
 
 @cute.jit
@@ -300,21 +272,20 @@ def write_rotated(buffers: cute.Tensor, at: Int32, out: cute.Tensor, row: Int32,
     """Coefficients as fp16, and zeros behind those that one CTA has."""
     for part in cutlass.range(Int32(1) << mine.cluster_log2, unroll=1):
         for i in cutlass.range(thread, mine.share, THREADS, unroll=2):
-            out[row, mine.column(part, i)] = Float16(buffers[at + part * mine.words + place(i)] * inverse)
+            out[row, mine.column(part, i)] = Float16(buffers[at + place(part * mine.share + i)] * inverse)
     if mine.cluster_log2 == 0:
         for column in cutlass.range(mine.share + thread, out.shape[1], THREADS, unroll=1):
             out[row, column] = Float16(0.0)
 
 
 @cute.jit
-def largest_of(buffers: cute.Tensor, at: Int32, notes: cute.Tensor, own_notes: Int32, mine: Share, largest: Uint32,
+def largest_of(buffers: cute.Tensor, at: Int32, notes: cute.Tensor, own_notes: Int32, mine: Share,
                thread: Int32) -> Uint32:
-    """Bits of the largest absolute value of a row; those of a NaN are larger than any number's. largest: the thread's
-    own, of a cluster."""
+    """Bits of the largest absolute value of a row; those of a NaN are larger than any number's."""
     lane, warp = thread % WARP, thread // WARP
-    if mine.cluster_log2 == 0:
-        for i in cutlass.range(thread, mine.count, THREADS, unroll=4):
-            largest = cutlass.max(largest, buffers[at + place(i)].bitcast(Uint32) & Uint32(ABS_BITS))
+    largest = Uint32(0)
+    for i in cutlass.range(thread, mine.share << mine.cluster_log2, THREADS, unroll=4):
+        largest = cutlass.max(largest, buffers[at + place(i)].bitcast(Uint32) & Uint32(ABS_BITS))
     largest = Uint32(cute.arch.warp_redux_sync(largest, "umax"))
     if lane == 0:
         notes[warp] = Int32(largest)
@@ -367,35 +338,33 @@ def store_digits(buffers: cute.Tensor, at: Int32, out: cute.Tensor, row: Int32, 
                  inverse: Float32, thread: Int32) -> tuple[Int32, Int32]:
     """Digits of groups of eight columns, in the order of the product's B operand; returns the sums of both digits.
 
-    Of a row that one CTA has, columns behind the last one are zeros up to a whole chunk.
+    Of a row that one CTA has, columns behind the last one get zeros.
     """
-    chunks, groups = out.shape[1], (mine.share + (GROUP - 1)) // GROUP
+    chunks = out.shape[1]
+    groups = mine.share // GROUP
     if mine.cluster_log2 == 0:
-        groups = chunks * (CHUNK // GROUP)
-    high_sum, sum_ = Int32(0), Int32(0)
+        groups = chunks * 16
+    high_sum, low_sum = Int32(0), Int32(0)
     row_words = out.iterator.toint() + (Int64(row // COLUMNS) * chunks * (WARP * 8) + (row % COLUMNS) * 64) * 4
-    base = Int32(buffers.iterator.toint()) + 4 * at
     for i in cutlass.range(thread, groups * parts, THREADS, unroll=1):
         part, inside = i // groups, (i % groups) * GROUP
-        values = cute.make_rmem_tensor((4, 2), Float32)
-        for half in cutlass.range_constexpr(2):
-            near = cute.make_ptr(Float32, base + 4 * (part * mine.words + place(inside) + 4 * half),
-                                 cute.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(near, cute.make_layout(4)), values[None, half])
-        numbers = [(values[e % 4, e // 4] * inverse + ROUND).bitcast(Int32) - ROUND_BITS for e in range(GROUP)]
-        raised = [number + 128 for number in numbers]  # its second byte is the high digit
+        words = cute.make_rmem_tensor((2, 2), Uint32)  # even and odd columns, high and low digits
+        words.fill(0)
         for e in cutlass.range_constexpr(GROUP):
-            high_sum += raised[e] >> 8
-            sum_ += numbers[e]
+            if inside + e < mine.share:
+                value = buffers[at + place(part * mine.share + inside + e)]
+                number = (value * inverse + ROUND).bitcast(Int32) - ROUND_BITS
+                high = (number + 128) >> 8
+                low = number - (high << 8)
+                high_sum += high
+                low_sum += low
+                for digit, kept in enumerate((high, low)):
+                    words[e % 2, digit] = words[e % 2, digit] | (Uint32(kept) & Uint32(255)) << Uint32(8 * (e // 2))
         group = mine.column(part, inside) // GROUP
         chunk, j, t = group >> 4, (group >> 2) & 3, group & 3
-        for digit, (found, select) in enumerate(((raised, SECOND_BYTES), (numbers, FIRST_BYTES))):
+        for digit in cutlass.range_constexpr(2):
             target = row_words + Int64(chunk * (WARP * 8) + (4 * digit + t) * 8 + 2 * j) * 4
             pair = cute.make_tensor(cute.make_ptr(Uint32, target, cute.AddressSpace.gmem, assumed_align=8),
                                     cute.make_layout(2))
-            words = cute.make_rmem_tensor(2, Uint32)
-            for odd in cutlass.range_constexpr(2):
-                low, high = (ptx.permute(Uint32(found[e + odd]), Uint32(found[e + 2 + odd]), select) for e in (0, 4))
-                words[odd] = ptx.low_halves(low, high)
-            cute.autovec_copy(words, pair)
-    return high_sum, sum_ - (high_sum << 8)
+            cute.autovec_copy(words[None, digit], pair)
+    return high_sum, low_sum

@@ -93,6 +93,7 @@ def test_what_is_not_finite_is_not_hidden(name, value, path):
 def test_captured_and_compiled(name, m):
     layer = VQLinear.from_weight(random_weight(name, 200, 600), torch.randn(200)).cuda()
     x = torch.randn(m, 600, device="cuda").half()
+    torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), layer(x))
     graph = torch.cuda.CUDAGraph()
@@ -107,7 +108,7 @@ def test_captured_and_compiled(name, m):
 def test_refusals_name_what_is_supported():
     w, x = random_weight("e8p4", 40, 300).to("cuda"), torch.randn(17, 300, device="cuda").half()
     for bad, words in ((x, "17 rows of x, supported: up to 16"),
-                       (x[:2].float(), "x: torch.float32, supported: float16")):
+                       (x[:2].float(), "x: torch.float32, supported by kernel of e8p4: float16")):
         with pytest.raises(NotImplementedError, match=words):
             linear(bad, w, path="kernel")
     with pytest.raises(NotImplementedError, match="format aqlm_1x16, supported"):
