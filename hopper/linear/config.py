@@ -48,7 +48,7 @@ class GemvConfig:
 
     @property
     def accumulators(self) -> int:
-        """Of a product: of even and of odd fields, or one, for which odd fields are shifted, where registers lack."""
+        """Accumulators of a product: of even and odd fields; or one, odd fields shifted, where registers lack."""
         return 2 if self.column_blocks == 1 else 1
 
     @property
