@@ -1,5 +1,6 @@
 """Decode attention over KV caches of 1 to 8 bits."""
 
+from lowbit_attn import linear_kernels  # noqa: F401  (registers products of codebook weights on a GPU)
 from lowbit_attn._version import __version__
 from lowbit_attn.api import LayoutMismatchError, decode, merge_states
 from lowbit_attn.cache import CacheFaultError, KVCache, PageExhaustedError

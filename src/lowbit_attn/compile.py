@@ -87,11 +87,12 @@ def _fixed(folder: Path) -> Path:
 @cache
 def fingerprint(arch: str, op: str) -> str:
     """Hash of all source text that such a kernel is made from."""
-    is_cute = op == "read" or (op, arch) == ("decode", "hopper")
+    is_cute = op == "read" or (op in ("decode", "linear") and arch == "hopper")
     registry = "lowbit_attn.kernels.registry"
     roots = [(MODULES[program(arch, op)], closure.ALL), (registry, "trace"), (registry, "checks"),
              ("lowbit_attn.emit", "emit_cute" if is_cute else "emit_tilelang")]
-    roots += [(MODULES[f"{arch}.config"], "checks")] if op == "decode" else []
+    configs = {"decode": f"{arch}.config", "linear": f"{arch}.linear.config"}
+    roots += [(MODULES[configs[op]], "checks")] if op in configs else []
     texts = [f"{module} {name}\n{text}\n" for (module, name), text in closure.texts(roots, NOT_IN_KERNELS).items()]
     texts += [emit.LAUNCH.read_text()] * (not is_cute)
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

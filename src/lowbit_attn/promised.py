@@ -14,6 +14,7 @@ import torch
 from lowbit_attn import emit, kernels
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.kernels import KernelKey
+from lowbit_attn.kernels.linear import linear_keys
 
 BITS, GROUPS = (8, 4, 2, 1), (32, 64, 128)
 OPTIONS = (  # of names, each with the bits of both sides that it stands for
@@ -35,10 +36,13 @@ def formats() -> list[str]:
 
 
 def promised(arch: str) -> list[KernelKey]:
-    """Every kernel of an architecture's targets that a call with these formats may ask for."""
+    """Every kernel of an architecture's targets that calls with these formats or codebook weights may ask for."""
     common = product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, HEAD_DIMS, map(FORMATS.get, formats()))
-    return list(dict.fromkeys(key for target, dtype, head_dim, fmt in common if _has_record(fmt, head_dim)
-                              for keys in (_packing, _decoding) for key in keys(arch, target, dtype, head_dim, fmt)))
+    keys = [key for target, dtype, head_dim, fmt in common if _has_record(fmt, head_dim)
+            for keys in (_packing, _decoding) for key in keys(arch, target, dtype, head_dim, fmt)]
+    if arch == "hopper":
+        keys += chain.from_iterable(map(linear_keys, kernels.SHIPPED_TARGETS[arch]))
+    return list(dict.fromkeys(keys))
 
 
 def rotation(keys: list[KernelKey], count: int, seed: int) -> list[KernelKey]:

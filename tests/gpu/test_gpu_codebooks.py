@@ -20,8 +20,8 @@ def make(name: str, rope: str, device: str) -> KVCache:
 @pytest.mark.parametrize("name", ("cq4", "cq2", "cq1", "cq2-nonorm", "k4vcq2", "kcq4v2"))
 @pytest.mark.parametrize("rope", ("post", "pre"))
 def test_a_gpu_s_cache_is_the_cpu_s(name, rope, tmp_path):
-    """Prompt, steps, share and rewind: equal bytes but where sines differ or entries are as near, equal attention; saved
-    here, read there."""
+    """Prompt, steps, share and rewind: equal bytes but where sines differ or entries are as near, equal attention;
+    saved here, read there."""
     k, v = torch.randn(2, 600, HEADS, DIM).half()
     caches = [make(name, rope, device) for device in ("cpu", "cuda")]
     for cache in caches:

@@ -10,6 +10,7 @@ import torch
 from lowbit_attn import dispatch, emit, kernels, promised
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
+from lowbit_attn.linear import NAMES
 
 # (blocks of query rows, pages of each sequence) of calls, small and large, on a GPU of so many SMs
 PRESETS = tuple(name for name in FORMATS if not FORMATS[name].needs_codebooks)  # no kernel reads codebooks yet
@@ -29,12 +30,21 @@ def test_what_is_shipped_is_promised(arch):
 
 @pytest.mark.parametrize("arch", kernels.SHIPPED_TARGETS)
 def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
-    found = {name: {getattr(key, name) for key in all_promised(arch)} for name in ("op", "head_dim", "dtype")}
+    of_caches = [key for key in all_promised(arch) if key.op != "linear"]
+    found = {name: {getattr(key, name) for key in of_caches} for name in ("op", "head_dim", "dtype")}
     assert found == {"op": {"decode", "quantize", "dequantize", "append"}, "head_dim": {64, 96, 128, 256},
                      "dtype": {"float16", "bfloat16", "float32"}}  # dequantize writes fp32
     decode = [key for key in all_promised(arch) if key.op == "decode"]
     assert {kernels.path_name(key) for key in decode} == set(kernels.arch_package(arch).PATHS)
     assert {key.features for key in decode} == {(), ("softcap",), ("window",), ("softcap", "window")}
+
+
+def test_every_product_of_codebook_weights_is_promised_where_there_is_one():
+    found = {arch: {(key.variant, key.format) for key in all_promised(arch) if key.op == "linear"}
+             for arch in kernels.SHIPPED_TARGETS}
+    assert not found["ampere"]
+    assert {name for variant, name in found["hopper"] if variant == "dequantize"} == set(NAMES)
+    assert {name for variant, name in found["hopper"] if variant == "gemv"} == set(NAMES) - {"aqlm_1x16"}
 
 
 @pytest.mark.parametrize("name", PRESETS)

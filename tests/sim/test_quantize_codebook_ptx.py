@@ -1,4 +1,4 @@
-"""The compiled kernels of codebook sides on the CPU: what they pack is the reference's, and what they read is packed."""
+"""The compiled kernels of codebook sides on the CPU: they pack what the reference packs, and read what is packed."""
 
 import struct
 

@@ -69,7 +69,7 @@ def test_compiled_is_one_operator(name):
     calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert torch.ops.lowbit_attn.vq_linear in [getattr(call, "overloadpacket", call) for call in calls]
     torch.library.opcheck(torch.ops.lowbit_attn.vq_linear.default,
-                          (x, [getattr(made, plane) for plane in made.plane_names], name, N, K),
+                          (x, [getattr(made, plane) for plane in made.plane_names], name, N, K, ""),
                           test_utils=("test_schema", "test_faketensor"))
 
 

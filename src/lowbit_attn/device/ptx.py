@@ -100,6 +100,23 @@ def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signe
         write_only_types=[Uint32] * 4, read_only_args=[*a, *b, *acc]))
 
 
+def of_cta(address, rank) -> Uint32:
+    """Where this CTA's shared address is in CTA ``rank`` of its cluster."""
+    return cute.arch.inline_ptx("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],
+                                read_only_args=[address, rank])
+
+
+def load_of_cta(address) -> Uint32:
+    """A word at an address of ``of_cta``."""
+    return cute.arch.inline_ptx("ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Uint32],
+                                read_only_args=[address])
+
+
+def trap() -> None:
+    """Stop the kernel with an error."""
+    cute.arch.inline_ptx("trap;")
+
+
 def opaque(x) -> Uint32:
     """x, of which the compiler knows nothing."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[Uint32(x)])

@@ -83,7 +83,8 @@ def quantize_codebook(m, range_search, tile, part, pool, pool_meta, unit, tx, en
     warp, lane = tx // LANES, tx % LANES
     s = codebook_search.buffers(m.warps, m.channels, warp)
     codes = T.view(tile, tuple(tile.shape), "uint16")
-    shift = Shift(T.alloc_local((PAIR,), "float32"), T.alloc_local((PAIR,), "int32"), T.alloc_shared((PAGE,), "float32"))
+    shift = Shift(T.alloc_local((PAIR,), "float32"), T.alloc_local((PAIR,), "int32"),
+                  T.alloc_shared((PAGE,), "float32"))
     if m.shift == "norm":
         store_norms(m, tile, pool_meta, unit, shift.factors, tx)
         sync_packers(m.threads)

@@ -17,23 +17,25 @@ WIDE_HEAD_DIM = 128  # above it the accumulators of a query row take so many reg
 class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
-    op: str  # "decode", "quantize", "dequantize", "append" or "read"
+    op: str  # "decode", "quantize", "dequantize", "append" or "read"; "linear": of codebook weights
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
-    head_dim: int
+    head_dim: int  # 0: of no head
     format: str = ""  # "" where no packed data is touched (read)
-    # quantize: side, or side-search; append: search_<sides>; dequantize: side; read: threads x unroll
+    # quantize: side, or side-search; append: search_<sides>; dequantize: side; read: threads x unroll; linear: what of
+    # the product (hopper/linear/config.py)
     variant: str = ""
     arithmetic: str = ""  # decode: see Support, as for the schedule
     schedule: str = ""
-    rows: int = 0  # decode: query rows of one KV head that it multiplies at once
+    rows: int = 0  # decode: query rows of one KV head that it multiplies at once; linear: rows of x
     features: tuple[str, ...] = ()  # decode: those of FEATURES it has, in that order
     sizes: str = ""  # decode: the target whose shared memory it is made for, if not its own: to measure it elsewhere
 
     @property
     def name(self) -> str:
-        parts = [self.op, self.variant, self.arithmetic, self.schedule, self.format, self.dtype, f"d{self.head_dim}"]
+        parts = [self.op, self.variant, self.arithmetic, self.schedule, self.format, self.dtype]
+        parts += [f"d{self.head_dim}"] * (self.op != "linear")
         parts += [f"r{self.rows}"] * bool(self.rows) + [f"as_{self.sizes}"] * bool(self.sizes)
         return "-".join(filter(None, [*parts, *self.features]))
 

@@ -20,7 +20,8 @@ ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
 # programs that architectures share, by op.
 MODULES = {
     "hopper": "lowbit_attn.hopper", "hopper.config": "lowbit_attn.hopper.config",
-    "hopper.decode": "lowbit_attn.hopper.decode",
+    "hopper.decode": "lowbit_attn.hopper.decode", "hopper.linear": "lowbit_attn.hopper.linear.kernels",
+    "hopper.linear.config": "lowbit_attn.hopper.linear.config",
     "ampere": "lowbit_attn.ampere", "ampere.config": "lowbit_attn.ampere.config",
     "ampere.decode": "lowbit_attn.ampere.decode",
     "quantize": "lowbit_attn.device.quantize", "dequantize": "lowbit_attn.device.quantize",
@@ -41,7 +42,7 @@ def arch_package(arch: str) -> ModuleType:
 
 def program(arch: str, op: str) -> str:
     """Name in ``MODULES`` of the program of such a kernel."""
-    return f"{arch}.decode" if op == "decode" else op
+    return f"{arch}.{op}" if op in ("decode", "linear") else op
 
 
 def trace(key: KernelKey):
@@ -49,6 +50,8 @@ def trace(key: KernelKey):
     if key.op == "read":
         threads, unroll = map(int, key.variant.split("x"))
         return module("read").read_kernel(threads, unroll)
+    if key.op == "linear":
+        return module(program(key.arch, key.op)).linear_kernel(key)
     fmt = FORMATS[key.format]
     if key.op == "decode":
         return module(f"{key.arch}.decode").decode_kernel(fmt, key.head_dim, key.dtype, key.sizes or key.target,
@@ -64,7 +67,7 @@ def trace(key: KernelKey):
 
 def needs_nvcc(key: KernelKey) -> bool:
     """Whether a kernel is TileLang's, which compiles with nvcc; CuTe-DSL brings its own compiler."""
-    return key.op != "read" and not (key.op == "decode" and key.arch == "hopper")
+    return key.op != "read" and not (key.op in ("decode", "linear") and key.arch == "hopper")
 
 
 def checks(key: KernelKey) -> Checks:
@@ -73,6 +76,8 @@ def checks(key: KernelKey) -> Checks:
         return module(f"{key.arch}.config").checks(FORMATS[key.format], key.head_dim, target=key.sizes or key.target,
                                                    path=path_name(key), rows=key.rows, dtype=key.dtype,
                                                    features=key.features)
+    if key.op == "linear":
+        return module(f"{key.arch}.linear.config").checks(key)
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and FORMATS[key.format].k.spec(key.head_dim).high:
         return Checks(forbid=())  # beside K's 512 threads V's search, or weights, spill a few registers
     if key.op in ("append", "quantize") and FORMATS[key.format].needs_codebooks:

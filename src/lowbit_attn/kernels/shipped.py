@@ -1,11 +1,12 @@
 """Lists what ``make`` builds: the kernels of the presets, and those that the benchmarks compare with."""
 
-from itertools import product
+from itertools import chain, product
 
 import torch
 
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, step_keys
+from lowbit_attn.kernels.linear import linear_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, other_ctas, pick
 from lowbit_attn.kernels.support import quantize_missing
 
@@ -40,7 +41,8 @@ def shipped_keys(arch: str) -> list[KernelKey]:
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))
             keys |= dict.fromkeys([*(step_keys(*common, FORMATS[name]) if has_steps else ()),
                                    *(decode_key(arch, *common, name, *shape) for shape in shapes)])
-    return list(keys)
+    weights = linear_keys if arch == "hopper" else lambda target: []
+    return [*keys, *chain.from_iterable(map(weights, SHIPPED_TARGETS[arch]))]
 
 
 def baselines(arch: str) -> list[KernelKey]:

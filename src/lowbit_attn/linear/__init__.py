@@ -4,8 +4,8 @@
     y = lowbit_attn.linear.linear(x, w)                         # x W^T
     layer = lowbit_attn.linear.VQLinear.from_weight(w, bias)    # an nn.Module
 
-``lowbit-attn quantize`` does a whole model. Everything runs through torch, on the CPU or a GPU: kernels are not built
-yet, and a call that asks for one is refused.
+``lowbit-attn quantize`` does a whole model. On Hopper few rows of x meet kernels that read packed codes, many rows W in
+chunks of 16 bits (lowbit_attn/linear_kernels.py); elsewhere all runs through torch.
 """
 
 from lowbit_attn.linear.formats import NAMES, format_named

@@ -19,6 +19,7 @@ CODES = 65536
 # before the second stage. QuIP#'s 1.03 and 3.45 are the best for Gaussian weights; with fed-back errors targets are
 # wider, and these lower the error of y by 5 %.
 SCALE, RESIDUAL_SCALE = 0.93, 3.6
+DAMPING = 0.01  # QuIP#'s; a whole model is better with it than with 0.1, which is better for a matrix on other text
 SIGN_BIT = (0, 4, 1, 5, 2, 6, 3, 7)  # bit of the sign byte that belongs to a weight
 # The patterns of norm 12 that belong to the codebook, in halves.
 NORM_12 = """31113333 13113333 11313333 11133333 33313311 33313131 33311331 33313113 33311313 33311133

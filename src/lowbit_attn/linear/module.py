@@ -54,7 +54,7 @@ class VQLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         check_input(x, self.in_features, self.header.device)
         planes = [getattr(self, name) for name in self.plane_names]
-        y = torch.ops.lowbit_attn.vq_linear(x, planes, self.format, self.out_features, self.in_features)
+        y = torch.ops.lowbit_attn.vq_linear(x, planes, self.format, self.out_features, self.in_features, "")
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

@@ -79,7 +79,7 @@ def _quantize_e8p(ws: list[torch.Tensor], hessian: torch.Tensor, spec: E8P, gene
     width = ceil_to(columns, 8)
     in_scale = _signs(k, generator).to(hessian)
     moments = _both_sides(pad(in_scale[:, None] * hessian * in_scale, (0, columns - k, 0, columns - k)))
-    lower, _ = block_ldl(damped(pad(moments, (0, width - columns, 0, width - columns))), 8)
+    lower, _ = block_ldl(damped(pad(moments, (0, width - columns, 0, width - columns)), e8p.DAMPING), 8)
     rotated, scales, out_scales = [], [], []
     for w in ws:
         n = len(w)

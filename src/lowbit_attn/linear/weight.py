@@ -1,5 +1,6 @@
 """A matrix of codebook weights, and x W^T over it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +9,10 @@ from lowbit_attn.linear.formats import NAMES, Planes, WeightFormat, format_named
 from lowbit_attn.precision import full_precision
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-REFERENCE = "reference"
+PATHS = KERNEL, DEQUANTIZE, REFERENCE = "kernel", "dequantize", "reference"
+# By device type: (x [m, k], planes, format, n, k, path or "") -> y [m, n], or None where the reference serves a call.
+# linear_kernels.py adds "cuda", so that this file needs to know of no kernel.
+PRODUCTS: dict[str, Callable] = {}
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,19 @@ class VQWeight:
             return self.spec.decode(self.planes, self.n, self.k).to(dtype)
 
 
-def linear(x: torch.Tensor, w: VQWeight, out: torch.Tensor | None = None, path: str = REFERENCE) -> torch.Tensor:
-    """y = x W^T: x [..., k], y [..., n] of x's dtype (fp16, bf16 or fp32), accumulated in fp32.
+def linear(x: torch.Tensor, w: VQWeight, out: torch.Tensor | None = None, path: str | None = None) -> torch.Tensor:
+    """y = x W^T: x [..., k], y [..., n] of x's dtype (fp16, bf16 or fp32), accumulated in fp32 or exactly.
 
     A row of x that holds a NaN or an infinity gives a row of NaN, in every format. out: receives y; its shape, dtype
-    and device must be y's. path: "reference", torch on the CPU or a GPU, is the only one: kernels are not built yet.
-    Raises ValueError for what does not fit, NotImplementedError for another path. Gradients reach x alone.
+    and device must be y's. path: "kernel" multiplies packed codes (a CUDA device, up to 16 rows of x), "dequantize"
+    has chunks of W in 16 bits (a CUDA device), "reference" is torch in fp32, anywhere; None: the first that serves
+    the call. Raises ValueError for what does not fit, NotImplementedError, with the reasons, for a path that does not
+    serve the call. Gradients reach x alone.
     """
-    check_path(path, w.format)
+    check_path(path, x.device)
     check_input(x, w.k, w.device)
-    y = torch.ops.lowbit_attn.vq_linear(x, [w.planes[name] for name in w.spec.shapes(w.n, w.k)], w.format, w.n, w.k)
+    y = torch.ops.lowbit_attn.vq_linear(x, [w.planes[name] for name in w.spec.shapes(w.n, w.k)], w.format, w.n, w.k,
+                                        path or "")
     if out is None:
         return y
     if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device:
@@ -91,11 +98,12 @@ def linear(x: torch.Tensor, w: VQWeight, out: torch.Tensor | None = None, path: 
     return out.copy_(y)
 
 
-def check_path(path: str, format: str) -> None:
-    """NotImplementedError unless this path computes a product with weights of this format."""
-    if path != REFERENCE:
-        raise NotImplementedError(f"path: got {path!r}, supported for {format} weights: {REFERENCE!r} (torch); no "
-                                  "kernel of codebook weights is built yet")
+def check_path(path: str | None, device: torch.device) -> None:
+    """NotImplementedError for a path that no call on this device takes, ValueError for an unknown one."""
+    if path not in (None, *PATHS):
+        raise ValueError(f"path: got {path!r}, supported: {', '.join(PATHS)}")
+    if path not in (None, REFERENCE) and device.type not in PRODUCTS:
+        raise NotImplementedError(f"path: got {path!r}, supported on {device.type}: {REFERENCE!r} (torch)")
 
 
 def check_input(x: torch.Tensor, k: int, device: torch.device) -> None:
@@ -108,17 +116,21 @@ def check_input(x: torch.Tensor, k: int, device: torch.device) -> None:
         raise ValueError(f"x: got a tensor on {x.device}, supported: the weights' device, {device}")
 
 
-def _vq_linear(x: torch.Tensor, planes: list[torch.Tensor], format: str, n: int, k: int) -> torch.Tensor:
+def _vq_linear(x: torch.Tensor, planes: list[torch.Tensor], format: str, n: int, k: int, path: str) -> torch.Tensor:
     spec = format_named(format)
-    rows = x.reshape(-1, k).float()
-    rows = torch.where(rows.isfinite().all(1, keepdim=True), rows, torch.nan)
-    with full_precision(x.device.type):
-        y = spec.multiply(rows, dict(zip(spec.shapes(n, k), planes, strict=True)), n, k)
-    return y.to(x.dtype).reshape(*x.shape[:-1], n)
+    by_name = dict(zip(spec.shapes(n, k), planes, strict=True))
+    rows = x.reshape(-1, k)
+    y = PRODUCTS[x.device.type](rows, by_name, format, n, k, path) if x.device.type in PRODUCTS else None
+    if y is None:
+        rows = rows.float()
+        rows = torch.where(rows.isfinite().all(1, keepdim=True), rows, torch.nan)
+        with full_precision(x.device.type):
+            y = spec.multiply(rows, by_name, n, k).to(x.dtype)
+    return y.reshape(*x.shape[:-1], n)
 
 
 def _keep_planes(ctx, inputs, output) -> None:
-    ctx.planes, ctx.shape = inputs[1], inputs[2:]
+    ctx.planes, ctx.shape = inputs[1], inputs[2:5]
 
 
 def _gradient(ctx, grad: torch.Tensor):
@@ -126,15 +138,15 @@ def _gradient(ctx, grad: torch.Tensor):
     spec = format_named(format)
     with full_precision(grad.device.type):
         w = spec.decode(dict(zip(spec.shapes(n, k), ctx.planes, strict=True)), n, k)
-        return (grad.float() @ w).to(grad.dtype), [None] * len(ctx.planes), None, None, None
+        return (grad.float() @ w).to(grad.dtype), [None] * len(ctx.planes), None, None, None, None
 
 
 _LIBRARY = torch.library.Library("lowbit_attn", "FRAGMENT")
-_LIBRARY.define("vq_linear(Tensor x, Tensor[] planes, str format, int n, int k) -> Tensor",
+_LIBRARY.define("vq_linear(Tensor x, Tensor[] planes, str format, int n, int k, str path) -> Tensor",
                 tags=torch.Tag.pt2_compliant_tag)
 _LIBRARY.impl("vq_linear", _vq_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("lowbit_attn::vq_linear",
-                            lambda x, planes, format, n, k: x.new_empty(*x.shape[:-1], n), lib=_LIBRARY)
+                            lambda x, planes, format, n, k, path: x.new_empty(*x.shape[:-1], n), lib=_LIBRARY)
 torch.library.register_autograd("lowbit_attn::vq_linear", _gradient, setup_context=_keep_planes, lib=_LIBRARY)
 
 __all__ = ["NAMES", "VQWeight", "linear"]

@@ -160,13 +160,17 @@ def truncated(x, y):
 
 
 def move(warp, suffixes, operands, active):
-    """To or from a list: 16 bits each."""
+    """To or from a list: equal parts of the bits."""
+    lists = [names_of(operand) for operand in operands if operand[0] == "{"]
+    part = width(suffixes) // len(lists[0]) if lists else 0
+    mask = U64((1 << part) - 1)
     if operands[0][0] == "{":
-        for i, name in enumerate(names_of(operands[0])):
-            warp.set(name, warp.value(operands[1]) >> U64(16 * i) & HALF, active)
+        for i, name in enumerate(lists[0]):
+            if name != "_":
+                warp.set(name, warp.value(operands[1]) >> U64(part * i) & mask, active)
         return None
-    if operands[1][0] == "{":
-        return sum((half & HALF) << U64(16 * i) for i, half in enumerate(warp.values(operands[1])))
+    if lists:
+        return sum((value & mask) << U64(part * i) for i, value in enumerate(warp.values(operands[1])))
     return warp.value(operands[1])
 
 
@@ -210,6 +214,8 @@ def load(warp, suffixes, operands, active):
         number, offset = parameter_place(operands[1])
         data = np.frombuffer(warp.cta.parameters[number], np.uint8, size * len(names), offset)
         words = np.broadcast_to(data.view(f"u{size}"), (LANES, len(names)))
+    elif suffixes[0] == "shared::cluster":
+        words = load_of_cluster(warp, operands, active).view(f"u{size}")
     else:
         memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
         data = np.zeros((LANES, size * len(names)), np.uint8)
@@ -217,6 +223,16 @@ def load(warp, suffixes, operands, active):
         words = data.view(f"u{size}")
     for i, name in enumerate(names):
         warp.set(name, words[:, i], active)
+
+
+def load_of_cluster(warp, operands, active) -> np.ndarray:
+    """A word of the shared memory of a CTA of the cluster, which must not have ended, by each lane."""
+    data, address = np.zeros((LANES, 4), np.uint8), warp.address(operands[1])
+    for lane in np.flatnonzero(active):
+        cta, at = warp.cta.of_cluster(int(address[lane]))
+        assert cta.ended * LANES < cta.threads, "the CTA has ended"
+        data[lane] = cta.shared.read(np.array([at], U64), 4)[0]
+    return data
 
 
 @cache
@@ -307,7 +323,7 @@ def map_address(warp, suffixes, operands, active):
 
 
 def arrive_at_cluster(warp, suffixes, operands, active):
-    assert suffixes == ("cluster", "arrive", "relaxed")
+    assert suffixes[:2] == ("cluster", "arrive")
     warp.cta.arrived += int(active.sum())
 
 
@@ -368,6 +384,14 @@ def insert_bits(warp, suffixes, operands, active):
     return (warp.value(operands[2]) & ~mask) | (warp.value(operands[1]) << U64(first) & mask)
 
 
+def funnel_shift(warp, suffixes, operands, active):
+    """32 bits of two words, the first one lower."""
+    assert suffixes[1:] == ("wrap", "b32") and suffixes[0] in "lr"
+    low, high, count = (warp.value(x) for x in operands[1:])
+    count, both = count & U64(31), unsigned(low, 32) | high << U64(32)
+    return unsigned(both << count >> U64(32) if suffixes[0] == "l" else both >> count, 32)
+
+
 def elect(warp, suffixes, operands, active):
     number, chosen = operands[0].split("|")
     warp.set(number, np.full(LANES, active.argmax(), U64), active)
@@ -379,8 +403,9 @@ def permute(warp, suffixes, operands, active):
     both, result = unsigned(low, 32) | high << U64(32), np.zeros(LANES, U64)
     for i in range(4):
         nibble = selector >> U64(4 * i) & U64(15)
-        assert (nibble < 8).all()
-        result |= (both >> nibble * U64(8) & U64(255)) << U64(8 * i)
+        byte = both >> (nibble & U64(7)) * U64(8) & U64(255)
+        byte = np.where(nibble < 8, byte, (byte >> U64(7)) * U64(255))  # from 8 on: the sign of a byte, in all bits
+        result |= byte << U64(8 * i)
     return result
 
 
@@ -462,5 +487,6 @@ WHOLE = {
     "match": match,
     "redux": reduce, "elect": elect, "prmt": permute, "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
     "fence": nothing, "bar": nothing, "atom": atomic, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
-    "popc": count_ones, "bfi": insert_bits, "vabsdiff4": byte_distances, "dp4a": byte_products,
+    "griddepcontrol": nothing,
+    "popc": count_ones, "bfi": insert_bits, "shf": funnel_shift, "vabsdiff4": byte_distances, "dp4a": byte_products,
 }

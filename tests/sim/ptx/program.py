@@ -72,6 +72,8 @@ class Memory:
         self.data, self.base, self.changes = data, base, 0
 
     def places(self, address: np.ndarray, size: int) -> np.ndarray:
+        if not self.base:  # shared memory: its addresses have 32 bits
+            address = address & np.uint64(0xFFFF_FFFF)
         at = address.astype(np.int64) - self.base
         assert (at >= 0).all() and (at + size <= len(self.data)).all(), "access out of bounds"
         assert (at % size == 0).all(), "misaligned access"
@@ -161,7 +163,7 @@ class Cta:
     ended: int = 0  # warps
     cluster: list["Cta"] = field(default_factory=list)  # its CTAs by rank; none: this one alone
     threads: int = 0
-    arrived: int = 0  # threads, at the cluster's barrier
+    arrived: int = 0  # threads, at all barriers of the cluster
     policies: set[int] = field(default_factory=set)  # of L2, of all bulk copies
 
     @staticmethod
@@ -239,6 +241,7 @@ class Warp:
 
     def __init__(self, cta: Cta, warp: int):
         self.cta = cta
+        self.met = 0  # how often it has waited for its cluster
         self.copies, self.groups = [], []  # cp.async: those that no group has, and groups that are under way
         self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64), "__dynamic_shmem__0": _all(0),
                           "buf_dyn_shmem": _all(0), "tile": _all(0),
@@ -268,7 +271,8 @@ class Warp:
                 if opcode != "bar.sync":
                     self.set(operands[0], np.full(LANES, found), active)
             elif opcode == "barrier.cluster.wait":
-                while any(cta.arrived < self.cta.threads for cta in self.cta.cluster):
+                self.met += 1
+                while any(cta.arrived < self.met * self.cta.threads for cta in self.cta.cluster):
                     yield Stop(instruction, at)
             elif active is here or active.any():
                 if opcode.startswith("ld.relaxed"):

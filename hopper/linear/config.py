@@ -1,0 +1,80 @@
+"""What a kernel of codebook weights is, before it is built. Without the DSL.
+
+    hadamard-digits     x to Hadamard coefficients in 16-bit fixed point, in the order of the product's B operand
+    hadamard-rotate     x to Hadamard coefficients in 16 bits
+    hadamard-output     the product's coefficients to y
+    gemv                the product of up to ``rows`` rows of x with packed codes
+    dequantize          packed codes to rows of 16-bit weights
+    sum                 partial sums to y
+"""
+
+from dataclasses import dataclass
+
+from lowbit_attn.kernels.key import Checks, KernelKey
+
+TARGET = "sm_90a"
+WARP = 32
+TABLE_AT = 1024  # shared address of tables: where dynamic shared memory starts, so that byte 1 of an address is a code
+TABLE_BYTES = 65_536  # of 256 rows of 256 bytes
+DIGIT_MAX = 32_512  # of a coefficient: 256 * 127, the largest whose two digits are signed bytes
+HADAMARD_THREADS = 512
+HADAMARD_LIMIT = 8192  # coefficients of a CTA
+CLUSTER_LOG2 = 3  # CTAs that share a row of a long transform
+LONG = 8192  # coefficients from which a row is shared
+TABLE_THREADS = 512  # of kernels with a table of products
+AQLM12_ROWS = 24_576  # of W in a CTA of aqlm_2x12: their sums are beside a table of 128 KiB
+COLUMNS = 4  # rows of x in one MMA: each has two digits
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """The product kernel of E8P. A CTA has rows of W; its warps take chunks of 128 columns in turn."""
+
+    stages: int  # codes of a vector of 8: 1 or 2
+    rows: int  # of x: a multiple of COLUMNS
+
+    @property
+    def column_blocks(self) -> int:
+        return self.rows // COLUMNS
+
+    @property
+    def warps(self) -> int:
+        return 16 if self.column_blocks == 1 else 8
+
+    @property
+    def blocks(self) -> int:
+        """Row blocks of W that a warp has at once: x's digits are loaded once for all of them."""
+        return 4 if self.column_blocks == 1 else 8
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators of a product: of even and odd fields; or one, odd fields shifted, where registers lack."""
+        return 2 if self.column_blocks == 1 else 1
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of W in one MMA, of two stages each."""
+        return 16 // self.stages
+
+    @property
+    def phase_blocks(self) -> int:
+        """Row blocks whose sums are in shared memory at once."""
+        return 32 if self.column_blocks == 1 else 16
+
+    @property
+    def sums(self) -> int:
+        """Integers of a phase: by row of an MMA, row of x and digit."""
+        return self.phase_blocks * 16 * self.rows * 2
+
+    @property
+    def smem_bytes(self) -> int:
+        return TABLE_BYTES + 4 * self.sums
+
+
+def checks(key: KernelKey) -> Checks:
+    """What the SASS of such a kernel must show."""
+    if key.variant == "gemv" and key.format.startswith("e8p"):
+        return Checks(need=("IMMA", "LDS", "PRMT"))
+    if key.variant == "gemv":
+        return Checks(need=("LDS",) if key.format == "aqlm_2x12" else ("LDS", "PRMT"))
+    return Checks()

@@ -1,0 +1,304 @@
+"""y' = Q x' over packed E8P codes, exact in integers: the product of QuIP# between its two Hadamard transforms.
+
+4 w = 2 u - 15 with u = T1[pattern byte] ^ T2[sign byte], eight fields of 4 bits. Both tables are in shared memory once
+for every lane: row e is [T1[e] x 32][T2[e] x 32], so lookups have no bank conflicts, and byte 1 of an address is the
+code. Even fields are u8 as they are, odd ones 16 times u8: two accumulators, or odd ones are shifted.
+
+    A  rows 0-7: first codes of 8 rows of W, rows 8-15: their residual codes (of one stage: 8 more rows)
+    B  column 2 i: high digits of row i of x, column 2 i + 1: low digits; X = 256 high + low
+
+CTAs share the row blocks evenly, with all columns; a CTA's warps take chunks of 128 columns in turn and add their sums,
+which are integers, in shared memory: no order and no number of CTAs or warps changes a bit of y'.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from lowbit_attn.device import ptx
+from lowbit_attn.hopper.common.numbers import pack
+from lowbit_attn.hopper.linear.config import COLUMNS, TABLE_AT, TABLE_BYTES, WARP, GemvConfig
+
+ROW_BYTES, HALF_ROW = 256, 128
+EVEN, ODD = 0x0F0F_0F0F, 0xF0F0_F0F0
+CODE_WORDS, DIGIT_WORDS = 4, 8  # of a lane, row block (column block) and chunk
+SUMS_AT = TABLE_AT + TABLE_BYTES
+SELECT = 0x5504  # of PRMT: byte 0 of the lane's offset, a byte of the codes, zeros
+
+
+def shared(kind, address, offset: int, count: int = 1) -> cute.Tensor:
+    """Numbers of 32 bits at a shared address."""
+    pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=4 * count)
+    return cute.make_tensor(pointer + offset // 4, cute.make_layout(count))
+
+
+def words_at(address: Int64, count: int = CODE_WORDS) -> cute.Tensor:
+    """Words of global memory, in one access."""
+    return cute.make_tensor(cute.make_ptr(Uint32, address, cute.AddressSpace.gmem, assumed_align=4 * count),
+                            cute.make_layout(count))
+
+
+def load_once(address: Int64, codes: cute.Tensor) -> None:
+    """Four words of global memory that no one reads again: they leave L2 first."""
+    for i, word in enumerate(ptx.load_words(address, Int64(ptx.EVICT_FIRST) << 32)):
+        codes[i] = word
+
+
+class Digits(NamedTuple):
+    """Where a lane's digits of x are."""
+
+    source: Int64  # of column block 0 and chunk 0
+    chunks: Int32
+    m: Int32
+    first_row: Int32  # of x, in column block 0
+
+
+@cute.jit
+def check_base(base: Int32):
+    """Stop the kernel where shared memory does not start as the addresses of tables need it."""
+    if base > TABLE_AT:
+        ptx.trap()
+
+
+class E8PGemv:
+    """Rows of x' as digits times W: y' fp32 [m, rows of W].
+
+    codes: uint32 [row blocks, chunks, 32 lanes, 4]; digits: uint32 [column blocks, chunks, 32 lanes, 8], as
+    ``hadamard`` writes them; digit_sums: int32 [m, parts, 2 digits], whose parts add up; tables: uint32 [2, 256];
+    scales: fp32 [stages]. y' is in steps of x's fixed point, by which the transform after it multiplies.
+    """
+
+    def __init__(self, cfg: GemvConfig):
+        self.cfg = cfg
+        self.smem_bytes = cfg.smem_bytes
+
+    @cute.jit
+    def __call__(self, codes: cute.Tensor, digits: cute.Tensor, digit_sums: cute.Tensor,
+                 tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, ctas: Int32, stream):
+        self.kernel(codes, digits, digit_sums, tables, scales, out).launch(
+            grid=(ctas, 1, 1), block=(self.cfg.warps * WARP, 1, 1), stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(self, codes: cute.Tensor, digits: cute.Tensor, digit_sums: cute.Tensor,
+               tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor):
+        cfg = self.cfg
+        cute.arch.griddepcontrol_launch_dependents()
+        thread, lane = cute.arch.thread_idx()[0], Int32(cute.arch.lane_idx())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+
+        @cute.struct
+        class Smem:
+            words: cute.struct.Align[cute.struct.MemRange[Uint32, cfg.smem_bytes // 4], 1024]
+
+        check_base(Int32(cutlass.memory.SmemAllocator().allocate(Smem).words.data_ptr().toint()))
+        blocks, chunks = codes.shape[0], codes.shape[1]
+        first, last = Int32(Int64(blocks) * cta // ctas), Int32(Int64(blocks) * (cta + 1) // ctas)
+        source = codes.iterator.toint() + lane * 16
+        row_bytes = Int64(chunks) * (WARP * 16)
+        place = Digits(digits.iterator.toint() + lane * (4 * DIGIT_WORDS), digits.shape[1], digit_sums.shape[0],
+                       lane >> 3)
+        x = cute.make_rmem_tensor((4, cfg.column_blocks, 2), Uint32)
+        x.fill(0)
+        current, ahead = (cute.make_rmem_tensor((CODE_WORDS, cfg.blocks), Uint32) for _ in range(2))
+        current.fill(0)
+        ahead.fill(0)
+        load_codes(cfg, current, source, row_bytes, first, last, warp, chunks)
+        fill_tables(cfg, tables, thread)
+        clear_sums(cfg, thread)
+        cute.arch.griddepcontrol_wait()
+        load_digits(cfg, x, 0, place, cutlass.min(warp, chunks - 1))
+        cute.arch.sync_threads()
+        offset = Uint32(ptx.opaque(lane * 4))
+        for start in cutlass.range(first, last, cfg.phase_blocks, unroll=1):
+            end = cutlass.min(start + cfg.phase_blocks, last)
+            for block in cutlass.range(start, end, cfg.blocks, unroll=1):
+                multiply_blocks(cfg, current, ahead, x, source, row_bytes, place, block, start, last, warp, chunks,
+                                lane, offset)
+            cute.arch.sync_threads()
+            write_rows(cfg, digit_sums, scales, out, start, end, thread)
+            if start + cfg.phase_blocks < last:
+                cute.arch.sync_threads()
+                clear_sums(cfg, thread)
+                cute.arch.sync_threads()
+
+
+@cute.jit
+def fill_tables(cfg: cutlass.Constexpr[GemvConfig], tables: cute.Tensor, thread: Int32):
+    """Both tables, once for every lane. A thread writes the copies of one entry, neighbours to different banks."""
+    for entry in cutlass.range(thread, 512, cfg.warps * WARP, unroll=1):
+        word = tables[entry & 1, entry >> 1]
+        at = TABLE_AT + (entry >> 1) * ROW_BYTES + (entry & 1) * HALF_ROW
+        for i in cutlass.range_constexpr(8):
+            place = shared(Uint32, at + 16 * ((i + entry) & 7), 0, 4)
+            for j in cutlass.range_constexpr(4):
+                place[j] = word
+
+
+@cute.jit
+def clear_sums(cfg: cutlass.Constexpr[GemvConfig], thread: Int32):
+    for i in cutlass.range(thread, cfg.sums, cfg.warps * WARP, unroll=4):
+        shared(Int32, SUMS_AT + 4 * i, 0)[0] = Int32(0)
+
+
+@cute.jit
+def load_codes(cfg: cutlass.Constexpr[GemvConfig], codes: cute.Tensor, source: Int64, row_bytes: Int64, block: Int32,
+               last: Int32, chunk: Int32, chunks: Int32):
+    """Codes of a chunk of some row blocks; those that are not there stay as they are."""
+    at = source + Int64(block) * row_bytes + Int64(chunk) * (WARP * 16)
+    for b in cutlass.range_constexpr(cfg.blocks):
+        if block + b < last and chunk < chunks:
+            load_once(at + b * row_bytes, codes[None, b])
+
+
+@cute.jit
+def load_digits(cfg: cutlass.Constexpr[GemvConfig], x: cute.Tensor, half: cutlass.Constexpr[int], place: Digits,
+                chunk: Int32):
+    """A lane's digits of half a chunk; of rows that x has not they stay 0."""
+    for column in cutlass.range_constexpr(cfg.column_blocks):
+        if place.first_row + column * COLUMNS < place.m:
+            at = place.source + (Int64(column) * place.chunks + chunk) * (WARP * 4 * DIGIT_WORDS) + 16 * half
+            cute.autovec_copy(words_at(at), x[None, column, half])
+
+
+@cute.jit
+def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ahead: cute.Tensor, x: cute.Tensor,
+                    source: Int64, row_bytes: Int64, place: Digits, block: Int32, start: Int32, last: Int32,
+                    warp: Int32, chunks: Int32, lane: Int32, offset: Uint32):
+    """A warp's chunks of some row blocks: adds their products to the CTA's sums.
+
+    Codes of the next chunk, and digits of the next half of one, are on their way meanwhile.
+    """
+    acc = cute.make_rmem_tensor((4, cfg.blocks, cfg.column_blocks, cfg.accumulators), Uint32)
+    acc.fill(0)
+    for chunk in cutlass.range(warp, chunks, cfg.warps, unroll=1):
+        is_end = chunk + cfg.warps >= chunks
+        next_block = block + cfg.blocks * Int32(is_end)
+        next_chunk = cutlass.select_(is_end, warp, chunk + cfg.warps)
+        load_codes(cfg, ahead, source, row_bytes, next_block, last, next_chunk, chunks)
+        for half in cutlass.range_constexpr(2):
+            load_digits(cfg, x, 1 - half, place, chunk if half == 0 else next_chunk)
+            for b in cutlass.range_constexpr(cfg.blocks):
+                operands = weights(cfg, current, b, half, offset)
+                for column in cutlass.range_constexpr(cfg.column_blocks):
+                    for odd in cutlass.range_constexpr(2):
+                        add_product(acc[None, b, column, odd % cfg.accumulators], operands[odd],
+                                    [x[odd, column, half], x[2 + odd, column, half]])
+        for b in cutlass.range_constexpr(cfg.blocks):
+            for i in cutlass.range_constexpr(CODE_WORDS):
+                current[i, b] = ahead[i, b]
+    add_sums(cfg, acc, block - start, last - block, lane)
+
+
+def weights(cfg: GemvConfig, codes: cute.Tensor, b: int, half: int, offset: Uint32) -> tuple[list, list]:
+    """A operands of 32 columns: (even fields, odd fields, times 16 if they have an accumulator of their own) of two
+    vectors of 8, first and second code each."""
+    even, odd = [], []
+    for word in (codes[2 * half, b], codes[2 * half + 1, b]):
+        for code in range(2):
+            first, second = (lookup(word, offset, 2 * code + byte, byte * HALF_ROW) for byte in range(2))
+            u = first ^ second
+            even.append(u & Uint32(EVEN))
+            odd.append(u & Uint32(ODD) if cfg.accumulators == 2 else (u >> Uint32(4)) & Uint32(EVEN))
+    return even, odd
+
+
+def lookup(word: Uint32, offset: Uint32, byte: int, table: int) -> Uint32:
+    """This lane's copy of the entry that a byte of a word names."""
+    address = ptx.permute(word, offset, SELECT | byte << 4)
+    return shared(Uint32, Int32(address), TABLE_AT + table)[0]
+
+
+def add_product(acc: cute.Tensor, a: list[Uint32], digits: list[Uint32]) -> None:
+    made = ptx.multiply_bytes(a, digits, [acc[i] for i in range(4)], True)
+    for i, word in enumerate(made):
+        acc[i] = word
+
+
+@cute.jit
+def add_sums(cfg: cutlass.Constexpr[GemvConfig], acc: cute.Tensor, first: Int32, count: Int32, lane: Int32):
+    """Add a warp's sums to the CTA's, [row block of the phase][row of an MMA][row of x][digit]."""
+    g, t = lane >> 2, lane & 3
+    for b in cutlass.range_constexpr(cfg.blocks):
+        if b < count:
+            for column in cutlass.range_constexpr(cfg.column_blocks):
+                for i in cutlass.range_constexpr(4):
+                    value = Int32(acc[i, b, column, 0])
+                    if cutlass.const_expr(cfg.accumulators == 2):
+                        value = value + (Int32(acc[i, b, column, 1]) >> 4)
+                    row = (first + b) * 16 + g + 8 * (i // 2)
+                    at = SUMS_AT + ((row * cfg.rows + column * COLUMNS + t) * 2 + i % 2) * 4
+                    cute.arch.atomic_add(shared(Int32, at, 0).iterator, value, sem="relaxed", scope="cta")
+
+
+@cute.jit
+def write_rows(cfg: cutlass.Constexpr[GemvConfig], digit_sums: cute.Tensor, scales: cute.Tensor,
+               out: cute.Tensor, start: Int32, end: Int32, thread: Int32):
+    """y' of a phase's rows: sum over stages of scale / 4 (2 U - 15 X), digit by digit."""
+    m, count = digit_sums.shape[0], (end - start) * cfg.block_rows
+    for i in cutlass.range(thread, count * m, cfg.warps * WARP, unroll=1):
+        row, line = i % count, i // count
+        block, inside = row // cfg.block_rows, row % cfg.block_rows
+        high, low = Int32(0), Int32(0)
+        for part in cutlass.range(digit_sums.shape[1], unroll=1):
+            high += digit_sums[line, part, 0]
+            low += digit_sums[line, part, 1]
+        total = Float32(0.0)
+        for stage in cutlass.range_constexpr(cfg.stages):
+            at = SUMS_AT + ((block * 16 + inside + 8 * stage) * cfg.rows + line) * 8
+            pair = shared(Int32, at, 0, 2)
+            made = Float32(2 * pair[0] - 15 * high) * 256.0 + Float32(2 * pair[1] - 15 * low)
+            total = total + made * scales[stage]
+        out[line, start * cfg.block_rows + row] = total * 0.25
+
+
+class E8PDequantize:
+    """Rows of Q, fp16 [rows, columns of the pack]: a lane writes what its words of codes stand for.
+
+    codes: uint32 [row blocks, chunks, 32 lanes, 4]; tables, scales as for the product.
+    """
+
+    threads, smem_bytes = 256, 0
+
+    def __init__(self, stages: int):
+        self.stages = stages
+
+    @cute.jit
+    def __call__(self, codes: cute.Tensor, tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, ctas: Int32,
+                 stream):
+        self.kernel(codes, tables, scales, out).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, codes: cute.Tensor, tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor):
+        factors = [scales[stage] for stage in range(self.stages)]
+        chunks = codes.shape[1]
+        first = cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]
+        for item in cutlass.range(first, codes.shape[0] * chunks * WARP, cute.arch.grid_dim()[0] * self.threads,
+                                  unroll=1):
+            lane, place = item % WARP, item // WARP
+            block, chunk = place // chunks, place % chunks
+            words = cute.make_rmem_tensor(CODE_WORDS, Uint32)
+            cute.autovec_copy(words_at(codes.iterator.toint() + Int64(item) * 16), words)
+            for j in cutlass.range_constexpr(CODE_WORDS):
+                column = chunk * 128 + 8 * (4 * j + (lane & 3))
+                codes_of = [[(words[j] >> Uint32(8 * (2 * code + byte))) & Uint32(255) for byte in range(2)]
+                            for code in range(2)]
+                fields = [tables[0, Int32(pattern)] ^ tables[1, Int32(sign)] for pattern, sign in codes_of]
+                if cutlass.const_expr(self.stages == 2):
+                    write_vector(out, block * 8 + (lane >> 2), column, fields, factors)
+                else:
+                    for half in cutlass.range_constexpr(2):
+                        write_vector(out, block * 16 + half * 8 + (lane >> 2), column, fields[half : half + 1], factors)
+
+
+def write_vector(out: cute.Tensor, row: Int32, column: Int32, fields: list[Uint32], factors: list[Float32]) -> None:
+    """Eight weights of a row, from ``column`` on: the sum over stages of (2 u - 15) scale / 4."""
+    words = cute.make_rmem_tensor(4, Uint32)
+    for i in range(4):
+        pair = [sum((Float32(Int32(2 * ((u >> Uint32(4 * e)) & Uint32(15))) - 15) * (factor * 0.25)
+                     for u, factor in zip(fields, factors)), Float32(0.0)) for e in (2 * i, 2 * i + 1)]
+        words[i] = pack(*pair)
+    at = out.iterator.toint() + (Int64(row) * out.shape[1] + column) * 2
+    cute.autovec_copy(words, words_at(at))

@@ -1,0 +1,30 @@
+"""Names the kernels of codebook weights: of which formats, rows of x and dtypes there are some."""
+
+from itertools import product
+
+from lowbit_attn.kernels.key import KernelKey
+from lowbit_attn.linear.formats import NAMES
+
+E8P = ("e8p2", "e8p4")  # with Hadamard transforms on both sides
+MOST_ROWS = {"e8p2": 16, "e8p4": 16, "gptvq2": 4, "aqlm_2x8": 4, "aqlm_2x12": 2}  # of x that product kernels take
+ROWS = {"e8p2": (4, 16), "e8p4": (4, 16), "gptvq2": (4,), "aqlm_2x8": (1,), "aqlm_2x12": (1,)}  # at once
+DTYPES = ("float16", "bfloat16")
+PRODUCT_DTYPES = {"gptvq2": ("float16",)}  # of x in product kernels, where they are fewer than DTYPES
+TRANSFORMS = ("digits", "rotate", "output")
+
+
+def linear_key(target: str, variant: str, format: str = "", dtype: str = "float32", rows: int = 0) -> KernelKey:
+    """A kernel of codebook weights, of what hopper/linear/config.py lists; dtype: of x and y, or fp32 for any."""
+    return KernelKey("linear", "hopper", target, dtype, 0, format, variant, rows=rows)
+
+
+def linear_keys(target: str) -> list[KernelKey]:
+    """All kernels of codebook weights."""
+    keys = [linear_key(target, f"hadamard-{kind}", "", dtype) for kind, dtype in product(TRANSFORMS, DTYPES)]
+    keys += [linear_key(target, "sum", "", dtype) for dtype in DTYPES]
+    for name in NAMES:
+        dtypes = ("float32",) if name in E8P else DTYPES
+        keys += [linear_key(target, "dequantize", name, dtype) for dtype in dtypes]
+        keys += [linear_key(target, "gemv", name, dtype, rows) for dtype in dtypes for rows in ROWS.get(name, ())
+                 if dtype in PRODUCT_DTYPES.get(name, dtypes)]
+    return keys

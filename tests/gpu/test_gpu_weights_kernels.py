@@ -1,0 +1,116 @@
+"""Kernels of codebook weights: products of packed codes, and of chunks in 16 bits, beside exact ones on the CPU."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from codebook_weights import random_weight
+
+from lowbit_attn import linear_kernels
+from lowbit_attn.kernels.linear import MOST_ROWS
+from lowbit_attn.linear import NAMES, VQLinear, VQWeight, linear
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(1, 1), (5, 7), (33, 129), (257, 1030), (700, 2800), (1536, 576), (4096, 4096), (512, 14336), (11008, 172),
+          (28672, 300)]
+DTYPES = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # and how far a value may be off, beside the largest of a row
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are Hopper's")
+
+
+@lru_cache(1)
+def weight(name: str, n: int, k: int) -> tuple[VQWeight, torch.Tensor]:
+    """A weight of random codes on the CPU, and what it stands for: small, so that y stays within fp16."""
+    w = random_weight(name, n, k)
+    for plane in ("codebooks",) * (name == "gptvq2") + ("scales",) * ("scales" in w.planes):
+        w.planes[plane].mul_(0.25)
+    return w, w.dequantize()
+
+
+def exact(x: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    return x.double().cpu() @ dense.double().T
+
+
+def inputs(k: int, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(64, k)
+    x[0], x[1, 0] = 0, 1e4
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products(name, shape, dtype):
+    """Both paths, any number of rows: y is exact to its own rounding, and the same bits again."""
+    w, dense = weight(name, *shape)
+    x, on_gpu = inputs(w.k, dtype), w.to("cuda")
+    right = exact(x, dense)
+    room = DTYPES[dtype] * right.abs().amax(1, True) + 1e-5
+    for m in (*range(1, 18), 64):
+        y = linear(x[:m].cuda(), on_gpu)
+        assert y.dtype == dtype and y.shape == (m, w.n)
+        assert ((y.cpu().double() - right[:m]).abs() <= room[:m]).all(), m
+        assert torch.equal(y, linear(x[:m].cuda(), on_gpu))
+    y = linear(x[:16].cuda(), on_gpu, path="dequantize")
+    assert ((y.cpu().double() - right[:16]).abs() <= 1.5 * room[:16]).all()  # W is rounded too
+
+
+def test_rows_of_x_do_not_change_each_other():
+    """Row by row or together, by any kernel: the same bits, since sums are exact."""
+    on_gpu, x = random_weight("e8p4", 520, 1100).to("cuda"), inputs(1100, torch.float16).cuda()
+    alone = torch.cat([linear(row[None], on_gpu) for row in x[:16]])
+    for m in (2, 4, 5, 16):
+        assert torch.equal(linear(x[:m], on_gpu), alone[:m])
+
+
+@pytest.mark.parametrize("ctas", [1, 7, 64])
+def test_any_number_of_ctas_gives_the_same_bits(ctas, monkeypatch):
+    on_gpu, x = random_weight("e8p4", 1000, 700).to("cuda"), inputs(700, torch.float16)[:16].cuda()
+    many = linear(x, on_gpu)
+    monkeypatch.setattr(linear_kernels.dispatch, "running_ctas", lambda device, per_sm: ctas)
+    assert torch.equal(linear(x, on_gpu), many)
+
+
+@pytest.mark.parametrize("path", ["kernel", "dequantize"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_finite_is_not_hidden(name, value, path):
+    w = random_weight(name, 40, 300).to("cuda")
+    if path == "kernel" and name not in MOST_ROWS:
+        pytest.skip("no kernel multiplies codes of this format")
+    x = torch.randn(2, 300).half().cuda()
+    x[1, 299] = value
+    y = linear(x, w, path=path)
+    assert y[1].isnan().all() and y[0].isfinite().all()
+
+
+@pytest.mark.parametrize("m", [1, 4, 16, 40])
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_and_compiled(name, m):
+    layer = VQLinear.from_weight(random_weight(name, 200, 600), torch.randn(200)).cuda()
+    x = torch.randn(m, 600, device="cuda").half()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    for _ in range(3):
+        x.copy_(torch.randn(m, 600))
+        graph.replay()
+        assert torch.equal(y, layer(x))
+
+
+def test_refusals_name_what_is_supported():
+    w, x = random_weight("e8p4", 40, 300).to("cuda"), torch.randn(17, 300, device="cuda").half()
+    for bad, words in ((x, "17 rows of x, supported: up to 16"),
+                       (x[:2].float(), "x: torch.float32, supported by kernel of e8p4: float16")):
+        with pytest.raises(NotImplementedError, match=words):
+            linear(bad, w, path="kernel")
+    with pytest.raises(NotImplementedError, match="format aqlm_1x16, supported"):
+        linear(x[:2], random_weight("aqlm_1x16", 40, 300).to("cuda"), path="kernel")
+    assert linear(x[:0], w).shape == (0, 40)
