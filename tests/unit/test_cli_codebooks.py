@@ -110,7 +110,7 @@ def test_a_gpu_s_torch_path_is_asked_for_and_told(monkeypatch, network, file, ca
 def test_info_shows_planes_and_that_the_reference_reads_them(run, file):
     shown = run("info", "cq2", *OF_A_MODEL, "--codebooks", file())
     assert shown.exit_code == 0, shown.output
-    for words in ("norm", "mean", "decode-codebook-splits-cq2",
+    for words in ("norm", "mean", "decode-codebook2-splits-cq2",
                   "no kernel on ampere reads its codebooks yet", "4,480 bytes",
                   "65,920 bytes of codebooks a KV head", "learned from tiny"):
         assert words in " ".join(shown.output.split()), words
