@@ -24,13 +24,15 @@ from lowbit_attn.testing import (
 )
 
 BF16_DATA = ("meta-beyond-fp16", "q-1e6-k-1e-6")
+# A query of 1e3 sees one token, whose rounding is all that bounds say; one of 1e-3 sees all alike, in every head.
+SAYS_NOTHING = ("q-1e3", "q-1e-3")
 CASES = [
     Case(lengths=(300,)),
     Case("k2v2", lengths=(1024,), num_heads=32, num_heads_kv=8, q_len=3, sinks=32),
     Case("k8v4-bf16", torch.bfloat16, lengths=(5, 700), head_dim=64),
     Case("k4v4", lengths=(2000, 40, 129), num_heads=4, num_heads_kv=4),
     *(Case("k4v4-bf16" if data in BF16_DATA else "k4v4", torch.bfloat16 if data in BF16_DATA else torch.float16,
-           lengths=(300, 500), sinks=32, data=data) for data in DATA[1:]),
+           lengths=(300, 500), sinks=32, data=data) for data in DATA[1:] if data not in SAYS_NOTHING),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 

@@ -214,7 +214,7 @@ def test_a_side_without_a_spec_has_no_kernels():
         "format raw16, supported: K per channel, per token or boosted, with V per token"]
     for arch in kernels.ARCH_TARGETS:
         picked, reasons = kernels.pick(arch, fmt, 64, torch.float16, 4)
-        assert picked is None and reasons and all("format raw16, supported: K per channel" in r for r in reasons)
+        assert picked is None and reasons and all("format raw16, supported: " in r for r in reasons)
 
 
 class Sixteen(Side):

@@ -16,7 +16,6 @@ LANE = np.arange(LANES)
 G, T = LANE // 4, LANE % 4
 CTA_WINDOW = 1 << 24  # bytes between the shared memories of a cluster's CTAs
 COMPARE = {"gtu": lambda x, y: ~(x <= y), "ltu": lambda x, y: ~(x >= y),
-           "geu": lambda x, y: ~(x < y), "leu": lambda x, y: ~(x > y),
            "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
            "ge": operator.ge, "neu": operator.ne, "nan": lambda x, y: np.isnan(x) | np.isnan(y)}
 BITWISE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
@@ -74,7 +73,7 @@ def select(warp, suffixes, operands, active):
 FLOATS = {name: float_step(function) for name, function in {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "max": np.fmax, "min": np.fmin, "abs": np.abs,
     "fma": fused, "neg": operator.neg, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal,
-    "div": np.divide, "sqrt": np.sqrt}.items()}
+    "div": np.divide}.items()}
 
 
 # ---- 16-bit halves
