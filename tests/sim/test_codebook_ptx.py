@@ -1,4 +1,4 @@
-"""Hopper's kernels over codebook caches, from their PTX on the CPU: see test_hopper_ptx."""
+"""Hopper's kernels over codebook caches, from their PTX on the CPU: see hopper_calls."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ import torch
 from lowbit_attn import testing
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
+from sim.hopper_calls import compiled, decode, key_of
 from sim.ptx import program as ptx
-from sim.test_hopper_ptx import compiled, decode, key_of
 
 pytest.importorskip("cutlass.cute", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 ONE_HEAD = Case("cq2", head_dim=64, num_heads=4, num_heads_kv=1, lengths=(300,), sinks=5)

@@ -10,8 +10,8 @@ from lowbit_attn import kernels
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.linear import e8p, hadamard
 from lowbit_attn.linear.layouts import ceil_to
+from sim.hopper_calls import packed, ptx_of
 from sim.ptx import program as ptx
-from sim.test_hopper_ptx import packed, ptx_of
 
 pytest.importorskip("cutlass.cute", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 CTAS = 8  # of a cluster
