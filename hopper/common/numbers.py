@@ -6,7 +6,7 @@ from cutlass.cute.nvgpu import warp
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common.matrices import matrix_place
+from lowbit_attn.registers import matrix_place
 
 ELEMENT = {"float16": Float16, "bfloat16": BFloat16}
 NEG_INF = float("-inf")

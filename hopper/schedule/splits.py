@@ -21,8 +21,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common.abi import DecodeKernel, Options, Results, View, guess_counts, right_counts
-from lowbit_attn.hopper.common.rows import Rows, grid_of
+from lowbit_attn.hopper.common.abi import DecodeKernel, Grid, Options, Results, Rows, View, guess_counts, right_counts
 from lowbit_attn.hopper.common.tuning import FEW_PAGES
 from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
@@ -37,6 +36,7 @@ class SplitsSm90(DecodeKernel):
     def __init__(self, cfg: WarpConfig):
         self.cfg = cfg
         self.smem_bytes = cfg.smem_bytes
+        self.reads_v_counts = cfg.has_mixed
 
     def storage(self):
         """Shared memory in the order of ``WarpConfig.smem_plan``."""
@@ -61,14 +61,11 @@ class SplitsSm90(DecodeKernel):
 
         return Smem
 
-    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, stream) -> None:
+    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, grid: Grid, stream) -> None:
         splits, in_clusters = results.partials.shape[1], cluster.is_cluster(self.cfg, results.partials)
-        grid, ratio, row_blocks = grid_of(q, view.ring_k, splits, self.cfg.rows)
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, splits))
-        view = view if self.cfg.has_mixed else view._replace(n_qv=None)
         limits = masks.Limits(*masks.cap_constants(options.softcap_log2), options.window, options.sink_window)
-        self.kernel(q, view, results, options.scale_log2, limits, *divisors).launch(
-            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=self.cfg.ctas_per_sm,
+        self.kernel(q, view, results, options.scale_log2, limits, *grid.divisors(splits)).launch(
+            grid=grid.shape, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=self.cfg.ctas_per_sm,
             preferred_smem_carveout=ALL_SMEM if self.cfg.ctas_per_sm > 1 else None,
             cooperative=(splits > 1) & ~in_clusters,  # a cluster waits for none but its own CTAs, which run at once
             cluster=(1, 1, cutlass.select_(in_clusters, splits, Int32(1))))

@@ -13,8 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common.abi import Options, Results, View, load_counts
-from lowbit_attn.hopper.common.rows import Rows, grid_of
+from lowbit_attn.hopper.common.abi import Grid, Options, Results, Rows, View, load_counts
 from lowbit_attn.hopper.schedule import fixup, items
 from lowbit_attn.hopper.schedule.splits import SplitsSm90
 from lowbit_attn.hopper.warp import fetch, masks, mixed, pace, query, residual, softmax, unpack, walk
@@ -25,13 +24,10 @@ from lowbit_attn.hopper.warp.page_loop import Call, packed_pages, rows_of, token
 class StreamSm90(SplitsSm90):
     """The kernel of one WarpConfig. One CTA a place of scratch."""
 
-    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, stream) -> None:
-        (blocks, _, _), ratio, row_blocks = grid_of(q, view.ring_k, 1, self.cfg.rows)
-        places = results.partials.shape[0]
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, places))
-        view = view if self.cfg.has_mixed else view._replace(n_qv=None)
-        self.kernel(q, view, results, options.scale_log2, blocks, *divisors).launch(
-            grid=(places, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, cooperative=True)
+    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, grid: Grid, stream) -> None:
+        ctas = results.partials.shape[0]
+        self.kernel(q, view, results, options.scale_log2, grid.shape[0], *grid.divisors(ctas)).launch(
+            grid=(ctas, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, cooperative=True)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, view: View, results: Results, scale_log2: Float32, blocks: Int32,

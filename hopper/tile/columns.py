@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine, numbers
-from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile import softmax
 from lowbit_attn.hopper.tile.config import CHUNK, GROUP_WARPS, TILE_M, TILE_N, WARP, DecodeConfig, tile_chunk

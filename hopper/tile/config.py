@@ -11,10 +11,10 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.hopper.common.matrices import CHUNK, matrix_place
 from lowbit_attn.hopper.common.support import PATHS
 from lowbit_attn.hopper.common.tuning import IN_FLIGHT_BYTES, MAX_STAGES
 from lowbit_attn.kernels.key import FEATURES, SMEM_LIMIT_BYTES
+from lowbit_attn.registers import CHUNK, matrix_place
 
 TARGET = "sm_90a"
 SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]

@@ -15,7 +15,6 @@ from cutlass.cute.nvgpu import warp
 from lowbit_attn import layout
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.matrices import CHUNK, lane_place
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import (
     GROUP_WARPS,
@@ -29,6 +28,7 @@ from lowbit_attn.hopper.tile.config import (
 )
 from lowbit_attn.hopper.tile.ring import StageRing
 from lowbit_attn.hopper.tile.walk import TileWalk, token_tile_of
+from lowbit_attn.registers import CHUNK, lane_place
 
 BOTH = 0x0001_0001  # a 16-bit pattern in both halves of a word
 FP16_MAX = 65504.0

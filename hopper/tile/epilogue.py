@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.common.combine import CHANNELS, Outputs, Row, Sums
-from lowbit_attn.hopper.common.rows import Rows
 
 
 def chunks(half: int, acc_o: cute.Tensor, t: Int32) -> tuple[tuple, tuple]:

@@ -7,8 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from lowbit_attn.hopper.common.abi import token_offset
-from lowbit_attn.hopper.common.rows import clamp_unit
+from lowbit_attn.hopper.common.abi import clamp_unit, token_offset
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import UNIT_TOKENS, UNITS, WARP, WORD, DecodeConfig, TileSide
 from lowbit_attn.hopper.tile.ring import StageRing

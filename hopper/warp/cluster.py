@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.common.numbers import LOWEST
-from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTER_WORDS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
 from lowbit_attn.hopper.warp.unpack import read

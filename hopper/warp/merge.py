@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from lowbit_attn.hopper.common import combine, numbers
-from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.warp import cluster, softmax
 from lowbit_attn.hopper.warp.config import WARP, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Ring

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.warp import fetch, masks, query, residual, softmax, unpack
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Pages, Ring

@@ -6,8 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from lowbit_attn.hopper.common.abi import View, first_token
-from lowbit_attn.hopper.common.rows import Rows, block_rows
+from lowbit_attn.hopper.common.abi import Rows, View, block_rows, first_token
 from lowbit_attn.hopper.warp import fetch, masks, pace, query, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import WarpConfig
 

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.common.rows import Rows, query_and_head
+from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.common.scratch import LINE_WORDS
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane

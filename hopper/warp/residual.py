@@ -13,14 +13,14 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.matrices import CHUNK, lane_place
-from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.warp import masks, query, softmax
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WARP, WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import CHUNK_BYTES, Ring
 from lowbit_attn.hopper.warp.softmax import State
 from lowbit_attn.hopper.warp.unpack import Lane
 from lowbit_attn.hopper.warp.walk import Unit, Walk, unit
+from lowbit_attn.registers import CHUNK, lane_place
 
 
 class TokenRows(NamedTuple):

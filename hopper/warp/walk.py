@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.common.rows import Rows, at_most
+from lowbit_attn.hopper.common.abi import Rows, at_most
 from lowbit_attn.hopper.warp.config import PLAN_WORDS, UNIT_TOKENS
 
 MIXED_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page

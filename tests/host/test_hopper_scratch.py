@@ -11,7 +11,7 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 from host.integers import replace_integers  # noqa: E402
 from lowbit_attn.hopper import scratch  # noqa: E402
 from lowbit_attn.hopper.common import combine  # noqa: E402
-from lowbit_attn.hopper.common.rows import Rows  # noqa: E402
+from lowbit_attn.hopper.common.abi import Rows  # noqa: E402
 
 
 class Memory:

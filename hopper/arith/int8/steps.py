@@ -7,7 +7,7 @@ from lowbit_attn.hopper.arith.int8 import values
 from lowbit_attn.hopper.arith.int8.scores import of_page as scores
 from lowbit_attn.hopper.arith.int8.scores import prepare as prepare_query
 from lowbit_attn.hopper.arith.int8.scores import shared_view, store_query
-from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.warp import query, softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.fetch import Arrival
