@@ -38,6 +38,7 @@ SIDE_SCRIPT = Path(__file__).with_name("same_sass_side.py")
 TOOLS = ("nvidia-cutlass-dsl", "tilelang", "apache-tvm-ffi", "nvidia-cuda-nvcc")
 TEST_MODULES = ("windowed.py", "gpu/__init__.py", "gpu/matrix.py")
 SHOWN_LINES = 40  # of a difference
+HASH_SEED = "0"  # of both sides: CuTe-DSL orders the variables of a branch by their hashes, and ptxas follows the order
 
 
 class Side(NamedTuple):
@@ -48,7 +49,8 @@ class Side(NamedTuple):
 
     def run(self, *arguments: str, names: list[str] = ()) -> subprocess.Popen:
         """same_sass_side.py with this side's package in front of the installed one; ``names`` go to its input."""
-        environment = os.environ | {"PYTHONPATH": str(self.package), "LOWBIT_ATTN_CACHE_DIR": str(self.cache)}
+        environment = os.environ | {"PYTHONPATH": str(self.package), "LOWBIT_ATTN_CACHE_DIR": str(self.cache),
+                                    "PYTHONHASHSEED": HASH_SEED}
         process = subprocess.Popen([sys.executable, str(SIDE_SCRIPT), *arguments], env=environment, text=True,
                                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         process.stdin.write(json.dumps(list(names)))
@@ -101,7 +103,7 @@ def assemble(tree: Path, package: Path) -> Path:
 
 def content_hash(package: Path) -> str:
     """Of the sources and of the versions of what compiles them."""
-    digest = hashlib.sha256(sys.version.encode())
+    digest = hashlib.sha256(f"{sys.version};{HASH_SEED}".encode())
     for tool in TOOLS:
         try:
             digest.update(f"{tool}={metadata.version(tool)};".encode())

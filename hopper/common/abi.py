@@ -139,12 +139,6 @@ class Rows(NamedTuple):
     divisor: object = None  # ratio in a form that is divided by faster, if there is one
 
 
-def make_rows(batch_idx, head_idx, block, ratio, q_len, rows: int, divisor=None) -> Rows:
-    """The rows of row block ``block``; the last block may have fewer than ``rows``."""
-    first = block * rows
-    return Rows(batch_idx, head_idx, first, at_most(ratio * q_len - first, rows), ratio, q_len, divisor)
-
-
 class Grid(NamedTuple):
     """How the blocks of query rows are laid out over CTAs."""
 
@@ -167,9 +161,10 @@ def grid_of(q, ring_k, num_splits, rows: int) -> Grid:
 def block_rows(block, row_blocks, ratio, q_len, rows: int, divisor=None) -> Rows:
     """The rows of CTA ``block`` of the grid; CTAs that read the same pages are neighbours.
 
-    row_blocks: of a KV head, a number or what divides by it; divisor: of ratio.
+    row_blocks: of a KV head, a number or what divides by it; divisor: of ratio. The last block may have fewer rows.
     """
-    return make_rows(block[1], block[0] // row_blocks, block[0] % row_blocks, ratio, q_len, rows, divisor)
+    head_idx, first = block[0] // row_blocks, block[0] % row_blocks * rows
+    return Rows(block[1], head_idx, first, at_most(ratio * q_len - first, rows), ratio, q_len, divisor)
 
 
 def query_and_head(rows: Rows, row):

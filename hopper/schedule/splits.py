@@ -11,7 +11,7 @@ a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
     ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
 
 K and V^T are the A operands of the multiplies, straight from masked words; query rows are N. What a step does is its
-arithmetic's (warp/contract.py). P is formed while V comes.
+arithmetic's (warp/config.py). P is formed while V comes.
 """
 
 
@@ -23,9 +23,9 @@ from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import DecodeKernel, Grid, Options, Results, Rows, View, guess_counts, right_counts
 from lowbit_attn.hopper.common.tuning import FEW_PAGES
-from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp import fetch, merge, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
-from lowbit_attn.hopper.warp.page_loop import Call, packed_pages, rows_of, token_rows
+from lowbit_attn.hopper.warp.page_loop import Call, load_base, make_pace, packed_pages, rows_of, token_rows
 
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
 
@@ -62,8 +62,8 @@ class SplitsSm90(DecodeKernel):
         return Smem
 
     def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, grid: Grid, stream) -> None:
-        splits, in_clusters = results.partials.shape[1], cluster.is_cluster(self.cfg, results.partials)
-        limits = masks.Limits(*masks.cap_constants(options.softcap_log2), options.window, options.sink_window)
+        splits, in_clusters = results.partials.shape[1], merge.is_cluster(self.cfg, results.partials)
+        limits = softmax.Limits(*softmax.cap_constants(options.softcap_log2), options.window, options.sink_window)
         self.kernel(q, view, results, options.scale_log2, limits, *grid.divisors(splits)).launch(
             grid=grid.shape, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=self.cfg.ctas_per_sm,
             preferred_smem_carveout=ALL_SMEM if self.cfg.ctas_per_sm > 1 else None,
@@ -71,7 +71,7 @@ class SplitsSm90(DecodeKernel):
             cluster=(1, 1, cutlass.select_(in_clusters, splits, Int32(1))))
 
     @cute.kernel
-    def kernel(self, q: cute.Tensor, view: View, results: Results, scale_log2: Float32, limits: masks.Limits,
+    def kernel(self, q: cute.Tensor, view: View, results: Results, scale_log2: Float32, limits: softmax.Limits,
                ratio: cute.FastDivmodDivisorV2, row_blocks: cute.FastDivmodDivisorV2,
                splits: cute.FastDivmodDivisorV2):
         cfg = self.cfg
@@ -79,17 +79,13 @@ class SplitsSm90(DecodeKernel):
         me = unpack.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
-        on_pace = pace.make(cfg, partials)
-        base = pace.load_base(on_pace)
+        on_pace = make_pace(cfg, partials)
+        base = load_base(on_pace)
         apart = walk.pages_apart(partials.shape[1], cfg.page_warps)
         ids, place, counts, words = load_inputs(cfg, call, rows, results.sink_logits, me,
                                                 walk.page_place(block[2], partials.shape[1], me.warp), apart)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
-        ring = fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
-        with cute.arch.elect_one():
-            fetch.init(cfg, ring)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_warp()
+        ring = make_ring(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me)
         ids, counts = right_inputs(cfg, view, rows, place, counts, ids,
                                    walk.page_place(block[2], partials.shape[1], me.warp), apart, me)
         work = walk.plan(*counts, rows.q_len, limits.window if cfg.has_window else None, block[2], partials.shape[1],
@@ -99,14 +95,7 @@ class SplitsSm90(DecodeKernel):
                             Int64(rows.head_idx) * Int64(view.head_stride), apart, Int32(ptx.EVICT_FIRST))
         if cutlass.const_expr(cfg.has_window):
             ids = fetch.page_ids(pages, Int32(0), me.lane)
-        if pages.count < FEW_PAGES:
-            fetch.start(cfg, pages, ring, me, ids, range(1))
-        policy = pages.policy
-        if pages.count >= FEW_PAGES:
-            # fewer read too little to ask; and in front of the branches this makes ptxas ask for page ids late
-            policy = policy_of(cfg, call, work)
-            fetch.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
-        pages = pages._replace(policy=policy)
+        pages = start_pages(cfg, call, work, pages, ring, me, ids)
         words = cfg.arithmetic.steps.load_query(cfg, call.q, rows, me, words)
 
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
@@ -119,34 +108,67 @@ class SplitsSm90(DecodeKernel):
         outputs = combine.Outputs(*results, combine.block_of(block), block[2])
         inbox = None
         if cutlass.const_expr(cfg.has_clusters):
-            inbox = cluster.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * cfg.warp_barriers)
-            cluster.begin(cfg, inbox, outputs, rows)
-        if ~cluster.is_cluster(cfg, partials):
+            inbox = merge.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * cfg.warp_barriers)
+            merge.begin_cluster(cfg, inbox, outputs, rows)
+        if ~merge.is_cluster(cfg, partials):
             combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         queries = cfg.arithmetic.steps.prepare_query(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         cute.arch.sync_threads()
-        if cluster.is_cluster(cfg, partials):
+        if merge.is_cluster(cfg, partials):
             cute.arch.cluster_wait()  # all splits' inboxes are there; the first pages are still on their way
         # V behind all warps' first K: S is formed while it comes
         if (pages.count < FEW_PAGES) & ~fetch.is_single(cfg, pages):
             fetch.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
         cfg.arithmetic.steps.finish(cfg, state)
-
         # values of their own, as unpack.fresh has them
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
-        if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.has_mixed):
-            me = unpack.fresh(me)
-        cute.arch.sync_warp()
-        rows, work, place = plans.load(rows)
-        source, takers = token_rows(cfg, call, place.ring_row, rows.head_idx), cfg.warps * partials.shape[1]
-        if cutlass.const_expr(cfg.has_mixed):
-            pages = pages._replace(first=view.first_entry(place.row, rows.head_idx) + work.mixed_page)
-            mixed.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), takers)
-        residual.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, takers)
+        me, rows = token_units(cfg, call, pages, plans, ring, me, queries, rows, state, scale_log2, limits,
+                           partials.shape[1])
         merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(*results, combine.block_of(block), block[2]))
+
+
+def make_ring(cfg: WarpConfig, buffer: cute.Pointer, barriers: cute.Pointer, me: unpack.Lane) -> fetch.Ring:
+    """The warp's ring, with barriers that its own lanes see."""
+    ring = fetch.ring_of(cfg, buffer, barriers, me.warp)
+    with cute.arch.elect_one():
+        fetch.init(cfg, ring)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_warp()
+    return ring
+
+
+@cute.jit
+def start_pages(cfg: cutlass.Constexpr[WarpConfig], call: Call, work: walk.Walk, pages: fetch.Pages, ring: fetch.Ring,
+                me: unpack.Lane, ids: Int32) -> fetch.Pages:
+    """Fill the ring, or of few pages only the first slot; returns the pages with L2's policy for them."""
+    if pages.count < FEW_PAGES:
+        fetch.start(cfg, pages, ring, me, ids, range(1))
+    policy = pages.policy
+    if pages.count >= FEW_PAGES:
+        # fewer read too little to choose; and in front of the branches this makes ptxas load page ids late
+        policy = policy_of(cfg, call, work)
+        fetch.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
+    return pages._replace(policy=policy)
+
+
+@cute.jit
+def token_units(cfg: cutlass.Constexpr[WarpConfig], call: Call, pages: fetch.Pages, plans: walk.Plans,
+                ring: fetch.Ring, me: unpack.Lane, queries: unpack.Query, rows: Rows, state: softmax.State,
+                scale_log2: Float32, limits: softmax.Limits, splits: Int32) -> tuple[unpack.Lane, Rows]:
+    """Attend to this warp's 16-bit units, behind its last page; returns (me, rows), made again."""
+    if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.has_mixed):
+        me = unpack.fresh(me)
+    cute.arch.sync_warp()
+    rows, work, place = plans.load(rows)
+    source, warps = token_rows(cfg, call, place.ring_row, rows.head_idx), cfg.warps * splits
+    if cutlass.const_expr(cfg.has_mixed):
+        pages = pages._replace(first=call.view.first_entry(place.row, rows.head_idx) + work.mixed_page)
+        cfg.mixed_steps.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), warps)
+    residual.run(cfg, work, source, ring, me, call.q, rows, state, scale_log2, limits, warps)
+    return me, rows
 
 
 def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:

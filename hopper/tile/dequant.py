@@ -165,8 +165,8 @@ def load_words(side: TileSide, me: DequantThread, part: Part, run: Uint32) -> li
 def load_meta(side: TileSide, me: DequantThread, part: Part, run: Uint32, block: int):
     """(scales, zeros) of a block of rows of a run, by ``TileSide.meta_index``, as ``affine`` takes them."""
     count = side.meta_bytes // WORD
-    meta = cute.make_tensor(part.smem + side.meta_offset // WORD, cute.make_layout(
-        (count, (side.part_bytes - side.meta_offset) // side.meta_bytes, part.stages),
+    meta = cute.make_tensor(part.smem + side.meta // WORD, cute.make_layout(
+        (count, (side.nbytes - side.meta) // side.meta_bytes, part.stages),
         stride=(1, count, part.pitch)))
     loads = []
     for offset in side.meta_offsets(run, block, me.lane // 4, me.lane % 4):

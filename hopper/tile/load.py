@@ -44,7 +44,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide],
 def load_pages(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide], src: Source, walk: TileWalk,
                packed: StageRing, packed_smem: cute.Pointer, lane: Int32):
     """One bulk copy a page; a lane looks up the page id of every 32nd page, 32 pages ahead at a time."""
-    words = side.part_bytes // WORD
+    words = side.nbytes // WORD
     stages = cute.make_tensor(packed_smem, cute.make_layout((words, cfg.packed_stages),
                                                             stride=(1, cfg.stage_bytes(side) // WORD)))
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32)
@@ -56,12 +56,12 @@ def load_pages(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Til
             if i + lane < walk.num_pages:
                 page_id = src.table[src.table_start + walk.first_page + i + lane]
         unit = Int64(cute.arch.shuffle_sync(page_id, i % WARP)) * Int64(src.page_stride)
-        record = cute.make_ptr(Uint32, head + unit * (UNIT_WORDS * WORD) + side.part_offset, cute.AddressSpace.gmem,
+        record = cute.make_ptr(Uint32, head + unit * (UNIT_WORDS * WORD) + side.start, cute.AddressSpace.gmem,
                                assumed_align=UNIT_WORDS * WORD)
         part = cute.make_tensor(record, cute.make_layout(words))
         rings.wait_empty(packed, fill)
         with cute.arch.elect_one():
-            rings.expect(packed, fill, side.part_bytes)
+            rings.expect(packed, fill, side.nbytes)
             cute.copy(atom, part, stages[None, rings.stage(packed, fill)],
                       mbar_ptr=packed.full + rings.stage(packed, fill))
         fill += Uint32(1)

@@ -3,7 +3,7 @@
 Pieces run K part, V part, K part, ... of the warp's pages; piece n lies in slot n % slots. When piece n has come, the
 copy to the slot read before it starts: ``slots - 1`` pieces are under way while a warp waits, and no more than memory
 needs (tuning.UNDER_WAY). What is beyond that queues up, and the queue serves some SMs a fifth faster than others. A
-warp that is behind the others (pace.py) does not wait for piece n.
+warp that is behind the others (page_loop.py) does not wait for piece n.
 """
 
 from typing import NamedTuple
@@ -102,7 +102,7 @@ def policy_of(cfg: WarpConfig, pages: Int32, row_blocks: Int32) -> Int32 | None:
     """
     if cfg.own_queries and cfg.boost:
         return None
-    most = PASSING_BYTES // (cfg.k.part_bytes + cfg.v.part_bytes)
+    most = PASSING_BYTES // (cfg.k.nbytes + cfg.v.nbytes)
     return cutlass.select_((pages <= most) & (row_blocks == 1), Int32(ptx.EVICT_FIRST), Int32(ptx.EVICT_UNCHANGED))
 
 
@@ -122,7 +122,7 @@ def prefetch(tensor: cute.Tensor, first: Int32, count: Int32, thread: Int32):
 def issue(cfg: cutlass.Constexpr[WarpConfig], side: cutlass.Constexpr[SidePlan], pages: Pages, ring: Ring,
           warp: Int32, slot: Int32, page_id: Int32, more_bytes: cutlass.Constexpr[int] = 0):
     """Start one bulk copy: a part of a page's record into a slot. more_bytes: what else the barrier shall wait for."""
-    copy(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot, range(side.part_bytes), more_bytes)
+    copy(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot, range(side.nbytes), more_bytes)
 
 
 def is_single(cfg: WarpConfig, pages: Pages):
@@ -135,7 +135,7 @@ def is_single(cfg: WarpConfig, pages: Pages):
 def issue_halves(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, ring: Ring, me: Lane, ids: Int32):
     """``issue`` of the one page's V: the second half of its tokens with the metadata, then the first."""
     page_id, middle = cute.arch.shuffle_sync(ids, 0), cfg.v.middle
-    for full, part in ((ring.half_full, range(middle, cfg.v.part_bytes)), (ring.full + 1, range(middle))):
+    for full, part in ((ring.half_full, range(middle, cfg.v.nbytes)), (ring.full + 1, range(middle))):
         copy(cfg, cfg.v, pages, ring, me.warp, Int32(1), page_id, full, part)
 
 
@@ -144,7 +144,7 @@ def copy(cfg: WarpConfig, side: SidePlan, pages: Pages, ring: Ring, warp: Int32,
     """Start a bulk copy of some bytes of a part, and tell barrier ``full`` what to wait for. The DSL's copy has no
     policy, and needs fewer registers."""
     units = Int64(page_id) * Int64(pages.page_stride) + pages.head_units
-    source = pages.pool.iterator.toint() + units * UNIT_BYTES + (side.part_offset + part.start)
+    source = pages.pool.iterator.toint() + units * UNIT_BYTES + (side.start + part.start)
     target = ring.buffer.toint() + (warp * cfg.warp_bytes + slot * cfg.slot_bytes + part.start)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, len(part) + more_bytes)

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows
-from lowbit_attn.hopper.warp import masks, query, softmax
+from lowbit_attn.hopper.warp import softmax, unpack
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WARP, WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import CHUNK_BYTES, Ring
 from lowbit_attn.hopper.warp.softmax import State
@@ -74,14 +74,14 @@ def copy_rows(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, me: Lane, source: 
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring: Ring, me: Lane, q: cute.Tensor,
-        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, takers: Int32 | int):
-    """Units first_unit, first_unit + takers, ..., one at a time through the warp's ring."""
+        rows: Rows, state: State, scale_log2: Float32, limits: softmax.Limits, apart: Int32 | int):
+    """Units first_unit, first_unit + apart, ..., one at a time through the warp's ring."""
     if walk.first_unit < walk.num_units:
         element = numbers.ELEMENT[cfg.dtype]
         operand, operand_words = numbers.fragments(cfg.k.col_tiles * cfg.col_blocks, element)
-        operand_words.store(query.load(cfg, q, rows, me).load())
-        queries = masks.queries_of(cfg, rows, me)
-        for i in cutlass.range(walk.first_unit, walk.num_units, takers, unroll=1):
+        operand_words.store(unpack.load_query(cfg, q, rows, me).load())
+        queries = softmax.queries_of(cfg, rows, me)
+        for i in cutlass.range(walk.first_unit, walk.num_units, apart, unroll=1):
             now = unit(walk, i, rows.q_len)
             load_unit(cfg, tokens, walk, now, ring, me)
             cute.arch.cp_async_wait_group(0)
@@ -91,7 +91,7 @@ def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring:
 
 
 def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, now: Unit, queries: list,
-           scale_log2: Float32, limits: masks.Limits) -> None:
+           scale_log2: Float32, limits: softmax.Limits) -> None:
     """One unit: 16 rows of K, then 16 rows of V. A query may see none of them."""
     element, blocks = numbers.ELEMENT[cfg.dtype], cfg.col_blocks
     atom = numbers.multiply_atom(element)
@@ -110,9 +110,10 @@ def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: S
         at = softmax.places(acc, column, blocks)
         logits = [acc[place] * scale_log2 for place in at]
         if cfg.has_softcap:
-            logits = [masks.capped(limits, logit) for logit in logits]
-        logits = [masked(logit, masks.of_unit(cfg, now, queries[column], Int32(me.g) + 8 * half, limits))
-                  for half, logit in enumerate(logits)]
+            logits = [softmax.capped(limits, logit) for logit in logits]
+        seen = [softmax.is_seen(cfg, now, queries[column], Int32(me.g) + 8 * half, limits) for half in (0, 1)]
+        # -inf for a token that is dead or not seen, whatever its K holds
+        logits = [cutlass.select_(is_seen, logit, Float32(numbers.NEG_INF)) for logit, is_seen in zip(logits, seen)]
         top = numbers.over_lanes(cute.arch.fmax(*logits), numbers.OVER_G, cute.arch.fmax)
         top = cute.arch.fmax(state.row_max[column], top)
         softmax.apply_alpha(cfg, state, column, top, None)
@@ -156,8 +157,3 @@ def add_values(cfg: WarpConfig, ring: Ring, me: Lane, p: cute.Tensor, first_row:
             numbers.zero_dead(a, 2 * me.t, live)
         for nt in range(blocks):
             numbers.multiply(numbers.multiply_atom(element), state.acc_o, rt * blocks + nt, a, p[None, nt])
-
-
-def masked(logit: Float32, is_seen) -> Float32:
-    """-inf for a token that is dead or not seen, whatever its K holds."""
-    return cutlass.select_(is_seen, logit, Float32(numbers.NEG_INF))

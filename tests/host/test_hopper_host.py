@@ -75,7 +75,7 @@ def lane_meta(side: config.TileSide, meta: np.ndarray, run: int, block: int) -> 
 def dequant_part(side: config.TileSide, part: np.ndarray) -> np.ndarray:
     """What four dequant warps write for one part of a record: the tile as float in memory order."""
     tile = np.full(side.tile_rows * side.cols, np.nan)
-    codes, meta = part[: side.meta_offset].view(np.uint32), part[side.meta_offset :].view(np.uint16)
+    codes, meta = part[: side.meta].view(np.uint32), part[side.meta :].view(np.uint16)
     row, col8 = lane_place(LANES)
     mask = (1 << side.bits) - 1
     for run in (r for w in range(GROUP_WARPS) for r in range(w, side.runs, GROUP_WARPS)):
@@ -105,7 +105,7 @@ def test_dequant_lanes_rebuild_the_matrix(format_name, head_dim, dtype, name, ro
     k, v = torch.randn(2, 1, 128, head_dim)
     record = fmt.quantize(k, v)
     side = getattr(config.make_config(fmt, head_dim, dtype, rows), name)
-    part = record[0, side.part_offset : side.part_offset + side.part_bytes].numpy()
+    part = record[0, side.start : side.start + side.nbytes].numpy()
     got = read_wgmma_tile(dequant_part(side, part), side.tile_rows, side.cols)[: side.rows]
     want = (fmt.dequantize_k if name == "k" else fmt.dequantize_v)(record, head_dim)[0].numpy()
     want = want.T if side.transposed else want
@@ -361,9 +361,9 @@ def test_masks_leave_what_a_query_sees(n_sink, n_qk, lag, residual, q_len, windo
 @pytest.mark.parametrize("ratio, q_len, rows", [(1, 1, 8), (8, 1, 8), (3, 2, 8), (5, 13, 64), (4, 16, 64), (16, 9, 64),
                                                 (9, 3, 8), (3, 5, 16), (7, 3, 4), (12, 16, 16)])
 def test_row_blocks_serve_every_query_of_every_head_once(ratio, q_len, rows):
-    seen, head_idx = [], 3
-    for block in range(-(-ratio * q_len // rows)):
-        mine = abi.make_rows(0, head_idx, block, ratio, q_len, rows)
+    seen, head_idx, blocks = [], 3, -(-ratio * q_len // rows)
+    for block in range(blocks):
+        mine = abi.block_rows((head_idx * blocks + block, 0), blocks, ratio, q_len, rows)
         assert 1 <= number(mine.count) <= rows
         seen += [tuple(map(number, abi.query_and_head(mine, row))) for row in range(number(mine.count))]
     assert seen == [(j, head_idx * ratio + h) for j in range(q_len) for h in range(ratio)]

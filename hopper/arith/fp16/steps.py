@@ -1,14 +1,14 @@
-"""The steps of a kernel on fp16 codes: see ``contract.Arithmetic``."""
+"""The steps of a kernel on fp16 codes: see ``warp.config.Arithmetic``."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from lowbit_attn.hopper.arith.fp16 import values
+from lowbit_attn.hopper.arith.fp16 import query, values
 from lowbit_attn.hopper.arith.fp16.query import prepare as prepare_query
 from lowbit_attn.hopper.arith.fp16.scores import of_page as scores
 from lowbit_attn.hopper.arith.fp16.values import true_scale as finish
 from lowbit_attn.hopper.common.abi import Rows
-from lowbit_attn.hopper.warp import query, softmax
+from lowbit_attn.hopper.warp import softmax, unpack
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.fetch import Arrival
 from lowbit_attn.hopper.warp.unpack import Lane, Piece
@@ -22,7 +22,7 @@ def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread
 
 
 def load_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, early: None) -> cute.Tensor:
-    return query.load(cfg, q, rows, me)
+    return unpack.load_query(cfg, q, rows, me)
 
 
 def before_values(cfg: WarpConfig, state: softmax.State, maxima: tuple) -> None:
