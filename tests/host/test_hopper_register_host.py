@@ -296,9 +296,9 @@ def test_codes_of_a_row_tile_stand_where_those_of_the_first_would(name, head_dim
             first, whole = ct * side.row_tiles, lane_words(side, part, ct * side.row_tiles, side.row_tiles)
             values = accesses[value(unpack.tile_access(side, first, tile, width)) + side.code_access(0, width, LANES)]
             down = np.uint32(unpack.tile_shift(side, tile))
-            for register, (word, shift, mask) in enumerate(side.operand(first)):
+            for register, (word, shift, mask) in enumerate(operands.register_sources(side, first)):
                 got = values[:, word - side.words_of(first)] >> down >> np.uint32(shift) & np.uint32(mask)
-                at, want_shift, want_mask = side.operand(first + tile)[register]
+                at, want_shift, want_mask = operands.register_sources(side, first + tile)[register]
                 want = whole[at] >> np.uint32(want_shift) & np.uint32(want_mask)
                 power = side.power(tile, register % 2) - side.power(0, register % 2)
                 assert np.array_equal(got << np.uint32(power), want) and (n > 1 or down == 0)
