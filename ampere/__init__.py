@@ -3,6 +3,7 @@
 import torch
 
 from lowbit_attn.kernels.key import Scratch
+from lowbit_attn.ampere.support import CodebookSupport
 from lowbit_attn.kernels.support import Support
 
 EMPTY = None  # what words of scratch are between calls: anything
@@ -16,6 +17,8 @@ PATHS = {
     "tile": Support(arithmetic="tile",
                     k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
                     storages=(torch.float16,), rows=(8,), wide_rows=(8,)),
+    "codebook": CodebookSupport(arithmetic="codebook", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
+                                dtypes=(torch.float16, torch.bfloat16), storages=(), rows=(8,), wide_rows=(8,)),
 }
 
 
