@@ -13,18 +13,25 @@ CTA has. Sums of a group of columns go to memory; ``Sum`` adds them up, always i
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.linear.config import TABLE_AT, TABLE_BYTES, TABLE_THREADS, WARP
-from lowbit_attn.hopper.linear.e8p import HALF_ROW, check_base, load_once, shared, words_at
+from lowbit_attn.hopper.common.numbers import ELEMENT
+from lowbit_attn.hopper.linear.config import HALF_ROW, TABLE_AT, TABLE_BYTES, TABLE_THREADS, WARP
+from lowbit_attn.hopper.linear.tables import (
+    advance,
+    begin_kernel,
+    codes_now_and_ahead,
+    load_once,
+    shared,
+    visible,
+    words_at,
+)
 
-ELEMENT = {"float16": Float16, "bfloat16": BFloat16}
 WARPS = TABLE_THREADS // WARP
 BOOKS, ENTRIES, VEC, SLICES = 2, 256, 8, 32
 LOADS, LOAD_STEPS = 4, 8  # of 16 bytes in a unit, each of 8 slices' two codes
 ENTRIES_AT = TABLE_AT + TABLE_BYTES  # codebooks in fp32, [entry][book][8]
-CODE_WORDS = 4
 
 
 class Aqlm2x8:
@@ -45,23 +52,13 @@ class Aqlm2x8:
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, codes: cute.Tensor, codebooks: cute.Tensor, partial: cute.Tensor):
-        cute.arch.griddepcontrol_launch_dependents()
-        thread, lane = cute.arch.thread_idx()[0], Int32(cute.arch.lane_idx())
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-
-        @cute.struct
-        class Smem:
-            words: cute.struct.Align[cute.struct.MemRange[Uint32, self.smem_bytes // 4], 1024]
-
-        check_base(Int32(cutlass.memory.SmemAllocator().allocate(Smem).words.data_ptr().toint()))
+        cta = begin_kernel(self.smem_bytes)
+        thread, lane, warp = cta.thread, cta.lane, cta.warp
         blocks = codes.shape[1]
         units = codes.shape[0] * blocks
-        first, last = Int32(Int64(units) * cta // ctas), Int32(Int64(units) * (cta + 1) // ctas)
+        first, last = cta.share(units)
         source = codes.iterator.toint() + lane * 16
-        current, ahead = (cute.make_rmem_tensor((CODE_WORDS, LOADS), Uint32) for _ in range(2))
-        current.fill(0)
-        ahead.fill(0)
+        current, ahead = codes_now_and_ahead(LOADS)
         unit = first + warp
         load_unit(current, source, unit, last)
         widen_codebooks(codebooks, thread)
@@ -75,9 +72,7 @@ class Aqlm2x8:
             while unit < end:
                 load_unit(ahead, source, unit + WARPS, last)
                 partial[group, 0, (unit - group * blocks) * WARP + lane] = row_sum(current, offsets)
-                for j in cutlass.range_constexpr(LOADS):
-                    for i in cutlass.range_constexpr(CODE_WORDS):
-                        current[i, j] = ahead[i, j]
+                advance(current, ahead)
                 unit += WARPS
             cute.arch.sync_threads()
             first = end
@@ -112,8 +107,7 @@ def make_table(element: cutlass.Constexpr, x: cute.Tensor, group: Int32, warp: I
     for e in cutlass.range_constexpr(VEC):
         column = (group * SLICES + lane) * VEC + e
         if column < x.shape[1]:
-            value = Float32(x[0, column])
-            slice_of_x[e] = value + value * 0.0  # an infinity becomes a NaN, as every result of its row must be
+            slice_of_x[e] = visible(Float32(x[0, column]))
     for i in cutlass.range(warp * (BOOKS * ENTRIES // WARPS), (warp + 1) * (BOOKS * ENTRIES // WARPS), unroll=4):
         entry = cute.make_rmem_tensor((4, 2), Float32)
         for half in cutlass.range_constexpr(2):
@@ -175,5 +169,4 @@ class Sum:
         if thread < WARP and is_there:
             for i in cutlass.range_constexpr(1, WARPS):
                 total += sums[thread + i * WARP]
-            total = total + total * 0.0  # an infinity, which only x can bring, becomes a NaN
-            y[row, column] = self.element(total * scales[column])
+            y[row, column] = self.element(visible(total) * scales[column])  # only x can bring an infinity

@@ -14,9 +14,17 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32, Uint64
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.linear.aqlm import ELEMENT
+from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.linear.config import AQLM12_ROWS, TABLE_AT, TABLE_THREADS, WARP
-from lowbit_attn.hopper.linear.e8p import check_base, load_once, shared, words_at
+from lowbit_attn.hopper.linear.tables import (
+    advance,
+    begin_kernel,
+    codes_now_and_ahead,
+    load_once,
+    shared,
+    visible,
+    words_at,
+)
 
 WARPS = TABLE_THREADS // WARP
 BOOKS, ENTRIES, VEC, SLICES = 2, 4096, 8, 4
@@ -46,24 +54,14 @@ class Aqlm2x12:
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, codes: cute.Tensor, codebooks: cute.Tensor, partial: cute.Tensor):
-        cute.arch.griddepcontrol_launch_dependents()
-        thread, lane = cute.arch.thread_idx()[0], Int32(cute.arch.lane_idx())
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-
-        @cute.struct
-        class Smem:
-            words: cute.struct.Align[cute.struct.MemRange[Uint32, self.smem_bytes // 4], 1024]
-
-        check_base(Int32(cutlass.memory.SmemAllocator().allocate(Smem).words.data_ptr().toint()))
+        cta = begin_kernel(self.smem_bytes)
+        thread, lane, warp = cta.thread, cta.lane, cta.warp
         groups, blocks = codes.shape[0], codes.shape[1]
-        first, last = Int32(Int64(groups) * cta // ctas), Int32(Int64(groups) * (cta + 1) // ctas)
+        first, last = cta.share(groups)
         begin = cute.arch.block_idx()[1] * (AQLM12_ROWS // UNIT_ROWS)
         end = cutlass.min(begin + AQLM12_ROWS // UNIT_ROWS, blocks)
         source = codes.iterator.toint() + lane * 16
-        current, ahead = (cute.make_rmem_tensor((4, LOADS), Uint32) for _ in range(2))
-        current.fill(0)
-        ahead.fill(0)
+        current, ahead = codes_now_and_ahead(LOADS)
         load_unit(current, source, first * blocks, begin + warp, end)
         for i in cutlass.range(thread, (end - begin) * UNIT_ROWS, TABLE_THREADS, unroll=4):
             shared(Float32, SUMS_AT + 4 * i, 0)[0] = Float32(0.0)
@@ -77,12 +75,10 @@ class Aqlm2x12:
                 after = cutlass.select_(is_last, cutlass.min(group + 1, last - 1), group)
                 load_unit(ahead, source, after * blocks, cutlass.select_(is_last, begin + warp, block + WARPS), end)
                 add_rows(current, offsets, SUMS_AT + ((block - begin) * UNIT_ROWS + lane * LANE_ROWS) * 4)
-                for j in cutlass.range_constexpr(LOADS):
-                    for i in cutlass.range_constexpr(4):
-                        current[i, j] = ahead[i, j]
+                advance(current, ahead)
         cute.arch.sync_threads()
         for i in cutlass.range(thread, (end - begin) * UNIT_ROWS, TABLE_THREADS, unroll=4):
-            partial[cta, 0, begin * UNIT_ROWS + i] = shared(Float32, SUMS_AT + 4 * i, 0)[0]
+            partial[cta.index, 0, begin * UNIT_ROWS + i] = shared(Float32, SUMS_AT + 4 * i, 0)[0]
 
 
 @cute.jit
@@ -101,8 +97,7 @@ def make_table(element: cutlass.Constexpr, x: cute.Tensor, codebooks: cute.Tenso
     for i in cutlass.range_constexpr(SLICES * VEC):
         column = group * (SLICES * VEC) + i
         if column < x.shape[1]:
-            value = Float32(x[0, column])
-            columns[i] = value + value * 0.0  # an infinity becomes a NaN, as every result of its row must be
+            columns[i] = visible(Float32(x[0, column]))
     for entry in cutlass.range(thread, BOOKS * ENTRIES, TABLE_THREADS, unroll=4):
         values = cute.make_rmem_tensor(VEC, Float16)
         cute.autovec_copy(words_at(codebooks.iterator.toint() + Int64(entry) * 16), cute.recast_tensor(values, Uint32))

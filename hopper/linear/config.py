@@ -15,12 +15,11 @@ from lowbit_attn.kernels.key import Checks, KernelKey
 TARGET = "sm_90a"
 WARP = 32
 TABLE_AT = 1024  # shared address of tables: where dynamic shared memory starts, so that byte 1 of an address is a code
-TABLE_BYTES = 65_536  # of 256 rows of 256 bytes
+ROW_BYTES, HALF_ROW = 256, 128  # of a table
+TABLE_BYTES = 256 * ROW_BYTES  # a row an entry
+SELECT = 0x5504  # of PRMT: byte 0 of the lane's offset, a byte of the codes, zeros
 DIGIT_MAX = 32_512  # of a coefficient: 256 * 127, the largest whose two digits are signed bytes
 HADAMARD_THREADS = 512
-HADAMARD_LIMIT = 8192  # coefficients of a CTA
-CLUSTER_LOG2 = 3  # CTAs that share a row of a long transform
-LONG = 8192  # coefficients from which a row is shared
 TABLE_THREADS = 512  # of kernels with a table of products
 AQLM12_ROWS = 24_576  # of W in a CTA of aqlm_2x12: their sums are beside a table of 128 KiB
 COLUMNS = 4  # rows of x in one MMA: each has two digits

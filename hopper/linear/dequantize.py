@@ -5,13 +5,12 @@ Rows ``first`` (in units of the pack) on, as many as ``out`` [rows, columns of t
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 
+from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.linear.aqlm12 import entries
 from lowbit_attn.hopper.linear.config import WARP
-from lowbit_attn.hopper.linear.e8p import words_at
-
-ELEMENT = {"float16": Float16, "bfloat16": BFloat16}
+from lowbit_attn.hopper.linear.tables import words_at
 
 
 class Dequantize:

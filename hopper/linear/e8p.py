@@ -19,31 +19,29 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common.numbers import pack
-from lowbit_attn.hopper.linear.config import COLUMNS, TABLE_AT, TABLE_BYTES, WARP, GemvConfig
+from lowbit_attn.hopper.linear.config import (
+    COLUMNS,
+    HALF_ROW,
+    ROW_BYTES,
+    SELECT,
+    TABLE_AT,
+    TABLE_BYTES,
+    WARP,
+    GemvConfig,
+)
+from lowbit_attn.hopper.linear.tables import (
+    CODE_WORDS,
+    advance,
+    begin_kernel,
+    codes_now_and_ahead,
+    load_once,
+    shared,
+    words_at,
+)
 
-ROW_BYTES, HALF_ROW = 256, 128
 EVEN, ODD = 0x0F0F_0F0F, 0xF0F0_F0F0
-CODE_WORDS, DIGIT_WORDS = 4, 8  # of a lane, row block (column block) and chunk
+DIGIT_WORDS = 8  # of a lane, column block and chunk
 SUMS_AT = TABLE_AT + TABLE_BYTES
-SELECT = 0x5504  # of PRMT: byte 0 of the lane's offset, a byte of the codes, zeros
-
-
-def shared(kind, address, offset: int, count: int = 1) -> cute.Tensor:
-    """Numbers of 32 bits at a shared address."""
-    pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=4 * count)
-    return cute.make_tensor(pointer + offset // 4, cute.make_layout(count))
-
-
-def words_at(address: Int64, count: int = CODE_WORDS) -> cute.Tensor:
-    """Words of global memory, in one access."""
-    return cute.make_tensor(cute.make_ptr(Uint32, address, cute.AddressSpace.gmem, assumed_align=4 * count),
-                            cute.make_layout(count))
-
-
-def load_once(address: Int64, codes: cute.Tensor) -> None:
-    """Four words of global memory that no one reads again: they leave L2 first."""
-    for i, word in enumerate(ptx.load_words(address, Int64(ptx.EVICT_FIRST) << 32)):
-        codes[i] = word
 
 
 class Digits(NamedTuple):
@@ -53,13 +51,6 @@ class Digits(NamedTuple):
     chunks: Int32
     m: Int32
     first_row: Int32  # of x, in column block 0
-
-
-@cute.jit
-def check_base(base: Int32):
-    """Stop the kernel where shared memory does not start as the addresses of tables need it."""
-    if base > TABLE_AT:
-        ptx.trap()
 
 
 class E8PGemv:
@@ -84,27 +75,17 @@ class E8PGemv:
     def kernel(self, codes: cute.Tensor, digits: cute.Tensor, digit_sums: cute.Tensor,
                tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor):
         cfg = self.cfg
-        cute.arch.griddepcontrol_launch_dependents()
-        thread, lane = cute.arch.thread_idx()[0], Int32(cute.arch.lane_idx())
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-
-        @cute.struct
-        class Smem:
-            words: cute.struct.Align[cute.struct.MemRange[Uint32, cfg.smem_bytes // 4], 1024]
-
-        check_base(Int32(cutlass.memory.SmemAllocator().allocate(Smem).words.data_ptr().toint()))
+        cta = begin_kernel(cfg.smem_bytes)
+        thread, lane, warp = cta.thread, cta.lane, cta.warp
         blocks, chunks = codes.shape[0], codes.shape[1]
-        first, last = Int32(Int64(blocks) * cta // ctas), Int32(Int64(blocks) * (cta + 1) // ctas)
+        first, last = cta.share(blocks)
         source = codes.iterator.toint() + lane * 16
         row_bytes = Int64(chunks) * (WARP * 16)
         place = Digits(digits.iterator.toint() + lane * (4 * DIGIT_WORDS), digits.shape[1], digit_sums.shape[0],
                        lane >> 3)
         x = cute.make_rmem_tensor((4, cfg.column_blocks, 2), Uint32)
         x.fill(0)
-        current, ahead = (cute.make_rmem_tensor((CODE_WORDS, cfg.blocks), Uint32) for _ in range(2))
-        current.fill(0)
-        ahead.fill(0)
+        current, ahead = codes_now_and_ahead(cfg.blocks)
         load_codes(cfg, current, source, row_bytes, first, last, warp, chunks)
         fill_tables(cfg, tables, thread)
         clear_sums(cfg, thread)
@@ -186,9 +167,7 @@ def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ah
                     for odd in cutlass.range_constexpr(2):
                         add_product(acc[None, b, column, odd % cfg.accumulators], operands[odd],
                                     [x[odd, column, half], x[2 + odd, column, half]])
-        for b in cutlass.range_constexpr(cfg.blocks):
-            for i in cutlass.range_constexpr(CODE_WORDS):
-                current[i, b] = ahead[i, b]
+        advance(current, ahead)
     add_sums(cfg, acc, block - start, last - block, lane)
 
 

@@ -18,8 +18,25 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.linear.config import COLUMNS, TABLE_AT, TABLE_BYTES, TABLE_THREADS, WARP
-from lowbit_attn.hopper.linear.e8p import HALF_ROW, ROW_BYTES, SELECT, check_base, load_once, shared, words_at
+from lowbit_attn.hopper.linear.config import (
+    COLUMNS,
+    HALF_ROW,
+    ROW_BYTES,
+    SELECT,
+    TABLE_AT,
+    TABLE_BYTES,
+    TABLE_THREADS,
+    WARP,
+)
+from lowbit_attn.hopper.linear.tables import (
+    CODE_WORDS,
+    advance,
+    begin_kernel,
+    codes_now_and_ahead,
+    load_once,
+    shared,
+    words_at,
+)
 
 UNIT_ROWS, SEGMENT_UNITS = 16, 16
 SEGMENT_COLUMNS = 1024
@@ -27,7 +44,6 @@ TEAM_WARPS = 8  # that share a unit
 TEAMS = TABLE_THREADS // WARP // TEAM_WARPS
 AT_ONCE = 2  # units of a team whose codes are loaded together
 STEP = TEAMS * AT_ONCE
-CODE_WORDS = 4
 UNIT_SUMS = TEAM_WARPS * COLUMNS * UNIT_ROWS
 SUMS_AT = TABLE_AT + TABLE_BYTES  # [buffer][unit][warp of the team][row of x][row]
 
@@ -48,24 +64,14 @@ class Gptvq2:
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, codes: cute.Tensor, codebooks: cute.Tensor, partial: cute.Tensor):
-        cute.arch.griddepcontrol_launch_dependents()
-        thread, lane = cute.arch.thread_idx()[0], Int32(cute.arch.lane_idx())
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        team, member = warp // TEAM_WARPS, warp % TEAM_WARPS
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-
-        @cute.struct
-        class Smem:
-            words: cute.struct.Align[cute.struct.MemRange[Uint32, self.smem_bytes // 4], 1024]
-
-        check_base(Int32(cutlass.memory.SmemAllocator().allocate(Smem).words.data_ptr().toint()))
+        cta = begin_kernel(self.smem_bytes)
+        thread, lane = cta.thread, cta.lane
+        team, member = cta.warp // TEAM_WARPS, cta.warp % TEAM_WARPS
         segments = codes.shape[1]
         units = codes.shape[0] * segments * SEGMENT_UNITS
-        first, last = Int32(Int64(units) * cta // ctas), Int32(Int64(units) * (cta + 1) // ctas)
+        first, last = cta.share(units)
         source = codes.iterator.toint() + member * (WARP * 16) + lane * 16
-        current, ahead = (cute.make_rmem_tensor((CODE_WORDS, AT_ONCE), Uint32) for _ in range(2))
-        current.fill(0)
-        ahead.fill(0)
+        current, ahead = codes_now_and_ahead(AT_ONCE)
         book = cute.make_rmem_tensor(4, Uint32)
         book.fill(0)
         _, x_words = numbers.fragments(CODE_WORDS)
@@ -85,9 +91,7 @@ class Gptvq2:
                 after = cutlass.min(unit + STEP, end)
                 load_units(ahead, source, after + team * AT_ONCE, segment_end(after, last))
                 multiply_units(current, x_words, offset, unit + team * AT_ONCE, end, buffer, member, lane, x.shape[0])
-                for b in cutlass.range_constexpr(AT_ONCE):
-                    for i in cutlass.range_constexpr(CODE_WORDS):
-                        current[i, b] = ahead[i, b]
+                advance(current, ahead)
             if end < last:
                 store_book(book, buffer ^ 1, thread)
             cute.arch.sync_threads()

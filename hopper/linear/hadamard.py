@@ -11,19 +11,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.linear.config import (
-    CLUSTER_LOG2,
-    COLUMNS,
-    DIGIT_MAX,
-    HADAMARD_LIMIT,
-    HADAMARD_THREADS,
-    WARP,
-)
+from lowbit_attn.hopper.common.numbers import ELEMENT
+from lowbit_attn.hopper.linear.config import COLUMNS, DIGIT_MAX, HADAMARD_THREADS, WARP
+from lowbit_attn.kernels.linear import CLUSTER_LOG2, HADAMARD_LIMIT
 
-ELEMENT = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
 CTAS = 1 << CLUSTER_LOG2
 THREADS, WARPS = HADAMARD_THREADS, HADAMARD_THREADS // WARP
 LOADS = 8  # of a thread that are on their way at once

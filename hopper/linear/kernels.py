@@ -4,13 +4,14 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint16, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor
 
+from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.linear.aqlm import Aqlm2x8, Sum
 from lowbit_attn.hopper.linear.aqlm12 import Aqlm2x12
 from lowbit_attn.hopper.linear.config import GemvConfig
 from lowbit_attn.hopper.linear.dequantize import Dequantize
 from lowbit_attn.hopper.linear.e8p import E8PDequantize, E8PGemv
 from lowbit_attn.hopper.linear.gptvq import Gptvq2
-from lowbit_attn.hopper.linear.hadamard import ELEMENT, Hadamard
+from lowbit_attn.hopper.linear.hadamard import Hadamard
 from lowbit_attn.kernels.key import CuteKernel, KernelKey
 
 

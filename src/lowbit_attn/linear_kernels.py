@@ -13,7 +13,15 @@ from torch.nn.functional import pad
 
 from lowbit_attn import dispatch, loader
 from lowbit_attn.formats.uniform import dtype_name
-from lowbit_attn.kernels.linear import DTYPES, MOST_ROWS, PRODUCT_DTYPES, ROWS, linear_key
+from lowbit_attn.kernels.linear import (
+    CLUSTER_LOG2,
+    DTYPES,
+    HADAMARD_LIMIT,
+    MOST_ROWS,
+    PRODUCT_DTYPES,
+    ROWS,
+    linear_key,
+)
 from lowbit_attn.kernels.linear import E8P as E8P_FORMATS
 from lowbit_attn.linear import e8p, hadamard
 from lowbit_attn.linear.constants import constant
@@ -23,7 +31,7 @@ from lowbit_attn.linear.weight import DEQUANTIZE, KERNEL, PRODUCTS, REFERENCE, V
 
 CHUNK_BYTES = 16 << 20  # of W in 16 bits at a time: a third of the smallest L2
 GRID_ROWS = 32_768  # rows of x in one launch of a transform
-LONG, CLUSTER_LOG2, CTA_LIMIT = 8192, 3, 8192  # see hopper/linear/config.py
+LONG = 8192  # coefficients from which CTAs share a row of a transform
 SHORT_ORDER = 40  # of a small matrix, up to which one CTA transforms a short row
 DEQUANTIZE_CTAS = 8  # of an SM
 
@@ -43,7 +51,8 @@ def why_not(x_dtype: torch.dtype, device: torch.device, format: str, n: int, k: 
     spec = format_named(format)
     if not isinstance(spec, E8P):
         return reasons
-    return reasons + [f"a transform of {size} coefficients: supported are up to {CTA_LIMIT}, or {CTA_LIMIT << 3} in "
+    most = HADAMARD_LIMIT << CLUSTER_LOG2
+    return reasons + [f"a transform of {size} coefficients: supported are up to {HADAMARD_LIMIT}, or {most} in "
                       "multiples of 64 times the order of their matrix"
                       for size in spec.sides(n, k) if _cluster_log2(size) is None]
 
@@ -79,8 +88,8 @@ def _kernel(index: int, *args):
 def _cluster_log2(size: int) -> int | None:
     """log2 of the CTAs that share a row of a transform; None: no kernel does it."""
     order = hadamard.base_order(size)
-    can_share = size // order >= 64 and size <= CTA_LIMIT << CLUSTER_LOG2
-    if size <= CTA_LIMIT and not (can_share and (size >= LONG or order > SHORT_ORDER)):
+    can_share = size // order >= 64 and size <= HADAMARD_LIMIT << CLUSTER_LOG2
+    if size <= HADAMARD_LIMIT and not (can_share and (size >= LONG or order > SHORT_ORDER)):
         return 0
     return CLUSTER_LOG2 if can_share else None
 

@@ -11,6 +11,8 @@ ROWS = {"e8p2": (4, 16), "e8p4": (4, 16), "gptvq2": (4,), "aqlm_2x8": (1,), "aql
 DTYPES = ("float16", "bfloat16")
 PRODUCT_DTYPES = {"gptvq2": ("float16",)}  # of x in product kernels, where they are fewer than DTYPES
 TRANSFORMS = ("digits", "rotate", "output")
+HADAMARD_LIMIT = 8192  # coefficients of a transform that a CTA has
+CLUSTER_LOG2 = 3  # of the CTAs that share a row of a long transform
 
 
 def linear_key(target: str, variant: str, format: str = "", dtype: str = "float32", rows: int = 0) -> KernelKey:
