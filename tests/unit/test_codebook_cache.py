@@ -1,4 +1,4 @@
-"""Caches with codebooks: the state machine, values against a model of their own, decode, copies and refusals."""
+"""Caches with codebooks: the state machine, values against a model of their own, decode and copies."""
 
 import copy
 import pickle
@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowbit_attn import FORMATS, KVCache, LayoutMismatchError, decode
-from lowbit_attn.attached import Attached
-from lowbit_attn.codebooks import Codebooks, LayerCodebooks
+from lowbit_attn import FORMATS, decode
 from lowbit_attn.formats import Kind
 from lowbit_attn.reference import attention
 from lowbit_attn.testing import (
@@ -18,70 +16,12 @@ from lowbit_attn.testing import (
     assert_same_state,
     build,
     expected,
-    normal_codebooks,
     relative_error,
 )
+from unit.codebook_caches import DIM, HEADS, NAMES, SINKS, learned, make, of_model, rotated, tokens
 
-HEADS, DIM, SINKS = 2, 64, 32
-FREQ = 10_000.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
-NAMES = ("cq4", "cq2", "cq1", "kcq4vcq2", "cq2-nonorm", "k4vcq2", "kcq2v4", "k4tvcq2-g32")
 names = pytest.mark.parametrize("name", NAMES)
 ropes = pytest.mark.parametrize("rope", ("post", "pre"))
-
-
-def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding as Llama's of [tokens, heads, head_dim], by complex numbers in fp64."""
-    z = torch.complex(*x.double().chunk(2, -1)) * torch.exp(1j * positions[:, None, None] * FREQ.double())
-    return torch.cat((z.real, z.imag), -1)
-
-
-def tokens(count: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys with strong and weak channels and means of their own, embedded at positions from ``start`` on; V."""
-    spread = torch.linspace(3, 0.2, DIM // 2).repeat(2)
-    k = torch.randn(count, HEADS, DIM) * spread + torch.randn(HEADS, DIM) * spread
-    return rotated(k, torch.arange(start, start + count)).half(), torch.randn(count, HEADS, DIM).half()
-
-
-def learned(name: str, rope: str, k: torch.Tensor, v: torch.Tensor) -> LayerCodebooks:
-    """Codebooks whose entries are values of these very tokens, found with arithmetic that the package does not have."""
-    sinks = SINKS
-    books = normal_codebooks(name, 1, HEADS, DIM, rope).layer(0)
-    fmt, changes = FORMATS[name], {}
-    pages = (len(k) - sinks) // 128
-    picked = torch.randperm(pages * 128)[:256]
-    if books.k_entries is not None:
-        x = k.double()
-        x = rotated(x, -torch.arange(len(k))) if rope == "pre" else x
-        x = torch.stack([(x[:, h] * books.k_weights[h])[:, books.k_order[h].long()] for h in range(HEADS)])
-        x = x[:, sinks : sinks + 128 * pages].unflatten(1, (pages, 128))
-        changes["k_entries"] = cut((x - x.mean(2, keepdim=True)).flatten(1, 2), fmt.k.vec_size, picked)
-    if books.v_entries is not None:
-        x = v.double().transpose(0, 1)[:, sinks : sinks + 128 * pages]
-        x = x / x.square().mean(-1, keepdim=True).sqrt() if fmt.v.normed else x
-        changes["v_entries"] = cut(x, fmt.v.vec_size, picked)
-    return replace(books, **changes)
-
-
-def cut(x: torch.Tensor, vec_size: int, picked: torch.Tensor) -> torch.Tensor:
-    """Values [heads, tokens, head_dim] -> entries fp16 [heads, groups, 256, vec_size]."""
-    return x[:, picked].unflatten(2, (-1, vec_size)).transpose(1, 2).half()
-
-
-def books_of(name: str, rope: str = "post", seed: int = 0) -> LayerCodebooks:
-    rope = rope if FORMATS[name].k.kind is Kind.CODEBOOK else "post"
-    return normal_codebooks(name, 1, HEADS, DIM, rope, seed).layer(0)
-
-
-def make(name: str = "cq2", rope: str = "post", books: LayerCodebooks | None = None, **options) -> KVCache:
-    return KVCache(name, options.pop("num_pages", 12), HEADS, DIM, codebooks=books or books_of(name, rope), **options)
-
-
-def of_model(cache: KVCache, k: torch.Tensor) -> torch.Tensor:
-    """Stored keys [heads, tokens, head_dim] in the model's order and without weights."""
-    books = cache.attached.layer
-    if books.k_entries is None:
-        return k
-    return torch.stack([k[h][:, books.k_order[h].long().argsort()] / books.k_weights[h] for h in range(HEADS)])
 
 
 # ---- the state machine
@@ -366,155 +306,3 @@ def test_a_call_that_breaks_off_changes_nothing(rope, at, monkeypatch):
     for one in (cache, other):
         one.prefill(0, k[200:], v[200:])
     assert_same_state(cache, other)
-
-
-# ---- sizes and identity
-
-
-@names
-def test_bytes_of_codebooks_count(name):
-    cache = make(name)
-    books = cache.attached.layer
-    assert cache.nbytes == books.nbytes > 0
-    cache.prefill(0, *tokens(160))
-    record = cache.format.record(DIM)
-    assert cache.nbytes == books.nbytes + HEADS * record.nbytes + 32 * 2 * HEADS * DIM * 2
-    assert books.nbytes == HEADS * FORMATS[name].shared_bytes(DIM)
-    bits = FORMATS[name].bits_per_element(DIM)
-    assert FORMATS[name].bits_per_element(DIM, 128 * 10) == pytest.approx(
-        bits + FORMATS[name].shared_bytes(DIM) * 8 / (2 * DIM * 1280))
-
-
-def test_codebooks_cannot_be_exchanged():
-    cache, other = make(max_batch=2), books_of("cq2", seed=1)
-    cache.prefill(0, *tokens(200))
-    cache.attached = Attached(other, cache.format, HEADS, DIM, "cpu")
-    for call in (lambda: decode(torch.randn(1, 1, 2, DIM).half(), cache), lambda: cache.share(0, 1),
-                 lambda: copy.deepcopy(cache), lambda: pickle.dumps(cache)):
-        with pytest.raises(LayoutMismatchError, match="packed as cq-.*its codebooks were exchanged"):
-            call()
-
-
-def test_equal_codebooks_have_one_identity():
-    assert make().identity == make().identity != make(books=books_of("cq2", seed=1)).identity
-    assert make().identity.startswith(FORMATS["cq2"].layout_id)
-    assert KVCache("k4v4", 1, 1, 64).identity == FORMATS["k4v4"].layout_id
-
-
-# ---- refusals
-
-
-@pytest.mark.parametrize("name, books, error, words", [
-    ("cq2", None, ValueError, "codebooks: got none for format cq2.*calibrate makes such files"),
-    ("cq2", "file", TypeError, "codebooks: got str, supported: a LayerCodebooks"),
-    ("cq2", normal_codebooks("cq2", 2, HEADS, DIM), TypeError, "codebooks: got Codebooks, supported: a LayerCodebooks"),
-    ("k4v4", books_of("cq2"), ValueError, "codebooks: got some for format k4v4, supported: None"),
-    ("cq2", normal_codebooks("cq2", 1, 3, DIM).layer(0), ValueError, "codebooks: got 3 KV heads, supported: 2"),
-    ("cq2", normal_codebooks("cq2", 1, HEADS, 128).layer(0), ValueError, "codebooks: got head_dim 128, supported: 64"),
-    ("cq2", books_of("cq4"), ValueError, "codebooks: made for cq4, whose K is another than that of cq2"),
-    ("cq2", books_of("kcq2vcq4"), ValueError, "codebooks: made for kcq2vcq4, whose V is another"),
-    ("cq2", books_of("cq2-nonorm"), ValueError, "codebooks: made for cq2-nonorm, whose V is another"),
-    ("cq2", books_of("kcq2v4"), ValueError, "codebooks: made for kcq2v4, whose V is another"),
-    ("cq2", replace(books_of("cq2"), format="cq4"), ValueError, "codebooks: made for cq4, whose K is another"),
-    ("cq4", replace(books_of("cq2"), format="cq4"), ValueError, "codebooks: K has entries of 4 channels, supported: 2"),
-    ("cq2", replace(books_of("cq2"), format="cq9"), ValueError, "codebooks: made for a format that is not known here"),
-])
-def test_codebooks_that_do_not_fit_are_refused(name, books, error, words):
-    with pytest.raises(error, match=words):
-        KVCache(name, 4, HEADS, DIM, codebooks=books)
-
-
-@pytest.mark.parametrize("name, books", [
-    ("kcq2v4", "cq2"), ("k4vcq2", "cq2"), ("kcq2vcq2", "cq2"), ("cq2", "kcq2vcq2"),
-])
-def test_codebooks_serve_every_format_of_their_sides(name, books):
-    cache = make(name, books=books_of(books))
-    cache.prefill(0, *tokens(200))
-    assert int(cache.n_qk[0]) == 128
-    kept = {name for name, x in vars(cache.attached.layer).items() if isinstance(x, torch.Tensor)}
-    assert kept == {f"{side}_entries" for side in "kv" if getattr(FORMATS[name], side).kind is Kind.CODEBOOK} | (
-        {"k_order", "k_weights"} if FORMATS[name].k.kind is Kind.CODEBOOK else set())
-
-
-def test_shared_out_tokens_are_refused_by_name():
-    from lowbit_attn.parallel import ShardedKVCache
-
-    with pytest.raises(NotImplementedError, match="format: cq2 has codebooks, supported by KVCache"):
-        ShardedKVCache("cq2", 4, HEADS, DIM, codebooks=books_of("cq2"))
-
-
-def test_rotated_keys_and_query_weights_are_refused():
-    with pytest.raises(ValueError, match="rotate_keys"):
-        make(rotate_keys=True)
-    with pytest.raises(ValueError, match="query_weights: got some"):
-        make(query_weights=torch.ones(HEADS, DIM))
-
-
-def test_compiled_steps_are_refused_and_do_nothing():
-    cache = make()
-    cache.prefill(0, *tokens(100))
-    before = copy.deepcopy(cache)
-    for step in (lambda x: cache.append(x[..., :HEADS, :], x[..., :HEADS, :]), lambda x: decode(x, cache)[0]):
-        with pytest.raises(Exception, match="has codebooks, whose"):
-            torch.compile(step, backend="eager", fullgraph=True)(torch.randn(1, 1, 4, DIM).half())
-    assert_same_state(cache, before)
-
-
-def test_a_gpu_s_refusal_names_the_reference(monkeypatch):
-    from lowbit_attn import dispatch
-
-    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
-    assert dispatch.why_not(make(), 4) == []
-    monkeypatch.setattr(dispatch, "target_of", lambda device: ("ampere", "sm_80"))
-    assert dispatch.why_not(make(), 4) == ["format cq2: no kernel on ampere reads its codebooks yet (codebooks), "
-                                           "supported: path='reference', any device"]
-
-
-# ---- hard inputs
-
-
-def test_nan_shows_in_one_page_of_one_head():
-    k, v = tokens(32 + 384)
-    k[32 + 130, 1, 7] = float("nan")
-    v[32 + 300, 0, 3] = float("inf")
-    cache = make()
-    cache.prefill(0, k, v)
-    got_k, got_v = cache.gather(0)
-    bad = ~got_k.isfinite()
-    assert bad[1, 160:288].any(-1).all() and bad.sum() == 128
-    bad = (~got_v.isfinite()).any(-1)
-    assert bad[0, 332] and bad.sum() == 1
-    assert not decode(torch.randn(1, 1, 2, DIM).half(), cache)[0][..., 1, :].isfinite().all()
-
-
-def test_weights_do_not_make_finite_keys_infinite():
-    books = books_of("cq2")
-    k, v = torch.full((200, HEADS, DIM), 60000.0).half(), torch.randn(200, HEADS, DIM).half()
-    cache = make(books=replace(books, k_weights=torch.full((HEADS, DIM), 8.0)))
-    cache.prefill(0, k, v)
-    assert all(x.isfinite().all() for x in cache.gather(0)) and cache.sink_k.amax() == 65504
-
-
-def test_clamped_means_and_norms_are_counted():
-    """Of packed pages alone, a shared one once; an infinity is none, since it shows."""
-    books = replace(books_of("cq2"), k_weights=torch.ones(HEADS, DIM))
-    cache = make(books=books, dtype=torch.bfloat16, max_batch=2)
-    k, v = torch.randn(330, HEADS, DIM).bfloat16(), torch.randn(330, HEADS, DIM).bfloat16()
-    k[32:160, 1, 5] = 1e6
-    v[[40, 200, 320], 0] = 3e38
-    v[50, 1, 1] = float("inf")
-    cache.prefill(0, k, v)
-    assert cache.count_clamped() == {"mean": 1, "norm": 2}
-    cache.share(0, 1, 160)
-    assert cache.count_clamped() == {"mean": 1, "norm": 2}
-    cache.free([0])
-    assert cache.count_clamped() == {"mean": 1, "norm": 1}
-    assert make("cq2-nonorm").count_clamped() == {"mean": 0, "norm": 0} == KVCache("k4v4", 1, 1, 64).count_clamped()
-
-
-def test_a_whole_model_s_codebooks_give_layers():
-    whole = normal_codebooks("cq2", 3, HEADS, DIM)
-    assert isinstance(whole, Codebooks)
-    caches = [make(books=whole.layer(i)) for i in range(3)]
-    assert len({cache.identity for cache in caches}) == 3

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from sim.ptx import instructions
-from sim.ptx.instructions import LANES, names_of
+from sim.ptx.memory import CTA_WINDOW, LANES, names_of
 
 OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 SHARED_BYTES = 232_448
@@ -183,7 +183,7 @@ class Cta:
 
     def of_cluster(self, address: int) -> tuple["Cta", int]:
         """(CTA, address in its shared memory) of an address of ``mapa``, or of one in this CTA's shared memory."""
-        window, own = divmod(address, instructions.CTA_WINDOW)
+        window, own = divmod(address, CTA_WINDOW)
         return (self.cluster or [self])[window - 1] if window else self, own
 
     def turns(self, threads: int, reverse: bool = False):

@@ -1,0 +1,146 @@
+"""PTX instructions that read and write memory, and barriers in it, on registers of 32 lanes."""
+
+import re
+from functools import cache
+
+import numpy as np
+
+from sim.ptx.numbers import U32, U64, width
+
+LANES = 32
+CTA_WINDOW = 1 << 24  # bytes between the shared memories of a cluster's CTAs
+
+
+def names_of(operand: str) -> list[str]:
+    """The registers of a list in braces, or the one register."""
+    return operand.strip("{} ").replace(",", " ").split()
+
+
+def load(warp, suffixes, operands, active):
+    names, size = names_of(operands[0]), width(suffixes) // 8
+    if suffixes[0] == "param":
+        number, offset = parameter_place(operands[1])
+        data = np.frombuffer(warp.cta.parameters[number], np.uint8, size * len(names), offset)
+        words = np.broadcast_to(data.view(f"u{size}"), (LANES, len(names)))
+    elif suffixes[0] == "shared::cluster":
+        words = load_of_cluster(warp, operands, active).view(f"u{size}")
+    else:
+        memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
+        data = np.zeros((LANES, size * len(names)), np.uint8)
+        data[active] = memory.read(warp.address(operands[1])[active], size * len(names))
+        words = data.view(f"u{size}")
+    for i, name in enumerate(names):
+        warp.set(name, words[:, i], active)
+
+
+def load_of_cluster(warp, operands, active) -> np.ndarray:
+    """A word of the shared memory of a CTA of the cluster, which must not have ended, by each lane."""
+    data, address = np.zeros((LANES, 4), np.uint8), warp.address(operands[1])
+    for lane in np.flatnonzero(active):
+        cta, at = warp.cta.of_cluster(int(address[lane]))
+        assert cta.ended * LANES < cta.threads, "the CTA has ended"
+        data[lane] = cta.shared.read(np.array([at], U64), 4)[0]
+    return data
+
+
+@cache
+def parameter_place(operand: str) -> tuple[int, int]:
+    """(number of the parameter, offset in it)."""
+    number, offset = re.fullmatch(r"\[\w+_param_(\d+)(?:\+(\d+))?\]", operand).groups()
+    return int(number), int(offset or 0)
+
+
+def store(warp, suffixes, operands, active):
+    if suffixes[0] == "async":
+        return store_async(warp, suffixes, operands, active)
+    memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
+    words = np.stack([x.astype(f"u{width(suffixes) // 8}") for x in warp.values(operands[1])], 1)
+    memory.write(warp.address(operands[0])[active], words.view(np.uint8)[active])
+
+
+def atomic(warp, suffixes, operands, active):
+    """Add 32 bits, in shared memory or, in the memory order that the kernel needs, in global memory; or exchange them
+    in shared memory."""
+    is_shared, adds = suffixes[0] == "shared", "add" in suffixes
+    assert is_shared or {*warp.cta.atomics} <= {*suffixes}
+    assert adds or is_shared and "exch" in suffixes
+    memory = warp.cta.shared if is_shared else warp.cta.memory
+    at, value = warp.address(operands[1]), warp.value(operands[2])
+    before = np.zeros(LANES, U64)
+    for lane in np.flatnonzero(active):
+        before[lane] = memory.read(at[lane : lane + 1], 4).view(U32)[0, 0]
+        memory.write(at[lane : lane + 1], np.array([[adds * before[lane] + value[lane]]]).astype(U32).view(np.uint8))
+    return before
+
+
+def bulk_copy(warp, suffixes, operands, active):
+    cta = warp.cta
+    target, source, size, barrier = (read(x) for read, x in zip((warp.address, warp.address, warp.value, warp.address),
+                                                                operands))
+    for lane in np.flatnonzero(active):
+        if suffixes[-1] == "L2::cache_hint":
+            cta.policies.add(int(warp.value(operands[4])[lane]))
+        to, first = cta.of_cluster(int(target[lane]))
+        last = first + int(size[lane])
+        assert to is cta
+        start = int(source[lane]) - cta.memory.base
+        assert first % 16 == start % 16 == size[lane] % 16 == 0 and start >= 0
+        assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
+        cta.shared.data[first:last] = cta.memory.data[start : start + int(size[lane])]
+        cta.barriers[int(barrier[lane])].bring(int(size[lane]))
+
+
+def copy(warp, suffixes, operands, active):
+    """cp.async: what a lane copies may come any time before its group is waited for; here, when it is."""
+    if "bulk" in suffixes:
+        bulk_copy(warp, suffixes, operands, active)
+    elif "commit_group" in suffixes:
+        warp.groups.append(warp.copies)
+        warp.copies = []
+    elif suffixes[1] in ("wait_group", "wait_all"):
+        if suffixes[1] == "wait_all":  # those without a group too
+            warp.groups.append(warp.copies)
+            warp.copies = []
+        while len(warp.groups) > int((*operands, 0)[0]):
+            for target, data in warp.groups.pop(0):
+                warp.cta.shared.write(target, data)
+    else:
+        assert suffixes[-2:] == ("shared", "global") and operands[2] == "16", (suffixes, operands)
+        target, source = (warp.address(x)[active] for x in operands[:2])
+        assert (target % 16 == 0).all() and (source % 16 == 0).all()
+        warp.copies.append((target, warp.cta.memory.read(source, 16)))
+
+
+def mbarrier(warp, suffixes, operands, active):
+    barriers, what = warp.cta.barriers, suffixes[0]
+    at = warp.address(operands[0 if what == "init" else 1])
+    value = warp.value(operands[1 if what == "init" else 2])
+    passed = np.zeros(LANES, bool)
+    for lane in np.flatnonzero(active):
+        if what == "init":
+            barriers[int(at[lane])] = warp.cta.new_barrier(int(value[lane]))
+        elif what == "arrive":
+            barriers[int(at[lane])].arrive(int(value[lane]))
+        else:
+            passed[lane] = barriers[int(at[lane])].phases % 2 != int(value[lane])
+    return passed if what in ("try_wait", "test_wait") else None
+
+
+def map_address(warp, suffixes, operands, active):
+    return warp.value(operands[1]) + (warp.value(operands[2]) + U64(1)) * U64(CTA_WINDOW)
+
+
+def arrive_at_cluster(warp, suffixes, operands, active):
+    assert suffixes[:2] == ("cluster", "arrive")
+    warp.cta.arrived += int(active.sum())
+
+
+def store_async(warp, suffixes, operands, active):
+    """To the shared memory of a CTA of the cluster; its barrier counts the bytes."""
+    words = np.stack([x.astype(U32) for x in warp.values(operands[1])], 1).view(np.uint8)
+    target, barrier = (warp.address(operands[i]) for i in (0, 2))
+    for lane in np.flatnonzero(active):
+        (cta, at), (owner, place) = (warp.cta.of_cluster(int(x[lane])) for x in (target, barrier))
+        assert cta is owner and cta.ended * LANES < cta.threads, "the CTA has ended"
+        cta.shared.write(np.array([at], U64), words[lane : lane + 1])
+        cta.barriers[place].bring(words.shape[1])
