@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 import typer
-from provenance import append_result, provenance
+from provenance import append_result, need, provenance
 
 from lowbit_attn import bench, linear_kernels
 from lowbit_attn.linear import VQWeight, format_named, linear
@@ -55,6 +55,7 @@ def main(
     output: Annotated[str, typer.Option(help="JSON lines file.")] = RESULTS,
 ) -> None:
     """Measure every case and append a line for each."""
+    need()
     about = provenance()
     for name in format:
         for size in shape:

@@ -148,12 +148,11 @@ ELSEWHERE = {  # what is not run here, and why
     **dict.fromkeys(("perf/quality.py", "perf/leankv.py", "perf/weights.py"),
                     "minutes to hours of a downloaded model; test_perf_*.py and test_readme.py run its parts"),
     "perf/downloads.py": "downloads hundreds of MB",
-    "perf/linear.py": "needs a GPU; tests/gpu/test_gpu_weights_kernels.py has the calls it times",
     "perf/sass_counts.py": "needs built kernels; tests/host/test_sass_counts.py runs its parts",
     "perf/host_time.py": "times this machine, into perf/results",
     "perf/outliers.py": "needs captured tensors of a model",
 }
-GPU = ("bench", "pack", "append", "e2e", "gpu_model", "stalls", "context_parallel")
+GPU = ("bench", "pack", "append", "e2e", "gpu_model", "stalls", "context_parallel", "linear")
 
 
 def option_is_known(source: str, option: str) -> bool:
