@@ -128,8 +128,8 @@ class PagedStore:
                      sink_k=sinks[:, 0], sink_v=sinks[:, 1], ring_k=ring[:, 0], ring_v=ring[:, 1],
                      rows=torch.arange(len(step.seq_lens), dtype=torch.int32, device=step.seq_lens.device),
                      ring_rows=step.ring_rows)
-        units, layer = layout.RECORD_ALIGN, self.pool
-        strides = [layer.stride(0) // units, layer.stride(1) // units, step.table.stride(0), 0]
+        pages, heads = (self.pool.stride(i) // layout.RECORD_ALIGN for i in range(2))
+        strides = [pages, heads, step.table.stride(0), 0]
         return HeldCache(self.format.name, strides, state, sinks=self.sinks, range_search=None, query_weights=None,
                          attached=self.attached, first_positions=np.zeros(len(step.seq_lens), np.int64))
 
