@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lowbit_attn import layout, registers
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.formats.spec import Kind, SideSpec
+from lowbit_attn.formats.spec import Kind, SideSpec, WidePlane
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.hopper.common.tuning import MANY_WARPS, MAX_SLOTS, MAX_WARPS, MIN_SLOTS, PAGE_WARPS, UNDER_WAY
 from lowbit_attn.hopper.warp.contract import Arithmetic, Schedule
@@ -53,6 +53,7 @@ class SidePlan:
     codes_offset: int = 0  # the same
     vec_size: int = 0  # channels of a code, of a codebook side; 0: an affine side
     cut: int = 1  # pieces of consecutive tokens in which a page comes; what stands above is of a piece in its slot
+    wide: WidePlane | None = None  # of the first tokens of V; ``bits`` and ``codes_offset`` are the others'
 
     @property
     def row_tiles(self) -> int:
@@ -91,9 +92,23 @@ class SidePlan:
         return self.meta_offset < self.part_bytes
 
     @property
+    def runs(self) -> tuple["SidePlan", ...]:
+        """Matrices of codes of one width, of consecutive columns: two where the first tokens have more bits."""
+        if not (wide := self.wide):
+            return (self,)
+        return (replace(self, bits=wide.bits, cols=wide.tokens, codes_offset=wide.codes, wide=None),
+                replace(self, cols=self.cols - wide.tokens, wide=None))
+
+    @property
+    def early_tiles(self) -> int:
+        """Column tiles of the last run that are in the first half of all columns."""
+        return self.col_tiles // 2 - (self.col_tiles - self.runs[-1].col_tiles)
+
+    @property
     def middle(self) -> int:
         """Bytes of the part's codes before those of the second half of the column tiles."""
-        return layout.word_offset(self.words_of(self.col_tiles // 2 * self.row_tiles), 0)
+        last = self.runs[-1]
+        return last.codes_offset + layout.word_offset(last.words_of(self.early_tiles * self.row_tiles), 0)
 
     def words_of(self, tiles: int) -> int:
         """Words a lane that hold this many consecutive row tiles."""
@@ -395,6 +410,9 @@ def smem_limit(ctas_per_sm: int) -> int:
 def plan_side(side: SideSpec) -> SidePlan:
     """How the kernels read one side of a record."""
     is_book = side.kind is Kind.CODEBOOK
+    if side.wide:  # its last plane, of positions, is not copied
+        return SidePlan(side.bits, side.transposed, side.rows, side.cols, side.is_per_token, side.group_size,
+                        side.storage, side.start, side.wide.positions, side.meta, side.codes, wide=side.wide)
     return SidePlan(side.bits, side.transposed, side.rows, side.cols, side.is_per_token,
                     layout.PAGE_TOKENS if is_book else side.group_size, side.storage, side.start, side.nbytes,
                     side.meta, vec_size=side.group_size if is_book else 0)

@@ -9,7 +9,7 @@ from lowbit_attn.hopper.arith.int8 import multiply
 from lowbit_attn.hopper.arith.int8.config import MAX_TILES, STEP_TILES
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import fetch, softmax, unpack
-from lowbit_attn.hopper.warp.config import WORD, WarpConfig
+from lowbit_attn.hopper.warp.config import WORD, SidePlan, WarpConfig
 from lowbit_attn.hopper.warp.softmax import State
 from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
@@ -27,25 +27,41 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     softmax.add_sums(cfg, state, p)
     tiles = side.group // layout.TILE
     for j in range(side.groups):
-        digits, down = probability_digits(cfg, piece, me, state, p, j)
-        steps = [multiply.Step(side, i, pair) for i, pair in enumerate(digits)]
-        middle = len(steps) // 2 if cfg.has_halves else 0
+        columns, down = probability_digits(cfg, piece, me, state, p, j)
         for first in range(j * tiles, (j + 1) * tiles, MAX_TILES):
             row_tiles = range(first, min(first + MAX_TILES, (j + 1) * tiles))
-            acc = multiply.begin(row_tiles, False)
-            multiply.add(cfg, acc, piece, me, steps[middle:], row_tiles, False)
-            fetch.wait_half(cfg, ring, piece.slot, phase, is_single)
-            multiply.add(cfg, acc, piece, me, steps[:middle], row_tiles, False)
-            found = multiply.found_in(acc, False)
-            for rt, pair in zip(row_tiles, found):
-                for row8, value in enumerate(pair):
-                    at = 2 * row8, rt
-                    state.acc_o[at] = value * (down * Float32(2.0 ** -side.power(rt, row8))) + state.acc_o[at]
+            is_first = True
+            for run in reversed(side.runs):  # s32 sums of codes of one width, whose rows have the same powers
+                acc = multiply.begin(row_tiles, False)
+                steps = run_steps(run, columns)
+                middle = side.early_tiles // STEP_TILES if is_first and cfg.has_halves else 0
+                multiply.add(cfg, acc, piece, me, steps[middle:], row_tiles, False)
+                if is_first:
+                    fetch.wait_half(cfg, ring, piece.slot, phase, is_single)
+                is_first = False
+                multiply.add(cfg, acc, piece, me, steps[:middle], row_tiles, False)
+                add_run(state, run, multiply.found_in(acc, False), row_tiles, down)
+
+
+def run_steps(run: SidePlan, columns: list) -> list[multiply.Step]:
+    """The multiplies of a run of tokens; columns: the digits of the page's column tiles, of which it has the first if
+    it has more bits, else the last."""
+    own = columns[: run.col_tiles] if run.codes_offset == 0 else columns[-run.col_tiles :]
+    return [multiply.Step(run, i, own[STEP_TILES * i : STEP_TILES * (i + 1)])
+            for i in range(-(-run.col_tiles // STEP_TILES))]
+
+
+def add_run(state: State, run: SidePlan, found: list, row_tiles: range, down: Float32) -> None:
+    """The sums of a run of tokens to O."""
+    for rt, pair in zip(row_tiles, found):
+        for row8, value in enumerate(pair):
+            at = 2 * row8, rt
+            state.acc_o[at] = value * (down * Float32(2.0 ** -run.power(rt, row8))) + state.acc_o[at]
 
 
 def probability_digits(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor,
                        group: int) -> tuple[list, Float32]:
-    """([step] B operand of two registers, 2^-a) of a channel group; z takes p times the zero-points."""
+    """([column tile] register of a B operand, 2^-a) of a channel group; z takes p times the zero-points."""
     pairs = token_pairs(cfg, piece, me, group)
     total, products = state.zeros[0, group], []
     for i, (scale, zero) in enumerate(pairs):
@@ -59,8 +75,7 @@ def probability_digits(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p:
     words = [(x * up + Float32(registers.UNSIGNED_START)).bitcast(Uint32) for x in products]
     # both tokens' digits in halves, one a column: their transpose has two tokens of one column
     columns = [ptx.movmatrix(ptx.permute(*words[i : i + 2], multiply.DIGITS_OF_TWO)) for i in range(0, len(words), 2)]
-    digits = [columns[i : i + STEP_TILES] for i in range(0, len(columns), STEP_TILES)]
-    return digits, multiply.down(largest, a)
+    return columns, multiply.down(largest, a)
 
 
 def token_pairs(cfg: WarpConfig, piece: Piece, me: Lane, group: int) -> list[tuple[Float32, Float32]]:

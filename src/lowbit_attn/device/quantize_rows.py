@@ -44,7 +44,7 @@ class RowMatrix:
 
     @staticmethod
     def serves(side: SideSpec) -> bool:
-        return side.high is None and (side.kind is Kind.CHANNEL or (side.kind is Kind.TOKEN and side.transposed))
+        return side.high is side.wide is None and (side.kind is Kind.CHANNEL or (side.kind is Kind.TOKEN and side.transposed))
 
     def __init__(self, side: SideSpec, dtype: str = ""):
         self.transposed, self.rows, self.cols = side.transposed, side.rows, side.cols
