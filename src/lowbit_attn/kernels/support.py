@@ -35,6 +35,7 @@ class Support:
     clusters: bool = False  # its splits may be a cluster of CTAs
     boosted: bool = False  # K of 2 bits with channels of 4 bits (Kitty)
     boosted_values: bool = False  # V of two widths in a page, but for windows, which would need its positions
+    wide_bits: tuple[int, ...] = (8, 4, 2)  # of the first tokens of such a V
     codebooks: bool = False  # of both sides, and nothing else
     paired_bits: int = 0  # up to so many bits two blocks of query rows are faster than the next path's kernel
 
@@ -66,6 +67,7 @@ class Support:
         wanted = (
             ("K bits", k.bits, (2,) if k.high else self.k_bits), ("V bits", v.bits, self.v_bits),
             ("bits of boosted channels", k.high.code_bits if k.high else 4, (4,)),
+            ("bits of boosted values", v.wide.bits if v.wide else self.wide_bits[0], self.wide_bits),
             ("K group", k.group_size, channels if k.is_per_token else self.k_groups),
             ("V group", v.group_size, channels),
             ("V window beyond K's", lag, (lag if lags else 0,)),
@@ -80,7 +82,8 @@ class Support:
         groups = listed((*self.channel_groups, "head_dim"))
         per_token = f" or per token in groups of {groups} channels" * self.k_per_token
         boosted = " or of 2 bits with boosted channels of 4 (Kitty)" * self.boosted
-        values = " or of more bits for the first tokens (boosted values, without windows)" * self.boosted_values
+        values = f" or of {listed(self.wide_bits)} bits for the first tokens (boosted values, without windows)"
+        values *= self.boosted_values
         return (f"K of {listed(self.k_bits)} bits per channel in groups of {listed(self.k_groups)} tokens"
                 f"{per_token}{boosted}; V of {listed(self.v_bits)} bits per token in groups of {groups} channels"
                 f"{values}; "
