@@ -31,7 +31,7 @@ SINKS = 32  # tokens in 16 bit: what the quality in docs/leankv.md was measured 
 PLANES_VERSION = 1  # of the planes of V: another number where their bytes change
 BLOCK_BYTES = layout.BLOCK_WORDS * layout.WORD_BYTES * layout.LANES  # a run of codes is whole blocks of four words
 GRAMMAR = "k<8|4|2|1>v<4|2|1>-boost[<tokens, a multiple of 16>][to<8|4|2>][-bf16]"
-PRESETS = ()  # every preset has kernels, and this family has none yet: its names are found by the grammar
+PRESETS = ("k4v2-boost",)
 
 _NAME = re.compile(r"k([8421])v([421])-boost([1-9]\d*)?(?:to([842]))?(-bf16)?")
 
