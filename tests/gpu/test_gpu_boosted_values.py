@@ -1,4 +1,4 @@
-"""Boosted values on a GPU: decode against fp64 attention over the same cache, and the cache's life against the CPU's."""
+"""Boosted values on a GPU: decode against fp64 attention over the same cache, the cache's life against the CPU's."""
 
 from dataclasses import replace
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowbit_attn import FORMATS, KVCache, decode, dispatch, kernels, layout
+from lowbit_attn import FORMATS, KVCache, kernels, layout
 from lowbit_attn.formats.affine import quantize_groups
 from lowbit_attn.formats.contract import by_position, reordered
 

@@ -1,7 +1,7 @@
 """V per token in two widths (boosted values): the first tokens that a page stores have more bits than the others.
 
 Each token is a group of its own, and a warp owns 16 of them, so a warp packs as ``quantize_rows`` does, in the matrix
-of codes of its tokens' width. Tokens come in the order in which they are stored; metadata are one plane for all of them.
+of codes of its tokens' width. Tokens come in the order in which they are stored; their metadata are one plane.
 """
 
 from dataclasses import replace
