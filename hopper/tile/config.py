@@ -80,11 +80,16 @@ class TileSide(SideSpec):
 
     @property
     def row_parts(self) -> int:
-        """The fewest parts of a column tile's rows that are whole words of no more than ``max_tiles`` tiles."""
-        whole = (parts for parts in range(1, self.row_tiles + 1)
-                 if self.row_tiles % parts == 0 and self.row_tiles // parts <= self.max_tiles
-                 and self.row_tiles // parts * self.bits % BLOCK_BITS == 0)
-        return next(whole)
+        """The fewest parts of a column tile's rows that are whole words of no more than ``max_tiles`` tiles.
+
+        A part is whole groups, or lies in one: V of head_dim 96 in groups of 32 channels has three parts, not two.
+        """
+        def fits(tiles: int) -> bool:
+            group = self.rows if self.is_per_token and not self.transposed else self.group // layout.TILE
+            return tiles <= self.max_tiles and tiles * self.bits % BLOCK_BITS == 0 and (
+                tiles % group == 0 or group % tiles == 0)
+        return next(parts for parts in range(1, self.row_tiles + 1)
+                    if self.row_tiles % parts == 0 and fits(self.row_tiles // parts))
 
     @property
     def run_rows(self) -> int:

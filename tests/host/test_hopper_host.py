@@ -33,7 +33,7 @@ CASES = [("k4v4", d, "float16") for d in HEAD_DIMS] + [
     ("k1v1-g32", 128, "float16"), ("k2v2-g32-vg32", 128, "float16"), ("k2v4-g64-vg64-bf16", 256, "float16"),
     ("k4tv4", 64, "float16"), ("k4tv2", 96, "float16"), ("k8tv4-g32", 96, "float16"), ("k4tv4", 256, "bfloat16"),
     ("k4tv4-g32-vg64-bf16", 128, "float16"), ("k1tv1-g64-vg128", 256, "float16"), ("k2v2-vg32", 256, "bfloat16"),
-    ("k4tv8-g64-vg32", 256, "float16")]
+    ("k4tv8-g64-vg32", 256, "float16"), ("k4v4-vg32", 96, "bfloat16"), ("k8v8-vg32-bf16", 96, "float16")]
 
 
 def stmatrix_x4(tile: np.ndarray, chunks: np.ndarray, registers: list[np.ndarray]) -> None:
@@ -400,7 +400,11 @@ def test_every_supported_format_fits(head_dim, dtype, bits, groups, rows):
             with pytest.raises(ValueError, match="record of"):
                 config.make_config(fmt, head_dim, dtype, rows)
         else:
-            assert config.make_config(fmt, head_dim, dtype, rows).smem_bytes <= config.SMEM_LIMIT
+            cfg = config.make_config(fmt, head_dim, dtype, rows)
+            assert cfg.smem_bytes <= config.SMEM_LIMIT
+            for side in (cfg.k, cfg.v):
+                assert side.run_rows == side.meta_blocks * side.meta_rows
+                assert side.group % side.meta_rows == 0 or side.is_per_token and not side.transposed
 
 
 @pytest.mark.parametrize("name, head_dim, match", [("k4v4", 80, "head_dim"), ("k8v8-vg32", 256, "record of"),
