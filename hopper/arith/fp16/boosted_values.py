@@ -10,7 +10,7 @@ import struct
 from cutlass import Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.arith.fp16 import operands
 from lowbit_attn.hopper.warp.config import SidePlan
 
 TWICE = 0x0001_0001  # a half in both halves of a word
@@ -23,11 +23,11 @@ def half(x: float) -> int:
 
 def weight(side: SidePlan, run: SidePlan) -> int:
     """What a run's (ps)~ count in the sums by which O is centred, in both halves of a word: a whole number."""
-    return half(run.levels / side.levels)
+    return half(run.steps / side.steps)
 
 
 def operand(side: SidePlan, run: SidePlan, words: dict[int, Uint32], col_tile: int, row_tile: int) -> list[Uint32]:
     """The four A registers of a tile of a run's column tile, at the powers of O's rows."""
-    found = unpack.operand(run, words, col_tile * side.row_tiles + row_tile)
+    found = operands.codes_operand(run, words, col_tile * side.row_tiles + row_tile)
     ups = [side.power(row_tile, row8) - run.power(row_tile, row8) for row8 in (0, 1, 0, 1)]
     return [ptx.fma_f16x2_const(x, half(2.0**up), 0) if up else x for x, up in zip(found, ups)]

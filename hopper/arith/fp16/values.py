@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.arith.fp16 import boosted_values
+from lowbit_attn.hopper.arith.fp16 import boosted_values, operands
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import softmax, unpack
 from lowbit_attn.hopper.warp.config import WarpConfig
@@ -22,8 +22,8 @@ from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 def largest_scale(cfg: WarpConfig, piece: Piece, me: Lane) -> Float32:
     """The largest scale of this lane's share of the page's tokens."""
-    largest = numbers.tree(unpack.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
-    return numbers.widen(largest & Uint32(numbers.LOW_HALF), cfg.v.storage)[0]
+    largest = numbers.tree(operands.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
+    return numbers.widen(largest & Uint32(operands.LOW_HALF), cfg.v.storage)[0]
 
 
 def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, page: Int32) -> None:
@@ -32,14 +32,13 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     atom = numbers.multiply_atom()
     up = numbers.pow2(state.exponent[0] + registers.PROBABILITY_SHIFT)
     softmax.add_sums(cfg, state, p)
-    group_tiles = side.group // layout.TILE
+    group_tiles = side.group_size // layout.TILE
     for ct, (run, own) in enumerate((run, own) for run in side.runs for own in range(run.col_tiles)):
         if side.groups > 1:
             unpack.fence()  # between this tile's multiplies and the next tiles' loads
-        first = own * side.row_tiles
-        words = unpack.codes(cfg, run, piece, me, first, side.row_tiles)
+        words = unpack.codes(cfg, run, piece, me, own * side.row_tiles, side.row_tiles)
         for j in range(side.groups):
-            operand = scaled_p(cfg, state, p, ct, j, up, unpack.token_meta(cfg, side, piece, me, j, ct), run.levels)
+            operand = scaled_p(cfg, state, p, ct, j, up, operands.token_meta(cfg, side, piece, me, j, ct), run.steps)
             ones = numbers.operand_a([Uint32(boosted_values.weight(side, run) * (side.groups == 1 or row8 == j % 2))
                                       for row8 in (0, 1, 0, 1)])
             for nt in range(blocks):
@@ -64,24 +63,24 @@ def recentre(cfg: WarpConfig, state: State) -> None:
     for column in range(2 * blocks):
         for row, at in enumerate(softmax.places(state.acc_o, column, blocks)):
             rt, row8 = divmod(row, 2)
-            half = Float32(-side.levels / 2 * 2.0 ** (side.power(rt, row8) - registers.SUBNORMAL_SHIFT))
-            group = layout.TILE * rt // side.group
+            half = Float32(-side.steps / 2 * 2.0 ** (side.power(rt, row8) - registers.SUBNORMAL_SHIFT))
+            group = layout.TILE * rt // side.group_size
             total = state.rounded[2 * (group % 2) + column % 2, group // 2 * blocks + column // 2]
             state.acc_o[at] = total * half + state.acc_o[at]
     state.rounded.fill(0.0)
 
 
 def scaled_p(cfg: WarpConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32,
-             words, levels: int) -> cute.Tensor:
+             words, steps: int) -> cute.Tensor:
     """B operand (4, col_blocks) of a token tile: (ps)~ = fp16(p * s * up), transposed; z takes p (m + N/2 s).
 
-    up: 2^(E + 15); levels: N.
+    up: 2^(E + 15); steps: N.
     """
     blocks = cfg.col_blocks
     operand, operand_words = numbers.fragments(blocks)
     for row8, word in enumerate(words):
         scale, zero = numbers.widen(word, cfg.v.storage)
-        zero = scale * Float32(levels / 2) + zero
+        zero = scale * Float32(steps / 2) + zero
         scale = scale * up
         for nt in range(blocks):
             pair = [p[2 * row8 + e, tile * blocks + nt] for e in (0, 1)]
@@ -105,4 +104,4 @@ def true_scale(cfg: WarpConfig, state: State) -> None:
         for row, at in enumerate(softmax.places(state.acc_o, column, blocks)):
             rt, row8 = divmod(row, 2)
             up = Float32(2.0 ** (registers.SUBNORMAL_SHIFT - side.power(rt, row8)))
-            state.acc_o[at] = state.acc_o[at] * up * down + z[layout.TILE * rt // side.group]
+            state.acc_o[at] = state.acc_o[at] * up * down + z[layout.TILE * rt // side.group_size]
