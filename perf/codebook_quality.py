@@ -81,8 +81,8 @@ class Target:
 
     def misses(self, line: dict) -> list[str]:
         """Names of what a line does not reach."""
-        return [name for name, is_missed in (("kl", line["kl"] > self.kl), ("top1", line["top1"] < self.top1),
-                                             ("perplexity", line["perplexity"] > self.perplexity)) if is_missed]
+        return [name for name, is_met in (("kl", line["kl"] <= self.kl), ("top1", line["top1"] >= self.top1),
+                                          ("perplexity", line["perplexity"] <= self.perplexity)) if not is_met]
 
 
 PROMPT = Target(0.0095)
