@@ -62,7 +62,6 @@ def _cases() -> list[Case]:
     second_seed = [replace(case, label=f"{case.label}{SECOND_SEED}", seed=1) for case in (*docs, *far)
                    if case.format]
     lesser = [Case("cq2 plain", "cq2", left_out=tuple(PLAIN)),
-              Case("cq2, no random positions", "cq2", left_out=("has_random_positions",)),
               Case(f"cq2, no random positions @{FAR}", "cq2", left_out=("has_random_positions",), first_position=FAR)]
     second_text = [replace(case, label=f"{case.label}{OTHER_TEXT}", text="gpl") for case in (*docs, *far, *half)]
     return sorted((*docs, *far, *half, *second_seed, *lesser, *second_text), key=lambda case: case.reading)
