@@ -42,10 +42,12 @@ def code_word(piece, column_tile, row_tile):
 
 
 @T.macro
-def multiply_codes(config, piece, ring, slot, lane, work, column_tile, first, count, b, step_of, acc, acc_first):
+def multiply_codes(config, piece, ring, slot, lane, work, column_tile, first, count, b, step_of, acc, acc_first,
+                   bits=None):
     """acc[row tile - acc_first] += codes of ``count`` row tiles from ``first`` on, one column tile, times B.
 
-    step_of(row tile): the step of B (less the column) that a row tile is multiplied with.
+    step_of(row tile): the step of B (less the column) that a row tile is multiplied with. bits: the codes are brought
+    to where codes of so many bits would stand; None: where they stand.
     """
     words = layout.words_per_lane(TILE * count, TILE, piece.bits)
     load = gcd(BLOCK, words)  # a run starts at a multiple of its own length
@@ -68,11 +70,21 @@ def multiply_codes(config, piece, ring, slot, lane, work, column_tile, first, co
             for w in T.unroll(load):
                 for within in static(per_word):
                     for s in steps_of_tile(steps, within):
-                        work.a[s.register] = (work.words[w] >> s.shift) & s.mask
+                        work.a[s.register] = placed((work.words[w] >> s.shift) & s.mask, piece, bits,
+                                                    first + (c * load + w) * per_word + within, s.register % 2)
                     for n in T.unroll(config.columns):
                         tile = (c * load + w) * per_word + within
                         mma.multiply("float16", work.a, b, step_of(first + tile) * config.columns + n, acc,
                                      (first - acc_first + tile) * config.columns + n)
+
+
+def placed(register, piece, bits, row_tile, row8):
+    """A register of codes of a row tile, moved to where codes of ``bits`` bits would stand."""
+    if bits in (None, piece.bits):
+        return register
+    row = TILE * row_tile + 8 * row8
+    up = registers.row_power(row, bits) - registers.row_power(row, piece.bits)
+    return T.shift_right(T.shift_left(register, T.cast(T.max(up, 0), "uint32")), T.cast(T.max(-up, 0), "uint32"))
 
 
 def steps_of_tile(steps, tile: int):

@@ -35,6 +35,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 TILE_HEAD_DIMS = (64, 128)  # of the tile path
 WIDE = 256  # from this head_dim on, O of 8 rows fills a warp's registers
 DTYPES = ("float16", "bfloat16")
+MAX_WIDE_BITS = 4  # of V's first tokens: at the others' places in a half their codes then have at most 11 bits
 BOOST_BITS = (2, 4)  # of K, and of its boosted channels: the high plane then has the bit positions of the low one
 
 
@@ -57,6 +58,7 @@ class Piece:
     per_token: bool
     meta_dtype: str
     codes: int = 0  # where the plane of codes starts
+    wide: "Piece | None" = None  # the codes of the first columns, which have more bits; ``codes`` then are the others'
 
     @property
     def levels(self) -> int:
@@ -70,6 +72,13 @@ class Piece:
     @property
     def column_tiles(self) -> int:
         return self.cols // TILE
+
+    @property
+    def runs(self) -> tuple[tuple[int, "Piece"], ...]:
+        """(first column tile, matrix of codes) of consecutive columns of one width."""
+        if self.wide is None:
+            return ((0, self),)
+        return (0, self.wide), (self.wide.column_tiles, replace(self, cols=self.cols - self.wide.cols, wide=None))
 
     @property
     def column_pairs(self) -> int:
@@ -311,6 +320,7 @@ def _check_tile(fmt: Format, head_dim: int, dtype: str, rows: int, k: Piece, v: 
     missing += [f"head_dim {head_dim} (supported: 64, 128)"] * (head_dim not in TILE_HEAD_DIMS)
     missing += [f"dtype {dtype} (supported: float16)"] * (dtype != "float16")
     missing += [f"{rows} rows (supported: {MMA_N})"] * (rows != MMA_N)
+    missing += ["V of two widths"] * bool(v.wide)
     missing += ["boosted channels of K"] * bool(fmt.k.spec(head_dim).high)
     missing += ["windows of K and V that differ"] * (fmt.window_k != fmt.window_v)
     if missing:
@@ -327,15 +337,22 @@ def _pieces(fmt: Format, head_dim: int) -> tuple[Piece, Piece]:
                        f"(supported: {BOOST_BITS[0]} boosted to {BOOST_BITS[1]})")
     if not v or v.kind is not Kind.TOKEN or not v.transposed:
         missing.append("V not per token")
+    elif v.wide and v.wide.bits > MAX_WIDE_BITS:
+        missing.append(f"V of {v.wide.bits} bits over {v.bits} (supported: up to {MAX_WIDE_BITS})")
     if missing:
         raise ValueError(f"format {fmt}: no kernel for {'; '.join(missing)}")
     return _piece(k), _piece(v)
 
 
 def _piece(side: SideSpec) -> Piece:
-    assert side.codes == 0 and side.meta % ACCESS_BYTES == 0
-    return Piece(side.first_unit, side.nbytes // ACCESS_BYTES, side.meta // ACCESS_BYTES, side.rows, side.cols,
-                 side.bits, side.groups, side.is_per_token, side.storage)
+    assert side.codes % ACCESS_BYTES == side.meta % ACCESS_BYTES == 0
+    nbytes = side.wide.positions if side.wide else side.nbytes  # positions are not copied
+    piece = Piece(side.first_unit, nbytes // ACCESS_BYTES, side.meta // ACCESS_BYTES, side.rows, side.cols,
+                  side.bits, side.groups, side.is_per_token, side.storage, side.codes // ACCESS_BYTES)
+    if not side.wide:
+        return piece
+    wide = replace(piece, cols=side.wide.tokens, bits=side.wide.bits, codes=side.wide.codes // ACCESS_BYTES)
+    return replace(piece, wide=wide)
 
 
 def _boost(side: SideSpec, k: Piece) -> Boost | None:

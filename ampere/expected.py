@@ -67,7 +67,7 @@ def _v_part(config: DecodeConfig) -> dict[str, int]:
     """O of a packed page, and the copies of one."""
     k, v, n = config.k, config.v, config.columns
     tiles = v.row_tiles * v.column_tiles
-    loads = v.column_tiles * _code_loads(v.column_words)
+    loads = sum(run.column_tiles * _code_loads(run.column_words) for _, run in v.runs)
     loads += TOKEN_TILES * v.groups + v.groups * layout.PAGE_TOKENS // LANES  # (scale, zero) pairs; their largest scale
     return {"HMMA": n * tiles, "LDS": loads, "LOP3": REGISTERS * tiles,
             "LDGSTS": _copies(config, k.accesses) + _copies(config, v.accesses),

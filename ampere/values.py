@@ -41,26 +41,37 @@ def lower_exponent(config, ring, slot, lane, work, o_factor, moved):
 @T.macro
 def values(config, ring, slot, lane, work, ops, acc_o):
     """O^T += V^T P^T over the 128 tokens of a packed V part, centred, and z of the page."""
-    piece, columns = config.v, config.columns
+    piece = config.v
     factor = T.alloc_var("float32")
     factor = pow2(work.value_exponent[0] + registers.PROBABILITY_SHIFT)
     mma.clear(work.rounded, piece.groups * config.row_values)
-    for ct in T.unroll(piece.column_tiles):
-        for j in T.unroll(piece.groups):
-            if config.is_crowded:
-                T.sync_warp()
-            load_tokens(piece, ring, slot, j, ct, lane, work.meta_v)
-            for n in T.unroll(columns):
-                scale_probabilities(config, ct, j, n, factor, work, ops)
-        multiply_codes(config, piece, ring, slot, lane, work, ct, 0, piece.row_tiles, work.b,
-                       lambda tile: tile // (piece.row_tiles // piece.groups), acc_o, 0)
+    for first, run in piece.runs:
+        add_run(config, first, run, ring, slot, lane, factor, work, ops, acc_o)
     recentre(config, work, acc_o)
 
 
 @T.macro
-def scale_probabilities(config, token_tile, group, column, factor, work, ops):
-    """(p s)~ = fp16(p s 2^(E + 15)) of the tokens in meta_v and 8 query rows -> b; z and ``rounded`` take theirs."""
-    half_steps = config.v.levels / 2
+def add_run(config, first, run, ring, slot, lane, factor, work, ops, acc_o):
+    """Consecutive tokens of one width, from token tile ``first`` on. O has the powers of the last run's codes."""
+    piece = config.v
+    for ct in T.unroll(run.column_tiles):
+        for j in T.unroll(piece.groups):
+            if config.is_crowded:
+                T.sync_warp()
+            load_tokens(piece, ring, slot, j, first + ct, lane, work.meta_v)
+            for n in T.unroll(config.columns):
+                scale_probabilities(config, run, first + ct, j, n, factor, work, ops)
+        multiply_codes(config, run, ring, slot, lane, work, ct, 0, piece.row_tiles, work.b,
+                       lambda tile: tile // (piece.row_tiles // piece.groups), acc_o, 0, piece.bits)
+
+
+@T.macro
+def scale_probabilities(config, run, token_tile, group, column, factor, work, ops):
+    """(p s)~ = fp16(p s 2^(E + 15)) of the tokens in meta_v and 8 query rows -> b; z and ``rounded`` take theirs.
+
+    A run's (p s)~ count in ``rounded`` by their N, of which the last run's is taken for 1.
+    """
+    half_steps, weight = run.levels / 2, T.float32(run.levels / config.v.levels)
     for row8 in T.unroll(2):
         at = 4 * (token_tile * config.columns + column) + 2 * row8
         for v in T.unroll(2):
@@ -72,7 +83,7 @@ def scale_probabilities(config, token_tile, group, column, factor, work, ops):
             work.pair_h[v] = T.cast(ops.acc_s[at + v] * (value_at(work.meta_v_v[2 * row8]) * factor), "float16")
         for v in T.unroll(2):
             work.rounded[group * config.row_values + 2 * column + v] = (
-                work.rounded[group * config.row_values + 2 * column + v] + value_at(work.pair_h[v]))
+                work.rounded[group * config.row_values + 2 * column + v] + value_at(work.pair_h[v]) * weight)
         T.call_extern("handle", mma.MOVMATRIX, work.pair[0], work.b[2 * (group * config.columns + column) + row8])
 
 

@@ -7,7 +7,7 @@ Neither is known here: both come with a configuration. Their steps in kernels ar
 A ``SidePlan`` says where a lane finds a side's codes and metadata; positions come from ``layout`` and ``registers``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from lowbit_attn import layout, registers
@@ -144,6 +144,8 @@ class SidePlan(SideSpec):
     """One side of a record as the multiplies read it: 16x16 tiles whose columns are their reduction side."""
 
     cut: int = 1  # pieces of consecutive tokens in which a page comes; nbytes, meta and rows are of a piece in its slot
+    first_col: int = 0  # of one of ``runs``: its first column, and how many; 0: all
+    num_cols: int = 0
 
     @property
     def tokens(self) -> int:
@@ -156,7 +158,20 @@ class SidePlan(SideSpec):
 
     @property
     def cols(self) -> int:
-        return self.tokens if self.transposed else self.head_dim
+        return self.num_cols or (self.tokens if self.transposed else self.head_dim)
+
+    @property
+    def runs(self) -> tuple["SidePlan", ...]:
+        """Matrices of codes of one width, of consecutive columns: two where the first tokens have more bits."""
+        if not (wide := self.wide):
+            return (self,)
+        return (replace(self, bits=wide.bits, codes=wide.codes, num_cols=wide.tokens, wide=None),
+                replace(self, first_col=wide.tokens, num_cols=self.cols - wide.tokens, wide=None))
+
+    @property
+    def early_tiles(self) -> int:
+        """Column tiles of the last run that are in the first half of all columns."""
+        return self.col_tiles // 2 - self.runs[-1].first_col // layout.TILE
 
     @property
     def groups(self) -> int:
@@ -179,7 +194,8 @@ class SidePlan(SideSpec):
     @property
     def middle(self) -> int:
         """Bytes of the part's codes before those of the second half of the column tiles."""
-        return layout.word_offset(self.words_of(self.col_tiles // 2 * self.row_tiles), 0)
+        last = self.runs[-1]
+        return last.codes + layout.word_offset(last.words_of(self.early_tiles * self.row_tiles), 0)
 
     def words_of(self, tiles: int) -> int:
         """Words a lane that hold this many consecutive row tiles."""

@@ -52,6 +52,8 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, arithmetic: A
     ValueError with the reasons if there is none.
     """
     k, v = (SidePlan(**vars(spec)) for spec in fmt.specs(head_dim))
+    if v.wide:
+        v = replace(v, nbytes=v.wide.positions)  # the last plane, which is not read
     if cut := arithmetic.page_cut(k, v):
         k, v = cut_side(k, cut), cut_side(v, cut)
     boost = plan_boost(k)

@@ -130,8 +130,11 @@ def query_of(case: BenchCase, cache: KVCache) -> torch.Tensor:
 
 
 def call_bytes(case: BenchCase, cache: KVCache) -> int:
-    """Packed records, codebooks, sinks, residual, q and o of the call."""
-    return cache.nbytes + 2 * case.batch * case.q_len * case.num_heads * case.head_dim * 2
+    """Packed records, codebooks, sinks, residual, q and o of the call; positions of ordered tokens are not read."""
+    value, packed = cache.format.v.spec(cache.head_dim), int(cache.counts.n_qv.sum()) // layout.PAGE_TOKENS
+    unread = value.nbytes - value.wide.positions if value and value.wide else 0
+    of_call = 2 * case.batch * case.q_len * case.num_heads * case.head_dim * 2
+    return cache.nbytes - unread * packed * cache.num_heads_kv + of_call
 
 
 def graph_us(step) -> float:

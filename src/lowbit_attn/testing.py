@@ -124,7 +124,8 @@ def build(case: Case, device: torch.device | str = "cpu") -> Problem:
                     codebooks=_books(case))
     for row, (_, k, v) in enumerate(rows):
         fresh = min(case.q_len, len(k))
-        cache.prefill(row, k[: len(k) - fresh], v[: len(v) - fresh])
+        queries = _queries(case, len(k) - fresh, generator) if cache.format.orders_tokens else None
+        cache.prefill(row, k[: len(k) - fresh], v[: len(v) - fresh], queries)
         if fresh:
             cache.append(k[None, len(k) - fresh :], v[None, len(v) - fresh :], [row])
     if case.page_seed is not None:
@@ -135,6 +136,11 @@ def build(case: Case, device: torch.device | str = "cpu") -> Problem:
         poison(cache)
     q = torch.stack([q for q, _, _ in rows]).to(device)
     return Problem(case, q, to_device(cache, device), tuple(k for _, k, _ in rows), tuple(v for _, _, v in rows))
+
+
+def _queries(case: Case, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """Queries of a prompt, for formats that order tokens by what queries see in them."""
+    return torch.randn(tokens, case.num_heads, case.head_dim, generator=generator).to(case.dtype)
 
 
 def _books(case: Case) -> LayerCodebooks | None:

@@ -38,6 +38,11 @@ FIELDS = (
 )
 STATE = tuple(field.name for field in FIELDS)
 COUNTERS = tuple(field.name for field in FIELDS if field.name.startswith("n_"))
+SIGNIFICANCE = (
+    Field("score", "float32", ("rings", "num_heads_kv", "slots"), "sum of the probabilities that a token of K's ring "
+          "had, the largest of its group of heads"),
+    Field("seen", "int32", ("rings", "slots"), "queries in that sum"),
+)
 OPTIONAL_FIELDS = {
     "decode": (
         Field("k_book", "uint32", ("num_heads_kv", "entries", "row"), "codebooks of K: row e has the entries e of all "
@@ -50,12 +55,9 @@ OPTIONAL_FIELDS = {
         Field("k_entries", "float16", ("num_heads_kv", "groups", "entries"), "codebooks of K, a group after the other"),
         Field("v_entries", "float16", ("num_heads_kv", "groups", "entries"), "the same of V"),
         Field("order", "uint8", ("rings", "num_heads_kv", "page"), "the order in which the oldest block is stored"),
+        *SIGNIFICANCE,
     ),
-    "score": (
-        Field("score", "float32", ("rings", "num_heads_kv", "slots"), "sum of the probabilities that a token of K's "
-              "ring had, the largest of its group of heads"),
-        Field("seen", "int32", ("rings", "slots"), "queries in that sum"),
-    ),
+    "score": SIGNIFICANCE,
 }
 STEP_FIELDS = (*STATE, "limit", "faults", "arrivals")
 # of the operator: ring_start is n_qk there, and no operator writes one tensor by two names

@@ -146,8 +146,16 @@ CODEBOOK = tuple(MatrixKernel(*kernel) for kernel in (
     ("kcq2vcq4", F16, 128, 2), ("cq2-nonorm", F16, 128, 2), ("cq2", F16, 128, 2, ("softcap", "window")),
 ))
 
+BOOSTED = tuple(MatrixKernel(*kernel) for kernel in (  # values of two widths
+    *(("k4v2-boost", dtype, head_dim, rows) for dtype in (F16, BF16) for head_dim in (64, 128) for rows in (4, 8, 16)),
+    ("k4v2-boost", F16, 256, 4), ("k4v2-boost", BF16, 256, 8), ("k4v2-boost", F16, 128, 4, ("softcap",)),
+    ("k4v2-boost", F16, 128, 8, ("softcap",)), ("k4v2-boost16to8", F16, 128, 4), ("k4v2-boost16to8", BF16, 128, 8),
+    ("k8v4-boost64", F16, 64, 4), ("k8v4-boost64", F16, 128, 8), ("k4v1-boostto4-bf16", BF16, 128, 4),
+    ("k4v1-boostto4-bf16", BF16, 128, 8), ("k2v4-boost64", F16, 96, 4), ("k2v2-boost96to8", F16, 128, 16),
+))
+
 # the integer path with four CTAs an SM, and with an even share of pages for each CTA
-SMALL, STREAM = (tuple(k for k in INTEGER + KITTY if k.rows == 4 and k.shape("hopper", path))
+SMALL, STREAM = (tuple(k for k in INTEGER + KITTY + BOOSTED if k.rows == 4 and k.shape("hopper", path))
                   for path in ("small", "stream"))
 
 # what tiny models of test_gpu_hf.py ask for: single tokens, and chunks whose queries come as heads
@@ -167,6 +175,7 @@ QUANTIZED = (
     ("kitty", F16, 128), ("kitty-pro-bf16", BF16, 64), ("kitty-pro-variance", BF16, 128), ("kitty-b24-random", F16, 96),
     ("kitty-weighted", F16, 128), ("kitty-pro-weighted-bf16", BF16, 64), ("kitty-b0-weighted", F16, 64),
     ("kitty-pro", F16, 256), ("k8tv8-g32", BF16, 96), ("k2v4", BF16, 256), ("k4tv1-vg128", F16, 256),
+    ("k4v2-boost", F16, 128), ("k4v2-boost", BF16, 64), ("k4v1-boostto4-bf16", BF16, 128), ("k8v4-boost64", F16, 256),
 )
 
 # formats, dtype and head_dim whose steps on the device are compared with the CPU's, byte by byte
@@ -175,6 +184,7 @@ APPENDED = (
     ("kitty", F16, 128), ("kitty-pro-bf16", BF16, 64), ("k4v4-bf16", BF16, 128), ("k8tv8-g32", BF16, 96),
     ("k4v4", F16, 256), ("kitty-weighted", F16, 128),
     ("k4v4", F16, 96), ("k2v2", F16, 96), ("kitty-b24", F16, 96), ("k4v4", BF16, 128),
+    ("k4v2-boost", F16, 128), ("k4v2-boost", BF16, 64), ("k8v4-boost64", F16, 256),
 )
 
 
@@ -186,7 +196,7 @@ def keys(arch: str) -> list[KernelKey]:
     wanted += [key for kernel in SMALL for key in kernel.keys(arch, "small")]
     wanted += [key for kernel in STREAM for key in kernel.keys(arch, "stream")]
     wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
-    wanted += [key for kernel in WIDE + KITTY + CODEBOOK + MODELS for key in kernel.keys(arch)]
+    wanted += [key for kernel in WIDE + KITTY + CODEBOOK + BOOSTED + MODELS for key in kernel.keys(arch)]
     wanted += [key for kernel in FEW for key in kernel.keys(arch, "tile")]
     wanted += [key for name, dtype, head_dim in QUANTIZED
                for key in kernels.packing_keys(target, dtype, head_dim, FORMATS[name])]

@@ -50,6 +50,8 @@ def test_a_step_takes_the_fields_in_order():
 
 def test_optional_fields_come_behind_the_others():
     wanted = len(ROWS) + len(STEP_FIELDS) + 2
+    names = buffers(kernels.append_key("sm_80", "float16", 64, FORMATS["k4v2-boost"], None))
+    assert names[wanted + 1 :][:4] == ["order", "score", "seen", "num_sinks"]
     for name, planes in (("kitty-weighted", ["query_weights"]), ("kitty", [])):
         names = buffers(kernels.append_key("sm_80", "float16", 64, FORMATS[name], None))
         names.remove("pool_meta")
@@ -58,7 +60,7 @@ def test_optional_fields_come_behind_the_others():
         cache = KVCache(name, 4, 2, 64, max_batch=3, query_weights=weights)
         assert [x is weights for x in optional(cache, "append")] == [True] * len(planes)
         assert optional(cache, "decode") == ()
-    assert [len(optional(KVCache("k4v2-boost", 4, 2, 64), op)) for op in ("append", "score")] == [1, 2]
+    assert [len(optional(KVCache("k4v2-boost", 4, 2, 64), op)) for op in ("append", "score")] == [3, 2]
 
 
 def test_sinks_and_rings_begin_at_whole_accesses():

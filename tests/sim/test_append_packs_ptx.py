@@ -82,3 +82,24 @@ def test_a_step_whose_rings_are_elsewhere(name, lengths):
 def moved(held: torch.Tensor, gone: torch.Tensor, ring: str) -> torch.Tensor:
     """Tokens [heads, slots, head_dim] of a ring where they lie if so many went before."""
     return held.roll(int(gone), 1) if ring.startswith("ring") else held
+
+
+def test_a_step_that_packs_in_an_order_by_significance():
+    """Two rows, one of which packs: K, V and positions in the order that scores gave, which then are forgotten."""
+    lengths = (262, 150)
+    cache, k, v = filled("k4v2-boost", 2, lengths)
+    cache.order.copy_(torch.stack([torch.randperm(layout.PAGE_TOKENS) for _ in range(4)]).view(2, 2, -1))
+    open_tokens = [(row, i) for row, length in enumerate(lengths) for i in range(length - cache.sinks)]
+    for row, slot in open_tokens:
+        cache.score[row, :, slot] = torch.rand(2)
+        cache.seen[row, slot] = 1 + slot % 7
+    new = new_tokens(k, v, lengths, 3)
+    want = copy.deepcopy(cache)
+    want.append(*new, seqs=[1, 0])
+    assert want.n_qk.tolist() == want.n_qv.tolist() == [layout.PAGE_TOKENS, 0]
+    page = int(want.table[0, 0])
+    assert torch.equal(want.pool_positions[page], cache.order[0])
+    found = step(cache, *new, torch.tensor([1, 0], dtype=torch.int32), order=cache.order, score=cache.score,
+                 seen=cache.seen)
+    for field, value in found.items():
+        assert torch.equal(value, getattr(want, field)), field

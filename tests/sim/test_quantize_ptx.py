@@ -4,8 +4,6 @@ The groups are those whose factor of range search hinges on the last bit of a qu
 the kernel round differently shows here, and in random data in a few of a hundred thousand groups.
 """
 
-import struct
-
 import numpy as np
 import pytest
 import torch
@@ -15,10 +13,10 @@ from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel
 from sim.ptx import build
-from sim.ptx import program as ptx
+from sim.ptx.pack import packed
 from sim.search_rule import hinging_groups
 
-HEAD_DIM, GUARD = 128, 0xA5
+HEAD_DIM = 128
 CASES = [("k2v2", "float16"), ("k2v2", "bfloat16"), ("k2v2-bf16", "float16"), ("k2v2-g64", "float16"),
          ("k1v1", "float16"), ("k1v1", "bfloat16"), ("k4v4", "float16"), ("k2tv2", "float16"),
          ("kitty-random", "float16"), ("kitty-random", "bfloat16")]
@@ -42,19 +40,6 @@ def hinging_block(side, dtype: torch.dtype) -> torch.Tensor:
             x[boosted] = rows(len(boosted), size, side.boosted_bits)
         x = x.T
     return x.to(dtype)[None, None]
-
-
-def packed(code: ptx.Program, threads: int, parts: int, x: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The record's part of one side, uint8, by all blocks of threads of the kernel."""
-    units = -(-nbytes // layout.RECORD_ALIGN)
-    pool = torch.full((units * layout.RECORD_ALIGN,), GUARD, dtype=torch.uint8)
-    pages = torch.zeros(1, dtype=torch.int32)
-    memory = ptx.GlobalMemory([pages, pool, x.contiguous().view(torch.int16)])
-    parameters = [struct.pack("<Q", ptx.GLOBAL_BASE + memory.starts[i]) for i in (0, 1, 1, 2)]
-    parameters += [struct.pack("<i", number) for number in (units, 1, 1, units)]  # strides of a head and of a page
-    for part in range(parts):
-        ptx.run_grid([ptx.Cta(code, parameters, memory.memory, (0, 0, part), (1, 1, parts))], threads)
-    return memory.tensor(1, pool)[:nbytes]
 
 
 @pytest.mark.parametrize("name, dtype", CASES)

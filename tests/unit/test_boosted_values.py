@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowbit_attn import FORMATS, KVCache, decode, dispatch, kernels, layout
+from lowbit_attn import FORMATS, KVCache, kernels, layout
 from lowbit_attn.formats.affine import quantize_groups
 from lowbit_attn.formats.contract import by_position, reordered
 
@@ -151,12 +151,15 @@ def test_windows_of_both_sides_must_be_one():
         replace(FORMATS["k4v2-boost"], window_k=0)
 
 
-def test_kernels_are_refused_by_name():
-    cache = KVCache("k4v2-boost", 2, 1, 128)
-    assert kernels.quantize_missing(cache.format, 128, torch.float16) == [
-        "format k4v2-boost, supported: K per channel, per token or boosted, with V per token"]
-    for arch in kernels.ARCH_TARGETS:
-        reasons = dispatch.why_not_on(arch, cache, 4)
-        assert reasons and all("k4v2-boost, supported:" in reason for reason in reasons)
-    with pytest.raises(NotImplementedError, match="no kernels"):
-        decode(torch.zeros(1, 1, 4, 128), cache, path="register")
+def test_kernels_serve_all_but_windows_and_what_tiles_read():
+    """Of names, head_dims and features: what a call is refused for, by reason."""
+    fmt = FORMATS["k4v2-boost"]
+    assert not kernels.quantize_missing(fmt, 128, torch.float16)
+    for arch, path in (("hopper", "integer"), ("ampere", "register")):
+        rows = 4 if arch == "hopper" else 8
+        assert kernels.pick(arch, fmt, 128, torch.float16, 4)[0] == (path, rows)
+        picked, reasons = kernels.pick(arch, fmt, 128, torch.float16, 4, path, ("window",))
+        assert picked is None and "feature window, supported: softcap" in reasons[0]
+        assert "V per token" in kernels.pick(arch, fmt, 128, torch.float16, 4, "tile")[1][0]
+    assert "bits of boosted values 8" in kernels.pick("ampere", FORMATS["k4v2-boostto8"], 128, torch.float16, 4)[1][0]
+    assert "whole blocks" in kernels.pick("hopper", fmt, 96, torch.float16, 4)[1][0]

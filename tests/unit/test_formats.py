@@ -192,9 +192,15 @@ def test_spec_says_where_the_planes_lie(name, head_dim):
         at = {plane.name: plane for plane in planes}
         assert (spec.start, spec.nbytes) == (start, end - start) and spec.first_unit * layout.RECORD_ALIGN == start
         assert (spec.codes, spec.meta) == tuple(at[plane].offset - start for plane in ("codes", "meta"))
-        assert at["codes"].nbytes == spec.rows * spec.cols * spec.bits // 8
+        wide = spec.wide.tokens if spec.wide else 0
+        assert at["codes"].nbytes == spec.rows * (spec.cols - wide) * spec.bits // 8
         assert at["meta"].nbytes == 4 * spec.groups * (head_dim if spec.kind is Kind.CHANNEL else layout.PAGE_TOKENS)
         assert spec.kind is side.kind and (spec.high is not None) == ("high" in at)
+        assert (spec.wide is not None) == ("boosted" in at)
+        if wide:
+            assert (spec.wide.codes, spec.wide.positions) == tuple(
+                at[plane].offset - start for plane in ("boosted", "positions"))
+            assert at["boosted"].nbytes == spec.rows * wide * spec.wide.bits // 8
         if high := spec.high:
             assert (high.codes, high.index) == (at["high"].offset, at["index"].offset)
             assert at["index"].nbytes == high.slots >= high.channels

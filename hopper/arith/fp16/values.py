@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.arith.fp16 import operands
+from lowbit_attn.hopper.arith.fp16 import boosted_values, operands
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import softmax, unpack
 from lowbit_attn.hopper.warp.config import WarpConfig
@@ -33,19 +33,18 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     up = numbers.pow2(state.exponent[0] + registers.PROBABILITY_SHIFT)
     softmax.add_sums(cfg, state, p)
     group_tiles = side.group_size // layout.TILE
-    for ct in range(side.col_tiles):
+    for ct, (run, own) in enumerate((run, own) for run in side.runs for own in range(run.col_tiles)):
         if side.groups > 1:
             unpack.fence()  # between this tile's multiplies and the next tiles' loads
-        first = ct * side.row_tiles
-        words = unpack.codes(cfg, side, piece, me, first, side.row_tiles)
+        words = unpack.codes(cfg, run, piece, me, own * side.row_tiles, side.row_tiles)
         for j in range(side.groups):
-            operand = scaled_p(cfg, state, p, ct, j, up, operands.token_meta(cfg, side, piece, me, j, ct))
-            ones = numbers.operand_a([Uint32(operands.ONES * (side.groups == 1 or row8 == j % 2))
+            operand = scaled_p(cfg, state, p, ct, j, up, operands.token_meta(cfg, side, piece, me, j, ct), run.steps)
+            ones = numbers.operand_a([Uint32(boosted_values.weight(side, run) * (side.groups == 1 or row8 == j % 2))
                                       for row8 in (0, 1, 0, 1)])
             for nt in range(blocks):
                 numbers.multiply(atom, state.rounded, j // 2 * blocks + nt, ones, operand[None, nt])
             for rt in range(j * group_tiles, (j + 1) * group_tiles):
-                a = numbers.operand_a(operands.codes_operand(side, words, first + rt))
+                a = numbers.operand_a(boosted_values.operand(side, run, words, own, rt))
                 for nt in range(blocks):
                     numbers.multiply(atom, state.acc_o, rt * blocks + nt, a, operand[None, nt])
     recentre_if_due(cfg, state, page)
@@ -72,16 +71,16 @@ def recentre(cfg: WarpConfig, state: State) -> None:
 
 
 def scaled_p(cfg: WarpConfig, state: State, p: cute.Tensor, tile: int, group: int, up: Float32,
-             words) -> cute.Tensor:
+             words, steps: int) -> cute.Tensor:
     """B operand (4, col_blocks) of a token tile: (ps)~ = fp16(p * s * up), transposed; z takes p (m + N/2 s).
 
-    up: 2^(E + 15).
+    up: 2^(E + 15); steps: N.
     """
     blocks = cfg.col_blocks
     operand, operand_words = numbers.fragments(blocks)
     for row8, word in enumerate(words):
         scale, zero = numbers.widen(word, cfg.v.storage)
-        zero = scale * Float32(cfg.v.steps / 2) + zero
+        zero = scale * Float32(steps / 2) + zero
         scale = scale * up
         for nt in range(blocks):
             pair = [p[2 * row8 + e, tile * blocks + nt] for e in (0, 1)]

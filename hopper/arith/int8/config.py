@@ -55,8 +55,9 @@ class Int8(Arithmetic):
     def has_halves(self, cfg: WarpConfig) -> bool:
         """With one group of channels, all of whose sums fit: they are formed over half of the tokens, then the rest."""
         v = cfg.v
-        words = v.words_of(v.col_tiles // 2 * v.row_tiles)
-        return (v.groups == 1 and v.row_tiles <= MAX_TILES and words % layout.BLOCK_WORDS == 0
+        words = v.runs[-1].words_of(v.early_tiles * v.row_tiles)
+        is_whole = words % layout.BLOCK_WORDS == 0 and v.early_tiles >= 0 and v.early_tiles % STEP_TILES == 0
+        return (v.groups == 1 and v.row_tiles <= MAX_TILES and is_whole
                 and cfg.ctas_per_sm == 1 and not cfg.own_queries)
 
     def pace(self, cfg: WarpConfig) -> Rule:

@@ -7,6 +7,8 @@ tile 2i + p of each step i, then gives the other lane that lane's digit of it.
 K's zero-points are one fp32 sum a query row; O keeps its true scale.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
@@ -211,25 +213,41 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     softmax.add_sums(cfg, state, p)
     tiles = side.group_size // layout.TILE
     for j in range(side.groups):
-        digits, down = probability_digits(cfg, piece, me, state, p, j)
-        steps = [multiply.Step(side, i, pair) for i, pair in enumerate(digits)]
-        middle = len(steps) // 2 if cfg.has_halves else 0
+        first_run, *last_run = probability_digits(cfg, piece, me, state, p, j)
+        late, *early = *last_run, first_run  # with one run it is the last, too
+        middle = side.early_tiles // STEP_TILES if cfg.has_halves else 0
         for first in range(j * tiles, (j + 1) * tiles, MAX_TILES):
             row_tiles = range(first, min(first + MAX_TILES, (j + 1) * tiles))
             acc = multiply.begin(row_tiles, False)
-            multiply.add(cfg, acc, piece, me, steps[middle:], row_tiles, False)
+            multiply.add(cfg, acc, piece, me, late.steps[middle:], row_tiles, False)
             fetch.wait_half(cfg, ring, piece.slot, phase, is_single)
-            multiply.add(cfg, acc, piece, me, steps[:middle], row_tiles, False)
-            found = multiply.found_in(acc, False)
-            for rt, pair in zip(row_tiles, found):
-                for row8, value in enumerate(pair):
-                    at = 2 * row8, rt
-                    state.acc_o[at] = value * (down * Float32(2.0 ** -side.power(rt, row8))) + state.acc_o[at]
+            multiply.add(cfg, acc, piece, me, late.steps[:middle], row_tiles, False)
+            add_sums(state, late, acc, row_tiles)
+            for run in early:
+                acc = multiply.begin(row_tiles, False)
+                multiply.add(cfg, acc, piece, me, run.steps, row_tiles, False)
+                add_sums(state, run, acc, row_tiles)
+
+
+class RunDigits(NamedTuple):
+    """p s of a run of tokens whose codes have one width (boosted values), else of all: in fixed point of its own."""
+
+    side: SidePlan  # of the run
+    steps: list[Step]
+    down: Float32  # 2^-a
+
+
+def add_sums(state: State, run: RunDigits, acc: list, row_tiles: range) -> None:
+    """The sums of a run to O."""
+    for rt, pair in zip(row_tiles, multiply.found_in(acc, False)):
+        for row8, value in enumerate(pair):
+            at = 2 * row8, rt
+            state.acc_o[at] = value * (run.down * Float32(2.0 ** -run.side.power(rt, row8))) + state.acc_o[at]
 
 
 def probability_digits(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor,
-                       group: int) -> tuple[list, Float32]:
-    """([step] B operand of two registers, 2^-a) of a channel group; z takes p times the zero-points."""
+                       group: int) -> list[RunDigits]:
+    """The runs of a channel group; z takes p times the zero-points."""
     pairs = token_pairs(cfg, piece, me, group)
     total, products = state.zeros[0, group], []
     for i, (scale, zero) in enumerate(pairs):
@@ -237,14 +255,22 @@ def probability_digits(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p:
         total = probability * zero + total
         products.append(probability * scale)
     state.zeros[0, group] = total
-    largest = numbers.over_lanes(numbers.tree(list(products), cute.arch.fmax), numbers.OVER_G, cute.arch.fmax)
+    sides = cfg.v.runs
+    parts = [products[side.first_col // 8 : (side.first_col + side.cols) // 8] for side in sides]
+    largest = [numbers.tree(list(part), cute.arch.fmax) for part in parts]
+    largest = numbers.all_over_lanes(largest, numbers.OVER_G, cute.arch.fmax)
+    return [run_digits(*run) for run in zip(sides, parts, largest)]
+
+
+def run_digits(side: SidePlan, products: list[Float32], largest: Float32) -> RunDigits:
+    """products: p s of tokens g, g + 8, g + 16, ... of a run; largest: of all lanes'."""
     a = multiply.exponent(largest, registers.UNSIGNED_GUARD, registers.UNSIGNED_TOP)
     up = numbers.pow2(a)
     words = [(x * up + Float32(registers.UNSIGNED_START)).bitcast(Uint32) for x in products]
     # both tokens' digits in halves, one a column: their transpose has two tokens of one column
     columns = [ptx.movmatrix(ptx.permute(*words[i : i + 2], multiply.DIGITS_OF_TWO)) for i in range(0, len(words), 2)]
-    digits = [columns[i : i + STEP_TILES] for i in range(0, len(columns), STEP_TILES)]
-    return digits, multiply.down(largest, a)
+    steps = [Step(side, i // STEP_TILES, columns[i : i + STEP_TILES]) for i in range(0, len(columns), STEP_TILES)]
+    return RunDigits(side, steps, multiply.down(largest, a))
 
 
 def token_pairs(cfg: WarpConfig, piece: Piece, me: Lane, group: int) -> list[tuple[Float32, Float32]]:

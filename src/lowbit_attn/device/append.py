@@ -18,9 +18,9 @@ and marked in ``faults``.
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.device.groups import EXACT, UNIT_WORDS, sync_packers
+from lowbit_attn.device.groups import EXACT, UNIT_WORDS, static, sync_packers
 from lowbit_attn.device.quantize import BODIES, weighing, weights_argument
-from lowbit_attn.device.step import BatchRows, Counters, Pool, Side, StepGeometry, rows_in_shared_memory
+from lowbit_attn.device.step import BatchRows, Counters, Pool, Ranks, Side, StepGeometry, rows_in_shared_memory
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES as ACCESS
 from lowbit_attn.device.tokens import in_whole_accesses, load_tokens, token_strides
@@ -165,7 +165,7 @@ def store_fetched(at, accesses, k, v, here, place, held, num_sinks):
 
 
 @T.macro
-def pack_block(side, row, head, first, pool, unit, tile, threads, tx):
+def pack_block(side, row, head, first, pool, unit, tile, threads, tx, order):
     """The 128 tokens of a ring from slot ``first`` on -> the record at ``unit``, by the first ``threads`` threads.
 
     They stand for m.threads threads, in turns if those are more.
@@ -173,7 +173,7 @@ def pack_block(side, row, head, first, pool, unit, tile, threads, tx):
     m = side.m
     for part in T.serial(m.parts):
         load_tokens(side.ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, threads,
-                    True)
+                    True, order)
         sync_packers(threads)
         for group in T.serial(m.threads // threads):
             BODIES[type(m)][0](m, side.range_search, tile, part, pool.words, pool.halves, unit, group * threads + tx,
@@ -182,7 +182,7 @@ def pack_block(side, row, head, first, pool, unit, tile, threads, tx):
 
 
 @T.macro
-def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx):
+def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx, order=None):
     """A full block of one side and head of row ``first + t``, from token ``packed`` on; then its new tokens."""
     m, (row, ring_row, unit, slot) = side.m, (T.alloc_var("int32") for _ in range(4))
     packers = min(m.threads, threads)
@@ -191,7 +191,7 @@ def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, t
     if tx < packers:
         unit = pool.table[row, T.truncdiv(packed, PAGE)] * pool.page_stride + head * pool.head_stride + side.first_unit
         slot = T.truncmod(packed + here.elsewhere[t], side.ring.shape[2])
-        pack_block(side, ring_row, head, slot, pool, unit, tile, packers, tx)
+        pack_block(side, ring_row, head, slot, pool, unit, tile, packers, tx, order)
     T.sync_threads()  # the block may lie where new tokens go
     for r in T.serial(T.truncdiv(side.x.shape[1] * m.row_accesses + threads - 1, threads)):
         token, access = T.alloc_var("int32"), T.alloc_var("int32")
@@ -221,6 +221,42 @@ def pack_all(k, v, count, first, block, grid, pool, here, tile, held, num_sinks,
             packed = here.packed_v[t]
             if packed >= 0:
                 pack_full(v, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx)
+
+
+@T.macro
+def pack_all_ordered(k, v, count, first, block, grid, pool, here, tile, held, num_sinks, threads, tx, ranks):
+    """The same of a format that orders tokens: every ``grid``-th of (row, head), K, then V, in one order."""
+    heads = k.x.shape[2]
+    for i in T.serial(T.truncdiv(heads * count - block + grid - 1, grid)):
+        t, head, packed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+        t = T.truncdiv(i * grid + block, heads)
+        head = i * grid + block - t * heads
+        t = here.full[t]
+        packed = here.packed_k[t]
+        pack_full(k, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx, ranks.order)
+        pack_full(v, packed, first, t, head, pool, here, tile, held, num_sinks, threads, tx, ranks.order)
+        finish_order(v, packed, t, head, pool, here, tx, ranks)
+
+
+@T.macro
+def finish_order(v, packed, t, head, pool, here, tx, ranks):
+    """A block's positions -> its record; its slots lose their scores, and the next block has no order yet."""
+    row, unit, slot = (T.alloc_var("int32") for _ in range(3))
+    row = here.ring_row[t]
+    unit = pool.table[here.row[t], T.truncdiv(packed, PAGE)] * pool.page_stride + head * pool.head_stride + v.first_unit
+    if tx < UNIT_WORDS:
+        word = T.alloc_var("uint32")
+        word = T.uint32(0)
+        for i in static(layout.WORD_BYTES):
+            word = word | (T.cast(ranks.order[row, head, layout.WORD_BYTES * tx + i], "uint32") << T.uint32(8 * i))
+        pool.words[unit + v.m.positions_unit, tx] = word
+    T.sync_threads()  # the order was read
+    if tx < PAGE:
+        slot = T.truncmod(packed + here.elsewhere[t] + tx, ranks.score.shape[2])
+        ranks.order[row, head, tx] = T.cast(tx, "uint8")
+        ranks.score[row, head, slot] = T.float32(0.0)
+        if head == 0:
+            ranks.seen[row, slot] = 0
 
 
 @T.macro
@@ -265,8 +301,9 @@ def end_step(batch, tokens, rows, row, mine, counters, faults, threads, tx):
 
 
 @T.macro
-def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx):
-    """The whole step, by one of ``grid`` blocks; arrivals: blocks that have read the counters, at the first row."""
+def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx, ranks):
+    """The whole step, by one of ``grid`` blocks; arrivals: blocks that have read the counters, at the first row; ranks:
+    of formats that order tokens."""
     (batch, tokens, heads), threads = k.x.shape[:3], step.threads
     here, tile = rows_in_shared_memory(threads), T.alloc_shared((step.tile_accesses, ACCESS), k.x.dtype)
     place, held, count = T.alloc_local((4,), "int32"), T.alloc_local((ACCESS,), k.x.dtype), T.alloc_local((1,), "int32")
@@ -300,7 +337,11 @@ def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx
             fetch(at, accesses, first, k, v, place, held)
         if some != 0:  # one step in many
             list_full(threads, here, packs, tx, count)
-            pack_all(k, v, count[0], first, block, grid, pool, here, tile, held, counters.num_sinks, threads, tx)
+            if step.orders_tokens:
+                pack_all_ordered(k, v, count[0], first, block, grid, pool, here, tile, held, counters.num_sinks,
+                                 threads, tx, ranks)
+            else:
+                pack_all(k, v, count[0], first, block, grid, pool, here, tile, held, counters.num_sinks, threads, tx)
     if batch > LANES:
         if T.syncthreads_or(T.cast(arrived == grid - 1, "int32")) != 0:
             end_step(batch, tokens, rows, row, mine, counters, faults, threads, tx)
@@ -313,8 +354,8 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
     [batch]; tensors as ``lowbit_attn.view`` names them.
 
     pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes. num_sinks, window_k, window_v in tokens;
-    page_stride and head_stride in units. query_weights: only of a K that weighs queries. searches: the sides with
-    range search.
+    page_stride and head_stride in units. query_weights: only of a K that weighs queries; order, score, seen: only of
+    formats that order tokens. searches: the sides with range search.
     """
     step = StepGeometry(fmt, head_dim, searches, dtype)
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
@@ -346,6 +387,9 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
         faults: T.Tensor((marks,), "int32"),
         arrivals: T.Tensor((seqs,), "int32"),
         query_weights: weights_argument(fmt.k.spec(head_dim), heads),
+        order: T.Tensor((rings, heads, PAGE), "uint8") if step.orders_tokens else None,
+        score: T.Tensor((rings, heads, slots_k), "float32") if step.orders_tokens else None,
+        seen: T.Tensor((rings, slots_k), "int32") if step.orders_tokens else None,
         num_sinks: T.int32,
         window_k: T.int32,
         window_v: T.int32,
@@ -363,6 +407,6 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
             blocks = T.alloc_var("int32")
             blocks = grid
             run_step(step, k, v, BatchRows(rows, ring_rows), counters, records, faults, arrivals, block, blocks,
-                     T.get_thread_binding())
+                     T.get_thread_binding(), Ranks(order, score, seen))
 
     return TileKernel(append, compile_flags=EXACT)

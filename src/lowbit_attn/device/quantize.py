@@ -11,6 +11,7 @@ from lowbit_attn import layout
 from lowbit_attn.device.groups import EXACT, UNIT_WORDS
 from lowbit_attn.device.quantize_boost import BoostMatrix, dequantize_boosted, quantize_boosted
 from lowbit_attn.device.quantize_rows import RowMatrix, dequantize_rows, quantize_rows
+from lowbit_attn.device.quantize_runs import RunMatrix, dequantize_runs, quantize_runs
 from lowbit_attn.device.quantize_token import TokenMatrix, dequantize_tokens, quantize_tokens
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES, load_tokens
@@ -19,7 +20,7 @@ from lowbit_attn.formats.spec import SideSpec
 
 # (quantize one part of a block, dequantize one) by the geometry of the matrix of codes, the first that serves a side
 BODIES = {RowMatrix: (quantize_rows, dequantize_rows), TokenMatrix: (quantize_tokens, dequantize_tokens),
-          BoostMatrix: (quantize_boosted, dequantize_boosted)}
+          BoostMatrix: (quantize_boosted, dequantize_boosted), RunMatrix: (quantize_runs, dequantize_runs)}
 
 
 def matrix_of(side: SideSpec, dtype: str = ""):

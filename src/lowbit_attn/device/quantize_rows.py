@@ -44,7 +44,8 @@ class RowMatrix:
 
     @staticmethod
     def serves(side: SideSpec) -> bool:
-        return side.high is None and (side.kind is Kind.CHANNEL or (side.kind is Kind.TOKEN and side.transposed))
+        is_plain = side.high is side.wide is None
+        return is_plain and (side.kind is Kind.CHANNEL or (side.kind is Kind.TOKEN and side.transposed))
 
     def __init__(self, side: SideSpec, dtype: str = ""):
         self.transposed, self.rows, self.cols = side.transposed, side.rows, side.cols
@@ -93,6 +94,13 @@ def quantize_rows(m, range_search, tile, part, pool, pool_meta, unit, tx):
     """The tile of one block's tokens in shared memory -> codes and metadata of the record at ``unit``."""
     column_tile, lane = tx // layout.LANES, tx % layout.LANES
     words = T.alloc_local((m.words,), "uint32")
+    quantize_column(m, range_search, tile, pool_meta, unit, column_tile, lane, words)
+    store_words(m, pool, unit, column_tile, lane, words)
+
+
+@T.macro
+def quantize_column(m, range_search, tile, pool_meta, unit, column_tile, lane, words):
+    """A column tile of the tokens in shared memory -> the lane's words of codes, and metadata of the record."""
     pairs = T.alloc_local((COLUMNS * m.held,), tile.dtype)
     for w in T.unroll(m.words):
         words[w] = T.uint32(empty_word(m.bits))
@@ -101,7 +109,6 @@ def quantize_rows(m, range_search, tile, part, pool, pool_meta, unit, tx):
                       col8 * m.held + MATRICES * i)
     for group in static(m.groups):
         quantize_group(m, range_search, pairs, group, words, pool_meta, unit, column_tile, lane)
-    store_words(m, pool, unit, column_tile, lane, words)
 
 
 @T.macro
@@ -150,9 +157,15 @@ def pack_two_means(m, pairs, rows, lane, low, high, words, scale, zero):
 def dequantize_rows(m, pool, pool_meta, unit, out, page, head, part, tx):
     """The record at ``unit`` -> out [page, head]."""
     column_tile, lane = tx // layout.LANES, tx % layout.LANES
-    g, t = lane // 4, lane % 4
     words = T.alloc_local((m.words,), "uint32")
     load_words(m, pool, unit, column_tile, lane, words)
+    dequantize_column(m, words, pool_meta, unit, out, page, head, column_tile, lane)
+
+
+@T.macro
+def dequantize_column(m, words, pool_meta, unit, out, page, head, column_tile, lane):
+    """A lane's words of a column tile -> out [page, head]."""
+    g, t = lane // 4, lane % 4
     for group in T.unroll(m.groups):
         for c in T.unroll(COLUMNS):
             col = m.column_of(column_tile, t, c)

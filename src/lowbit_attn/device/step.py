@@ -30,6 +30,10 @@ class StepGeometry:
         return tuple(map(matrix_of, self.fmt.specs(self.head_dim)))
 
     @property
+    def orders_tokens(self) -> bool:
+        return self.fmt.orders_tokens
+
+    @property
     def threads(self) -> int:
         return max([THREADS, *(m.threads for m in self.matrices if isinstance(m, BoostMatrix))])
 
@@ -96,6 +100,14 @@ class BatchRows(NamedTuple):
 
     counters: Any  # and of the table
     rings: Any  # and of sinks
+
+
+class Ranks(NamedTuple):
+    """The significance of tokens in the ring, of formats that order them, as the cache has it."""
+
+    order: Any  # in which the oldest block is stored
+    score: Any
+    seen: Any
 
 
 class Rows(NamedTuple):

@@ -47,17 +47,19 @@ def loading_threads(threads: int, count: int, row_accesses: int) -> int:
 
 
 @T.macro
-def load_tokens(x, page, head, first, count, row_accesses, tile, thread, threads, is_ring=False):
+def load_tokens(x, page, head, first, count, row_accesses, tile, thread, threads, is_ring=False, order=None):
     """Rows first .. first + count of x [page, head] -> shared tile [accesses, 8], by ``threads`` threads; waits.
 
-    The caller synchronises these threads. is_ring: the row after the last one of x is its first.
+    The caller synchronises these threads. is_ring: the row after the last one of x is its first. order: uint8 [pages,
+    heads, count], row i of the tile is row first + order[page, head, i] of x.
     """
     loaders = loading_threads(threads, count, row_accesses)
     if thread < loaders:
         for i in T.unroll(count * row_accesses // loaders):
             row, access = token_place(i * loaders + thread, row_accesses)
+            token = first + (row if order is None else T.cast(order[page, head, row], "int32"))
             T.ptx_cp_async(T.access_ptr(tile[swizzled(row, access, row_accesses), 0], "w", ACCESS_HALVES),
-                           T.access_ptr(x[page, head, ring_slot(first + row, x.shape[2]) if is_ring else first + row,
+                           T.access_ptr(x[page, head, ring_slot(token, x.shape[2]) if is_ring else token,
                                           access * ACCESS_HALVES], "r", ACCESS_HALVES),
                            ACCESS_HALVES)
     T.ptx_commit_group()

@@ -20,16 +20,18 @@ import torch
 from lowbit_attn import layout
 from lowbit_attn.formats import packing
 from lowbit_attn.formats.affine import Quantized, dequantize_groups, largest_finite, quantize_groups
-from lowbit_attn.formats.contract import Format, Planes, Side
-from lowbit_attn.formats.uniform import SEARCH_BITS, PerChannel, levels
+from lowbit_attn.formats.contract import Format, Planes, Side, part_of
+from lowbit_attn.formats.spec import Kind, SideSpec, WidePlane
+from lowbit_attn.formats.uniform import SEARCH_BITS, PerChannel, dtype_name, levels
 
 BOOSTED = 32  # tokens of a page, a quarter
+MOST_BITS = layout.CODE_BITS[0]
 WINDOW = layout.PAGE_TOKENS
 SINKS = 32  # tokens in 16 bit: what the quality in docs/leankv.md was measured with
 PLANES_VERSION = 1  # of the planes of V: another number where their bytes change
 BLOCK_BYTES = layout.BLOCK_WORDS * layout.WORD_BYTES * layout.LANES  # a run of codes is whole blocks of four words
 GRAMMAR = "k<8|4|2|1>v<4|2|1>-boost[<tokens, a multiple of 16>][to<8|4|2>][-bf16]"
-PRESETS = ()  # every preset has kernels, and this family has none yet: its names are found by the grammar
+PRESETS = ("k4v2-boost",)
 
 _NAME = re.compile(r"k([8421])v([421])-boost([1-9]\d*)?(?:to([842]))?(-bf16)?")
 
@@ -46,6 +48,7 @@ class BoostedValues(Side):
         positions  u8 [128]: the position in the page of each stored token
     """
 
+    kind = Kind.TOKEN
     bits: int
     boosted_bits: int
     boosted: int = BOOSTED
@@ -62,6 +65,17 @@ class BoostedValues(Side):
         """(plane, stored tokens, bits) of each run of codes."""
         return (("boosted", slice(0, self.boosted), self.boosted_bits),
                 ("codes", slice(self.boosted, layout.PAGE_TOKENS), self.bits))
+
+    def spec(self, head_dim: int, start: int = 0) -> SideSpec:
+        at, nbytes = part_of(self, head_dim)
+        wide = WidePlane(self.boosted_bits, self.boosted, at["boosted"], at["positions"])
+        return SideSpec(self.kind, self.bits, head_dim, True, head_dim, dtype_name(self.storage), start, nbytes,
+                        at["codes"], at["meta"], wide=wide)
+
+    def plainest(self) -> str:
+        width = f"to{self.boosted_bits}" * (self.boosted_bits != 2 * self.bits)
+        count = str(self.boosted) * (self.boosted != BOOSTED)
+        return f"k{MOST_BITS}v{self.bits}-boost{count}{width}{'-bf16' * (self.storage is torch.bfloat16)}"
 
     def largest(self) -> float:
         return min(largest_finite(bits, self.storage) for _, _, bits in self.runs)

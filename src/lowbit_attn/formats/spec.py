@@ -58,13 +58,29 @@ class HighPlane:
 
 
 @dataclass(frozen=True)
+class WidePlane:
+    """The codes of the first tokens that a page stores have more bits than the others' (boosted values), in a plane of
+    their own: the side's own plane has those of the other tokens.
+
+    bits: of its codes. tokens: how many have them. codes, positions: byte offsets in the side's part of the record, of
+    the plane and of the stored tokens' positions in the page.
+    """
+
+    bits: int
+    tokens: int
+    codes: int
+    positions: int
+
+
+@dataclass(frozen=True)
 class SideSpec:
     """One side at one head_dim, in bytes and counts.
 
     transposed: the matrix of codes has channels as rows and tokens as columns (V), else tokens as rows (K).
     group_size: tokens (per channel) or channels (per token) that share a scale and a zero-point. storage: dtype of
     these, by name. start, nbytes: the side's part of the record. codes, meta: offsets of the planes in that part.
-    shared: planes beyond the page's. weighs_queries: whether packing takes the mean |q| of each channel.
+    shared: planes beyond the page's. weighs_queries: whether packing takes the mean |q| of each channel. wide: codes of
+    more bits, of the first tokens; ``bits`` and ``codes`` then are the other tokens', ``meta`` is all tokens'.
     """
 
     kind: Kind
@@ -81,6 +97,7 @@ class SideSpec:
     shared: tuple[Plane, ...] = ()
     searches_range: bool = False
     weighs_queries: bool = False
+    wide: WidePlane | None = None
 
     @property
     def rows(self) -> int:

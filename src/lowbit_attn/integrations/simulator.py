@@ -95,7 +95,7 @@ class SimulatedCache(Cache):
             raise NotImplementedError(f"format: {self.format} weighs channels by queries, supported by LowBitCache")
         if self.format.needs_codebooks:
             raise NotImplementedError(f"format: {self.format} has codebooks, supported by LowBitCache")
-        if self.format.v.kind is not Kind.TOKEN:
+        if self.format.v.kind is not Kind.TOKEN or self.format.orders_tokens:
             raise NotImplementedError(f"format: {self.format}, supported: V per token, which can be packed in steps")
         for name, value, low, high in (("sinks", sinks, 0, None), ("window_v", window_v, 0, None),
                                        ("v_step", v_step, 1, PAGE_TOKENS)):

@@ -34,6 +34,8 @@ class Support:
     schedule: str = SPLITS  # how warps get their work: "small" is splits in CTAs of which an SM holds several
     clusters: bool = False  # its splits may be a cluster of CTAs
     boosted: bool = False  # K of 2 bits with channels of 4 bits (Kitty)
+    boosted_values: bool = False  # V of two widths in a page, but for windows, which would need its positions
+    wide_bits: tuple[int, ...] = (8, 4, 2)  # of the first tokens of such a V
     codebooks: bool = False  # of both sides, and nothing else
     paired_bits: int = 0  # up to so many bits two blocks of query rows are faster than the next path's kernel
 
@@ -54,9 +56,9 @@ class Support:
             return [str(error)]
         kinds = (Kind.CHANNEL, *[Kind.TOKEN] * self.k_per_token)
         is_served = k and v and k.kind in kinds and v.kind is Kind.TOKEN and (k.high is None or self.boosted)
-        if not is_served or k.transposed or not v.transposed:
+        if not is_served or k.transposed or not v.transposed or (v.wide and not self.boosted_values):
             return [f"format {fmt}, supported: K per channel{' or per token' * self.k_per_token}"
-                    f"{' or boosted' * self.boosted} with V per token"]
+                    f"{' or boosted' * self.boosted} with V per token{' or boosted' * self.boosted_values}"]
         channels = (*self.channel_groups, head_dim)
         lag = fmt.window_v - fmt.window_k
         # K per token in small groups beside a lagging V is the one combination that does not fit the registers
@@ -65,21 +67,26 @@ class Support:
         wanted = (
             ("K bits", k.bits, (2,) if k.high else self.k_bits), ("V bits", v.bits, self.v_bits),
             ("bits of boosted channels", k.high.code_bits if k.high else 4, (4,)),
+            ("bits of boosted values", v.wide.bits if v.wide else self.wide_bits[0], self.wide_bits),
             ("K group", k.group_size, channels if k.is_per_token else self.k_groups),
             ("V group", v.group_size, channels),
             ("V window beyond K's", lag, (lag if lags else 0,)),
             ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
             ("K metadata", k.storage, storages), ("V metadata", v.storage, storages),
         )
-        wanted += tuple(("feature", name, self.features) for name in features)
+        served = tuple(name for name in self.features if not v.wide or name != "window")
+        wanted += tuple(("feature", name, served or ("none",)) for name in features)
         return unserved(wanted)
 
     def __str__(self) -> str:
         groups = listed((*self.channel_groups, "head_dim"))
         per_token = f" or per token in groups of {groups} channels" * self.k_per_token
         boosted = " or of 2 bits with boosted channels of 4 (Kitty)" * self.boosted
+        values = f" or of {listed(self.wide_bits)} bits for the first tokens (boosted values, without windows)"
+        values *= self.boosted_values
         return (f"K of {listed(self.k_bits)} bits per channel in groups of {listed(self.k_groups)} tokens"
-                f"{per_token}{boosted}; V of {listed(self.v_bits)} bits per token in groups of {groups} channels; "
+                f"{per_token}{boosted}; V of {listed(self.v_bits)} bits per token in groups of {groups} channels"
+                f"{values}; "
                 f"{listed(self.storages)} metadata; head_dim {listed(self.head_dims)}; {listed(self.dtypes)}; "
                 f"any number of query heads a KV head; {listed(self.rows)} query rows at once "
                 f"({listed(self.wide_rows)} above head_dim {WIDE_HEAD_DIM}), more in blocks")
