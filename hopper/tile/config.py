@@ -85,7 +85,7 @@ class TileSide(SideSpec):
         A part is whole groups, or lies in one: V of head_dim 96 in groups of 32 channels has three parts, not two.
         """
         def fits(tiles: int) -> bool:
-            group = self.rows if self.is_per_token and not self.transposed else self.group // layout.TILE
+            group = self.rows if self.is_per_token and not self.transposed else self.group_size // layout.TILE
             return tiles <= self.max_tiles and tiles * self.bits % BLOCK_BITS == 0 and (
                 tiles % group == 0 or group % tiles == 0)
         return next(parts for parts in range(1, self.row_tiles + 1)

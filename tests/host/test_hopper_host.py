@@ -404,7 +404,7 @@ def test_every_supported_format_fits(head_dim, dtype, bits, groups, rows):
             assert cfg.smem_bytes <= config.SMEM_LIMIT
             for side in (cfg.k, cfg.v):
                 assert side.run_rows == side.meta_blocks * side.meta_rows
-                assert side.group % side.meta_rows == 0 or side.is_per_token and not side.transposed
+                assert side.group_size % side.meta_rows == 0 or side.is_per_token and not side.transposed
 
 
 @pytest.mark.parametrize("name, head_dim, match", [("k4v4", 80, "head_dim"), ("k8v8-vg32", 256, "record of"),

@@ -87,6 +87,30 @@ def test_codebooks_that_do_not_fit_end_the_command(run, file, tmp_path, command)
         assert shown.exit_code == 2 and re.search(words, shown.output.replace("\n", " ")), shown.output
 
 
+def test_generate_tells_what_codebooks_take(run, file):
+    """A file's are there however long the text is; a prompt's are the sequence's own, and of no sliding layer."""
+    books = 2 * 2 * (2 * 512 * 64 + 6 * 64)
+    short = run("generate", "words", "--format", "cq2", "--codebooks", file(), "--tokens", 2)
+    assert f"{books:,} of these bytes are codebooks, however many tokens" in short.output, short.output
+    assert f"cache cq2: {books + 6 * 2 * 2 * 2 * 64 * 2:,} bytes" in short.output, short.output
+    assert "nothing was packed" in short.output
+    own = run("generate", "words " * 200, "--format", "cq2", "--codebooks", "prompt", "--tokens", 2)
+    assert own.exit_code == 0 and f"{books:,} of these bytes are codebooks, of this sequence alone" in own.output
+    assert "sliding" not in own.output and "nothing was packed" not in own.output
+    assert "are codebooks" not in run("generate", "words", "--format", "k4v4", "--tokens", 2).output
+
+
+def test_prompts_that_are_too_short_end_the_command(run, tmp_path):
+    """Before a model reads, and not as a quality without errors."""
+    (text := tmp_path / "text").write_text("x" * 2000)
+    for command, tokens in ((("generate", "x" * 1023), 1023), (("quality", "--text", text, "--tokens", 1024), 1023)):
+        shown = run(*command, "--format", "cq2", "--codebooks", "prompt")
+        words = f"codebooks: got 'prompt' with {tokens:,} tokens to learn from, supported: 1,024 or more"
+        assert shown.exit_code == 2 and words in " ".join(shown.output.split()), shown.output
+    shown = run("quality", "--text", text, "--tokens", 1025, "--format", "cq2", "--codebooks", "prompt")
+    assert shown.exit_code == 0 and "its first 1,024 tokens are read in 16 bit" in shown.output
+
+
 def test_other_weights_are_told_of(run, file):
     shown = run("generate", "words", "--format", "cq2", "--codebooks", file("cq2", weights_hash="other"), "--tokens", 2)
     assert shown.exit_code == 0 and "warning: codebooks: learned from tiny, whose weights are not" in shown.output

@@ -249,12 +249,10 @@ def test_words_of_a_model_change_no_hash(model):
 
 # ---- the command
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, model):
-    """The model with a tokenizer of single characters."""
+def saved(model, path: Path) -> Path:
+    """A folder of the model with a tokenizer of single characters."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    path = tmp_path_factory.mktemp("models") / "small"
     letters = {c: i for i, c in enumerate(["<unk>", "<eos>", "<pad>", " ", *string.ascii_letters])}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -262,6 +260,11 @@ def folder(tmp_path_factory, model):
                                          unk_token="<unk>").save_pretrained(path)
     model.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model):
+    return saved(model, tmp_path_factory.mktemp("models") / "small")
 
 
 def run(*args):
@@ -308,21 +311,32 @@ def test_the_command_refuses_a_short_text(folder, tmp_path):
     assert not Path(tmp_path / "x").exists()
 
 
-def test_three_commands_from_a_model_folder(folder, tmp_path):
-    """calibrate, quality, generate; and quality with codebooks of the text's own first tokens."""
-    file, text = tmp_path / "small.cq2.safetensors", tmp_path / "text.txt"
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_three_commands_from_a_model_folder(head_dim, tmp_path, monkeypatch):
+    """calibrate, quality and generate, as docs/codebooks.md has them."""
+    monkeypatch.chdir(tmp_path)
+    model, text = saved(build(head_dim=head_dim), tmp_path / "models/small"), tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog and sleeps " * 22)
-    assert run("calibrate", "--model", folder, "--tokens", 1024, "--out", file).exit_code == 0
-    lines = tmp_path / "lines.jsonl"
-    result = run("quality", "--model", folder, "--text", text, "--format", "cq2", "--codebooks", file, "--tokens", 320,
+    result = run("calibrate", "--model", model, "--format", "cq2", "--tokens", 1024)
+    assert result.exit_code == 0, result.output
+    books, lines = "small.cq2.safetensors", tmp_path / "lines.jsonl"
+    assert f"Next: lowbit-attn quality --model {model} --format cq2 --codebooks {books}\n" in result.output
+    assert Codebooks.load(books).head_dim == head_dim
+    result = run("quality", "--model", model, "--text", text, "--format", "cq2", "--codebooks", books, "--tokens", 320,
                  "--jsonl", lines)
     assert result.exit_code == 0, result.output
-    kl = json.loads(lines.read_text().splitlines()[-1])["kl"]
-    assert 0 < kl < 1
-    result = run("generate", text.read_text()[:300], "--model", folder, "--format", "cq2", "--codebooks", file,
+    found = json.loads(lines.read_text().splitlines()[-1])
+    assert 0 < found["kl"] < 1 and found["bits_per_element"] == 2 + 8 / head_dim + 1 / 16
+    result = run("generate", text.read_text()[:300], "--model", model, "--format", "cq2", "--codebooks", books,
                  "--tokens", 4)
     assert result.exit_code == 0 and "4 tokens after 300 in" in result.output
-    result = run("quality", "--model", folder, "--text", text, "--format", "cq2", "--codebooks", "prompt", "--tokens",
-                 1160, "--jsonl", lines)
+
+
+def test_quality_with_codebooks_of_the_text_itself(folder, tmp_path):
+    """Its first tokens teach; the others lose less than in the uniform format of as many bits."""
+    (text := tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog and sleeps " * 26)
+    result = run("quality", "--model", folder, "--text", text, "--format", "cq2", "--format", "k2v2", "--sinks", 32,
+                 "--codebooks", "prompt", "--tokens", 1400, "--jsonl", tmp_path / "lines.jsonl")
     assert result.exit_code == 0, result.output
-    assert 0 < json.loads(lines.read_text().splitlines()[-1])["kl"] < kl
+    kl = {line["cache"]: line["kl"] for line in map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())}
+    assert 0 < kl["cq2, 32 sinks"] < kl["k2v2, 32 sinks"]

@@ -10,7 +10,7 @@ from lowbit_attn import dispatch, kernels
 from lowbit_attn.attached import check_format
 from lowbit_attn.cli.common import fail
 from lowbit_attn.codebooks import Codebooks
-from lowbit_attn.codebooks.prompt import PROMPTS
+from lowbit_attn.codebooks.prompt import LEAST_TOKENS, PROMPTS
 from lowbit_attn.formats import FORMATS, Format
 
 BooksOption = Annotated[Path | None, typer.Option(
@@ -67,6 +67,19 @@ def _have_kernels(fmt: Format, path: Path) -> bool:
     return not kernels.no_codebooks(arch, fmt, books.head_dim, books.rope == "pre")
 
 
+def is_prompt(options: dict | None) -> bool:
+    """Whether options of a LowBitCache have codebooks learned from the prompt."""
+    return bool(options) and options.get("codebooks") in PROMPTS
+
+
+def check_prompt(options: dict | None, tokens: int) -> None:
+    """End the command for codebooks learned from a prompt of too few tokens."""
+    if is_prompt(options) and tokens < LEAST_TOKENS:
+        fail(f"codebooks: got {options['codebooks']!r} with {tokens:,} tokens to learn from, supported: "
+             f"{LEAST_TOKENS:,} or more, for 256 entries a group are not learned from fewer; or a file: lowbit-attn "
+             f"calibrate --model MODEL --format {options['format']} makes one")
+
+
 def check_model(options: dict | None, network) -> None:
     """End the command for codebooks of another model; tell of other weights, and of a GPU that torch uses slowly."""
     if not options or "codebooks" not in options:
@@ -78,7 +91,7 @@ def check_model(options: dict | None, network) -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", identity.OtherWeightsWarning)
         try:
-            if options["codebooks"] not in PROMPTS:
+            if not is_prompt(options):
                 identity.check_model(loaded(Path(options["codebooks"])), network)
         except ValueError as error:
             fail(error)

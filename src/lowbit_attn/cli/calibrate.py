@@ -1,5 +1,6 @@
 """``lowbit-attn calibrate``: codebooks of a local model in one file."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,8 @@ def calibrate(
         fail(error)
     made.save(out)
     _report(made, out)
+    command = ("lowbit-attn", "quality", "--model", model, "--format", format, "--codebooks", str(out))
+    typer.echo(f"Next: {shlex.join(command)}")
 
 
 def _ids(tokenizer, files: list[Path] | None, tokens: int):

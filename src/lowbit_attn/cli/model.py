@@ -75,6 +75,7 @@ def generate(
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(network.device)
     if not ids.shape[1]:
         fail("prompt: got no tokens, supported: one or more")
+    books.check_prompt(options, ids.shape[1])
     cache = scoring.new_cache(options)
     scoring.use_cache_kind(network, options)
     start = time.perf_counter()
@@ -100,8 +101,12 @@ def cache_lines(network, cache, options: dict | None, tokens: int) -> list[str]:
              f"tokens, {own:.2f} where packed"]
     if options is None:
         return lines
-    pages = [layer.kv for layer in cache.layers if layer.kv is not None]
-    sliding = len(cache.layers) - len(pages)
+    held = [[one.kv for one in getattr(layer, "rows", None) or [layer] if one.kv is not None] for layer in cache.layers]
+    pages = [kv for layer in held for kv in layer]
+    if learned := sum(kv.attached.nbytes for kv in pages if getattr(kv, "attached", None)):
+        whose = "of this sequence alone" if books.is_prompt(options) else "however many tokens and sequences there are"
+        lines.append(f"{learned:,} of these bytes are codebooks, {whose}")
+    sliding = sum(not layer for layer in held)
     if pages and not any(kv.counts.n_qv.any() or kv.counts.n_qk.any() for kv in pages):
         after = f" after the {pages[0].sinks} sinks" if pages[0].sinks else ""
         lines.append(f"nothing was packed: all tokens are still in 16 bit; a block of {PAGE_TOKENS} tokens{after} is "
@@ -154,6 +159,8 @@ def quality(
         scoring.check_tokens(ids)
     except ValueError as error:
         fail(error)
+    for options in cases.values():
+        books.check_prompt(options, ids.shape[1] - 1)
     out = console()
     with progress.bar(out, "tokens") as bar:
         reading = bar.add_task("reading", total=ids.shape[1])
@@ -161,7 +168,10 @@ def quality(
     out.print(_quality_table(scores, lambda nbytes: scoring.measured_bits(network, nbytes, ids.shape[1])))
     out.print(f"{ids.shape[1]:,} tokens in chunks of {scoring.CHUNK}; lowest cosine of an attention block's output, "
               "averaged over tokens, beside the 16-bit run; bits per element of K and V: of a packed page, and all-in, "
-              "of the whole cache with what stays in 16 bit", soft_wrap=True)
+              "of the whole cache with codebooks and what stays in 16 bit", soft_wrap=True)
+    if any(map(books.is_prompt, cases.values())):
+        out.print("codebooks of the prompt: its first 1,024 tokens are read in 16 bit, without errors, and count in "
+                  "perplexity, KL and top-1", soft_wrap=True)
     for label, score in scores.items() if jsonl else ():
         with jsonl.open("a") as file:
             about = {"model": model, "text": str(text or "help texts"), "cache": label, "options": cases[label]}
