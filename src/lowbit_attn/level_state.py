@@ -69,7 +69,6 @@ class LevelState(Copied):
         self.identity = self.layout_id
         self.largest = tuple(min(torch.finfo(dtype).max, *(getattr(fmt, side).largest() for fmt in self.format.formats))
                              for side in "kv")
-        self.unnamed = [f"levels {self.format}: a LevelCache has no kernels yet, supported: path='reference'"]
         self._allocate()
 
     def _allocate(self) -> None:
@@ -158,9 +157,9 @@ class LevelState(Copied):
         n_sink, n_out, n_tok = (int(x[row]) for x in (self.n_sink, self.n_out, self.n_tok))
         self.c_sink[0, heads] = self.n_stage[0, heads] + n_sink
         self.c_sink[1, heads] = self.n_stage[1, heads]
+        self.c_out[0, heads] = n_tok - n_sink  # all in the ring are younger, and none are this level's
         self.c_out[1, heads] = n_out
-        self.c_tok[0, heads] = self.c_sink[0, heads]
-        self.c_tok[1, heads] = self.n_stage[1, heads] + (n_tok - n_sink)
+        self.c_tok[:, heads] = self.c_sink[:, heads] + (n_tok - n_sink)
         self.limit[row] = min(self.max_seqlen, self.sinks + n_out + self.slots)
 
     # ---- tokens

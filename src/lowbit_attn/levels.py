@@ -10,7 +10,8 @@ K per channel, and its stage holds what is not yet a page. ``append`` fills the 
 it gives each a class: high and low ones go behind their head's stages, a full stage becomes a page, pruned ones are
 gone. Classes are decided once. Heads end up with different numbers of tokens, so memory comes from a FramePool.
 
-This is the torch reference, on any device; no kernels serve it yet.
+All of this is in torch, on any device; on a GPU decode has kernels (level_decode.py), which read each level as an
+ordinary cache (level_view.py).
 """
 
 from collections.abc import Sequence
@@ -55,9 +56,9 @@ class LevelCache(LevelState):
     State, with a row of its own for each (sequence b, KV head h) at v = b num_heads_kv + h, levels high, low: ``table``
     int32 [2, v, pages], units of 128 bytes in the level's memory of the pool; ``half`` int32 [v], unit of the next free
     low record of a frame, -1: none; counters int32 [2, v] as kernels of one level read them: ``c_sink`` tokens in its
-    16-bit segment (high: sinks and stage), ``c_out`` tokens that left the ring, ``c_pack`` tokens in pages, ``c_tok``
-    beside pages all; ``n_stage`` int32 [2, v]; ``n_sink``, ``n_out``, ``n_tok``, ``limit`` int32 [max_batch];
-    ``score`` fp32 [v, ring], ``seen`` int32 [max_batch, ring]; of the last plan ``order`` uint8 [v, 128] (by class,
+    16-bit segment (high: sinks and stage), ``c_out`` tokens that left the ring (high: and those in it, of which it has
+    none), ``c_pack`` tokens in pages, ``c_tok`` those of the segment, in the ring and that left it; ``n_stage`` int32
+    [2, v]; ``n_sink``, ``n_out``, ``n_tok``, ``limit`` int32 [max_batch]; ``score`` fp32 [v, ring], ``seen`` int32 [max_batch, ring]; of the last plan ``order`` uint8 [v, 128] (by class,
     each by position), ``new`` int32 [2, v]; ``n_drop`` int32 [v] pruned tokens; ``starved`` int32 [1], plans that
     found too few frames; ``waits`` bool [max_batch], rows whose last plan did.
     """
