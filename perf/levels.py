@@ -16,7 +16,8 @@ from provenance import append_result, need, provenance
 
 from lowbit_attn import bench, decode, layout
 from lowbit_attn.bench import BenchCase
-from lowbit_attn.frames import FramePool
+from lowbit_attn.formats.levels import parse
+from lowbit_attn.frames import FramePool, frame_sizes
 from lowbit_attn.levels import LevelCache
 from lowbit_attn.policy import Shares
 
@@ -64,54 +65,38 @@ CASES = (
 )
 
 
-def make_cache(case: LevelCase, seed: int = 0) -> LevelCache:
-    """A cache as many steps would have left it, filled directly."""
-    draw = torch.Generator(device="cuda").manual_seed(seed)
+def make_cache(case: LevelCase, device: str = "cuda") -> LevelCache:
+    """A cache as many steps would have left it, filled directly; heads differ in length as after pruning."""
     pages = torch.tensor(case.pages)
-    high, low = pages.sum(0).tolist()
-    probe = FramePool(case.levels, head_dim=case.head_dim, frames=1) if "+" not in case.levels else None
-    is_shared = probe is not None or FramePool(case.levels, head_dim=case.head_dim, frames=1).is_shared
-    pool = FramePool(case.levels, head_dim=case.head_dim, device="cuda",
-                     frames=high + (low + 1) // 2 if is_shared else (high, low))
+    counts = pages.sum(0).tolist()
+    levels = parse(case.levels)
+    per_low, sizes = frame_sizes(*(fmt.record_bytes(case.head_dim) for fmt in levels.formats))
+    frames = [counts[0], -(-counts[1] // per_low)]
+    pool = FramePool(levels, head_dim=case.head_dim, device=device, frames=sum(frames) if len(sizes) == 1 else frames)
     cache = LevelCache(pool, case.num_heads_kv, policy=Shares(case.percent / 100), sinks=SINKS, max_batch=case.batch,
                        max_seqlen=max(map(sum, case.pages)) * PAGE + 2 * PAGE)
-    places = _units(pool, high, low, draw)
-    for level, fmt in enumerate(pool.levels.formats):
-        k, v = torch.randn(2, DISTINCT, PAGE, case.head_dim)
-        records = fmt.quantize(k, v).view(DISTINCT, -1, layout.RECORD_ALIGN).cuda()
-        size, units = records.shape[1], pool.units(level)
-        for some in places[level].split(1024):
-            at = some[:, None] + torch.arange(size, device="cuda")
-            units[at] = records[torch.randint(DISTINCT, (len(some),), generator=draw, device="cuda")]
-        start = 0
-        for row, count in enumerate(pages[:, level].tolist()):
-            cache.table[level, row, :count] = places[level][start : start + count].int()
-            start += count
+    free = [torch.randperm(len(mine.ids), generator=torch.Generator().manual_seed(0)) for mine in pool.lists]
+    taken = (free[0][: frames[0]], free[0][frames[0] :] if pool.is_shared else free[1])
+    for level, fmt in enumerate(levels.formats):
+        records = fmt.quantize(*torch.randn(2, DISTINCT, PAGE, case.head_dim)).view(DISTINCT, -1, layout.RECORD_ALIGN)
+        records, units = records.to(device), pool.units(level)
+        size, per = records.shape[1], (1, per_low)[level]
+        places = (taken[level][:, None] * pool.frame_units(level) + torch.arange(per) * size).flatten()[: counts[level]]
+        for some in places.to(device).split(1024):
+            units[some[:, None] + torch.arange(size, device=device)] = records[
+                torch.randint(DISTINCT, (len(some),), device=device)]
+        for row, mine in enumerate(places.int().split(pages[:, level].tolist())):
+            cache.table[level, row, : len(mine)] = mine.to(device)
     for x in (cache.hi_k, cache.hi_v, cache.lo_k, cache.lo_v, cache.ring_k, cache.ring_v):
-        x.normal_(generator=draw)
+        x.normal_()
     cache.c_pack.copy_(pages.T * PAGE)
     cache.n_stage.fill_(STAGED)
     cache.n_sink.fill_(SINKS)
-    cache.n_out.fill_(case.seqlen // PAGE * PAGE - 2 * PAGE)  # heads differ as after pruning
+    cache.n_out.fill_(case.seqlen // PAGE * PAGE - 2 * PAGE)
     cache.n_tok.copy_(cache.n_sink + cache.n_out + RECENT)
     for row in range(case.batch):
         cache.recount(row)
     return cache
-
-
-def _units(pool: FramePool, high: int, low: int, draw: torch.Generator) -> list[torch.Tensor]:
-    """Units where records of each level begin, frames in random order."""
-    found, taken = [], 0
-    for level, (count, per) in enumerate(((high, 1), (low, pool.per_low))):
-        frames = torch.randperm(len(pool.lists[pool.sizes[level]].ids), generator=draw, device="cuda")
-        if pool.is_shared:
-            draw_again = torch.Generator(device="cuda").manual_seed(7)
-            frames = torch.randperm(len(pool.lists[0].ids), generator=draw_again, device="cuda")[taken:]
-        size = pool.record_bytes[level] // layout.RECORD_ALIGN
-        mine = frames[: -(-count // per)] * pool.frame_units(level)
-        taken += len(mine)
-        found.append((mine[:, None] + torch.arange(per, device="cuda") * size).flatten()[:count])
-    return found
 
 
 def call_bytes(case: LevelCase, cache: LevelCache) -> int:

@@ -58,9 +58,10 @@ class LevelCache(LevelState):
     low record of a frame, -1: none; counters int32 [2, v] as kernels of one level read them: ``c_sink`` tokens in its
     16-bit segment (high: sinks and stage), ``c_out`` tokens that left the ring (high: and those in it, of which it has
     none), ``c_pack`` tokens in pages, ``c_tok`` those of the segment, in the ring and that left it; ``n_stage`` int32
-    [2, v]; ``n_sink``, ``n_out``, ``n_tok``, ``limit`` int32 [max_batch]; ``score`` fp32 [v, ring], ``seen`` int32 [max_batch, ring]; of the last plan ``order`` uint8 [v, 128] (by class,
-    each by position), ``new`` int32 [2, v]; ``n_drop`` int32 [v] pruned tokens; ``starved`` int32 [1], plans that
-    found too few frames; ``waits`` bool [max_batch], rows whose last plan did.
+    [2, v]; ``n_sink``, ``n_out``, ``n_tok``, ``limit`` int32 [max_batch]; ``score`` fp32 [v, ring], ``seen`` int32
+    [max_batch, ring]; of the last plan ``order`` uint8 [v, 128] (by class, each by position), ``new`` int32 [2, v];
+    ``n_drop`` int32 [v] pruned tokens; ``starved`` int32 [1], plans that found too few frames; ``waits`` bool
+    [max_batch], rows whose last plan did.
     """
 
     # ---- the steps
