@@ -120,6 +120,30 @@ def test_a_captured_step_follows_counters_tables_and_pages(arch):
     pool.check(cache)
 
 
+@pytest.mark.parametrize("name", ("lean", "lean-low"))
+@pytest.mark.parametrize("pads", [(0, 0), (0, 60)])
+def test_a_model_reads_through_kernels_what_it_reads_through_the_reference(arch, name, pads):
+    """A prompt, then steps over a flush; classes may fall otherwise where scores nearly tie."""
+    pytest.importorskip("transformers")
+    from tiny_models import build, error, stepwise, tokens
+
+    from lowbit_attn.integrations import hf
+
+    model = build("llama", head_dim=128, num_attention_heads=8, hidden_size=128, initializer_range=0.08).half().cuda()
+    sizes = (300, *(1,) * 150)
+    ids = tokens(sum(sizes), batch=2).cuda()
+    mask = torch.stack([torch.arange(ids.shape[1]) >= pad for pad in pads]).long().cuda()
+    caches = [hf.LowBitCache(name, path=path) for path in (None, "reference")]
+    got, want = (stepwise(model, cache, ids, sizes, mask).float().cpu() for cache in caches)
+    for b, pad in enumerate(pads):
+        assert torch.isfinite(got[b, pad:]).all() and error(got[b, pad:], want[b, pad:]) < 0.05
+    kv = [layer.kv for layer in caches[0].layers]
+    kv[0].pool.check(*kv)
+    assert all((layer.n_out > 128).all() and layer.c_pack.any() for layer in kv)
+    caches[0].reset()
+    assert kv[0].pool.n_free == tuple(len(mine.ids) for mine in kv[0].pool.lists)
+
+
 def filled(device: str) -> LevelCache:
     pool = FramePool("lean", head_dim=128, frames=64, device=device)
     cache = LevelCache(pool, 2, max_seqlen=2000)
