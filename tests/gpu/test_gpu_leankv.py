@@ -13,13 +13,6 @@ from lowbit_attn.policy import Cumulative
 
 pytestmark = pytest.mark.gpu
 H = 2
-ARCHES = ("hopper", "ampere")
-
-
-@pytest.fixture(params=ARCHES)
-def arch(request, monkeypatch) -> str:
-    monkeypatch.setenv("LOWBIT_ATTN_ARCH", request.param)
-    return request.param
 
 
 def randn(*shape: int, seed: int = 0, dtype=torch.float16) -> torch.Tensor:
