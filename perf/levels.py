@@ -94,8 +94,7 @@ def make_cache(case: LevelCase, device: str = "cuda") -> LevelCache:
     cache.n_sink.fill_(SINKS)
     cache.n_out.fill_(case.seqlen // PAGE * PAGE - 2 * PAGE)
     cache.n_tok.copy_(cache.n_sink + cache.n_out + RECENT)
-    for row in range(case.batch):
-        cache.recount(row)
+    cache.recount()
     return cache
 
 
