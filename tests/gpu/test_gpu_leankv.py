@@ -61,6 +61,13 @@ def test_decode_is_the_reference_over_the_same_cache(arch, name, head_dim, dtype
     assert all(torch.equal(decode(q, cache)[0], o) for _ in range(20))
 
 
+def test_an_even_share_of_all_pages_gives_the_same():
+    cache, q = of_lengths("lean", 128, torch.float16), randn(5, 1, 4 * H, 128, seed=3).cuda()
+    (o, lse), (even, even_lse) = decode(q, cache), decode(q, cache, path="stream")
+    torch.testing.assert_close(even, o, rtol=2e-3, atol=1e-3)
+    torch.testing.assert_close(even_lse, lse, rtol=1e-4, atol=1e-4)
+
+
 def test_sink_logits_scale_and_soft_cap(arch):
     cache, q = of_lengths("lean", 128, torch.float16), randn(5, 1, 4 * H, 128, seed=4).cuda()
     check(cache, q, sink_logits=randn(4 * H, seed=5).float().cuda(), softmax_scale=0.2)

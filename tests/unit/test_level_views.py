@@ -121,3 +121,14 @@ def test_both_levels_are_served_or_say_why_not(arch):
     assert dispatch.why_not_on(arch, filled(rows=(3,)), 4 * H) == []
     reasons = dispatch.why_not_on(arch, filled(rows=(3,)), H, path="nowhere")
     assert [reason.partition(": path: 'nowhere' is not known")[0] for reason in reasons] == ["high level", "low level"]
+
+
+@pytest.mark.parametrize("rows, pages, schedule", [(64, 256, "stream"), (8, 1024, "splits"), (10, 32, "splits"),
+                                                   (1, 512, "splits")])
+def test_rows_of_many_pages_and_few_splits_share_all_pages_evenly(rows, pages, schedule):
+    """Heads may differ in length, which only the device knows."""
+    pool = FramePool("lean", head_dim=128, frames=1)
+    cache = LevelCache(pool, rows, max_seqlen=128 * pages)
+    for view in views_of(cache):
+        key = kernels.decode_key("hopper", "sm_90a", "float16", 128, view.format.name, "integer", 4)
+        assert dispatch.for_shape(key, rows, pages, 132, view.known_pages(rows)).schedule == schedule
