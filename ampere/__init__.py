@@ -6,7 +6,7 @@ from lowbit_attn.kernels.key import Scratch
 from lowbit_attn.kernels.support import Support
 
 EMPTY = None  # what words of scratch are between calls: anything
-SPLITS_MEET = False  # splits of a call may run one after the other
+SPLITS_COOPERATE = False  # splits of a call may run one after the other
 PATHS = {
     "register": Support(arithmetic="fp16",
                         k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
@@ -20,5 +20,5 @@ PATHS = {
 
 
 def scratch(q_shape: tuple[int, ...], rows: int, places: int, splits: int) -> Scratch:
-    """Of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
+    """Scratch of a call with q [batch, q_len, num_heads, head_dim] and ``places`` blocks of ``rows`` query rows."""
     return Scratch(((splits, *q_shape), (splits, *q_shape[:-1])), counters=places if splits > 1 else 1)

@@ -20,7 +20,7 @@ HALVES = ACCESS_BYTES // layout.META_BYTES
 
 
 def query_shape(config) -> tuple[int, int, int, int]:
-    """Of q' by channel: (row groups, columns, channels, 8 query rows)."""
+    """Shape of q' by channel: (row groups, columns, channels, 8 query rows)."""
     return config.row_groups, config.columns, config.head_dim, MMA_N
 
 

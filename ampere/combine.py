@@ -126,17 +126,17 @@ def combine(config, thread, rows, results, first_sink):
     """
     lanes = config.head_dim // CHANNELS
     sink, top, start, shrink, total = (T.alloc_var("float32") for _ in range(5))
-    turn, query, head, row, at, chunk, stride = (T.alloc_var("int32") for _ in range(7))
+    unit, query, head, row, at, chunk, stride = (T.alloc_var("int32") for _ in range(7))
     acc = T.alloc_local((CHANNELS,), "float32")
     lses = T.alloc_local((SPLITS_AT_ONCE,), "float32")
     values = T.alloc_local((CHANNELS * SPLITS_AT_ONCE,), "float32")
     sink = first_sink
     stride = num_rows(results)
     for i in T.serial(T.truncdiv(rows.count * lanes - thread + (config.threads - 1), config.threads)):
-        turn = thread + i * config.threads
-        chunk = turn % lanes
-        query = queries.query(rows, turn // lanes)
-        head = queries.head(rows, turn // lanes)
+        unit = thread + i * config.threads
+        chunk = unit % lanes
+        query = queries.query(rows, unit // lanes)
+        head = queries.head(rows, unit // lanes)
         row = row_at(results, rows.seq, query, head)
         at = row
         top = sink
@@ -164,7 +164,7 @@ def combine(config, thread, rows, results, first_sink):
                 T.if_then_else(total == T.float32(0.0), T.float32(0.0), acc[c] / total), config.dtype)
         if chunk == 0:
             results.lse[rows.seq, head, query] = log_sum(start, total)
-        head = queries.head(rows, (turn + config.threads) // lanes)
+        head = queries.head(rows, (unit + config.threads) // lanes)
         sink = results.sink_logits[logit_place(results.sink_logits, head)]
 
 

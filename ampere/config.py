@@ -108,7 +108,7 @@ class DecodeConfig:
     slots: int
     k: Piece
     v: Piece
-    third_segment: bool = False  # tokens whose K is packed and whose V is still in 16 bit
+    has_mixed: bool = False  # tokens whose K is packed and whose V is still in 16 bit
     features: tuple[str, ...] = ()  # those of kernels.FEATURES it has
     boost: Boost | None = None
 
@@ -205,7 +205,7 @@ class DecodeConfig:
     @property
     def is_crowded(self) -> bool:
         """Whether a warp's registers are filled by 16 rows beside the code of pages whose V is in 16 bit."""
-        return self.third_segment and self.columns > 1
+        return self.has_mixed and self.columns > 1
 
     @property
     def may_spill(self) -> bool:
@@ -217,7 +217,7 @@ class DecodeConfig:
         """
         if self.shares_pages and self.head_dim > 64 and self.v.groups > 2:
             return True
-        if self.third_segment and self.head_dim > 128:
+        if self.has_mixed and self.head_dim > 128:
             return True
         if self.columns > 1 and self.head_dim > 64 and self.v.groups > 1 and self.features:
             return True
@@ -261,8 +261,8 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
     boost = _boost(fmt.k.spec(head_dim), k)
     if path == "tile":
         _check_tile(fmt, head_dim, dtype, rows, k, v)
-    third = fmt.window_k != fmt.window_v
-    configs = [DecodeConfig(target, head_dim, dtype, path, *shape, k, v, third, tuple(features), boost)
+    has_mixed = fmt.window_k != fmt.window_v
+    configs = [DecodeConfig(target, head_dim, dtype, path, *shape, k, v, has_mixed, tuple(features), boost)
                for shape in _shapes(head_dim, rows)]
     limit = SMEM_LIMIT_BYTES[target]
     # a warp's own ring also holds, at the end, the warp's O

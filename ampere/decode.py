@@ -7,7 +7,7 @@ results merge:
     page i of a warp      wait K part -> S^T = K Q^T -> refill slot -> wait V part -> softmax
     (pages.walk)          -> P^T, O^T += V^T P^T -> refill slot
     last split only       pages whose V is still in 16 bit (formats with two windows), shared out by chunks of V
-    (third.walk)
+    (mixed.walk)
     last split only       sinks and the 16-bit residual, tiles of 32 (or 16) tokens dealt out to the warps, through
     (tokens.walk)         the emptied ring
     end (merge)           O, row maxima and sums of the warps -> shared memory -> one (o, lse) of the split
@@ -17,7 +17,7 @@ A block of 64 rows: every warp has rows of its own, all walk the same pages thro
 block a part, and each writes its rows' (o, lse) without a merge (config.shares_pages).
 
 What becomes of a packed part is the path's: register (codes are multiplied as they are) or tile (scale and zero-point
-applied to every code); both modules define the same steps. Read pages, register, values, third, tokens, merge, combine.
+applied to every code); both modules define the same steps. Read pages, register, values, mixed, tokens, merge, combine.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import combine, merge, mma, pages, queries, softmax, third, tokens
+from lowbit_attn.ampere import combine, merge, mixed, mma, pages, queries, softmax, tokens
 from lowbit_attn.ampere.config import LANES, DecodeConfig, decode_config
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import token_strides
@@ -89,10 +89,10 @@ def attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops
         row, counts = tokens.places(), tokens.counts()
         tokens.load_counts(counters, T.shfl_sync(rows.seq, 0), row, counts)
         state = state._replace(**dict(zip(("ring_row", *tokens.COUNTS), (row[1], *tokens.listed(counts)))))
-        if config.third_segment:
+        if config.has_mixed:
             first = T.max(queries.first_page(rows, state.num_sink), count) if config.window else count
             last = T.truncdiv(state.num_packed, layout.PAGE_TOKENS)
-            third.walk(config, pool_of, pages.Range(first, last, state), rows, ring, walker, member, lane, regs, ops,
+            mixed.walk(config, pool_of, pages.Range(first, last, state), rows, ring, walker, member, lane, regs, ops,
                        work, scales)
         steps.query_for_tokens(config, q, rows, lane, ops)
         tokens.walk(config, state, rows, ring, walker, member, lane, regs, ops, scales)

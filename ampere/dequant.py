@@ -114,7 +114,7 @@ def load_channel_meta(piece, ring, slot, pair, t, head_dim, scale, zero):
 
 @T.macro
 def load_token_meta(piece, ring, slot, pair, t, pairs, scale, zero):
-    """The same for V: the (scale, zero) pairs of columns 2t and 2t + 1 are regrouped, a column pair to a register."""
+    """Load V's (scale, zero) pairs of columns 2t and 2t + 1, and regroup them: a column pair to a register."""
     for e in (0, 1):
         for v in T.vectorized(4):
             pairs[4 * e + v] = ring[slot, piece.meta + token_meta_access(pair, t, e), v]

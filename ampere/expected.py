@@ -10,7 +10,7 @@ from collections import Counter
 from math import gcd
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import combine, dequant, load, third
+from lowbit_attn.ampere import combine, dequant, load, mixed
 from lowbit_attn.ampere.config import LANES, TILE, DecodeConfig
 
 TOKEN_TILES = layout.PAGE_TOKENS // TILE
@@ -97,7 +97,7 @@ def expected_static(config: DecodeConfig) -> dict[str, int]:
     fragments = 2 * tiles * config.o_tiles  # of K and V of one 16-bit tile
     part_copies = [_copies(config, piece.accesses) for piece in config.pieces]
     tile_copies = _copies(config, config.tile16_tokens * config.row_accesses)
-    if config.third_segment and tile_copies > load.COPIES_AT_ONCE:  # a loop, and what is left over
+    if config.has_mixed and tile_copies > load.COPIES_AT_ONCE:  # a loop, and what is left over
         tile_copies = load.COPIES_AT_ONCE + tile_copies % load.COPIES_AT_ONCE
     counts = Counter(per_page(config)) + Counter({
         "HMMA": n * fragments,
@@ -109,11 +109,11 @@ def expected_static(config: DecodeConfig) -> dict[str, int]:
         "LDGSTS": sum(part_copies[part % 2] for part in range(config.parts_ahead)) + 4 * tile_copies,
         "MOVM": 2 * tiles * n,
     })
-    if config.third_segment:
-        fragments = third.own_tiles(config) * config.o_tiles
+    if config.has_mixed:
+        fragments = mixed.own_tiles(config) * config.o_tiles
         counts += Counter(_k_part(config))
-        counts += Counter({"HMMA": n * fragments, "LDSM": fragments, "MOVM": 2 * third.own_tiles(config) * n,
-                           "LDGSTS": _copies(config, config.k.accesses) + third.own_chunks(config) * tile_copies})
+        counts += Counter({"HMMA": n * fragments, "LDSM": fragments, "MOVM": 2 * mixed.own_tiles(config) * n,
+                           "LDGSTS": _copies(config, config.k.accesses) + mixed.own_chunks(config) * tile_copies})
     if config.path == "register" and config.k.per_token:
         counts["HMMA"] += n * config.o_tiles  # sums of q'
     return dict(counts)

@@ -2,7 +2,7 @@
 
 Each thread copies 16 bytes at a time. A warp with a ring of its own commits, waits and synchronises alone: no other
 warp ever touches its slots. A ring that the block shares is filled by all its threads, which number themselves as one
-warp's lanes do (``member``) and meet at a barrier of the block (``meet``).
+warp's lanes do (``member``) and meet at a barrier of the block (``ring_barrier``).
 """
 
 import tilelang.language as T
@@ -31,7 +31,7 @@ def member_word(record, first_unit, member):
 
 
 @T.macro
-def meet(config):
+def ring_barrier(config):
     """All threads that fill and read a ring."""
     if config.shares_pages:
         T.sync_threads()
@@ -64,7 +64,7 @@ def issue_tokens(config, source, seq, head, first, live, ring_h, slot, member):
     """Start copying one tile of 16-bit tokens, rows first .. of source [batch, heads, rows, head_dim]."""
     threads = config.ring_threads
     accesses = config.tile16_tokens * config.row_accesses
-    unrolled = {"pragma_unroll_factor": COPIES_AT_ONCE} if config.third_segment else None
+    unrolled = {"pragma_unroll_factor": COPIES_AT_ONCE} if config.has_mixed else None
     for i in T.unroll(accesses // threads, annotations=unrolled):
         issue_token_access(config, source, seq, head, first, live, ring_h, slot, i * threads + member)
     if accesses % threads:

@@ -85,7 +85,7 @@ def own_output(config, i, v):
 
 @T.macro
 def write(config, regs, rows, lane, results):
-    """The same from the registers of a warp that alone has its rows: eight lanes fill 32 bytes of a row."""
+    """Write o from the registers of a warp that alone has its rows: eight lanes fill 32 bytes of a row."""
     softmax.sum_rows(regs.row_sum, config.row_values)
     query, head, at = (T.alloc_var("int32") for _ in range(3))
     found = T.alloc_local((2,), "float32")

@@ -44,7 +44,7 @@ def row_access(lane, tile, column_tile, row_accesses):
 
 
 def row_access_transposed(lane, token_tile, channel_tile, row_accesses):
-    """The same for V, transposed while it is loaded: matrices a0 .. a3 are channels + 8, then tokens + 8."""
+    """16-byte access of a lane's row for V, transposed: matrices a0 .. a3 are channels + 8, then tokens + 8."""
     return swizzled(16 * token_tile + 8 * (lane // 16) + lane % 8, 2 * channel_tile + lane // 8 % 2, row_accesses)
 
 

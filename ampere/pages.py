@@ -58,28 +58,28 @@ def refill(config, pages, ahead, i, mine, side, ring, slot, member):
 
 
 @T.macro
-def enter(config, pages, ahead, i, mine, side, ring, walker, slot, member):
+def wait_part(config, pages, ahead, i, mine, side, ring, walker, slot, member):
     """Wait until the part in ``slot`` is there for all threads of the ring."""
     T.ptx_wait_group(config.parts_ahead - 1)
-    load.meet(config)
+    load.ring_barrier(config)
     if config.shares_pages:
-        refill(config, pages, ahead, i, mine, side - 1, ring, before(config, walker, slot), member)
+        refill(config, pages, ahead, i, mine, side - 1, ring, previous_slot(config, walker, slot), member)
 
 
 @T.macro
-def leave(config, pages, ahead, i, mine, side, ring, slot, member):
-    """The part in ``slot`` has been read."""
+def release_part(config, pages, ahead, i, mine, side, ring, slot, member):
+    """Refill ``slot``, whose part has been read; a shared ring does it at the next wait."""
     if not config.shares_pages:
-        load.meet(config)
+        load.ring_barrier(config)
         refill(config, pages, ahead, i, mine, side, ring, slot, member)
 
 
-def after(config, walker, slot):
+def next_slot(config, walker, slot):
     """The slot of the next part."""
     return T.if_then_else(slot == walker * config.slots + (config.slots - 1), walker * config.slots, slot + 1)
 
 
-def before(config, walker, slot):
+def previous_slot(config, walker, slot):
     """The slot of the part before."""
     return T.if_then_else(slot == walker * config.slots, walker * config.slots + (config.slots - 1), slot - 1)
 
@@ -110,7 +110,7 @@ def walk(config, pages, work_range, rows, ring, walker, member, lane, regs, ops,
     """All pages first + walker, first + walker + rings, ... of the range.
 
     walker: the warp, or 0 for all warps of a block that shares its pages; member: the thread's number among those of
-    the ring. Trip counts are then the same in all warps, which every barrier (load.meet) needs.
+    the ring. Trip counts are then the same in all warps, which every barrier (load.ring_barrier) needs.
     """
     steps = STEPS[config.path]
     first, last = work_range.first, work_range.last
@@ -132,22 +132,22 @@ def walk(config, pages, work_range, rows, ring, walker, member, lane, regs, ops,
             T.ptx_commit_group()
     for i in T.serial(mine):
         ahead[reach + 1] = record_address(pages, T.min(begin + (i + reach + 1) * config.rings, last - 1))
-        enter(config, pages, ahead, i, mine, SIDE_K, ring, walker, slot, member)
+        wait_part(config, pages, ahead, i, mine, SIDE_K, ring, walker, slot, member)
         if queries.present(config, rows):
             logits(config, work_range, begin + i * config.rings, rows, ring, slot, lane, ops, work, scales)
-        leave(config, pages, ahead, i, mine, SIDE_K, ring, slot, member)
-        slot = after(config, walker, slot)
+        release_part(config, pages, ahead, i, mine, SIDE_K, ring, slot, member)
+        slot = next_slot(config, walker, slot)
         if steps.VALUES_BEFORE_SOFTMAX:
-            enter(config, pages, ahead, i, mine, SIDE_V, ring, walker, slot, member)
+            wait_part(config, pages, ahead, i, mine, SIDE_V, ring, walker, slot, member)
         if queries.present(config, rows):
             probabilities(config, ring, slot, lane, regs, ops, work)
         if not steps.VALUES_BEFORE_SOFTMAX:
-            enter(config, pages, ahead, i, mine, SIDE_V, ring, walker, slot, member)
+            wait_part(config, pages, ahead, i, mine, SIDE_V, ring, walker, slot, member)
         if queries.present(config, rows):
             steps.values(config, ring.words, slot, lane, work, ops, regs.acc_o)
-        leave(config, pages, ahead, i, mine, SIDE_V, ring, slot, member)
-        slot = after(config, walker, slot)
+        release_part(config, pages, ahead, i, mine, SIDE_V, ring, slot, member)
+        slot = next_slot(config, walker, slot)
         for n in static(reach + 1):
             ahead[n] = ahead[n + 1]
     T.ptx_wait_group(0)
-    load.meet(config)
+    load.ring_barrier(config)

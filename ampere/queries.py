@@ -54,7 +54,7 @@ def present(config, rows: Rows):
 
     With V in 16 bit beside packed K the branch costs spills: all warps work there.
     """
-    return not config.shares_pages or config.third_segment or rows.count > 0
+    return not config.shares_pages or config.has_mixed or rows.count > 0
 
 
 def first_page(rows: Rows, num_sink):

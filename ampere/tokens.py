@@ -109,14 +109,14 @@ def walk(config, tokens, rows, ring, walker, member, lane, regs, ops, scales):
         if buffers == 1 or step > 0:
             tile = first + (step - (buffers - 1)) * config.rings
             T.ptx_wait_group(buffers - 1)
-            load.meet(config)
+            load.ring_barrier(config)
             at = tile * size - T.if_then_else(tile < sink_tiles, 0, sink_tiles * size)
             if queries.present(config, rows):
                 attend(config, ends, at + T.if_then_else(tile < sink_tiles, 0, tokens.num_sink + tokens.ring_start),
                        T.if_then_else(tile < sink_tiles, tokens.num_sink, residual) - at,
                        T.if_then_else(tile < sink_tiles, rows.sink_window, rows.window), ring,
                        walker * config.slots + 2 * ((step - (buffers - 1)) % buffers), lane, regs, ops, scales)
-            load.meet(config)
+            load.ring_barrier(config)
 
 
 @T.macro

@@ -7,16 +7,11 @@
     decode.py, config.py   the kernel of a key
 """
 
-from lowbit_attn.hopper.common.scratch import (
-    CLUSTERS,
-    EMPTY,
-    cluster_scratch,
-    even_scratch,
-    fits_clusters,
-    scratch,
-)
+from lowbit_attn.hopper.common.scratch import CLUSTERS, EMPTY
 from lowbit_attn.hopper.common.support import PATHS
+from lowbit_attn.hopper.scratch import cluster_scratch, even_scratch, fits_clusters, scratch
 
-SPLITS_MEET = True  # all splits of a call must run at once
+SPLITS_COOPERATE = True  # all splits of a call must run at once
 
-__all__ = ["CLUSTERS", "EMPTY", "PATHS", "SPLITS_MEET", "cluster_scratch", "even_scratch", "fits_clusters", "scratch"]
+__all__ = ["CLUSTERS", "EMPTY", "PATHS", "SPLITS_COOPERATE", "cluster_scratch", "even_scratch", "fits_clusters",
+           "scratch"]

@@ -12,23 +12,26 @@ from lowbit_attn.hopper.arith.int8.config import INT8
 from lowbit_attn.hopper.common.support import PATHS
 from lowbit_attn.hopper.schedule.config import SMALL, SPLITS, STREAM
 from lowbit_attn.hopper.tile import config as tile
-from lowbit_attn.hopper.warp import config as warp
+from lowbit_attn.hopper.warp import plan
+from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.kernels.key import Checks, KernelKey
 
 TARGET = tile.TARGET
+SPILLS = ("LDL", "STL")
+WARP_FORBID = ("STSM", "HGMMA")  # which the tile path has
 ARITHMETICS = {arithmetic.name: arithmetic for arithmetic in (FP16, INT8, CODEBOOK2, CODEBOOK, CODEBOOK8)}
 SCHEDULES = {schedule.name: schedule for schedule in (SPLITS, SMALL, STREAM)}
 
 
 def make_config(path: str, fmt: Format, head_dim: int, dtype: str, rows: int,
-                features: tuple[str, ...] = ()) -> warp.WarpConfig | tile.DecodeConfig:
+                features: tuple[str, ...] = ()) -> WarpConfig | tile.DecodeConfig:
     """The configuration of a path's kernel; ValueError with the reasons if there is none."""
     if found := PATHS[path].missing(fmt, head_dim, getattr(torch, dtype)):
         raise ValueError("; ".join(found))
     if path == "tile":
         return tile.make_config(fmt, head_dim, dtype, rows, features)
     arithmetic, schedule = ARITHMETICS[PATHS[path].arithmetic], SCHEDULES[PATHS[path].schedule]
-    return warp.make_config(fmt, head_dim, dtype, rows, arithmetic, schedule, features)
+    return plan.make_config(fmt, head_dim, dtype, rows, arithmetic, schedule, features)
 
 
 def ctas_per_sm(key: KernelKey, path: str) -> int:
@@ -42,5 +45,5 @@ def checks(fmt: Format, head_dim: int, target: str = TARGET, path: str = "tile",
     cfg = make_config(path, fmt, head_dim, dtype, rows, features)
     if path == "tile":
         return Checks(tile.SASS_NEED, tile.SASS_FORBID, tuple(tile.expected_counts(cfg).items()), cfg.smem_bytes)
-    forbid = warp.SASS_FORBID if cfg.arithmetic.may_spill(cfg) else warp.SPILLS + warp.SASS_FORBID
+    forbid = WARP_FORBID if cfg.arithmetic.may_spill(cfg) else SPILLS + WARP_FORBID
     return Checks(cfg.arithmetic.sass_need, forbid, tuple(cfg.arithmetic.expected_counts(cfg).items()), cfg.smem_bytes)

@@ -1,14 +1,21 @@
 """The decode kernel of a path, as it is traced, and the fake arguments that it is compiled for."""
 
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+from lowbit_attn.formats.codebook_order import ENTRIES
 from lowbit_attn.formats.contract import Format
 from lowbit_attn.hopper import PATHS
-from lowbit_attn.hopper.common.abi import fake_arguments
+from lowbit_attn.hopper.common.book_abi import BOOK_CHANNEL_PLANES, BOOK_ROW_WORDS
 from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.config import make_config
 from lowbit_attn.hopper.tile.config import TARGET
 from lowbit_attn.hopper.tile.config import DecodeConfig as TileConfig
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.kernels.key import CuteKernel
+
+UNIT_WORDS = 32  # of 128 bytes, in which the pool is counted
 
 
 def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, path: str = "tile",
@@ -33,3 +40,28 @@ def kernel_of(cfg: WarpConfig | TileConfig):
     from lowbit_attn.hopper.tile.decode import DecodeSm90
 
     return DecodeSm90(cfg)
+
+
+def fake_arguments(head_dim: int, element, has_books: bool = False) -> tuple:
+    """All arguments but the stream, to compile a kernel for; every size but head_dim varies at run time."""
+    def tensor(kind, *shape, align=16):
+        return make_fake_compact_tensor(kind, shape, stride_order=tuple(reversed(range(len(shape)))),
+                                        assumed_align=align)
+
+    def tokens(slots):  # of a ring or of sinks: each (row, KV head) lies anywhere
+        return make_fake_tensor(element, (rings, heads_kv, slots, head_dim),
+                                (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), head_dim, 1),
+                                assumed_align=16)
+
+    n = cute.sym_int
+    batch, q_len, heads, heads_kv, seqs, rings, sinks, ring_k, ring_v = (n() for _ in range(9))
+    books = (*(tensor(Uint32, heads_kv, ENTRIES, BOOK_ROW_WORDS, align=128) for _ in range(2)),
+             tensor(Float32, heads_kv, BOOK_CHANNEL_PLANES, head_dim)) if has_books else ()
+    return (
+        tensor(element, batch, q_len, heads, head_dim), *(tensor(Int32, batch, align=4) for _ in range(2)),
+        tensor(Uint32, n(), UNIT_WORDS, align=128), tensor(Int32, n(), align=4),
+        *(tensor(Int32, seqs, align=4) for _ in range(5)), *(tokens(slots) for slots in (sinks, sinks, ring_k, ring_v)),
+        *books, tensor(Float32, n(), n(), n()), tensor(element, batch, q_len, heads, head_dim),
+        tensor(Float32, batch, heads, q_len, align=4), tensor(Float32, n(), align=4),
+        Float32(1.0), Float32(1.0), *(Int32(1) for _ in range(6)),
+    )

@@ -1,29 +1,18 @@
-"""The decode kernels' arguments, in one place: the view of a cache (lowbit_attn/view.py), a call's results and options.
+"""The decode kernels' arguments, in one place: the view of a cache (lowbit_attn/view.py), a call's results and options;
+and the query rows of a CTA.
 
     q, rows, ring_rows, <the cache's memory>, partials, out, lse, sink_logits, <options>, <strides>, stream
 """
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from lowbit_attn.device import ptx
-from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES
 
-UNIT_WORDS = 32  # of 128 bytes, in which the pool is counted
 TOKEN_BYTES = 2  # of an element of sinks and rings
-BOOK_ROW_WORDS = BOOK_ROW_BYTES // 4
-BOOK_CHANNEL_PLANES = 4  # order, 1 / weight, mean entry, largest distance from it
-
-
-class Books(NamedTuple):
-    """A layer's codebooks on the device, as lowbit_attn/attached.py lays them out for kernels."""
-
-    k: cute.Tensor  # (heads, entry, words of a row) uint32
-    v: cute.Tensor
-    channels: cute.Tensor  # (heads, 4, head_dim) fp32
 
 
 class View(NamedTuple):
@@ -46,7 +35,7 @@ class View(NamedTuple):
     head_stride: Int32
     table_b: Int32
     table_h: Int32
-    books: Books | None = None
+    books: tuple | None = None  # of formats with codebooks: book_abi.Books
 
     @property
     def counters(self) -> tuple:
@@ -77,7 +66,9 @@ class Options(NamedTuple):
 
 
 class DecodeKernel:
-    """A decode kernel; call it with the arguments above. A subclass has ``launch``, which takes them by group."""
+    """A decode kernel; call it with the arguments above. A subclass has ``cfg`` and ``launch``."""
+
+    reads_v_counts = True  # else n_qv is n_qk: the format packs both sides together
 
     @cute.jit
     def __call__(self, q: cute.Tensor, rows: cute.Tensor, ring_rows: cute.Tensor, pool: cute.Tensor, table: cute.Tensor,
@@ -88,25 +79,15 @@ class DecodeKernel:
                  sink_window: Int32, page_stride: Int32, head_stride: Int32, table_b: Int32, table_h: Int32, stream):
         view = View(rows, ring_rows, pool, table, n_sink, n_qk, n_qv, n_tok, ring_start, sink_k, sink_v, ring_k, ring_v,
                     page_stride, head_stride, table_b, table_h)
+        if cutlass.const_expr(not self.reads_v_counts):
+            view = view._replace(n_qv=None)
         self.launch(q, view, Results(partials, out, lse, sink_logits),
-                    Options(scale_log2, softcap_log2, window, sink_window), stream)
+                    Options(scale_log2, softcap_log2, window, sink_window),
+                    grid_of(q, ring_k, partials.shape[1], self.cfg.rows), stream)
 
-
-class BookDecodeKernel:
-    """``DecodeKernel`` of a cache with codebooks, whose tensors follow those of the cache's memory."""
-
-    @cute.jit
-    def __call__(self, q: cute.Tensor, rows: cute.Tensor, ring_rows: cute.Tensor, pool: cute.Tensor, table: cute.Tensor,
-                 n_sink: cute.Tensor, n_qk: cute.Tensor, n_qv: cute.Tensor, n_tok: cute.Tensor,
-                 ring_start: cute.Tensor, sink_k: cute.Tensor, sink_v: cute.Tensor, ring_k: cute.Tensor,
-                 ring_v: cute.Tensor, k_book: cute.Tensor, v_book: cute.Tensor, k_channels: cute.Tensor,
-                 partials: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, sink_logits: cute.Tensor,
-                 scale_log2: Float32, softcap_log2: Float32, window: Int32, sink_window: Int32, page_stride: Int32,
-                 head_stride: Int32, table_b: Int32, table_h: Int32, stream):
-        view = View(rows, ring_rows, pool, table, n_sink, n_qk, n_qv, n_tok, ring_start, sink_k, sink_v, ring_k, ring_v,
-                    page_stride, head_stride, table_b, table_h, Books(k_book, v_book, k_channels))
-        self.launch(q, view, Results(partials, out, lse, sink_logits),
-                    Options(scale_log2, softcap_log2, window, sink_window), stream)
+    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, grid: "Grid", stream) -> None:
+        """Launch the kernel of this configuration on a stream."""
+        raise NotImplementedError
 
 
 @cute.jit
@@ -147,26 +128,58 @@ def token_offset(of_row, of_head, ring_row: Int32, head_idx: Int32) -> Int64:
     return (Int64(ring_row) * Int64(of_row) + Int64(head_idx) * Int64(of_head)) * TOKEN_BYTES
 
 
-def fake_arguments(head_dim: int, element, has_books: bool = False) -> tuple:
-    """All arguments but the stream, to compile a kernel for; every size but head_dim varies at run time."""
-    def tensor(kind, *shape, align=16):
-        return make_fake_compact_tensor(kind, shape, stride_order=tuple(reversed(range(len(shape)))),
-                                        assumed_align=align)
+class Rows(NamedTuple):
+    """The query rows of a CTA: ``first .. first + count - 1`` of the KV head's ``ratio * q_len``, query by query."""
 
-    def tokens(slots):  # of a ring or of sinks: each (row, KV head) lies anywhere
-        return make_fake_tensor(element, (rings, heads_kv, slots, head_dim),
-                                (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), head_dim, 1),
-                                assumed_align=16)
+    batch_idx: Int32
+    head_idx: Int32  # KV head
+    first: Int32
+    count: Int32
+    ratio: Int32  # query heads of a KV head
+    q_len: Int32
+    divisor: object = None  # ratio in a form that is divided by faster, if there is one
 
-    n = cute.sym_int
-    batch, q_len, heads, heads_kv, seqs, rings, sinks, ring_k, ring_v = (n() for _ in range(9))
-    books = (*(tensor(Uint32, heads_kv, ENTRIES, BOOK_ROW_WORDS, align=128) for _ in range(2)),
-             tensor(Float32, heads_kv, BOOK_CHANNEL_PLANES, head_dim)) if has_books else ()
-    return (
-        tensor(element, batch, q_len, heads, head_dim), *(tensor(Int32, batch, align=4) for _ in range(2)),
-        tensor(Uint32, n(), UNIT_WORDS, align=128), tensor(Int32, n(), align=4),
-        *(tensor(Int32, seqs, align=4) for _ in range(5)), *(tokens(slots) for slots in (sinks, sinks, ring_k, ring_v)),
-        *books, tensor(Float32, n(), n(), n()), tensor(element, batch, q_len, heads, head_dim),
-        tensor(Float32, batch, heads, q_len, align=4), tensor(Float32, n(), align=4),
-        Float32(1.0), Float32(1.0), *(Int32(1) for _ in range(6)),
-    )
+
+class Grid(NamedTuple):
+    """How the blocks of query rows are laid out over CTAs."""
+
+    shape: tuple  # row blocks of all KV heads, sequences, splits
+    ratio: Int32  # query heads of a KV head
+    row_blocks: Int32  # of a KV head
+
+    def divisors(self, parts) -> tuple:
+        """ratio, row_blocks and ``parts``, each in a form that is divided by faster."""
+        return tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (self.ratio, self.row_blocks, parts))
+
+
+def grid_of(q, ring_k, num_splits, rows: int) -> Grid:
+    """The grid of a call whose CTAs serve ``rows`` query rows."""
+    ratio = q.shape[2] // ring_k.shape[1]
+    row_blocks = (ratio * q.shape[1] + rows - 1) // rows
+    return Grid((ring_k.shape[1] * row_blocks, q.shape[0], num_splits), ratio, row_blocks)
+
+
+def block_rows(block, row_blocks, ratio, q_len, rows: int, divisor=None) -> Rows:
+    """The rows of CTA ``block`` of the grid; CTAs that read the same pages are neighbours.
+
+    row_blocks: of a KV head, a number or what divides by it; divisor: of ratio. The last block may have fewer rows.
+    """
+    head_idx, first = block[0] // row_blocks, block[0] % row_blocks * rows
+    return Rows(block[1], head_idx, first, at_most(ratio * q_len - first, rows), ratio, q_len, divisor)
+
+
+def query_and_head(rows: Rows, row):
+    """(query, head) of a row of this CTA, counted from 0; beyond the last row, those that would follow."""
+    row = rows.first + row
+    query = Int32(Uint32(row) // Uint32(rows.ratio)) if rows.divisor is None else row // rows.divisor
+    return query, rows.head_idx * rows.ratio + row - query * rows.ratio
+
+
+def at_most(x, limit: int):
+    """min(x, limit), in operators that Python ints, numpy and the DSL's integers share."""
+    return x + (limit - x) * Int32(x > limit)
+
+
+def clamp_unit(x, limit: int):
+    """x clamped to 0 .. limit."""
+    return at_most(x * Int32(x > 0), limit)

@@ -18,8 +18,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn import _private
 from lowbit_attn.hopper.common import numbers
+from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.common.numbers import LN_2, LOG2_E, LOWEST, NEG_INF
-from lowbit_attn.hopper.common.rows import Rows, query_and_head
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, EMPTY, LINE_WORDS, SLOT_WORDS
 from lowbit_attn.hopper.common.tuning import MOST_LANES_LOG2, SLOTS_AT_ONCE
 
@@ -29,7 +29,6 @@ LINE_BYTES = 4 * LINE_WORDS
 LINE_LOG2 = LINE_BYTES.bit_length() - 1
 WARP_LOG2 = 5
 WARP = 1 << WARP_LOG2
-QUOTIENT_LOG2 = 23  # x // n is x * ceil(2^23 / n) >> 23: x < 4,096 chunks, n <= 2,048 of a split, fewer than 512 splits
 
 
 class Outputs(NamedTuple):
@@ -114,19 +113,6 @@ def slot_address(out: Outputs, rows: Rows, row: Row, chunk: Int32) -> Slot:
         merger = Int32(Uint32(unit) // Uint32(size))
         acc, pair = slot(out, merger, out.split_idx, size, unit - merger * size)
     return Slot(acc, pair)
-
-
-def slot_addresses(out: Outputs, rows: Rows, row: Row, chunks: tuple) -> tuple:
-    """``slot_address`` of several chunks of a row, with one division for all."""
-    size, is_single = chunks_of_split(out, rows.count * out.chunks), out.num_splits == 1
-    factor = (Uint32(1 << QUOTIENT_LOG2) + Uint32(size) - Uint32(1)) // Uint32(size)
-    found = []
-    for chunk in chunks:
-        unit = row.idx * out.chunks + chunk
-        merger = Int32(Uint32(unit) * factor >> Uint32(QUOTIENT_LOG2))
-        own = slot(out, merger, out.split_idx, size, unit - merger * size)
-        found.append(Slot(cutlass.select_(is_single, o_address(out, row, chunk), own.acc), own.pair))
-    return tuple(found)
 
 
 @cute.jit
@@ -268,23 +254,6 @@ def add_partials(out: Outputs, size: Int32, own: Int32, first: Int32, apart: Int
             clear(slots[i])
     found = [from_words([words[e, i] for e in range(SLOT_WORDS)]) for i in range(SLOTS_AT_ONCE)]
     return join((acc,), top, total, [(sums,) for sums in found])
-
-
-@cute.jit
-def load_slots(slots: tuple) -> tuple:
-    """Wait for the sums of some slots, and clear them."""
-    words = cute.make_rmem_tensor((SLOT_WORDS, len(slots)), Uint32)
-    words.fill(EMPTY_BITS)
-    waits = True
-    while waits:
-        for i, at in enumerate(slots):
-            load_slot(at, words[None, i])
-        waits = has_empty(words[None, 0])
-        for i in cutlass.range_constexpr(1, len(slots)):
-            waits = waits | has_empty(words[None, i])
-    for at in slots:
-        clear(at)
-    return tuple(from_words([words[e, i] for e in range(SLOT_WORDS)]) for i in range(len(slots)))
 
 
 def load_slot(at: Slot, words: cute.Tensor) -> None:

@@ -6,16 +6,13 @@ from cutlass.cute.nvgpu import warp
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common.matrices import matrix_place
+from lowbit_attn.registers import matrix_place
 
 ELEMENT = {"float16": Float16, "bfloat16": BFloat16}
 NEG_INF = float("-inf")
 LOWEST = -3.4028234663852886e38  # -FLT_MAX, the maximum before any token: finite, so that exp2(-inf - LOWEST) is 0
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-ONES = 0x3C00_3C00  # fp16 1.0 in both halves
-NO_SIGNS = 0x7FFF_7FFF
 LOW_HALF, HIGH_HALF = 0x0000_FFFF, 0xFFFF_0000
-MIN_FP16_SCALE_LOG2 = -13  # so that 2^(e_s + 2) is an fp16 number; q' s of smaller scales keep their digits, too
 OVER_T = (1, 2)  # lane distances of the four lanes that share g
 OVER_G = (4, 8, 16)  # lane distances of the eight lanes that share t
 
@@ -35,11 +32,6 @@ def pack(low: Float32, high: Float32, element=Float16) -> Uint32:
     pair[0], pair[1] = low, high
     halves.store(pair.load().to(element))
     return cute.recast_tensor(halves, Uint32)[0]
-
-
-def rounded(word: Uint32, storage: str, up: Float32) -> Uint32:
-    """Both values of a word times a power of two, in fp16."""
-    return pack(*(half * up for half in widen(word, storage)))
 
 
 def pow2(exponent: Int32) -> Float32:
@@ -80,11 +72,6 @@ def add(x, y):
 def max_half(word: Uint32, storage: str) -> Float32:
     """The larger half of a word without sign bits, as fp32."""
     return widen(ptx.max_u16x2(word, word >> Uint32(16)) & Uint32(LOW_HALF), storage)[0]
-
-
-def warp_max_half(word: Uint32, storage: str) -> Float32:
-    """The largest low half of the warp's words without sign bits, as fp32."""
-    return widen(Uint32(cute.arch.warp_redux_sync(word & Uint32(LOW_HALF), "umax")), storage)[0]
 
 
 def warp_max(x: Float32) -> Float32:

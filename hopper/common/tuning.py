@@ -26,8 +26,8 @@ MAX_STAGES = 8  # of packed parts: more are no faster
 
 
 class Rule(NamedTuple):
-    """When a warp hurries or waits (warp/pace.py): one that is this part of a page behind is helped; one that is this
-    part of a page ahead waits."""
+    """When a warp hurries or waits (warp/page_loop.py): one that is this part of a page behind is helped; one that is
+    this part of a page ahead waits."""
 
     behind: int = 4
     ahead: int = 2

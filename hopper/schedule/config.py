@@ -1,8 +1,7 @@
 """The schedules: what follows from them for a kernel, without the DSL."""
 
 from lowbit_attn.hopper.common.tuning import PACE_SMALL, PACE_STREAM
-from lowbit_attn.hopper.warp.config import PLAN_WORDS, WORD, WarpConfig
-from lowbit_attn.hopper.warp.contract import Schedule
+from lowbit_attn.hopper.warp.config import PLAN_WORDS, WORD, Schedule, WarpConfig
 from lowbit_attn.kernels import key
 
 CURSOR_WORDS, RECORD_WORDS = 8, 4  # of an even share: where a warp is, and what it says of sums it leaves
@@ -16,9 +15,13 @@ class Splits(Schedule):
     may_cluster = True
 
     def kernel(self, cfg: WarpConfig):
-        from lowbit_attn.hopper.schedule.splits import BookSplitsSm90, SplitsSm90
+        if cfg.has_books:
+            from lowbit_attn.hopper.schedule.book_splits import BookSplitsSm90
 
-        return BookSplitsSm90(cfg) if cfg.has_books else SplitsSm90(cfg)
+            return BookSplitsSm90(cfg)
+        from lowbit_attn.hopper.schedule.splits import SplitsSm90
+
+        return SplitsSm90(cfg)
 
 
 class Small(Splits):

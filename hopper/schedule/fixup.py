@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.common.numbers import LOWEST
-from lowbit_attn.hopper.common.rows import Rows
 from lowbit_attn.hopper.common.tuning import PARTS_AT_ONCE, UNIT_CHUNKS
 from lowbit_attn.hopper.schedule.config import CURSOR_WORDS, RECORD_WORDS
 from lowbit_attn.hopper.schedule.items import Cursor
@@ -142,6 +142,23 @@ def slot_of(cfg: WarpConfig, out: combine.Outputs, i: Int32) -> combine.Slot:
     return combine.slot(out, Int32(0), Int32(0), Int32(cfg.rows * out.chunks), i)
 
 
+@cute.jit
+def load_slots(slots: tuple) -> tuple:
+    """Wait for the sums of some slots, and clear them."""
+    words = cute.make_rmem_tensor((combine.SLOT_WORDS, len(slots)), Uint32)
+    words.fill(combine.EMPTY_BITS)
+    waits = True
+    while waits:
+        for i, at in enumerate(slots):
+            combine.load_slot(at, words[None, i])
+        waits = combine.has_empty(words[None, 0])
+        for i in cutlass.range_constexpr(1, len(slots)):
+            waits = waits | combine.has_empty(words[None, i])
+    for at in slots:
+        combine.clear(at)
+    return tuple(combine.from_words([words[e, i] for e in range(combine.SLOT_WORDS)]) for i in range(len(slots)))
+
+
 def lowest(bits: Uint32) -> Int32:
     """Number of the lowest set bit."""
     return Int32(cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1)))
@@ -177,6 +194,6 @@ def merge_run(cfg: cutlass.Constexpr[WarpConfig], call: Call, shared: RunSums, o
         else:
             for place in cutlass.range(out.place + 1, last_cta + 1, unroll=1):
                 there = out._replace(place=place)
-                found = combine.load_slots(tuple(slot_of(cfg, there, i) for i in numbers))
+                found = load_slots(tuple(slot_of(cfg, there, i) for i in numbers))
                 top, total = combine.join(accs, top, total, [found])
             write(out, own, chunks, tuple(combine.Sums(acc, top, total) for acc in accs))

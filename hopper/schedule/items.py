@@ -12,8 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn.hopper.common.abi import View, load_counts
-from lowbit_attn.hopper.common.rows import at_most, clamp_unit
+from lowbit_attn.hopper.common.abi import View, at_most, clamp_unit, load_counts
 from lowbit_attn.hopper.warp.config import WARP
 from lowbit_attn.hopper.warp.walk import MIXED_UNITS, PAGE_LOG2, Walk, units_of
 

@@ -11,7 +11,7 @@ a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
     ring      warp -> itself    full: 1 arrival + bytes      empty: the warp's own program order
 
 K and V^T are the A operands of the multiplies, straight from masked words; query rows are N. What a step does is its
-arithmetic's (warp/contract.py). P is formed while V comes.
+arithmetic's (warp/config.py). P is formed while V comes.
 """
 
 
@@ -21,30 +21,22 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common.abi import (
-    BookDecodeKernel,
-    DecodeKernel,
-    Options,
-    Results,
-    View,
-    guess_counts,
-    right_counts,
-)
-from lowbit_attn.hopper.common.rows import Rows, grid_of
+from lowbit_attn.hopper.common.abi import DecodeKernel, Grid, Options, Results, Rows, View, guess_counts, right_counts
 from lowbit_attn.hopper.common.tuning import FEW_PAGES
-from lowbit_attn.hopper.warp import cluster, fetch, masks, merge, mixed, pace, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp import fetch, merge, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
-from lowbit_attn.hopper.warp.page_loop import Call, packed_pages, rows_of, token_rows
+from lowbit_attn.hopper.warp.page_loop import Call, load_base, make_pace, packed_pages, rows_of, token_rows
 
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
 
 
-class SplitsBody:
-    """What the kernels below have in common: all but their arguments."""
+class SplitsSm90(DecodeKernel):
+    """The kernel of one WarpConfig whose CTAs are splits."""
 
     def __init__(self, cfg: WarpConfig):
         self.cfg = cfg
         self.smem_bytes = cfg.smem_bytes
+        self.reads_v_counts = cfg.has_mixed
 
     def storage(self):
         """Shared memory in the order of ``WarpConfig.smem_plan``."""
@@ -71,20 +63,17 @@ class SplitsBody:
 
         return Smem
 
-    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, stream) -> None:
-        splits, in_clusters = results.partials.shape[1], cluster.is_cluster(self.cfg, results.partials)
-        grid, ratio, row_blocks = grid_of(q, view.ring_k, splits, self.cfg.rows)
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, splits))
-        view = view if self.cfg.has_mixed else view._replace(n_qv=None)
-        limits = masks.Limits(*masks.cap_constants(options.softcap_log2), options.window, options.sink_window)
-        self.kernel(q, view, results, options.scale_log2, limits, *divisors).launch(
-            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=self.cfg.ctas_per_sm,
+    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, grid: Grid, stream) -> None:
+        splits, in_clusters = results.partials.shape[1], merge.is_cluster(self.cfg, results.partials)
+        limits = softmax.Limits(*softmax.cap_constants(options.softcap_log2), options.window, options.sink_window)
+        self.kernel(q, view, results, options.scale_log2, limits, *grid.divisors(splits)).launch(
+            grid=grid.shape, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=self.cfg.ctas_per_sm,
             preferred_smem_carveout=ALL_SMEM if self.cfg.ctas_per_sm > 1 else None,
             cooperative=(splits > 1) & ~in_clusters,  # a cluster waits for none but its own CTAs, which run at once
             cluster=(1, 1, cutlass.select_(in_clusters, splits, Int32(1))))
 
     @cute.kernel
-    def kernel(self, q: cute.Tensor, view: View, results: Results, scale_log2: Float32, limits: masks.Limits,
+    def kernel(self, q: cute.Tensor, view: View, results: Results, scale_log2: Float32, limits: softmax.Limits,
                ratio: cute.FastDivmodDivisorV2, row_blocks: cute.FastDivmodDivisorV2,
                splits: cute.FastDivmodDivisorV2):
         cfg = self.cfg
@@ -92,41 +81,21 @@ class SplitsBody:
         me = unpack.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         block = cute.arch.block_idx()
         rows = rows_of(cfg, call, block)
-        on_pace = pace.make(cfg, partials)
-        base = pace.load_base(on_pace)
+        on_pace = make_pace(cfg, partials)
+        base = load_base(on_pace)
         apart = walk.pages_apart(partials.shape[1], cfg.page_warps)
         ids, place, counts, words = load_inputs(cfg, call, rows, results.sink_logits, me,
                                                 walk.page_place(block[2], partials.shape[1], me.warp), apart)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
-        ring = fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp)
-        with cute.arch.elect_one():
-            fetch.init(cfg, ring)
-        if cutlass.const_expr(cfg.has_books):
-            if cute.arch.thread_idx()[0] == 0:
-                cfg.arithmetic.steps.start_books(cfg, view.books, rows, ring.books)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_warp()
+        ring = make_ring(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me, view, rows)
         ids, counts = right_inputs(cfg, view, rows, place, counts, ids,
                                    walk.page_place(block[2], partials.shape[1], me.warp), apart, me)
         work = walk.plan(*counts, rows.q_len, limits.window if cfg.has_window else None, block[2], partials.shape[1],
                          me.warp, cfg.warps, cfg.page_warps, splits, cfg.page_log2)
-        first, number = view.first_entry(place.row, rows.head_idx), 0
-        if cutlass.const_expr(cfg.k.cut == 1):
-            first = first + work.first_page
-        else:
-            number = work.first_page
-        pages = fetch.Pages(view.pool, view.table, first, work.num_pages, view.page_stride,
-                            Int64(rows.head_idx) * Int64(view.head_stride), apart, Int32(ptx.EVICT_FIRST), number)
+        pages = pages_of(cfg, view, place.row, rows, work, apart)
         if cutlass.const_expr(cfg.has_window):
             ids = fetch.page_ids(cfg, pages, Int32(0), me.lane)
-        if pages.count < FEW_PAGES:
-            fetch.start(cfg, pages, ring, me, ids, range(1))
-        policy = pages.policy
-        if pages.count >= FEW_PAGES:
-            # fewer read too little to ask; and in front of the branches this makes ptxas ask for page ids late
-            policy = policy_of(cfg, call, work)
-            fetch.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
-        pages = pages._replace(policy=policy)
+        pages = start_pages(cfg, call, work, pages, ring, me, ids)
         words = cfg.arithmetic.steps.load_query(cfg, call, rows, me, words)
 
         plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
@@ -139,9 +108,9 @@ class SplitsBody:
         outputs = combine.Outputs(*results, combine.block_of(block), block[2])
         inbox = None
         if cutlass.const_expr(cfg.has_clusters):
-            inbox = cluster.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * cfg.warp_barriers)
-            cluster.begin(cfg, inbox, outputs, rows)
-        if ~cluster.is_cluster(cfg, partials):
+            inbox = merge.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * cfg.warp_barriers)
+            merge.begin_cluster(cfg, inbox, outputs, rows)
+        if ~merge.is_cluster(cfg, partials):
             combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
@@ -149,37 +118,77 @@ class SplitsBody:
             channels = ring.books
         queries = cfg.arithmetic.steps.prepare_query(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         cute.arch.sync_threads()
-        if cluster.is_cluster(cfg, partials):
+        if merge.is_cluster(cfg, partials):
             cute.arch.cluster_wait()  # all splits' inboxes are there; the first pages are still on their way
         # V behind all warps' first K: S is formed while it comes
         if (pages.count < FEW_PAGES) & ~fetch.is_single(cfg, pages):
             fetch.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
         packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
         cfg.arithmetic.steps.finish(cfg, state, me, ring)
-
         # values of their own, as unpack.fresh has them
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
-        if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.has_mixed):
-            me = unpack.fresh(me)
-        cute.arch.sync_warp()
-        rows, work, place = plans.load(rows)
-        source, takers = token_rows(cfg, call, place.ring_row, rows.head_idx), cfg.warps * partials.shape[1]
-        if cutlass.const_expr(cfg.has_mixed):
-            pages = pages._replace(first=view.first_entry(place.row, rows.head_idx) + work.mixed_page)
-            mixed.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), takers)
-        own_query = None
-        if cutlass.const_expr(cfg.has_books):
-            own_query = smem.query.data_ptr()
-        residual.run(cfg, work, source, ring, me, q, rows, state, scale_log2, limits, takers, own_query)
+        own_query = smem.query.data_ptr() if cutlass.const_expr(cfg.has_books) else None
+        me, rows = token_units(cfg, call, pages, plans, ring, me, queries, rows, state, scale_log2, limits,
+                               partials.shape[1], own_query)
         merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(*results, combine.block_of(block), block[2]))
 
 
-class SplitsSm90(SplitsBody, DecodeKernel):
-    """The kernel of one WarpConfig whose CTAs are splits."""
+@cute.jit
+def make_ring(cfg: cutlass.Constexpr[WarpConfig], buffer: cute.Pointer, barriers: cute.Pointer, me: unpack.Lane,
+              view: View, rows: Rows) -> fetch.Ring:
+    """The warp's ring, with barriers that its own lanes see; codebooks, if there are any, start on their way."""
+    ring = fetch.ring_of(cfg, buffer, barriers, me.warp)
+    with cute.arch.elect_one():
+        fetch.init(cfg, ring)
+    if cutlass.const_expr(cfg.has_books):
+        if cute.arch.thread_idx()[0] == 0:
+            cfg.arithmetic.steps.start_books(cfg, view.books, rows, ring.books)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_warp()
+    return ring
 
 
-class BookSplitsSm90(SplitsBody, BookDecodeKernel):
-    """The kernel of a format with codebooks, which has those of the CTA's KV head in shared memory."""
+def pages_of(cfg: WarpConfig, view: View, row: Int32, rows: Rows, work: walk.Walk, apart: Int32) -> fetch.Pages:
+    """The warp's pages, or pieces of pages, of a row of the table."""
+    first, number = view.first_entry(row, rows.head_idx), 0
+    if cfg.k.cut == 1:
+        first = first + work.first_page
+    else:
+        number = work.first_page
+    return fetch.Pages(view.pool, view.table, first, work.num_pages, view.page_stride,
+                       Int64(rows.head_idx) * Int64(view.head_stride), apart, Int32(ptx.EVICT_FIRST), number)
+
+
+@cute.jit
+def start_pages(cfg: cutlass.Constexpr[WarpConfig], call: Call, work: walk.Walk, pages: fetch.Pages, ring: fetch.Ring,
+                me: unpack.Lane, ids: Int32) -> fetch.Pages:
+    """Fill the ring, or of few pages only the first slot; returns the pages with L2's policy for them."""
+    if pages.count < FEW_PAGES:
+        fetch.start(cfg, pages, ring, me, ids, range(1))
+    policy = pages.policy
+    if pages.count >= FEW_PAGES:
+        # fewer read too little to choose; and in front of the branches this makes ptxas load page ids late
+        policy = policy_of(cfg, call, work)
+        fetch.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
+    return pages._replace(policy=policy)
+
+
+@cute.jit
+def token_units(cfg: cutlass.Constexpr[WarpConfig], call: Call, pages: fetch.Pages, plans: walk.Plans,
+                ring: fetch.Ring, me: unpack.Lane, queries: unpack.Query, rows: Rows, state: softmax.State,
+                scale_log2: Float32, limits: softmax.Limits, splits: Int32,
+                own_query: cute.Pointer | None) -> tuple[unpack.Lane, Rows]:
+    """Attend to this warp's 16-bit units, behind its last page; returns (me, rows), made again."""
+    if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.has_mixed):
+        me = unpack.fresh(me)
+    cute.arch.sync_warp()
+    rows, work, place = plans.load(rows)
+    source, warps = token_rows(cfg, call, place.ring_row, rows.head_idx), cfg.warps * splits
+    if cutlass.const_expr(cfg.has_mixed):
+        pages = pages._replace(first=call.view.first_entry(place.row, rows.head_idx) + work.mixed_page)
+        cfg.mixed_steps.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), warps)
+    residual.run(cfg, work, source, ring, me, call.q, rows, state, scale_log2, limits, warps, own_query)
+    return me, rows
 
 
 def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:

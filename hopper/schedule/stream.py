@@ -13,25 +13,30 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common.abi import Options, Results, View, load_counts
-from lowbit_attn.hopper.common.rows import Rows, grid_of
+from lowbit_attn.hopper.common.abi import Grid, Options, Results, Rows, View, load_counts
 from lowbit_attn.hopper.schedule import fixup, items
 from lowbit_attn.hopper.schedule.splits import SplitsSm90
-from lowbit_attn.hopper.warp import fetch, masks, mixed, pace, query, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp import fetch, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
-from lowbit_attn.hopper.warp.page_loop import Call, packed_pages, rows_of, token_rows
+from lowbit_attn.hopper.warp.page_loop import (
+    COUNT,
+    Call,
+    Pace,
+    load_base,
+    make_pace,
+    packed_pages,
+    rows_of,
+    token_rows,
+)
 
 
 class StreamSm90(SplitsSm90):
     """The kernel of one WarpConfig. One CTA a place of scratch."""
 
-    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, stream) -> None:
-        (blocks, _, _), ratio, row_blocks = grid_of(q, view.ring_k, 1, self.cfg.rows)
-        places = results.partials.shape[0]
-        divisors = tuple(cute.fast_divmod_create_divisor_v2(Int32(n)) for n in (ratio, row_blocks, places))
-        view = view if self.cfg.has_mixed else view._replace(n_qv=None)
-        self.kernel(q, view, results, options.scale_log2, blocks, *divisors).launch(
-            grid=(places, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, cooperative=True)
+    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, grid: Grid, stream) -> None:
+        ctas = results.partials.shape[0]
+        self.kernel(q, view, results, options.scale_log2, grid.shape[0], *grid.divisors(ctas)).launch(
+            grid=(ctas, 1, 1), block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1, cooperative=True)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, view: View, results: Results, scale_log2: Float32, blocks: Int32,
@@ -46,8 +51,8 @@ class StreamSm90(SplitsSm90):
             fetch.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
         cute.arch.sync_warp()
         early = items.load_pair(view, Int32(0), me.lane)
-        on_pace = pace.make(cfg, results.partials)
-        base = pace.load_base(on_pace)
+        on_pace = make_pace(cfg, results.partials)
+        base = load_base(on_pace)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
         own = Own(fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp),
@@ -85,7 +90,7 @@ class Own(NamedTuple):
     channels: cute.Pointer
     plans: walk.Plans
     runs: fixup.RunSums
-    pace: pace.Pace
+    pace: Pace
 
 
 class Common(NamedTuple):
@@ -112,13 +117,13 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
                         fetch.policy_of(cfg, cursor.total, call.row_blocks.divisor))
     ids = fetch.page_ids(cfg, pages, Int32(0), me.lane)
     fetch.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
-    words = query.load(cfg, call.q, rows, me)
+    words = unpack.load_query(cfg, call.q, rows, me)
     with cute.arch.elect_one():
         own.plans.store(rows, work, walk.CacheRow(row, ring_row))
     state = softmax.make_state(cfg)
     queries = cfg.arithmetic.steps.prepare_own_query(cfg, words, common.scale_log2, me, own.query, own.channels)
     cute.arch.sync_warp()
-    limits = masks.Limits(Float32(0.0), Float32(0.0), Int32(0), Int32(0))  # of no feature
+    limits = softmax.Limits(Float32(0.0), Float32(0.0), Int32(0), Int32(0))  # of no feature
     on_pace = own.pace._replace(own=cursor.done + cursor.left, before=cursor.done,
                                 total=items.share(cursor.total, common.parts, out.place)[1])
     slot, phase = packed_pages(cfg, pages, work, own.ring, me, ids, queries, rows, state, limits,
@@ -131,8 +136,8 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
     source = token_rows(cfg, call, place.ring_row, rows.head_idx)
     if cutlass.const_expr(cfg.has_mixed):
         pages = pages._replace(first=view.first_entry(place.row, rows.head_idx) + work.mixed_page)
-        cursor = cursor._replace(unit_phase=mixed.run(cfg, pages, work, source, own.ring, me, queries, rows, state,
-                                                        limits, cursor.unit_phase, 1))
+        cursor = cursor._replace(unit_phase=cfg.mixed_steps.run(cfg, pages, work, source, own.ring, me, queries, rows,
+                                                                  state, limits, cursor.unit_phase, 1))
     residual.run(cfg, work, source, own.ring, me, call.q, rows, state, common.scale_log2, limits, 1)
     return finish(cfg, call, common, own, me, rows, cursor, work.num_pages, state, out), slot, phase
 
@@ -157,7 +162,7 @@ def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
     with cute.arch.elect_one():
         own.runs.record(part, cursor, Int32(is_head | goes_on), last)
         own.runs.store_cursor(me.warp, items.after(cursor, count, common.blocks))
-        pace.count(cfg, own.pace, me, cursor.done + num_pages, count - num_pages)
+        count_positions(cfg, own.pace, me, cursor.done + num_pages, count - num_pages)
     cute.arch.sync_warp()
     # for the merge: what was read at the start is not in L2 any more
     fetch.prefetch(out.sink_logits, rows.head_idx * rows.ratio * Int32(out.sink_logits.shape[0] > 1), Int32(1),
@@ -166,3 +171,15 @@ def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
         fixup.write_whole(cfg, own.runs, part, rows, out, me)
     cute.arch.sync_warp()
     return cursor.left - count
+
+
+@cute.jit
+def count_positions(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: unpack.Lane, first: Int32, positions: Int32):
+    """So many positions that are no pages, from number ``first`` of the warp on; by one lane."""
+    cute.arch.atomic_add(pace.words + COUNT, positions, sem="relaxed", scope="cta")
+    if cutlass.const_expr(pace.common is not None):
+        # of the numbers below n this warp tells (n + warps - 1 - warp) // warps
+        low, high = (Uint32(n + cfg.page_warps - 1 - me.warp) // Uint32(cfg.page_warps)
+                     for n in (first, first + positions))
+        if low != high:
+            cute.arch.atomic_add(pace.common, Int32(high - low) * cfg.page_warps, sem="relaxed", scope="gpu")

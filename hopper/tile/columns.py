@@ -21,9 +21,9 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine, numbers
-from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.common.abi import Rows
+from lowbit_attn.hopper.tile import epilogue, softmax
 from lowbit_attn.hopper.tile import ring as rings
-from lowbit_attn.hopper.tile import softmax
 from lowbit_attn.hopper.tile.config import CHUNK, GROUP_WARPS, TILE_M, TILE_N, WARP, DecodeConfig, tile_chunk
 from lowbit_attn.hopper.tile.masks import LogitScale, MmaThread, Visible, to_logits
 from lowbit_attn.hopper.tile.mma import GROUP_BARRIER, Tiles, issue, lane_of, make_mma, stage_q
@@ -196,7 +196,7 @@ def store_partials(cfg: cutlass.Constexpr[DecodeConfig], tiles: Tiles, rows: Row
         found = [group_sums(cfg, tiles, group, row.idx, chunk) for group in range(cfg.mma_groups)]
         acc, top, total = found[0]
         top, total = combine.join((acc,), top, total, [(other,) for other in found[1:]])
-        combine.store_partial(out, row, (chunk,), combine.slot_addresses(out, rows, row, (chunk,)),
+        combine.store_partial(out, row, (chunk,), epilogue.slot_addresses(out, rows, row, (chunk,)),
                       (combine.Sums(acc, top, total),))
 
 

@@ -1,7 +1,6 @@
 """Everything a decode kernel fixes at compile time: tiles, warp roles, register budgets, shared memory.
 
-A side (K or V) is described once, by ``TileSide``: where its bytes lie in a record, and which word, shift
-and bit position give each register of a tile. The positions come from ``layout``.
+A ``TileSide`` says which word, shift and bit position give each register of a tile. The positions come from ``layout``.
 """
 
 import math
@@ -11,10 +10,11 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.hopper.common.matrices import CHUNK, matrix_place
+from lowbit_attn.formats.spec import SideSpec
 from lowbit_attn.hopper.common.support import PATHS
 from lowbit_attn.hopper.common.tuning import IN_FLIGHT_BYTES, MAX_STAGES
 from lowbit_attn.kernels.key import FEATURES, SMEM_LIMIT_BYTES
+from lowbit_attn.registers import CHUNK, matrix_place
 
 TARGET = "sm_90a"
 SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]
@@ -51,40 +51,15 @@ def tile_chunk(row, chunk_col, rows, atom_chunks=8):
 
 
 @dataclass(frozen=True)
-class TileSide:
+class TileSide(SideSpec):
     """One side of a record, and the share of its 16x16 tiles that each of four dequant warps unpacks.
 
     A warp unpacks runs of contiguous words: ``run_cols`` column tiles, or one of ``row_parts`` parts of a column tile's
     rows. Its runs are warp, warp + 4, ... of ``runs``.
     """
 
-    bits: int
-    transposed: bool  # V: rows = channels, columns = tokens
-    head_dim: int
-    is_per_token: bool
-    group: int  # per token: channels, else tokens
-    storage: str  # of scale and zero-point
-    is_half: bool  # metadata and result are fp16: code * scale + zero in fp16, else in fp32
-    part_offset: int  # bytes from the start of the record
-    part_bytes: int
-    meta_offset: int  # bytes from the start of the part
-    tile_rows: int  # of the 16-bit tile: rows, or whole blocks of TILE_M, whose last rows are never written nor used
-
-    @property
-    def rows(self) -> int:
-        return self.head_dim if self.transposed else TILE_N
-
-    @property
-    def cols(self) -> int:
-        return TILE_N if self.transposed else self.head_dim
-
-    @property
-    def row_tiles(self) -> int:
-        return self.rows // layout.TILE
-
-    @property
-    def col_tiles(self) -> int:
-        return self.cols // layout.TILE
+    is_half: bool = False  # metadata and result are fp16: code * scale + zero in fp16, else in fp32
+    tile_rows: int = 0  # of the 16-bit tile: rows, or whole blocks of TILE_M, whose last are neither written nor used
 
     @property
     def atom_chunks(self) -> int:
@@ -105,11 +80,16 @@ class TileSide:
 
     @property
     def row_parts(self) -> int:
-        """The fewest parts of a column tile's rows that are whole words of no more than ``max_tiles`` tiles."""
-        whole = (parts for parts in range(1, self.row_tiles + 1)
-                 if self.row_tiles % parts == 0 and self.row_tiles // parts <= self.max_tiles
-                 and self.row_tiles // parts * self.bits % BLOCK_BITS == 0)
-        return next(whole)
+        """The fewest parts of a column tile's rows that are whole words of no more than ``max_tiles`` tiles.
+
+        A part is whole groups, or lies in one: V of head_dim 96 in groups of 32 channels has three parts, not two.
+        """
+        def fits(tiles: int) -> bool:
+            group = self.rows if self.is_per_token and not self.transposed else self.group // layout.TILE
+            return tiles <= self.max_tiles and tiles * self.bits % BLOCK_BITS == 0 and (
+                tiles % group == 0 or group % tiles == 0)
+        return next(parts for parts in range(1, self.row_tiles + 1)
+                    if self.row_tiles % parts == 0 and fits(self.row_tiles // parts))
 
     @property
     def run_rows(self) -> int:
@@ -140,7 +120,7 @@ class TileSide:
     @property
     def meta_rows(self) -> int:
         """Rows of a run that one read of metadata serves: a group, or, K per token, the tokens of a 16-byte access."""
-        return 4 * 8 if self.is_per_token and not self.transposed else min(self.group, self.run_rows)
+        return 4 * 8 if self.is_per_token and not self.transposed else min(self.group_size, self.run_rows)
 
     @property
     def meta_blocks(self) -> int:
@@ -180,10 +160,10 @@ class TileSide:
         row, col_tile = self.run_place(run)
         first = layout.TILE * col_tile
         if self.transposed:
-            return [layout.token_meta_offset(row // self.group + block, 0, first + 2 * t + e) for e in (0, 1)]
+            return [layout.token_meta_offset(row // self.group_size + block, 0, first + 2 * t + e) for e in (0, 1)]
         if self.is_per_token:
-            return [layout.token_meta_offset(first // self.group, 0, row + self.meta_rows * block + g)]
-        return [layout.channel_meta_offset(row // self.group + block, is_zero, first + 2 * t, self.head_dim)
+            return [layout.token_meta_offset(first // self.group_size, 0, row + self.meta_rows * block + g)]
+        return [layout.channel_meta_offset(row // self.group_size + block, is_zero, first + 2 * t, self.head_dim)
                 for is_zero in (0, 1)]
 
     @property
@@ -304,7 +284,7 @@ class DecodeConfig:
 
     def stage_bytes(self, side: TileSide) -> int:
         """Bytes of a packed stage: one part of a record, or UNIT_TOKENS rows of 16 bit."""
-        return layout.align_record(max(side.part_bytes, UNIT_TOKENS * self.row_pitch))
+        return layout.align_record(max(side.nbytes, UNIT_TOKENS * self.row_pitch))
 
     @property
     def smem_plan(self) -> dict[str, int]:
@@ -354,13 +334,11 @@ class DecodeConfig:
 
 def plan_sides(fmt: Format, head_dim: int, dtype: str, in_columns: bool = False) -> list[TileSide]:
     """K's and V's plans; in_columns: query rows are WGMMA's columns."""
-    plans = []
-    for side in fmt.specs(head_dim):
-        rows = head_dim if side.transposed else TILE_N
-        plans.append(TileSide(side.bits, side.transposed, head_dim, side.is_per_token, side.group_size, side.storage,
-                              side.storage == dtype == "float16", side.start, side.nbytes, side.meta,
-                              -(-rows // TILE_M) * TILE_M if in_columns else rows))
-    return plans
+    def tile_rows(rows: int) -> int:
+        return -(-rows // TILE_M) * TILE_M if in_columns else rows
+
+    return [TileSide(**vars(side), is_half=side.storage == dtype == "float16", tile_rows=tile_rows(side.rows))
+            for side in fmt.specs(head_dim)]
 
 
 def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = COLUMNS,
@@ -379,7 +357,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = COLUMNS,
         one = replace(one, groups=5, load_regs=40, dequant_regs=96, mma_regs=120)
     stage = one.stage_bytes(k) + one.stage_bytes(v) + 4 * BARRIER_BYTES
     fitting = 1 + (SMEM_LIMIT - sum(one.smem_plan.values())) // stage
-    wanted = -(-IN_FLIGHT_BYTES // (k.part_bytes + v.part_bytes))
+    wanted = -(-IN_FLIGHT_BYTES // (k.nbytes + v.nbytes))
     return replace(one, packed_stages=max(1, min(fitting, wanted, MAX_STAGES))).check()
 
 

@@ -28,8 +28,7 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from lowbit_attn.hopper.common import combine
-from lowbit_attn.hopper.common import rows as query_rows
-from lowbit_attn.hopper.common.abi import DecodeKernel, Options, Results, View, load_counts
+from lowbit_attn.hopper.common.abi import DecodeKernel, Grid, Options, Results, View, block_rows, load_counts
 from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.tile import columns, dequant, load, mma, walk
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, SMEM_ALIGN, TILE_N, DecodeConfig
@@ -77,18 +76,16 @@ class DecodeSm90(DecodeKernel):
 
         return Smem
 
-    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, stream) -> None:
-        splits = results.partials.shape[1]
-        grid, ratio, row_blocks = query_rows.grid_of(q, view.ring_k, splits, self.cfg.rows)
-        self.kernel(q, view, results, options, ratio, row_blocks).launch(
-            grid=grid, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
-            cooperative=splits > 1)
+    def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, grid: Grid, stream) -> None:
+        self.kernel(q, view, results, options, grid.ratio, grid.row_blocks).launch(
+            grid=grid.shape, block=(self.cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
+            cooperative=results.partials.shape[1] > 1)
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, view: View, results: Results, options: Options, ratio: Int32, row_blocks: Int32):
         cfg = self.cfg
         block = cute.arch.block_idx()
-        rows = query_rows.block_rows(block, row_blocks, ratio, q.shape[1], cfg.rows)
+        rows = block_rows(block, row_blocks, ratio, q.shape[1], cfg.rows)
         head_idx, split_idx, num_splits = rows.head_idx, block[2], results.partials.shape[1]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_idx // GROUP_WARPS

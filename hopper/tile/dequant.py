@@ -15,7 +15,6 @@ from cutlass.cute.nvgpu import warp
 from lowbit_attn import layout
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.matrices import CHUNK, lane_place
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import (
     GROUP_WARPS,
@@ -29,6 +28,7 @@ from lowbit_attn.hopper.tile.config import (
 )
 from lowbit_attn.hopper.tile.ring import StageRing
 from lowbit_attn.hopper.tile.walk import TileWalk, token_tile_of
+from lowbit_attn.registers import CHUNK, lane_place
 
 BOTH = 0x0001_0001  # a 16-bit pattern in both halves of a word
 FP16_MAX = 65504.0
@@ -165,8 +165,8 @@ def load_words(side: TileSide, me: DequantThread, part: Part, run: Uint32) -> li
 def load_meta(side: TileSide, me: DequantThread, part: Part, run: Uint32, block: int):
     """(scales, zeros) of a block of rows of a run, by ``TileSide.meta_index``, as ``affine`` takes them."""
     count = side.meta_bytes // WORD
-    meta = cute.make_tensor(part.smem + side.meta_offset // WORD, cute.make_layout(
-        (count, (side.part_bytes - side.meta_offset) // side.meta_bytes, part.stages),
+    meta = cute.make_tensor(part.smem + side.meta // WORD, cute.make_layout(
+        (count, (side.nbytes - side.meta) // side.meta_bytes, part.stages),
         stride=(1, count, part.pitch)))
     loads = []
     for offset in side.meta_offsets(run, block, me.lane // 4, me.lane % 4):

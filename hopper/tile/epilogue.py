@@ -2,11 +2,13 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.common.combine import CHANNELS, Outputs, Row, Sums
-from lowbit_attn.hopper.common.rows import Rows
+
+QUOTIENT_LOG2 = 23  # x // n is x * ceil(2^23 / n) >> 23: x < 4,096 chunks, n <= 2,048 of a split, fewer than 512 splits
 
 
 def chunks(half: int, acc_o: cute.Tensor, t: Int32) -> tuple[tuple, tuple]:
@@ -33,4 +35,17 @@ def write(out: Outputs, rows: Rows, row: Row, found: tuple, row_max: Float32, ro
     """What ``chunks`` found of a query row."""
     numbers, values = found
     sums = tuple(Sums(acc, row_max, row_sum) for acc in values)
-    combine.store_partial(out, row, numbers, combine.slot_addresses(out, rows, row, numbers), sums)
+    combine.store_partial(out, row, numbers, slot_addresses(out, rows, row, numbers), sums)
+
+
+def slot_addresses(out: combine.Outputs, rows: Rows, row: combine.Row, chunks: tuple) -> tuple:
+    """``combine.slot_address`` of several chunks of a row, with one division for all."""
+    size, is_single = combine.chunks_of_split(out, rows.count * out.chunks), out.num_splits == 1
+    factor = (Uint32(1 << QUOTIENT_LOG2) + Uint32(size) - Uint32(1)) // Uint32(size)
+    found = []
+    for chunk in chunks:
+        unit = row.idx * out.chunks + chunk
+        merger = Int32(Uint32(unit) * factor >> Uint32(QUOTIENT_LOG2))
+        own = combine.slot(out, merger, out.split_idx, size, unit - merger * size)
+        found.append(combine.Slot(cutlass.select_(is_single, combine.o_address(out, row, chunk), own.acc), own.pair))
+    return tuple(found)

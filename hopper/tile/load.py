@@ -7,8 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from lowbit_attn.hopper.common.abi import token_offset
-from lowbit_attn.hopper.common.rows import clamp_unit
+from lowbit_attn.hopper.common.abi import clamp_unit, token_offset
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import UNIT_TOKENS, UNITS, WARP, WORD, DecodeConfig, TileSide
 from lowbit_attn.hopper.tile.ring import StageRing
@@ -45,7 +44,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide],
 def load_pages(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide], src: Source, walk: TileWalk,
                packed: StageRing, packed_smem: cute.Pointer, lane: Int32):
     """One bulk copy a page; a lane looks up the page id of every 32nd page, 32 pages ahead at a time."""
-    words = side.part_bytes // WORD
+    words = side.nbytes // WORD
     stages = cute.make_tensor(packed_smem, cute.make_layout((words, cfg.packed_stages),
                                                             stride=(1, cfg.stage_bytes(side) // WORD)))
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Uint32)
@@ -57,12 +56,12 @@ def load_pages(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Til
             if i + lane < walk.num_pages:
                 page_id = src.table[src.table_start + walk.first_page + i + lane]
         unit = Int64(cute.arch.shuffle_sync(page_id, i % WARP)) * Int64(src.page_stride)
-        record = cute.make_ptr(Uint32, head + unit * (UNIT_WORDS * WORD) + side.part_offset, cute.AddressSpace.gmem,
+        record = cute.make_ptr(Uint32, head + unit * (UNIT_WORDS * WORD) + side.start, cute.AddressSpace.gmem,
                                assumed_align=UNIT_WORDS * WORD)
         part = cute.make_tensor(record, cute.make_layout(words))
         rings.wait_empty(packed, fill)
         with cute.arch.elect_one():
-            rings.expect(packed, fill, side.part_bytes)
+            rings.expect(packed, fill, side.nbytes)
             cute.copy(atom, part, stages[None, rings.stage(packed, fill)],
                       mbar_ptr=packed.full + rings.stage(packed, fill))
         fill += Uint32(1)

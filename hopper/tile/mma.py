@@ -11,8 +11,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from lowbit_attn.hopper.common import combine
+from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.common.numbers import ELEMENT, LOWEST
-from lowbit_attn.hopper.common.rows import Rows, query_and_head
 from lowbit_attn.hopper.tile import epilogue, softmax
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import (

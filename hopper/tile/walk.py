@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cutlass import Int32
 
-from lowbit_attn.hopper.common.rows import at_most
+from lowbit_attn.hopper.common.abi import at_most
 from lowbit_attn.hopper.tile.config import TILE_N
 
 

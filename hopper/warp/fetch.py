@@ -3,7 +3,7 @@
 Pieces run K part, V part, K part, ... of the warp's pages; piece n lies in slot n % slots. When piece n has come, the
 copy to the slot read before it starts: ``slots - 1`` pieces are under way while a warp waits, and no more than memory
 needs (tuning.UNDER_WAY). What is beyond that queues up, and the queue serves some SMs a fifth faster than others. A
-warp that is behind the others (pace.py) does not wait for piece n.
+warp that is behind the others (page_loop.py) does not wait for piece n.
 """
 
 from typing import NamedTuple
@@ -124,7 +124,7 @@ def policy_of(cfg: WarpConfig, pages: Int32, row_blocks: Int32) -> Int32 | None:
     """
     if cfg.own_queries and cfg.boost:
         return None
-    most = PASSING_BYTES // (cfg.k.part_bytes + cfg.v.part_bytes)
+    most = PASSING_BYTES // (cfg.k.nbytes + cfg.v.nbytes)
     return cutlass.select_((pages <= most) & (row_blocks == 1), Int32(ptx.EVICT_FIRST), Int32(ptx.EVICT_UNCHANGED))
 
 
@@ -147,7 +147,7 @@ def issue(cfg: cutlass.Constexpr[WarpConfig], side: cutlass.Constexpr[SidePlan],
     if cutlass.const_expr(side.cut > 1):
         copy_runs(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot)
     else:
-        copy(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot, range(side.part_bytes), more_bytes)
+        copy(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot, range(side.nbytes), more_bytes)
 
 
 def is_single(cfg: WarpConfig, pages: Pages):
@@ -160,7 +160,7 @@ def is_single(cfg: WarpConfig, pages: Pages):
 def issue_halves(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, ring: Ring, me: Lane, ids: Int32):
     """``issue`` of the one page's V: the second half of its tokens with the metadata, then the first."""
     page_id, middle = cute.arch.shuffle_sync(ids, 0), cfg.v.middle
-    for full, part in ((ring.half_full, range(middle, cfg.v.part_bytes)), (ring.full + 1, range(middle))):
+    for full, part in ((ring.half_full, range(middle, cfg.v.nbytes)), (ring.full + 1, range(middle))):
         copy(cfg, cfg.v, pages, ring, me.warp, Int32(1), page_id, full, part)
 
 
@@ -169,7 +169,7 @@ def copy(cfg: WarpConfig, side: SidePlan, pages: Pages, ring: Ring, warp: Int32,
     """Start a bulk copy of some bytes of a part, and tell barrier ``full`` what to wait for. The DSL's copy has no
     policy, and needs fewer registers."""
     units = Int64(page_id) * Int64(pages.page_stride) + pages.head_units
-    source = pages.pool.iterator.toint() + units * UNIT_BYTES + (side.part_offset + part.start)
+    source = pages.pool.iterator.toint() + units * UNIT_BYTES + (side.start + part.start)
     target = ring.buffer.toint() + (warp * cfg.warp_bytes + slot * cfg.slot_bytes + part.start)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, len(part) + more_bytes)
@@ -187,7 +187,7 @@ def copy_runs(cfg: WarpConfig, side: SidePlan, pages: Pages, ring: Ring, warp: I
     source = pages.pool.iterator.toint() + (Int64(page) * Int64(pages.page_stride) + pages.head_units) * UNIT_BYTES
     target = ring.buffer.toint() + (warp * cfg.warp_bytes + slot * cfg.slot_bytes)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, side.part_bytes)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, side.nbytes)
         for to, nbytes, start, step in side.copies:
             ptx.bulk_copy(target + to, source + (start + piece * step), nbytes, full.toint(), pages.policy)
 

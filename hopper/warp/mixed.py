@@ -10,8 +10,8 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.common.rows import Rows
-from lowbit_attn.hopper.warp import fetch, masks, query, residual, softmax, unpack
+from lowbit_attn.hopper.common.abi import Rows
+from lowbit_attn.hopper.warp import fetch, residual, softmax, unpack
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Pages, Ring
 from lowbit_attn.hopper.warp.softmax import State
@@ -21,13 +21,13 @@ from lowbit_attn.hopper.warp.walk import MIXED_UNITS, Walk
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, work: Walk, source: residual.TokenRows, ring: Ring, me: Lane,
-        queries: query.Query, rows: Rows, state: State, limits: masks.Limits, phase: Int32,
-        takers: Int32 | int) -> Int32:
-    """Units first_mixed, first_mixed + takers, ...; returns the parity that ring.unit_full waits for next.
+        queries: unpack.Query, rows: Rows, state: State, limits: softmax.Limits, phase: Int32,
+        apart: Int32 | int) -> Int32:
+    """Units first_mixed, first_mixed + apart, ...; returns the parity that ring.unit_full waits for next.
 
     pages.first: entry of page ``work.mixed_page``; phase: the parity that it waits for first.
     """
-    for i in cutlass.range(work.first_mixed, work.num_mixed, takers, unroll=1):
+    for i in cutlass.range(work.first_mixed, work.num_mixed, apart, unroll=1):
         page, tile = unit_place(Uint32(i))
         first_token = work.mixed_page * layout.PAGE_TOKENS + i * UNIT_TOKENS
         load_unit(cfg, pages, source, Int32(page), first_token, ring, me)
@@ -35,7 +35,7 @@ def run(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, work: Walk, source: re
         phase = phase ^ 1
         piece = unpack.Piece(ring.buffer, me.warp, Int32(0))
         found = cfg.arithmetic.steps.scores(cfg, piece, me, queries, tile)
-        found = masks.of_tokens(cfg, found, first_token, work, rows, limits, me)
+        found = softmax.mask_tokens(cfg, found, first_token, work, rows, limits, me)
         probabilities(cfg, found, state)
         operand = residual.probabilities(cfg, found.acc, 0)
         residual.add_values(cfg, ring, me, operand, cfg.mixed_row, cfg.mixed_row + UNIT_TOKENS, state, None)

@@ -13,14 +13,14 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.matrices import CHUNK, lane_place
-from lowbit_attn.hopper.common.rows import Rows
-from lowbit_attn.hopper.warp import masks, query, softmax
+from lowbit_attn.hopper.common.abi import Rows
+from lowbit_attn.hopper.warp import softmax, unpack
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WARP, WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import CHUNK_BYTES, Ring
 from lowbit_attn.hopper.warp.softmax import State
 from lowbit_attn.hopper.warp.unpack import Lane
 from lowbit_attn.hopper.warp.walk import Unit, Walk, unit
+from lowbit_attn.registers import CHUNK, lane_place
 
 
 class TokenRows(NamedTuple):
@@ -74,9 +74,9 @@ def copy_rows(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, me: Lane, source: 
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring: Ring, me: Lane, q: cute.Tensor,
-        rows: Rows, state: State, scale_log2: Float32, limits: masks.Limits, takers: Int32 | int,
+        rows: Rows, state: State, scale_log2: Float32, limits: softmax.Limits, apart: Int32 | int,
         own_query: cute.Pointer | None = None):
-    """Units first_unit, first_unit + takers, ..., one at a time through the warp's ring.
+    """Units first_unit, first_unit + apart, ..., one at a time through the warp's ring.
 
     own_query: shared memory with q as stored keys want it, of an arithmetic with codebooks.
     """
@@ -89,9 +89,9 @@ def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring:
             words, scales = cfg.arithmetic.steps.token_query(cfg, own_query, ring, me)
             operand_words.store(words.load())
         else:
-            operand_words.store(query.load(cfg, q, rows, me).load())
-        queries = masks.queries_of(cfg, rows, me)
-        for i in cutlass.range(walk.first_unit, walk.num_units, takers, unroll=1):
+            operand_words.store(unpack.load_query(cfg, q, rows, me).load())
+        queries = softmax.queries_of(cfg, rows, me)
+        for i in cutlass.range(walk.first_unit, walk.num_units, apart, unroll=1):
             now = unit(walk, i, rows.q_len)
             load_unit(cfg, tokens, walk, now, ring, me)
             cute.arch.cp_async_wait_group(0)
@@ -101,7 +101,7 @@ def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring:
 
 
 def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, now: Unit, queries: list,
-           scales: list, limits: masks.Limits) -> None:
+           scales: list, limits: softmax.Limits) -> None:
     """One unit: 16 rows of K, then 16 rows of V. A query may see none of them. scales: [column] of accumulators."""
     element, blocks = numbers.ELEMENT[cfg.dtype], cfg.col_blocks
     atom = numbers.multiply_atom(element)
@@ -121,9 +121,10 @@ def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: S
         at = softmax.places(acc, column, blocks)
         logits = [acc[place] * scales[column] for place in at]
         if cfg.has_softcap:
-            logits = [masks.capped(limits, logit) for logit in logits]
-        logits = [masked(logit, masks.of_unit(cfg, now, queries[column], Int32(me.g) + 8 * half, limits))
-                  for half, logit in enumerate(logits)]
+            logits = [softmax.capped(limits, logit) for logit in logits]
+        seen = [softmax.is_seen(cfg, now, queries[column], Int32(me.g) + 8 * half, limits) for half in (0, 1)]
+        # -inf for a token that is dead or not seen, whatever its K holds
+        logits = [cutlass.select_(is_seen, logit, Float32(numbers.NEG_INF)) for logit, is_seen in zip(logits, seen)]
         top = numbers.over_lanes(cute.arch.fmax(*logits), numbers.OVER_G, cute.arch.fmax)
         top = cute.arch.fmax(state.row_max[column], top)
         softmax.apply_alpha(cfg, state, column, top, None)
@@ -167,8 +168,3 @@ def add_values(cfg: WarpConfig, ring: Ring, me: Lane, p: cute.Tensor, first_row:
             numbers.zero_dead(a, 2 * me.t, live)
         for nt in range(blocks):
             numbers.multiply(numbers.multiply_atom(element), state.acc_o, rt * blocks + nt, a, p[None, nt])
-
-
-def masked(logit: Float32, is_seen) -> Float32:
-    """-inf for a token that is dead or not seen, whatever its K holds."""
-    return cutlass.select_(is_seen, logit, Float32(numbers.NEG_INF))

@@ -1,13 +1,16 @@
-"""From record parts in shared memory to a lane's registers: words of codes and of metadata."""
+"""What comes to a lane's registers: words of codes and metadata from record parts in shared memory, and query rows."""
 
 import math
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.warp.config import META_BYTES, WARP, WORD, SidePlan, WarpConfig
+from lowbit_attn.hopper.common.abi import Rows, query_and_head
+from lowbit_attn.hopper.common.scratch import LINE_WORDS
+from lowbit_attn.hopper.warp.config import META_BYTES, WORD, SidePlan, WarpConfig
 
 BLOCK_WORDS = layout.BLOCK_WORDS
 
@@ -65,7 +68,7 @@ def codes(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, first_tile: i
     first, count = side.words_of(first_tile), side.words_of(tiles)
     width = math.gcd(count, BLOCK_WORDS)  # runs of head_dim 96 start anywhere in a block
     accesses = layout.plane_bytes(side.rows, side.cols, side.bits) // (width * WORD)
-    view = part_view(cfg, piece, side.codes_offset, width, accesses)
+    view = part_view(cfg, piece, side.codes, width, accesses)
     found = {}
     for word in range(first, first + count, width):
         values = read(view, side.code_access(word, width, Int32(me.lane)) + skip * side.block_accesses(width))
@@ -80,7 +83,7 @@ def tile_codes(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, first_ti
     They stand where those of row tile 0 would: ``operand`` of first_tile, and the powers of row tile 0.
     """
     first, width = side.words_of(first_tile), max(1, side.words_of(1))
-    view = part_view(cfg, piece, side.codes_offset, width,
+    view = part_view(cfg, piece, side.codes, width,
                      layout.plane_bytes(side.rows, side.cols, side.bits) // (width * WORD))
     at = tile_access(side, first_tile, tile, width) + side.code_access(0, width, me.lane)
     values = read(view, Int32(at) + skip * side.block_accesses(width))
@@ -98,56 +101,10 @@ def tile_shift(side: SidePlan, tile):
     return tile % layout.tiles_per_word(side.bits) * (2 * side.bits)
 
 
-def column_codes(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, col_tile: int,
-                 tile: Uint32 | None) -> dict[int, Uint32]:
-    """Words of a column tile: of all its row tiles, or of ``tile`` alone."""
-    first = col_tile * side.row_tiles
-    if tile is None:
-        return codes(cfg, side, piece, me, first, side.row_tiles)
-    return tile_codes(cfg, side, piece, me, first, tile)
-
-
-def operand(side: SidePlan, words: dict[int, Uint32], tile: int) -> list[Uint32]:
-    """The four A registers of a tile: raw codes as fp16 subnormals."""
-    return [(words[word] >> Uint32(shift) if shift else words[word]) & Uint32(mask)
-            for word, shift, mask in side.operand(tile)]
-
-
 def meta_view(cfg: WarpConfig, side: SidePlan, piece: Piece) -> cute.Tensor:
     """(words, accesses): the part's metadata in accesses of META_BYTES."""
-    accesses = (side.part_bytes - side.meta_offset) // META_BYTES
-    return part_view(cfg, piece, side.meta_offset, META_BYTES // WORD, accesses)
-
-
-def channel_meta(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, group, is_zero: int,
-                 col_tile: int) -> list[Uint32]:
-    """[col8] words of a token group's scales or zero-points: channels 2t, 2t + 1 of each 8 of a column tile."""
-    return read(meta_view(cfg, side, piece), side.channel_access(Int32(group), is_zero, col_tile, Int32(me.t)))
-
-
-def all_scales(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, group) -> list[Uint32]:
-    """This lane's share of a token group's scales, in no useful order; with few channels lanes share a share."""
-    view = meta_view(cfg, side, piece)
-    return [word for index in scale_accesses(side, Int32(group), me.lane) for word in read(view, Int32(index))]
-
-
-def scale_accesses(side: SidePlan, group, lane) -> list:
-    """Indices of a lane's accesses of META_BYTES, which all lanes together make to a token group's scales."""
-    count = layout.META_BYTES * side.head_dim // META_BYTES
-    own = lane % min(count, WARP)
-    return [side.channel_access(group, 0, 0, 0) + start + own for start in range(0, count, WARP)]
-
-
-def token_meta(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, group: int, tile) -> list[Uint32]:
-    """[half] (scale, zero) words of tokens 16 * tile + 8 * half + g: scale in the low half."""
-    return read(meta_view(cfg, side, piece), Int32(side.token_access(group, tile, Int32(me.g))))
-
-
-def all_token_meta(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane) -> list[Uint32]:
-    """This lane's share of all (scale, zero) words, in no useful order: each word is read by one lane."""
-    accesses = side.groups * layout.PAGE_TOKENS // BLOCK_WORDS
-    view = part_view(cfg, piece, side.meta_offset, BLOCK_WORDS, accesses)
-    return [word for first in range(0, accesses, WARP) for word in read(view, Int32(me.lane) + first)]
+    accesses = (side.nbytes - side.meta) // META_BYTES
+    return part_view(cfg, piece, side.meta, META_BYTES // WORD, accesses)
 
 
 def elements(cfg: WarpConfig, piece: Piece, offset: int, count: int, element) -> cute.Tensor:
@@ -156,3 +113,45 @@ def elements(cfg: WarpConfig, piece: Piece, offset: int, count: int, element) ->
     view = cute.make_tensor(cute.recast_ptr(piece.buffer + offset // WORD, dtype=element), cute.make_layout(
         (count, cfg.slots, cfg.warps), stride=(1, cfg.slot_bytes // WORD * apart, cfg.warp_bytes // WORD * apart)))
     return view[None, piece.slot, piece.warp]
+
+
+class Query(NamedTuple):
+    """What an arithmetic multiplies K with, and what turns accumulators into base-2 logits."""
+
+    operand: cute.Tensor  # in registers: fp16 (4, column tile * col_blocks + block); else its words in shared memory
+    factor: tuple  # [query column of this lane] softmax_scale_log2 * 2^-(e_q + 11)
+    channels: cute.Pointer  # boosted K: q' by channel in shared memory (boost.py)
+
+
+def query_offset(cfg: WarpConfig, q: cute.Tensor, rows: Rows, row) -> Int64:
+    """Bytes of q before a row of this CTA."""
+    query, head = query_and_head(rows, row)
+    return Int64((rows.batch_idx * q.shape[1] + query) * q.shape[2] + head) * cfg.row_bytes
+
+
+@cute.jit
+def prefetch_query(cfg: cutlass.Constexpr[WarpConfig], q: cute.Tensor, rows: Rows, thread: Int32):
+    """Bring q to L2, a line a thread."""
+    at = thread * (LINE_WORDS * WORD)
+    if at < rows.count * cfg.row_bytes:
+        start = q.iterator.toint() + query_offset(cfg, q, rows, at // cfg.row_bytes) + at % cfg.row_bytes
+        line = cute.make_ptr(Uint32, start, cute.AddressSpace.gmem, assumed_align=WORD)
+        cute.arch.prefetch(line.llvm_ptr, cache_level="L2")
+
+
+@cute.jit
+def load_query(cfg: cutlass.Constexpr[WarpConfig], q: cute.Tensor, rows: Rows, me: Lane) -> cute.Tensor:
+    """q words as B operand, (2, column tile * col_blocks + block); rows beyond the last one are zero."""
+    words = cute.make_rmem_tensor((2, cfg.k.col_tiles * cfg.col_blocks), Uint32)
+    words.fill(0)
+    for block in cutlass.range_constexpr(cfg.col_blocks):
+        row = cfg.arithmetic.operand_row(Int32(me.g), block)
+        if row < rows.count:
+            start = q.iterator.toint() + query_offset(cfg, q, rows, row)
+            found = cute.make_tensor(cute.make_ptr(Uint32, start, cute.AddressSpace.gmem, assumed_align=WORD),
+                                     cute.make_layout(cfg.row_bytes // WORD))
+            for col_tile in cutlass.range_constexpr(cfg.k.col_tiles):
+                for col8 in cutlass.range_constexpr(2):
+                    words[col8, col_tile * cfg.col_blocks + block] = found[
+                        (layout.TILE // 2) * col_tile + 4 * col8 + Int32(me.t)]
+    return words

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.common.rows import Rows, at_most
+from lowbit_attn.hopper.common.abi import Rows, at_most
 from lowbit_attn.hopper.warp.config import PLAN_WORDS, UNIT_TOKENS
 
 MIXED_UNITS = layout.PAGE_TOKENS // UNIT_TOKENS  # of a page
@@ -24,9 +24,9 @@ class Walk(NamedTuple):
     first_page: Int32
     num_pages: Int32
     mixed_page: Int32  # the first page with V in 16 bit; its first unit is unit 0 of the mixed segment
-    first_mixed: Int32  # units first_mixed, first_mixed + takers, ... below num_mixed; takers: the warps of all splits
+    first_mixed: Int32  # units first_mixed, first_mixed + apart, ... below num_mixed; apart: the warps of all splits
     num_mixed: Int32  # of the sequence
-    first_unit: Int32  # the same of sinks and residual: units first_unit, first_unit + takers, ... below num_units
+    first_unit: Int32  # the same of sinks and residual: units first_unit, first_unit + apart, ... below num_units
     num_units: Int32  # of the sequence: units of sinks, then of the residual
     sink_units: Int32
     n_sink: Int32
@@ -103,10 +103,10 @@ def plan(n_sink, n_qk, n_qv, n_tok, ring_start, q_len, window, split_idx, num_sp
         mixed_start = packed_v + hidden - start
     num_mixed, n_residual = (packed_k - mixed_start) * MIXED_UNITS, n_tok - n_sink - ring_start
     sink_units, residual_units = units_of(n_sink), units_of(n_residual)
-    takers = warps * num_splits
+    apart = warps * num_splits
     first_mixed = (warps - 1 - warp_idx) * num_splits + split_idx
-    first_unit = first_mixed - num_mixed % takers  # the next taker's
-    first_unit = first_unit + takers * Int32(first_unit < 0)
+    first_unit = first_mixed - num_mixed % apart  # the next warp's
+    first_unit = first_unit + apart * Int32(first_unit < 0)
     place = page_place(split_idx, num_splits, warp_idx)
     own = (packed_v - start + pages_apart(num_splits, page_warps) - 1 - place) // divisor // page_warps
     if page_warps < warps:

@@ -230,7 +230,7 @@ def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey
     head_dim, places, ctas_per_sm = q.shape[-1], row_blocks(q, cache, key), kernels.ctas_per_sm(key)
     package = kernels.arch_package(key.arch)
     splits = num_splits or default_splits(cache, places, key)
-    if num_splits and package.SPLITS_MEET:
+    if num_splits and package.SPLITS_COOPERATE:
         splits = min(num_splits, max(1, running_ctas(cache.device, ctas_per_sm) // places))
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)

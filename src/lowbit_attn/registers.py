@@ -25,6 +25,7 @@ MIN_QUERY_LOG2 = -100  # the same for max |q|; a row of zeros has e_q = 0
 MAX_VALUE_EXPONENT = -MIN_SCALE_LOG2  # E of a warp that has seen no page: the largest e_v, so min() needs no first case
 RECENTRED_PAGES = 8  # pages of a warp whose codes add up in O before N/2 of their weights is taken from it
 FP32_BIAS, FP32_MANTISSA_BITS = 127, 23
+CHUNK = 8  # 16-bit values in 16 bytes: a row of an 8x8 matrix of ldmatrix and stmatrix, the unit of the swizzles
 
 # The integer path multiplies raw masked bytes, m16n8k32 with u8 codes: value = code * 2^k. The other operand is a
 # 16-bit fixed-point number X in two 8-bit digits, X = 256 high + low, each with a column of its own. The s32 sums start
@@ -142,3 +143,15 @@ def bias_lane(group, lane, groups: int):
     With one group a lane holds its own; else group j's bias for columns 2t, 2t + 1 sits in lane 4*j + t.
     """
     return lane if groups == 1 else 4 * group + lane % 4
+
+
+def matrix_place(matrix):
+    """(row8, col8) within a 16x16 tile of the 8x8 matrix that register ``matrix`` of ldmatrix or stmatrix .x4 holds."""
+    return matrix % 2, matrix // 2
+
+
+def lane_place(lane):
+    """(row within a 16x16 tile, col8) of the 16 bytes, one row of an 8x8 matrix, that ``lane`` addresses in such an
+    access."""
+    row8, col8 = matrix_place(lane // 8)
+    return 8 * row8 + lane % 8, col8

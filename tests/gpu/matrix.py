@@ -114,6 +114,7 @@ WIDE = tuple(MatrixKernel(*kernel) for kernel in (
     ("k4v4", F16, 256, 64), ("k2v2", F16, 96, 64), ("k1v1-bf16", BF16, 64, 64), ("k4tv4-g32-vg64", F16, 128, 64),
     ("k2v2-g32-bf16", BF16, 128, 64), ("k4v4+w128", F16, 128, 64), ("k4v2", BF16, 256, 64),
     ("k4v4", F16, 128, 64, ("softcap", "window")), ("k2v2-g64", F16, 64, 64, ("window",)),
+    ("k4v4-vg32", BF16, 96, 64), ("k8v8-vg32-bf16", F16, 96, 64),  # parts of a column hold whole groups of V
 ))
 FEW = tuple(MatrixKernel(*kernel) for kernel in (  # the tile path with few query rows
     *(("k4v4", F16, head_dim, 8) for head_dim in TILE_HEAD_DIMS),

@@ -55,9 +55,9 @@ def merge_block(cfg, rows, results):
     o, lse = results.o_partial.reshape(-1, head_dim), results.lse_partial.reshape(-1)
     out, stride = results.out.reshape(-1, head_dim), combine.num_rows(results)
     assert stride == batch * q_len * heads
-    for turn in range(rows.count * lanes):
-        query, head = int(queries.query(rows, turn // lanes)), int(queries.head(rows, turn // lanes))
-        row, first_channel = combine.row_at(results, rows.seq, query, head), combine.CHANNELS * (turn % lanes)
+    for unit in range(rows.count * lanes):
+        query, head = int(queries.query(rows, unit // lanes)), int(queries.head(rows, unit // lanes))
+        row, first_channel = combine.row_at(results, rows.seq, query, head), combine.CHANNELS * (unit % lanes)
         channels = slice(first_channel, first_channel + combine.CHANNELS)
         top = results.sink_logits[int(combine.logit_place(results.sink_logits, head))]
         total, acc = F(top != -np.inf), np.zeros(combine.CHANNELS, F)

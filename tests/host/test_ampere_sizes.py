@@ -14,7 +14,7 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
 
-from lowbit_attn.ampere import codes, dequant, expected, load, merge, mma, softmax, third  # noqa: E402
+from lowbit_attn.ampere import codes, dequant, expected, load, merge, mixed, mma, softmax  # noqa: E402
 from lowbit_attn.ampere import config as sizes  # noqa: E402
 
 LANE = np.arange(32)
@@ -221,12 +221,12 @@ def test_a_third_page_is_shared_out(target, head_dim, name):
     fmt = windowed.FORMATS[name]
     made = [sizes.decode_config(fmt, head_dim, "float16", target, "register", rows) for rows in sizes.rows_of(head_dim)]
     for cfg in made + [replace(made[0], warps=warps) for warps in (3, 6, 12)]:
-        size, own, tiles = cfg.tile16_tokens, third.own_chunks(cfg), third.own_tiles(cfg)
-        assert cfg.third_segment and cfg.slots >= 2 and size * cfg.row_accesses <= cfg.slot_accesses
-        walkers = range(third.takers(cfg))
+        size, own, tiles = cfg.tile16_tokens, mixed.own_chunks(cfg), mixed.own_tiles(cfg)
+        assert cfg.has_mixed and cfg.slots >= 2 and size * cfg.row_accesses <= cfg.slot_accesses
+        walkers = range(mixed.active_rings(cfg))
         assert len(walkers) <= cfg.rings
-        assert [w * own + i for w in walkers for i in range(own)] == list(range(third.chunks(cfg)))
-        count = 4 * tiles * cfg.columns  # accumulators that take_own moves to the front
+        assert [w * own + i for w in walkers for i in range(own)] == list(range(mixed.chunks(cfg)))
+        count = 4 * tiles * cfg.columns  # accumulators that keep_own_logits moves to the front
         for walker, i in itertools.product(walkers, range(count)):
             token = softmax.token(cfg, walker * count + i, 0)
             assert token == walker * own * size + softmax.token(cfg, i, 0) < layout.PAGE_TOKENS

@@ -67,7 +67,7 @@ def test_every_module_that_a_program_imports_is_reached(reached, kind, program):
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     imported = {name.removeprefix("lowbit_attn.") for name in answer.stdout.split()}
     files = {name for name in imported if Path(importlib.util.find_spec(f"lowbit_attn.{name}").origin).name
-             != "__init__.py"}
+             != "__init__.py"} - {"hopper.scratch"}  # sizes for the host alone, of constants that kernels have too
     assert len(files) > 5 and files <= modules(reached[kind])
 
 

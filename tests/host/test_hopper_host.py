@@ -15,14 +15,14 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.formats import FORMATS
+from lowbit_attn.registers import lane_place, matrix_place
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from host.wgmma import CONFIGS, FORMAT, HEAD_DIMS, LANES, ROWS, read_wgmma_tile, swizzle  # noqa: E402
 from lowbit_attn.hopper import PATHS  # noqa: E402
 from lowbit_attn.hopper import decode as entries  # noqa: E402
-from lowbit_attn.hopper.common import matrices  # noqa: E402
-from lowbit_attn.hopper.common import rows as query_rows  # noqa: E402
+from lowbit_attn.hopper.common import abi  # noqa: E402
 from lowbit_attn.hopper.tile import config, decode, dequant, ring, walk  # noqa: E402
 from lowbit_attn.hopper.tile import masks as masks  # noqa: E402
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, TILE_N, UNIT_TOKENS, UNITS, WARP  # noqa: E402
@@ -33,7 +33,7 @@ CASES = [("k4v4", d, "float16") for d in HEAD_DIMS] + [
     ("k1v1-g32", 128, "float16"), ("k2v2-g32-vg32", 128, "float16"), ("k2v4-g64-vg64-bf16", 256, "float16"),
     ("k4tv4", 64, "float16"), ("k4tv2", 96, "float16"), ("k8tv4-g32", 96, "float16"), ("k4tv4", 256, "bfloat16"),
     ("k4tv4-g32-vg64-bf16", 128, "float16"), ("k1tv1-g64-vg128", 256, "float16"), ("k2v2-vg32", 256, "bfloat16"),
-    ("k4tv8-g64-vg32", 256, "float16")]
+    ("k4tv8-g64-vg32", 256, "float16"), ("k4v4-vg32", 96, "bfloat16"), ("k8v8-vg32-bf16", 96, "float16")]
 
 
 def stmatrix_x4(tile: np.ndarray, chunks: np.ndarray, registers: list[np.ndarray]) -> None:
@@ -75,8 +75,8 @@ def lane_meta(side: config.TileSide, meta: np.ndarray, run: int, block: int) -> 
 def dequant_part(side: config.TileSide, part: np.ndarray) -> np.ndarray:
     """What four dequant warps write for one part of a record: the tile as float in memory order."""
     tile = np.full(side.tile_rows * side.cols, np.nan)
-    codes, meta = part[: side.meta_offset].view(np.uint32), part[side.meta_offset :].view(np.uint16)
-    row, col8 = matrices.lane_place(LANES)
+    codes, meta = part[: side.meta].view(np.uint32), part[side.meta :].view(np.uint16)
+    row, col8 = lane_place(LANES)
     mask = (1 << side.bits) - 1
     for run in (r for w in range(GROUP_WARPS) for r in range(w, side.runs, GROUP_WARPS)):
         assert run * side.run_words % side.width == 0
@@ -105,7 +105,7 @@ def test_dequant_lanes_rebuild_the_matrix(format_name, head_dim, dtype, name, ro
     k, v = torch.randn(2, 1, 128, head_dim)
     record = fmt.quantize(k, v)
     side = getattr(config.make_config(fmt, head_dim, dtype, rows), name)
-    part = record[0, side.part_offset : side.part_offset + side.part_bytes].numpy()
+    part = record[0, side.start : side.start + side.nbytes].numpy()
     got = read_wgmma_tile(dequant_part(side, part), side.tile_rows, side.cols)[: side.rows]
     want = (fmt.dequantize_k if name == "k" else fmt.dequantize_v)(record, head_dim)[0].numpy()
     want = want.T if side.transposed else want
@@ -121,7 +121,7 @@ def test_plain_units_rebuild_the_matrix(head_dim, name, rows):
     source = np.random.default_rng(0).standard_normal((TILE_N, head_dim)).astype(np.float16)
     source[live:] = np.nan
     tile = np.full(side.tile_rows * side.cols, np.inf, np.float16)
-    row, col8 = matrices.lane_place(LANES)
+    row, col8 = lane_place(LANES)
     row8 = row // 8
     for u, w, j in itertools.product(range(UNITS), range(GROUP_WARPS), range(dequant.unit_tiles(side) // GROUP_WARPS)):
         token_tile, channel_tile = dequant.unit_tile(side, w, j)
@@ -130,7 +130,7 @@ def test_plain_units_rebuild_the_matrix(head_dim, name, rows):
         if side.transposed:
             registers = ldmatrix_x4(staged[token_tile * 16 + col8 * 8 + LANES % 8, 2 * channel_tile + row8], True)
             for m in range(4):
-                token = token8 * 8 + 8 * matrices.matrix_place(m)[1] + 2 * (LANES % 4)
+                token = token8 * 8 + 8 * matrix_place(m)[1] + 2 * (LANES % 4)
                 registers[m] = np.where(np.stack((token, token + 1), -1) < live, registers[m], np.float16(0))
             chunks = config.tile_chunk(channel_tile * 16 + row, token8 + col8, side.tile_rows, side.atom_chunks)
         else:
@@ -290,7 +290,7 @@ def tokens_of(w: walk.TileWalk) -> list[tuple[str, int, int]]:
     for i in range(w.token_tiles):
         start, live, is_sink = map(number, walk.token_tile_of(w, i))
         assert 1 <= live <= TILE_N
-        units = [number(query_rows.clamp_unit(live - u * UNIT_TOKENS, UNIT_TOKENS)) for u in range(UNITS)]
+        units = [number(abi.clamp_unit(live - u * UNIT_TOKENS, UNIT_TOKENS)) for u in range(UNITS)]
         assert sum(units) == live
         found.append(("sink", start, live) if is_sink else ("ring", w.packed_start + w.ring_start + start, live))
     return found
@@ -322,7 +322,7 @@ def test_walk_visits_every_seen_token_once(n_sink, n_qk, lag, residual, num_spli
         assert seen == want
 
 
-def seen_positions(w: walk.TileWalk, i: int, rows: query_rows.Rows, visible: masks.Visible, row: int) -> set[int]:
+def seen_positions(w: walk.TileWalk, i: int, rows: abi.Rows, visible: masks.Visible, row: int) -> set[int]:
     """Positions of tile ``i`` of K's walk that ``masks.to_logits`` leaves to a row of the tile."""
     if i < w.num_pages:
         start = w.packed_start + TILE_N * (w.first_page + i)
@@ -344,7 +344,7 @@ def seen_positions(w: walk.TileWalk, i: int, rows: query_rows.Rows, visible: mas
 def test_masks_leave_what_a_query_sees(n_sink, n_qk, lag, residual, q_len, window, keeps_sinks):
     n_tok, ratio, num_splits = n_sink + n_qk + residual, 3, 2
     sink_window = 1 << 30 if keeps_sinks else window
-    rows = query_rows.Rows(0, 0, 0, ratio * q_len, ratio, q_len)
+    rows = abi.Rows(0, 0, 0, ratio * q_len, ratio, q_len)
     visible = masks.Visible(n_tok - q_len, window, sink_window)
     hidden = number(walk.hidden_pages(n_sink, n_tok, q_len, window))
     seen = [set() for _ in range(rows.count)]
@@ -361,11 +361,11 @@ def test_masks_leave_what_a_query_sees(n_sink, n_qk, lag, residual, q_len, windo
 @pytest.mark.parametrize("ratio, q_len, rows", [(1, 1, 8), (8, 1, 8), (3, 2, 8), (5, 13, 64), (4, 16, 64), (16, 9, 64),
                                                 (9, 3, 8), (3, 5, 16), (7, 3, 4), (12, 16, 16)])
 def test_row_blocks_serve_every_query_of_every_head_once(ratio, q_len, rows):
-    seen, head_idx = [], 3
-    for block in range(-(-ratio * q_len // rows)):
-        mine = query_rows.make_rows(0, head_idx, block, ratio, q_len, rows)
+    seen, head_idx, blocks = [], 3, -(-ratio * q_len // rows)
+    for block in range(blocks):
+        mine = abi.block_rows((head_idx * blocks + block, 0), blocks, ratio, q_len, rows)
         assert 1 <= number(mine.count) <= rows
-        seen += [tuple(map(number, query_rows.query_and_head(mine, row))) for row in range(number(mine.count))]
+        seen += [tuple(map(number, abi.query_and_head(mine, row))) for row in range(number(mine.count))]
     assert seen == [(j, head_idx * ratio + h) for j in range(q_len) for h in range(ratio)]
 
 
@@ -400,7 +400,11 @@ def test_every_supported_format_fits(head_dim, dtype, bits, groups, rows):
             with pytest.raises(ValueError, match="record of"):
                 config.make_config(fmt, head_dim, dtype, rows)
         else:
-            assert config.make_config(fmt, head_dim, dtype, rows).smem_bytes <= config.SMEM_LIMIT
+            cfg = config.make_config(fmt, head_dim, dtype, rows)
+            assert cfg.smem_bytes <= config.SMEM_LIMIT
+            for side in (cfg.k, cfg.v):
+                assert side.run_rows == side.meta_blocks * side.meta_rows
+                assert side.group % side.meta_rows == 0 or side.is_per_token and not side.transposed
 
 
 @pytest.mark.parametrize("name, head_dim, match", [("k4v4", 80, "head_dim"), ("k8v8-vg32", 256, "record of"),

@@ -15,11 +15,11 @@ from lowbit_attn.formats import FORMATS, packing
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import PATHS, decode  # noqa: E402
-from lowbit_attn.hopper.arith.int8 import boost, config, multiply, scores, values  # noqa: E402
+from lowbit_attn.hopper.arith.int8 import boost, config, multiply, steps  # noqa: E402
 from lowbit_attn.hopper.common import tuning  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.warp import config as register  # noqa: E402
-from lowbit_attn.hopper.warp import unpack  # noqa: E402
+from lowbit_attn.hopper.warp import plan, unpack  # noqa: E402
 
 BOOSTED = ("kitty", "kitty-pro", "kitty-b8-bf16", "kitty-b40-vg64", "kitty-b64")
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16", *BOOSTED)
@@ -49,11 +49,11 @@ def pages(name: str, head_dim: int):
     """(config, bytes of a record, its K part and V part)."""
     fmt, cfg = FORMATS[name], config_of(name, head_dim)
     record = fmt.quantize(*torch.randn(2, 1, 128, head_dim))
-    return cfg, record, [record[0, s.part_offset : s.part_offset + s.part_bytes].numpy() for s in (cfg.k, cfg.v)]
+    return cfg, record, [record[0, s.start : s.start + s.nbytes].numpy() for s in (cfg.k, cfg.v)]
 
 
 def codes_of(side: register.SidePlan, part: np.ndarray) -> np.ndarray:
-    return part[side.codes_offset :][: layout.plane_bytes(side.rows, side.cols, side.bits)]
+    return part[side.codes :][: layout.plane_bytes(side.rows, side.cols, side.bits)]
 
 
 def unpacked(side: register.SidePlan, part: np.ndarray) -> np.ndarray:
@@ -75,10 +75,10 @@ def lane_words(side: register.SidePlan, part: np.ndarray, col_tile: int, row_til
 @pytest.mark.parametrize("name, head_dim", PAGES)
 def test_lanes_read_the_codes_of_their_rows_group_by_group(name, head_dim):
     cfg, record, (k_part, v_part) = pages(name, head_dim)
-    boosted = [(cfg.boost.high, k_part)] if cfg.boost else []
+    boosted = [(cfg.boost, k_part)] if cfg.boost else []
     for side, part in [(cfg.k, k_part), (cfg.v, v_part), *boosted]:
         want = unpacked(side, part)
-        tiles = min(side.group // layout.TILE, config.MAX_TILES)
+        tiles = min(side.group_size // layout.TILE, config.MAX_TILES)
         for col_tile, first in itertools.product(range(side.col_tiles), range(0, side.row_tiles, tiles)):
             row_tiles = range(first, min(first + tiles, side.row_tiles))
             words = lane_words(side, part, col_tile, row_tiles)
@@ -93,7 +93,7 @@ def test_lanes_read_the_codes_of_their_rows_group_by_group(name, head_dim):
 @pytest.mark.parametrize("name, head_dim", PAGES)
 def test_codes_of_a_row_tile_chosen_at_run_time_take_the_masks_of_the_first(name, head_dim):
     cfg, _, (part, _) = pages(name, head_dim)
-    for side in [cfg.k] + ([cfg.boost.high] if cfg.boost else []):
+    for side in [cfg.k] + ([cfg.boost] if cfg.boost else []):
         width, want = max(1, side.words_of(1)), unpacked(side, part)
         accesses = codes_of(side, part).view(np.uint32).reshape(-1, width)
         for ct, tile in itertools.product(range(side.col_tiles), range(side.row_tiles)):
@@ -112,16 +112,16 @@ def test_codes_of_a_row_tile_chosen_at_run_time_take_the_masks_of_the_first(name
 def test_lanes_read_the_metadata_of_their_channels_and_tokens(name, head_dim):
     cfg, record, (k_part, v_part) = pages(name, head_dim)
     for is_zero, group, step in itertools.product((0, 1), range(cfg.k.groups), range(head_dim // 32)):
-        at = scores.own_access(cfg.k, group, is_zero, step, G, T)
-        halves = k_part[cfg.k.meta_offset :].view(np.uint16).reshape(-1, 4)[at]
+        at = steps.own_access(cfg.k, group, is_zero, step, G, T)
+        halves = k_part[cfg.k.meta :].view(np.uint16).reshape(-1, 4)[at]
         for byte in range(4):  # of a word: half e = byte // 2 of metadata word col8 = byte % 2
             channel = 16 * (2 * step + G % 2) + 2 * T + registers.byte_column(byte)
             offset = np.array([layout.channel_meta_offset(group, is_zero, int(c), head_dim) for c in channel])
-            want = k_part[cfg.k.meta_offset :].view(np.uint16)[offset // 2]
+            want = k_part[cfg.k.meta :].view(np.uint16)[offset // 2]
             assert np.array_equal(halves[:, 2 * (byte % 2) + byte // 2], want)
-    plane = v_part[cfg.v.meta_offset :].view(np.uint32)
-    for group, first in itertools.product(range(cfg.v.groups), range(0, 128, values.SPAN)):
-        quads = plane.reshape(-1, 4)[values.quad_access(group, first, G)]
+    plane = v_part[cfg.v.meta :].view(np.uint32)
+    for group, first in itertools.product(range(cfg.v.groups), range(0, 128, steps.SPAN)):
+        quads = plane.reshape(-1, 4)[steps.quad_access(group, first, G)]
         for j in range(4):
             offset = layout.token_meta_offset(group, 0, first + 8 * j + G)
             assert np.array_equal(quads[:, j], plane[offset // 4])
@@ -149,22 +149,22 @@ def test_the_two_lanes_of_a_row_share_its_slots(name, head_dim):
     """Every slot once, in the byte of the operand whose column of codes is the slot's; the first lane stands for all
     rows."""
     cfg, _, (part, _) = pages(name, head_dim)
-    index = part[cfg.boost.index_offset :][: cfg.boost.high.cols]
-    assert (index < head_dim).all() and (index[cfg.boost.count :] == index[cfg.boost.count - 1]).all()
-    for first in range(0, cfg.boost.steps, config.STEP_TILES):
+    index = part[cfg.boost.high.index :][: cfg.boost.cols]
+    assert (index < head_dim).all() and (index[cfg.boost.high.channels :] == index[cfg.boost.high.channels - 1]).all()
+    for first in range(0, cfg.boost.col_tiles, config.STEP_TILES):
         seen = []
         for lane in range(32):
-            pairs = [[2 * i, 2 * i + 1] for i in boost.own_accesses(first, cfg.boost.steps, lane)]
+            pairs = [[2 * i, 2 * i + 1] for i in boost.own_accesses(first, cfg.boost.col_tiles, lane)]
             g, t = lane // 4, lane % 4
             if len(pairs) == 1:  # joined has them in bytes col8 + 2e, col8 = g % 2
                 want = [16 * first + 2 * t + registers.byte_column(g % 2 + 2 * e) for e in (0, 1)]
-                assert first + 1 == cfg.boost.steps and pairs[0] == want
+                assert first + 1 == cfg.boost.col_tiles and pairs[0] == want
             else:
                 tile = first + g % 2
                 want = [16 * tile + 2 * t + registers.byte_column(byte) for byte in range(4)]
                 assert permute(*(pair + ["", ""] for pair in pairs), boost.PAIRS) == want
             seen += want * (g < 2)
-        assert sorted(seen) == list(range(16 * first, min(16 * (first + 2), cfg.boost.high.cols)))
+        assert sorted(seen) == list(range(16 * first, min(16 * (first + 2), cfg.boost.cols)))
 
 
 def permute(a: list, b: list, selector: int) -> list:
@@ -185,9 +185,9 @@ def test_selectors_order_the_digits():
         return [f"low{i}", f"high{i}", "", ""]
 
     pairs = [permute(fixed(i), fixed(i + 1), multiply.DIGITS_OF_TWO) for i in (0, 2)]
-    assert permute(*pairs, scores.LOW_HALVES) == [f"high{i}" for i in range(4)]
-    assert permute(*pairs, scores.HIGH_HALVES) == [f"low{i}" for i in range(4)]
-    flips = [scores.SIGN_FLIPS >> 8 * i & 0xFF for i in range(4)]
+    assert permute(*pairs, steps.LOW_HALVES) == [f"high{i}" for i in range(4)]
+    assert permute(*pairs, steps.HIGH_HALVES) == [f"low{i}" for i in range(4)]
+    flips = [steps.SIGN_FLIPS >> 8 * i & 0xFF for i in range(4)]
     assert [bool(flip) for flip in flips] == [name.startswith("low") for name in pairs[0]] and max(flips) == 0x80
 
 
@@ -196,7 +196,7 @@ def test_shared_memory_plan(name, head_dim, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     cfg = config_of(name, head_dim)
     assert cfg.warps >= (3 if head_dim == 256 else 4) and cfg.slots >= tuning.MIN_SLOTS
-    assert cfg.smem_bytes <= register.SMEM_LIMIT
+    assert cfg.smem_bytes <= plan.SMEM_LIMIT
     assert decode.kernel_of(cfg).storage().size_in_bytes() == cfg.smem_bytes
     banks = {int((g + cfg.merge_pitch * t) % 32) for g, t in itertools.product(range(8), range(4))}
     assert len(banks) == 32, "the lanes of a warp write O to the same bank at the merge"
@@ -209,7 +209,7 @@ def test_four_ctas_fit_an_sm(kernel, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     cfg = make_config("small", FORMATS[kernel.format], kernel.head_dim, kernel.dtype, 4)
     assert 4 * cfg.warps == tuning.MANY_WARPS and cfg.slots >= tuning.MIN_SLOTS
-    assert 4 * (decode.kernel_of(cfg).storage().size_in_bytes() + register.BLOCK_SMEM) <= register.SM_SMEM
+    assert 4 * (decode.kernel_of(cfg).storage().size_in_bytes() + plan.BLOCK_SMEM) <= plan.SM_SMEM
     key, = kernel.keys("hopper", "small")
     assert kernels.ctas_per_sm(key) == 4 == 65_536 // (168 * cfg.threads)
 

@@ -1,4 +1,4 @@
-"""Hopper's arithmetics and schedules: each path has one of each, and all keep the contract of warp/contract.py."""
+"""Hopper's arithmetics and schedules: each path has one of each, and all keep the contract of warp/config.py."""
 
 import inspect
 
@@ -7,8 +7,10 @@ import pytest
 from lowbit_attn import kernels
 from lowbit_attn.hopper import PATHS
 from lowbit_attn.hopper.config import ARITHMETICS, SCHEDULES
-from lowbit_attn.hopper.warp import contract
+from lowbit_attn.hopper.warp.config import Arithmetic
 
+STEPS = ("prefetch_query", "load_query", "prepare_query", "scores", "before_values", "add_values", "finish")
+OWN_STEPS = ("prepare_own_query",)
 OF_WARPS = {path: support for path, support in PATHS.items() if support.arithmetic != "tile"}
 
 
@@ -39,12 +41,12 @@ def test_keys_name_both_and_give_the_path_back(arch):
 def test_an_arithmetic_has_every_step(name):
     """With the arguments of the contract, in its order."""
     pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
-    steps, text = ARITHMETICS[name].steps, inspect.getdoc(contract.Arithmetic)
+    steps, text = ARITHMETICS[name].steps, inspect.getdoc(Arithmetic)
     serves = {support.schedule for support in OF_WARPS.values() if support.arithmetic == name}
     of_books = BOOK_STEPS * any(support.codebooks for support in OF_WARPS.values() if support.arithmetic == name)
-    wanted = contract.STEPS + contract.OWN_STEPS * any(SCHEDULES[schedule].own_queries for schedule in serves)
+    wanted = STEPS + OWN_STEPS * any(SCHEDULES[schedule].own_queries for schedule in serves)
     assert set(wanted + of_books) == set(steps.__all__)
-    text += inspect.getdoc(contract.Arithmetic.book_bytes)
+    text += inspect.getdoc(Arithmetic.book_bytes)
     for step in wanted + of_books:
         shown = text[text.index(f"    {step}(") :].split("(")[1].split(")")[0].split(", ")
         taken = list(inspect.signature(getattr(steps, step)).parameters)

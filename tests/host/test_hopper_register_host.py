@@ -22,12 +22,12 @@ from lowbit_attn.hopper import (
     PATHS,  # noqa: E402
     decode,  # noqa: E402
 )
-from lowbit_attn.hopper.arith.fp16 import boost  # noqa: E402
+from lowbit_attn.hopper.arith.fp16 import boost, operands  # noqa: E402
 from lowbit_attn.hopper.arith.fp16 import config as fp16  # noqa: E402
 from lowbit_attn.hopper.common import tuning  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.schedule.config import SPLITS  # noqa: E402
-from lowbit_attn.hopper.warp import config, fetch, unpack  # noqa: E402
+from lowbit_attn.hopper.warp import config, fetch, plan, unpack  # noqa: E402
 
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16",
          "k4tv4", "k2tv1-g32-vg64", "k8tv2-g64-vg32-bf16", "k1tv8-g32")
@@ -68,7 +68,7 @@ def lane_words(side: config.SidePlan, part: np.ndarray, first_tile: int, tiles: 
     """What unpack.codes brings each lane: word -> uint32 [32]."""
     first, count = side.words_of(first_tile), side.words_of(tiles)
     width = math.gcd(count, layout.BLOCK_WORDS)
-    plane = part[side.codes_offset : side.codes_offset + layout.plane_bytes(side.rows, side.cols, side.bits)]
+    plane = part[side.codes : side.codes + layout.plane_bytes(side.rows, side.cols, side.bits)]
     accesses = plane.view(np.uint32).reshape(-1, width)
     assert first % width == 0 and count % width == 0
     return {word + i: accesses[side.code_access(word, width, LANES), i]
@@ -81,7 +81,7 @@ def rebuilt_codes(side: config.SidePlan, part: np.ndarray, chunk: int) -> np.nda
     for ct, first in itertools.product(range(side.col_tiles), range(0, side.row_tiles, chunk)):
         words = lane_words(side, part, ct * side.row_tiles + first, chunk)
         for rt in range(first, first + chunk):
-            for register, (word, shift, mask) in enumerate(side.operand(ct * side.row_tiles + rt)):
+            for register, (word, shift, mask) in enumerate(operands.register_sources(side, ct * side.row_tiles + rt)):
                 row8, col8 = register % 2, register // 2  # a0..a3: rows g, g + 8; columns 2t.., then 2t + 8..
                 operand = halves((words[word] >> np.uint32(shift)) & np.uint32(mask), "float16")
                 for e in (0, 1):
@@ -92,25 +92,25 @@ def rebuilt_codes(side: config.SidePlan, part: np.ndarray, chunk: int) -> np.nda
 
 def channel_metadata(side: config.SidePlan, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(scale, zero) [rows, cols] from channel_access: rows are tokens."""
-    plane = part[side.meta_offset : side.meta_offset + 4 * side.groups * side.cols]
+    plane = part[side.meta : side.meta + 4 * side.groups * side.cols]
     accesses = plane.view(np.uint32).reshape(-1, 2)
     found = np.full((2, side.rows, side.cols), np.nan, np.float32)
     for is_zero, group, ct, col8 in itertools.product((0, 1), range(side.groups), range(side.col_tiles), (0, 1)):
         pair = halves(accesses[side.channel_access(group, is_zero, ct, T), col8], side.storage)
         for e in (0, 1):
-            rows = slice(group * side.group, (group + 1) * side.group)
+            rows = slice(group * side.group_size, (group + 1) * side.group_size)
             found[is_zero, rows, 16 * ct + 8 * col8 + 2 * T + e] = pair[:, e, None]
     return found[0], found[1]
 
 
 def token_metadata(side: config.SidePlan, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(scale, zero) [tokens, channels] from token_access."""
-    accesses = part[side.meta_offset :].view(np.uint32).reshape(-1, 2)
+    """(scale, zero) [tokens, channels] from operands.token_access."""
+    accesses = part[side.meta :].view(np.uint32).reshape(-1, 2)
     found = np.full((2, layout.PAGE_TOKENS, side.head_dim), np.nan, np.float32)
     for group, tile, half in itertools.product(range(side.groups), range(8), (0, 1)):
-        pair = halves(accesses[side.token_access(group, tile, G), half], side.storage)
+        pair = halves(accesses[operands.token_access(group, tile, G), half], side.storage)
         for is_zero in (0, 1):
-            channels = slice(group * side.group, (group + 1) * side.group)
+            channels = slice(group * side.group_size, (group + 1) * side.group_size)
             found[is_zero, 16 * tile + 8 * half + G, channels] = pair[:, is_zero, None]
     return found[0], found[1]
 
@@ -122,10 +122,10 @@ def test_lanes_rebuild_both_sides(name, head_dim):
     record = fmt.quantize(k, v)
     cfg = make_config("register", fmt, head_dim, "float16", most_rows(head_dim))
     for side, want in ((cfg.k, fmt.dequantize_k(record, head_dim)), (cfg.v, fmt.dequantize_v(record, head_dim))):
-        part = record[0, side.part_offset : side.part_offset + side.part_bytes].numpy()
+        part = record[0, side.start : side.start + side.nbytes].numpy()
         for chunk in {side.row_tiles, fp16.chunk_tiles(cfg) if side is cfg.k else side.row_tiles}:
             codes = rebuilt_codes(side, part, chunk)
-            codes = codes.T if side.is_transposed else codes  # [tokens, channels]
+            codes = codes.T if side.transposed else codes  # [tokens, channels]
             scale, zero = (token_metadata if side.is_per_token else channel_metadata)(side, part)
             assert np.array_equal(codes * scale + zero, want[0].numpy())
 
@@ -134,7 +134,7 @@ def test_lanes_rebuild_both_sides(name, head_dim):
 def test_halves_of_v_are_halves_of_its_tokens(name, head_dim):
     """Bytes before ``middle`` hold the codes of the first 64 tokens and nothing of the others."""
     cfg = make_config("integer", FORMATS[name], head_dim, "float16", 4)
-    side, (part, other) = cfg.v, torch.randint(0, 256, (2, cfg.v.part_bytes), dtype=torch.uint8).numpy()
+    side, (part, other) = cfg.v, torch.randint(0, 256, (2, cfg.v.nbytes), dtype=torch.uint8).numpy()
     assert cfg.has_halves and side.middle % fetch.UNIT_BYTES == 0
     mixed = np.concatenate([part[: side.middle], other[side.middle :]])
     codes, first, second = (rebuilt_codes(side, x, side.row_tiles) for x in (mixed, part, other))
@@ -148,32 +148,32 @@ def boosted_page(name: str, head_dim: int):
     k, v = torch.randn(2, 1, 128, head_dim) * (0.1 + 5 * torch.rand(head_dim))
     record = fmt.quantize(k, v)
     cfg = make_config("register", fmt, head_dim, "float16", most_rows(head_dim))
-    return cfg, record[0, : cfg.k.part_bytes].numpy(), fmt.dequantize_k(record, head_dim)[0].numpy()
+    return cfg, record[0, : cfg.k.nbytes].numpy(), fmt.dequantize_k(record, head_dim)[0].numpy()
 
 
 def gathered(cfg: config.WarpConfig, part: np.ndarray, step: int) -> tuple[np.ndarray, list]:
     """(channel of each lane's slot, [col8] words of scales) of boost.gather."""
-    index = part[cfg.boost.index_offset : cfg.boost.index_offset + cfg.boost.high.cols]
+    index = part[cfg.boost.high.index : cfg.boost.high.index + cfg.boost.cols]
     channel = index[layout.TILE * step + LANES % layout.TILE].astype(np.int64)
-    own = part[cfg.k.meta_offset :].view(np.uint16)[layout.channel_meta_index(channel)].astype(np.uint32)
+    own = part[cfg.k.meta :].view(np.uint16)[layout.channel_meta_index(channel)].astype(np.uint32)
     pair = own | own[LANES ^ 1] << np.uint32(16)
     lanes = [np.array([value(boost.slot_lane(int(t), col8)) for t in T]) for col8 in (0, 1)]
-    return channel, [pair[lanes[col8]] if cfg.boost.in_use(step, col8) else None for col8 in (0, 1)]
+    return channel, [pair[lanes[col8]] if boost.in_use(cfg, step, col8) else None for col8 in (0, 1)]
 
 
 @pytest.mark.parametrize("name, head_dim", served(BOOSTED))
 def test_slots_bring_the_other_bits_and_the_scales_of_their_channels(name, head_dim):
     cfg, part, _ = boosted_page(name, head_dim)
-    fmt, high = FORMATS[name], cfg.boost.high
+    fmt, high = FORMATS[name], cfg.boost
     planes = {p.name: torch.from_numpy(part[None, p.offset : p.offset + p.nbytes]) for p in
               fmt.record(head_dim).k_planes}
     whole = packing.unpack_codes(planes["codes"], 128, head_dim, 2)[0].numpy()
     assert np.array_equal(rebuilt_codes(cfg.k, part, cfg.k.row_tiles), whole)
-    codes, used = rebuilt_codes(high, part, high.row_tiles), cfg.boost.count
+    codes, used = rebuilt_codes(high, part, high.row_tiles), cfg.boost.high.channels
     assert np.array_equal(codes, packing.unpack_codes(planes["high"], 128, high.cols, 2)[0].numpy())
-    assert not codes[:, used:].any() and cfg.boost.steps * layout.TILE == high.cols
+    assert not codes[:, used:].any() and cfg.boost.col_tiles * layout.TILE == high.cols
     scale = channel_metadata(cfg.k, part)[0][0]
-    for step in range(cfg.boost.steps):
+    for step in range(cfg.boost.col_tiles):
         channel, words = gathered(cfg, part, step)
         slots = layout.TILE * step + np.arange(layout.TILE)
         # ldmatrix: row i of matrix 2 * block + col8 has the address of lane 16 * block + 8 * col8 + i
@@ -190,19 +190,19 @@ def test_logits_of_boosted_pages_with_centred_rounding(name, head_dim):
     """What boost.add and scores.per_channel sum, in fp64 but for the rounding of q' s."""
     cfg, part, k = boosted_page(name, head_dim)
     q = np.float16(np.random.default_rng(0).uniform(-4094, 4094, head_dim)).astype(np.float64)  # q' < 2^12
-    (scale, zero), used = (x[0].astype(np.float64) for x in channel_metadata(cfg.k, part)), cfg.boost.count
+    (scale, zero), used = (x[0].astype(np.float64) for x in channel_metadata(cfg.k, part)), cfg.boost.high.channels
     up = 2.0 ** (2 - np.ceil(np.log2(scale.max())))
-    channel = np.concatenate([gathered(cfg, part, step)[0][:16] for step in range(cfg.boost.steps)])[:used]
+    channel = np.concatenate([gathered(cfg, part, step)[0][:16] for step in range(cfg.boost.col_tiles)])[:used]
     dense = np.float16(q * scale * up).astype(np.float64)
     high = np.float16(config.BOOST_WEIGHT * q[channel] * scale[channel] * up).astype(np.float64)
     is_normal = np.abs(dense[channel]) >= 2.0**-14
     assert np.isfinite(high).all() and is_normal.mean() > 0.9
     assert np.array_equal(high[is_normal], config.BOOST_WEIGHT * dense[channel][is_normal])
     low_codes = rebuilt_codes(cfg.k, part, cfg.k.row_tiles).astype(np.float64)
-    high_codes = rebuilt_codes(cfg.boost.high, part, cfg.boost.high.row_tiles)[:, :used].astype(np.float64)
+    high_codes = rebuilt_codes(cfg.boost, part, cfg.boost.row_tiles)[:, :used].astype(np.float64)
     s = (low_codes @ dense + high_codes @ high) / up + q @ zero
     sums = q @ scale + config.BOOST_WEIGHT * (q[channel] @ scale[channel])
-    s += cfg.k.levels / 2 * (sums - (dense.sum() + high.sum()) / up)
+    s += cfg.k.steps / 2 * (sums - (dense.sum() + high.sum()) / up)
     error = dense / up - q * scale  # of a rounded product: it meets code - N / 2, N = 3 or 15
     levels = np.full(head_dim, 3.0)
     levels[channel] = 15
@@ -225,7 +225,7 @@ def test_without_boosted_channels_the_kernel_is_that_of_uniform_k(name):
 def test_other_boosts_are_refused(bits, boosted_bits, words):
     fmt = dataclasses.replace(FORMATS["kitty"], k=Boosted(bits, boosted_bits, channels=32))
     with pytest.raises(ValueError, match=f"boosted K: got {words}, supported: 2 over 2"):
-        config.make_config(fmt, 128, "float16", 8, fp16.FP16, SPLITS)
+        plan.make_config(fmt, 128, "float16", 8, fp16.FP16, SPLITS)
 
 
 @pytest.mark.parametrize("name, head_dim", served(("k8tv8-g32", "k4tv4-g32", "k2tv2-g32", "k1tv1-g32"), (64, 96, 128)))
@@ -233,7 +233,7 @@ def test_channel_groups_of_keys_lie_whole_blocks_apart(name, head_dim):
     cfg = make_config("register", FORMATS[name], head_dim, "float16", 16)
     side, chunk = cfg.k, fp16.chunk_tiles(cfg)
     assert fp16.loops_over_groups(cfg)
-    group_tiles = side.group // layout.TILE * side.row_tiles
+    group_tiles = side.group_size // layout.TILE * side.row_tiles
     blocks, rest = divmod(side.words_of(group_tiles), layout.BLOCK_WORDS)
     assert rest == 0
     width = min(side.words_of(chunk), layout.BLOCK_WORDS)
@@ -248,17 +248,17 @@ def test_metadata_share_of_the_maximum_reads_every_word_once():
         side = make_config("register", FORMATS[name], 128, "float16", 8).v
         accesses = side.groups * layout.PAGE_TOKENS // layout.BLOCK_WORDS
         read = [first + lane for first in range(0, accesses, config.WARP) for lane in range(config.WARP)]
-        assert sorted(read) == list(range((side.part_bytes - side.meta_offset) // 16))
+        assert sorted(read) == list(range((side.nbytes - side.meta) // 16))
 
 
 @pytest.mark.parametrize("name, head_dim", served(("k4v4", "k4v4-g32", "kitty-b40-bf16")))
 def test_the_warp_reads_all_scales_of_a_token_group_and_nothing_else(name, head_dim):
     cfg, part, _ = boosted_page(name, head_dim)
-    side, plane = cfg.k, part[cfg.k.meta_offset :]
+    side, plane = cfg.k, part[cfg.k.meta :]
     wide = plane[: len(plane) // config.META_BYTES * config.META_BYTES].view(np.uint16).reshape(-1, 4)
     for group in range(side.groups):
         scales = plane.view(np.uint16)[2 * group * head_dim :][:head_dim]
-        found = [wide[index] for lane in range(config.WARP) for index in unpack.scale_accesses(side, group, lane)]
+        found = [wide[index] for lane in range(config.WARP) for index in operands.scale_accesses(side, group, lane)]
         assert set(np.concatenate(found)) == set(scales)
 
 
@@ -288,17 +288,17 @@ def test_private_ring_neither_hangs_nor_mixes_pieces(name, head_dim):
 @pytest.mark.parametrize("name, head_dim", served(("k8v8", "k4v4", "k2v2", "k1v1", "kitty-pro", "k1tv2-g64")))
 def test_codes_of_a_row_tile_stand_where_those_of_the_first_would(name, head_dim):
     cfg, part, _ = boosted_page(name, head_dim)
-    for side in [cfg.k] + ([cfg.boost.high] if cfg.boost else []):
+    for side in [cfg.k] + ([cfg.boost] if cfg.boost else []):
         n, width = layout.tiles_per_word(side.bits), max(1, side.words_of(1))
-        plane = part[side.codes_offset : side.codes_offset + layout.plane_bytes(side.rows, side.cols, side.bits)]
+        plane = part[side.codes : side.codes + layout.plane_bytes(side.rows, side.cols, side.bits)]
         accesses = plane.view(np.uint32).reshape(-1, width)
         for ct, tile in itertools.product(range(side.col_tiles), range(side.row_tiles)):
             first, whole = ct * side.row_tiles, lane_words(side, part, ct * side.row_tiles, side.row_tiles)
             values = accesses[value(unpack.tile_access(side, first, tile, width)) + side.code_access(0, width, LANES)]
             down = np.uint32(unpack.tile_shift(side, tile))
-            for register, (word, shift, mask) in enumerate(side.operand(first)):
+            for register, (word, shift, mask) in enumerate(operands.register_sources(side, first)):
                 got = values[:, word - side.words_of(first)] >> down >> np.uint32(shift) & np.uint32(mask)
-                at, want_shift, want_mask = side.operand(first + tile)[register]
+                at, want_shift, want_mask = operands.register_sources(side, first + tile)[register]
                 want = whole[at] >> np.uint32(want_shift) & np.uint32(want_mask)
                 power = side.power(tile, register % 2) - side.power(0, register % 2)
                 assert np.array_equal(got << np.uint32(power), want) and (n > 1 or down == 0)
@@ -332,12 +332,12 @@ def test_shared_memory_plan(name, rows, head_dim, monkeypatch):
         return
     cfg = make_config("register", FORMATS[name], head_dim, "float16", rows)
     assert cfg.warps >= (3 if head_dim == 256 else 4) and cfg.slots >= tuning.MIN_SLOTS
-    assert cfg.smem_bytes <= config.SMEM_LIMIT
+    assert cfg.smem_bytes <= plan.SMEM_LIMIT
     assert decode.kernel_of(cfg).storage().size_in_bytes() == cfg.smem_bytes
     with pytest.raises(ValueError, match="shared memory"):
-        dataclasses.replace(cfg, slots=64).check()
+        plan.check(dataclasses.replace(cfg, slots=64))
     with pytest.raises(ValueError, match="16-bit unit"):
-        dataclasses.replace(cfg, slots=0).check()
+        plan.check(dataclasses.replace(cfg, slots=0))
 
 
 def test_unsupported_calls_say_why():

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 
 from lowbit_attn.hopper.arith.fp16 import config as fp16  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
-from lowbit_attn.hopper.warp import config, masks, mixed, walk  # noqa: E402
+from lowbit_attn.hopper.warp import config, mixed, softmax, walk  # noqa: E402
 
 
 def value(x) -> int:
@@ -94,7 +94,7 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
 def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_window):
     features = () if window is None else ("window",)
     cfg = make_config("register", FORMATS["k4v4"], 128, "float16", 8, features=features)
-    limits, n_tok, warps, splits = masks.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4, 2
+    limits, n_tok, warps, splits = softmax.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4, 2
     seen = {j: [] for j in range(q_len)}
     for split, warp in itertools.product(range(splits), range(warps)):
         w = walk.plan(n_sink, n_qk, n_qk, n_tok, n_qk, q_len, window, split, splits, warp, warps, warps)
@@ -103,7 +103,7 @@ def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_
             unit = walk.Unit(*(value(x) for x in walk.unit(w, i, q_len)))
             start = unit.start + (0 if unit.is_sink else n_sink + n_qk)
             for j, token in itertools.product(range(q_len), range(config.UNIT_TOKENS)):
-                if masks.of_unit(cfg, unit, j, token, limits):
+                if softmax.is_seen(cfg, unit, j, token, limits):
                     seen[j].append(start + token)
     for j, positions in seen.items():
         high = n_tok - q_len + j
@@ -135,7 +135,7 @@ WINDOWED = [("k4v4", 128, 192), ("k2v2", 64, 128), ("k8v8", 128, 448), ("k1v1", 
 def test_values_beside_packed_keys_come_once_and_from_their_slots(name, head_dim, slots_v, rows):
     fmt = dataclasses.replace(FORMATS[name], window_v=128)
     cfg = make_config("register", fmt, head_dim, "float16", min(rows, fp16.MAX_ROWS.get(head_dim, 16)))
-    assert cfg.has_mixed and cfg.mixed_row * cfg.row_pitch >= cfg.k.part_bytes
+    assert cfg.has_mixed and cfg.mixed_row * cfg.row_pitch >= cfg.k.nbytes
     assert (cfg.mixed_row + config.UNIT_TOKENS) * cfg.row_pitch <= cfg.warp_bytes
     found, pages, start = [], 3, 5 * layout.PAGE_TOKENS
     for warp in range(cfg.warps):

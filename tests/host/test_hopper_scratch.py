@@ -11,7 +11,8 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 from host.integers import replace_integers  # noqa: E402
 from lowbit_attn.hopper import scratch  # noqa: E402
 from lowbit_attn.hopper.common import combine  # noqa: E402
-from lowbit_attn.hopper.common.rows import Rows  # noqa: E402
+from lowbit_attn.hopper.common.abi import Rows  # noqa: E402
+from lowbit_attn.hopper.tile import epilogue  # noqa: E402
 
 
 class Memory:
@@ -26,6 +27,7 @@ class Memory:
 def test_slots_of_scratch_lie_apart(monkeypatch, splits, rows, live, head_dim):
     """Of the second of two places with ``live`` of ``rows`` rows: slots that splits leave, and who merges them."""
     replace_integers(monkeypatch, int, combine, names=("Int32", "Int64", "Uint32"))
+    replace_integers(monkeypatch, int, epilogue, names=("Int32", "Uint32"))
     monkeypatch.setattr(combine.cutlass, "select_", lambda chosen, x, y: x if chosen else y)
     monkeypatch.setattr(combine, "o_address", lambda *arguments: None)
     shape, = scratch((1, 1, 1, head_dim), rows, 2, splits).shapes
@@ -33,7 +35,7 @@ def test_slots_of_scratch_lie_apart(monkeypatch, splits, rows, live, head_dim):
     out = combine.Outputs(partials, torch.empty(1, 1, 1, head_dim), None, None, 1, 0)
     size, place_bytes, found = combine.chunks_of_split(out, live * out.chunks), 4 * splits * shape[2], set()
     for split, row in itertools.product(range(splits), range(live)):
-        own = combine.slot_addresses(out._replace(split_idx=split), Rows(0, 0, 0, live, 1, 1),
+        own = epilogue.slot_addresses(out._replace(split_idx=split), Rows(0, 0, 0, live, 1, 1),
                                      combine.Row(row, 0, 0, 0, 0), tuple(range(out.chunks)))
         units = [row * out.chunks + chunk for chunk in range(out.chunks)]
         assert own == tuple(combine.slot(out, unit // size, split, size, unit % size) for unit in units)

@@ -16,8 +16,7 @@ from lowbit_attn.hopper import decode  # noqa: E402
 from lowbit_attn.hopper.common import tuning  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.schedule import items, stream  # noqa: E402
-from lowbit_attn.hopper.warp import config as register  # noqa: E402
-from lowbit_attn.hopper.warp import mixed, walk  # noqa: E402
+from lowbit_attn.hopper.warp import mixed, plan, walk  # noqa: E402
 
 COUNTS = [(0, 0, 0, 0), (4, 0, 0, 3), (0, 128, 0, 0), (130, 1280, 2, 255), (0, 640, 5, 128), (32, 4096, 1, 129)]
 pytestmark = pytest.mark.usefixtures("numpy_walk", "windowed_formats")
@@ -72,9 +71,9 @@ def test_shared_memory_plan(kernel, monkeypatch):
     """Each warp has queries and the sums of two items beside its ring, which units reuse."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     cfg = make_config("stream", FORMATS[kernel.format], kernel.head_dim, kernel.dtype, 4)
-    assert stream.StreamSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes <= register.SMEM_LIMIT
+    assert stream.StreamSm90(cfg).storage().size_in_bytes() == cfg.smem_bytes <= plan.SMEM_LIMIT
     assert cfg.slots >= tuning.MIN_SLOTS and 4 <= cfg.warps <= tuning.MANY_WARPS
-    assert cfg.warp_bytes >= max(cfg.unit_bytes, cfg.mixed_bytes)
+    assert cfg.warp_bytes >= plan.reuse_bytes(cfg) >= cfg.unit_bytes
     assert 2 * cfg.warps < 32, "parts are numbered by the lanes of a warp"
     assert cfg.rows * cfg.head_dim // 4 % 32 == 0, "a warp's lanes add up parts of one item"
     key, = kernel.keys("hopper", "stream")

@@ -8,19 +8,19 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 from cutlass import Int32  # noqa: E402
 
 from host.integers import modules_used, replace_integers  # noqa: E402
-from lowbit_attn.hopper.common import combine, numbers, rows, tuning  # noqa: E402
+from lowbit_attn.hopper.common import abi, combine, numbers, tuning  # noqa: E402
 from lowbit_attn.hopper.schedule import items  # noqa: E402
 from lowbit_attn.hopper.tile import walk as tile_walk  # noqa: E402
 from lowbit_attn.hopper.warp import walk as warp_walk  # noqa: E402
 
 
 def test_modules_are_found_through_imports():
-    assert {warp_walk, rows} <= set(modules_used(items)) and combine not in modules_used(items)
-    assert {rows, numbers} <= set(modules_used(combine))
+    assert {warp_walk, abi} <= set(modules_used(items)) and combine not in modules_used(items)
+    assert {abi, numbers} <= set(modules_used(combine))
 
 
 def test_walks_compute_in_numpy_integers(numpy_walk):
-    for module in (items, tile_walk, warp_walk, rows):
+    for module in (items, tile_walk, warp_walk, abi):
         assert module.Int32 is np.int32
     assert combine.Int32 is Int32, "no walk calls it"
     with pytest.raises(FloatingPointError, match="overflow"):
@@ -30,8 +30,8 @@ def test_walks_compute_in_numpy_integers(numpy_walk):
 def test_integers_are_the_dsls_again():
     with pytest.MonkeyPatch.context() as patch:
         replace_integers(patch, int, tile_walk)
-        assert tile_walk.Int32 is rows.Int32 is int and items.Int32 is Int32
-    assert tile_walk.Int32 is rows.Int32 is Int32
+        assert tile_walk.Int32 is abi.Int32 is int and items.Int32 is Int32
+    assert tile_walk.Int32 is abi.Int32 is Int32
 
 
 def test_a_module_without_integers_is_refused(monkeypatch):

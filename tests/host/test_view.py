@@ -15,7 +15,9 @@ STRIDES = ["page_stride", "head_stride", "table_b", "table_h"]
 
 
 def test_hopper_kernels_take_the_fields_in_order():
-    from lowbit_attn.hopper.common.abi import BookDecodeKernel, Books, DecodeKernel, View, fake_arguments
+    from lowbit_attn.hopper.common.abi import DecodeKernel, View
+    from lowbit_attn.hopper.common.book_abi import BookDecodeKernel, Books
+    from lowbit_attn.hopper.decode import fake_arguments
 
     names = list(inspect.signature(DecodeKernel.__call__).parameters)[1:]
     assert names[: 1 + len(ROWS) + len(STATE)] == ["q", *ROWS, *STATE] and names[-5:] == [*STRIDES, "stream"]

@@ -34,7 +34,7 @@ def test_boosted_parts_are_where_the_record_has_them(name, head_dim):
     for target, rows in itertools.product(kernels.ARCH_TARGETS["ampere"], sizes.rows_of(head_dim)):
         cfg = sizes.decode_config(FORMATS[name], head_dim, "bfloat16", target, "register", rows)
         at = {plane.name: plane.offset // 16 for plane in FORMATS[name].record(head_dim).k_planes}
-        assert (cfg.k.codes, cfg.k.meta, cfg.k.bits, cfg.k.groups) == (0, at["meta"], 2, 1) and cfg.third_segment
+        assert (cfg.k.codes, cfg.k.meta, cfg.k.bits, cfg.k.groups) == (0, at["meta"], 2, 1) and cfg.has_mixed
         assert cfg.shared_bytes <= kernels.SMEM_LIMIT_BYTES[target] and cfg.rows == rows
         channels = FORMATS[name].k.boost(head_dim)
         if not channels:

@@ -14,7 +14,7 @@ import torch
 
 from lowbit_attn import bench, kernels, testing
 from lowbit_attn.hopper import EMPTY
-from lowbit_attn.hopper.common import scratch as sizes
+from lowbit_attn.hopper.scratch import chunks
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
 from sim.hopper_calls import compiled, decode, decode_stream, key_of, packed, ptx_of, run, run_stream
@@ -59,7 +59,7 @@ def test_splits_that_are_a_cluster(case, splits, path, rows, options, reverse, s
     found = decode(program, cfg, problem, options, splits, reverse, in_clusters=True)
     testing.assert_decode(*found, testing.expected(problem, options))
     if path == "register":  # several chunks a thread, in no order that waits for itself
-        assert (cfg.rows * sizes.chunks(problem.q.shape) > cfg.threads) == (rows == 16)
+        assert (cfg.rows * chunks(problem.q.shape) > cfg.threads) == (rows == 16)
     if reverse:
         first = decode(program, cfg, problem, options, splits, in_clusters=True)
         assert all(torch.equal(*pair) for pair in zip(found, first))

@@ -157,7 +157,33 @@ def test_every_layer_is_there():
     assert {layer(module) for module in MODULES} == set(RANKS)
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if part(name) == "hopper"])
+KERNELS = [name for name in MODULES if part(name) in ("ampere", "device", "hopper")]
+# words of no field, for which it has terms: store_partial, prefetch, mask, barrier, work item, row_max, residual, mixed
+HOME_MADE = {"ask", "asks", "home", "leave", "leaves", "look", "looks", "meet", "meets", "plain", "sight", "take",
+             "taker", "takers", "takes", "third", "turn", "turns"}
+
+
+def home_made_words(path: Path) -> set[str]:
+    """Names in a file, and the file's own, of which a word is in HOME_MADE."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {path.stem} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {name for name in names if HOME_MADE & set(name.lower().split("_"))}
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_names_are_the_fields_terms(module):
+    assert not home_made_words(MODULES[module])
+
+
+def test_home_made_words_would_be_found(tmp_path):
+    path = tmp_path / "third.py"
+    path.write_text("class Look:\n    def leave(self, sight): self.left = 1\nSPLITS_MEET = returned = True\n")
+    assert home_made_words(path) == {"third", "Look", "leave", "sight", "SPLITS_MEET"}
+
+
+@pytest.mark.parametrize("module", KERNELS)
 def test_docstrings_stand_alone(module):
     """They begin with what a thing is or does, not in the middle of a sentence that its name began."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
@@ -169,6 +195,48 @@ def test_a_name_of_hopper_means_one_thing():
     classes = Counter(node.name for name, path in MODULES.items() if part(name) == "hopper"
                       for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
     assert len(classes) > 40 and not [name for name, count in classes.items() if count > 1 and name != "Smem"]
+
+
+# What the default kernel (Hopper, int8, splits) is made of: steps and facts of its arithmetic and of its schedule.
+DEFAULT_KERNEL = tuple(f"lowbit_attn.hopper.{name}" for name in ("arith.int8.config", "arith.int8.steps",
+                                                                  "schedule.config", "schedule.splits"))
+
+
+def imported_with(path: Path) -> set[str]:
+    """Modules that a file imports when it is imported: not those of functions, which other kernels use."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {name if (name := f"{node.module}.{alias.name}") in MODULES else node.module
+                      for alias in node.names}
+    return found & set(MODULES)
+
+
+def test_the_default_kernel_is_read_in_few_files():
+    """At most 18 files and 3,160 lines of Hopper; 24 and 4,000 with what they stand on, which no format is among."""
+    closure, waiting = set(), list(DEFAULT_KERNEL)
+    while waiting:
+        if (module := waiting.pop()) not in closure:
+            closure.add(module)
+            waiting += imported_with(MODULES[module])
+    hopper = {module for module in closure if part(module) == "hopper"}
+    lines = {module: len(MODULES[module].read_text().splitlines()) for module in closure}
+    assert len(hopper) <= 18 and sum(lines[module] for module in hopper) <= 3_160, lines
+    assert len(closure) <= 24 and sum(lines.values()) <= 4_000, lines
+    assert {module.removeprefix("lowbit_attn.") for module in closure - hopper} == {
+        "_private", "device.ptx", "formats.spec", "kernels.key", "layout", "registers"}
+
+
+def test_files_and_kernels_functions_are_short():
+    for path in (*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "perf").glob("*.py")):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 450, path
+        if "hopper" in path.relative_to(ROOT).parts[:1]:
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef):
+                    assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
 
 
 def test_upward_imports_would_be_seen(tmp_path):

@@ -15,8 +15,8 @@ from cutlass import Int32, Int64, Uint32
 from lowbit_attn.device import ptx
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.arith.codebook.config import BOOK_SIDES, TABLE_BYTES, groups
-from lowbit_attn.hopper.common.abi import Books
-from lowbit_attn.hopper.common.rows import Rows
+from lowbit_attn.hopper.common.abi import Rows
+from lowbit_attn.hopper.common.book_abi import Books
 from lowbit_attn.hopper.warp.config import WORD, SidePlan, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Arrival, BookPlace
 from lowbit_attn.hopper.warp.unpack import Piece, read
@@ -56,7 +56,7 @@ def lookups(base: Int32, words: int, group_of, second: Int32 | None = None) -> L
 
 def second_copy(side: SidePlan) -> int:
     """Bits in which offsets in the second copy of entries differ; 0: a row has one."""
-    size = groups(side) * 2 * side.vec_size
+    size = groups(side) * 2 * side.group_size
     return (size + size // 2) * (size < order.BOOK_ROW_BYTES)
 
 
@@ -87,8 +87,8 @@ def base_of(cfg: WarpConfig, buffer: cute.Pointer, side: int) -> Int32:
 
 def run_view(cfg: WarpConfig, piece: Piece, side: SidePlan, lane: Uint32) -> cute.Tensor:
     """(4 words, run): the lane's words of codes."""
-    view = cute.make_tensor(piece.buffer + side.codes_offset // WORD, cute.make_layout(
-        (RUN_WORDS, order.LANES, side.part_bytes // (order.LANES * order.RUN), cfg.slots, cfg.warps),
+    view = cute.make_tensor(piece.buffer + side.codes // WORD, cute.make_layout(
+        (RUN_WORDS, order.LANES, side.nbytes // (order.LANES * order.RUN), cfg.slots, cfg.warps),
         stride=(1, RUN_WORDS, order.LANES * RUN_WORDS, cfg.slot_bytes // WORD, cfg.warp_bytes // WORD)))
     return view[None, Int32(lane), None, piece.slot, piece.warp]
 

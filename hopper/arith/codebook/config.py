@@ -2,8 +2,8 @@
 
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES, RUN
 from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, PACE_INT8, Rule
-from lowbit_attn.hopper.warp.config import DIVISIONS, WORD, SidePlan, WarpConfig
-from lowbit_attn.hopper.warp.contract import Arithmetic
+from lowbit_attn.hopper.warp.config import WORD, Arithmetic, SidePlan, WarpConfig
+from lowbit_attn.hopper.warp.counts import DIVISIONS, merge_exponentials
 
 TWO, FEW, MANY = 2, 4, 8  # query rows: of a lane t // 2, or t, as on the integer path, or 2t and the next
 COLUMNS = 8  # of a multiply
@@ -16,22 +16,22 @@ BOOK_SIDES = ("k", "v")
 
 def uses_table(cfg: WarpConfig) -> bool:
     """Whether K's lookups give products of entries with q (VQ-LLM's K side as a table), not entries."""
-    return cfg.k.vec_size == TABLE_VEC_SIZE and cfg.rows <= FEW
+    return cfg.k.group_size == TABLE_VEC_SIZE and cfg.rows <= FEW
 
 
 def groups(side: SidePlan) -> int:
     """Groups of channels that share a code."""
-    return side.head_dim // side.vec_size
+    return side.head_dim // side.group_size
 
 
 def rotations(side: SidePlan) -> int:
     """R of codebook_order: steps after which a lane has asked for every group of its run."""
-    return min(4, groups(side) // (8 if side.is_transposed else 4))
+    return min(4, groups(side) // (8 if side.transposed else 4))
 
 
 def lane_bytes(side: SidePlan) -> int:
     """Codes of a lane in 8 tokens of K, or in 16 tokens of V."""
-    return groups(side) // (2 if side.is_transposed else 4)
+    return groups(side) // (2 if side.transposed else 4)
 
 
 class Codebook(Arithmetic):
@@ -79,7 +79,7 @@ class Codebook(Arithmetic):
 
     def page_cut(self, k: SidePlan, v: SidePlan) -> int:
         """2 where parts are large, and few rings would fit beside the codebooks, or where S takes many registers."""
-        return 2 if self.rows == MANY or max(k.part_bytes, v.part_bytes) > LARGE_PART else 1
+        return 2 if self.rows == MANY or max(k.nbytes, v.nbytes) > LARGE_PART else 1
 
     def pace(self, cfg: WarpConfig) -> Rule:
         return PACE_INT8
@@ -88,17 +88,17 @@ class Codebook(Arithmetic):
         k, v = cfg.k, cfg.v
         tiles = k.row_tiles
         lookups = tiles * (2 * lane_bytes(k) + lane_bytes(v))
-        pairs = tiles * lane_bytes(v) * v.vec_size // 2  # words that two tokens' entries become
-        v_steps = tiles * lane_bytes(v) // 4 * v.vec_size // 2  # A operands
+        pairs = tiles * lane_bytes(v) * v.group_size // 2  # words that two tokens' entries become
+        v_steps = tiles * lane_bytes(v) // 4 * v.group_size // 2  # A operands
         k_steps = tiles * max(1, lane_bytes(k) * cfg.rows // (4 * FEW)) if uses_table(cfg) else (
-            tiles * lane_bytes(k) * cfg.lane_rows * k.vec_size // 2)
+            tiles * lane_bytes(k) * cfg.lane_rows * k.group_size // 2)
         tokens = k.col_tiles + v.row_tiles
         counts = {
             "HMMA": k_steps + v_steps * max(1, rotations(v) * cfg.rows // COLUMNS) + tokens + k.col_tiles,
             "PRMT": lookups + pairs + RUN,
             "LDSM": tokens,
             "MOVM": cfg.lane_rows * tiles + 2,
-            "MUFU.EX2": cfg.lane_rows * (2 * tiles + 3) + cfg.merge_exponentials,
+            "MUFU.EX2": cfg.lane_rows * (2 * tiles + 3) + merge_exponentials(cfg),
         }
         if cfg.has_softcap:
             logits = 2 * cfg.lane_rows * (tiles + 1)

@@ -14,9 +14,9 @@ from lowbit_attn import layout, registers
 from lowbit_attn.hopper.arith.codebook import table
 from lowbit_attn.hopper.arith.codebook.config import FACTORS, TABLE_BYTES, uses_table
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.abi import BOOK_CHANNEL_PLANES
-from lowbit_attn.hopper.common.rows import Rows
-from lowbit_attn.hopper.warp import query
+from lowbit_attn.hopper.common.abi import Rows
+from lowbit_attn.hopper.common.book_abi import BOOK_CHANNEL_PLANES
+from lowbit_attn.hopper.warp import unpack
 from lowbit_attn.hopper.warp.config import WARP, WarpConfig
 from lowbit_attn.hopper.warp.fetch import BookPlace, Ring
 from lowbit_attn.hopper.warp.page_loop import Call
@@ -59,7 +59,7 @@ def row_view(cfg: WarpConfig, shared: cute.Pointer) -> cute.Tensor:
 
 def group_view(cfg: WarpConfig, shared: cute.Pointer) -> cute.Tensor:
     """(channels of a code, (group, row)) of q'."""
-    size = cfg.k.vec_size
+    size = cfg.k.group_size
     return cute.make_tensor(cute.recast_ptr(shared, dtype=Float32), cute.make_layout(
         (size, (cfg.head_dim // size, cfg.rows)), stride=(1, (size, cfg.head_dim))))
 
@@ -67,7 +67,7 @@ def group_view(cfg: WarpConfig, shared: cute.Pointer) -> cute.Tensor:
 def mean_view(cfg: WarpConfig, books: cute.Pointer) -> cute.Tensor:
     """(channels of a code, group) of the mean entries, behind the factors."""
     start = cute.recast_ptr(books, dtype=Float32) + 2 * TABLE_BYTES // 4 + FACTORS * cfg.rows
-    return cute.make_tensor(start, cute.make_layout((cfg.k.vec_size, cfg.head_dim // cfg.k.vec_size)))
+    return cute.make_tensor(start, cute.make_layout((cfg.k.group_size, cfg.head_dim // cfg.k.group_size)))
 
 
 def factor_view(cfg: WarpConfig, books: cute.Pointer) -> cute.Tensor:
@@ -88,7 +88,7 @@ def load(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, me: Lane) -
         for i in cutlass.range_constexpr(BOOK_CHANNEL_PLANES):
             for j in cutlass.range_constexpr(count):
                 own[j, i] = planes[rows.head_idx, i, count * Int32(me.lane) + j]
-        start = call.q.iterator.toint() + query.row_offset(cfg, call.q, rows, me.warp)
+        start = call.q.iterator.toint() + unpack.query_offset(cfg, call.q, rows, me.warp)
         row = cute.make_tensor(cute.make_ptr(numbers.ELEMENT[cfg.dtype], start, cute.AddressSpace.gmem,
                                              assumed_align=2), cute.make_layout(cfg.head_dim))
         for j in cutlass.range_constexpr(count):
@@ -139,7 +139,7 @@ def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, share
                                           cute.arch.fmax))
     shift, offset = Int32(OPERAND_SHIFT), Float32(0.0)
     if uses_table(cfg):
-        shift = TABLE_TOP - numbers.ceil_log2(reach * Float32(cfg.k.vec_size), MIN_BOUND_LOG2)
+        shift = TABLE_TOP - numbers.ceil_log2(reach * Float32(cfg.k.group_size), MIN_BOUND_LOG2)
         offset = numbers.over_lanes(numbers.tree([row[j] * own.mean[j] for j in range(count)], numbers.add),
                                     (1, 2, 4, 8, 16), numbers.add)
     shift = cutlass.max(shift, Int32(-MAX_EXPONENT))

@@ -4,8 +4,8 @@ A lane asks for the groups of its token in an order turned by g (codebook_order)
 
     table   products of a token's groups are added up anyhow, so their order does not matter: fp16 sums of a word,
             then a multiply with ones that adds up the lanes in fp32 and brings row r to column 2r
-    entries columns are (row, turn): B has, for turn rho, q' of the groups that lanes of g mod 4 = rho ask for; each
-            lane keeps the column of its own turn
+    entries columns are (row, rotation): B has, for rotation rho, q' of the groups that lanes of g mod 4 = rho ask for;
+            each lane keeps the column of its own rotation
 """
 
 import cutlass
@@ -48,8 +48,8 @@ def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> list[books.Lookups]:
     """[word of an eight] K's lookups: a word's byte i is of its group 4 ((i + g) mod R) + t."""
     side, base = cfg.k, books.base_of(cfg, piece.buffer, 0)
-    turns, count, second = rotations(side), lane_bytes(side) // WORD, 0
-    words = side.vec_size // 2
+    period, count, second = rotations(side), lane_bytes(side) // WORD, 0
+    words = side.group_size // 2
     if not uses_table(cfg):
         second = books.second_copy(side) * (words == 1)
     elif cfg.rows == TWO:
@@ -57,18 +57,19 @@ def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> list[books.Lookups]:
 
     def of_word(q: int) -> books.Lookups:
         copy = Int32(me.g // 4) * second if second else None
-        return books.lookups(base, words, lambda i: 4 * turns * q + 4 * ((i + Int32(me.g)) % turns) + Int32(me.t), copy)
+        return books.lookups(base, words, lambda i: 4 * period * q + 4 * ((i + Int32(me.g)) % period) + Int32(me.t),
+                             copy)
 
     if second:
         return [of_word(q) for q in range(count)]
     first = of_word(0)
-    return [first._replace(more=4 * turns * WORD * words * q) for q in range(count)]
+    return [first._replace(more=4 * period * WORD * words * q) for q in range(count)]
 
 
 def page_mean(cfg: WarpConfig, piece: Piece, me: Lane) -> list[Float32]:
     """The page's mean of the lane's channels."""
     count = query.own_channels(cfg)
-    offset = cfg.k.meta_offset + count * 2 * Int32(me.lane)
+    offset = cfg.k.meta + count * 2 * Int32(me.lane)
     address = Int32(piece.buffer.toint()) + piece.warp * cfg.warp_bytes + piece.slot * cfg.slot_bytes + offset
     view = cute.make_tensor(cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=2 * count),
                             cute.make_layout(count // 2))
@@ -113,24 +114,24 @@ def add_entries(cfg: WarpConfig, codes: books.Codes, tables: list, me: Lane, ope
                 acc: cute.Tensor, tile: int) -> None:
     """16 tokens by entries: an A operand has two of two channels, or one of four, of each token."""
     words, count = lane_bytes(cfg.k) // WORD, 2 * cfg.lane_rows
-    turns = cute.make_rmem_tensor((4, count), Float32)  # of two turns in two columns, or of one
-    turns.fill(0.0)
+    rotated = cute.make_rmem_tensor((4, count), Float32)  # of two rotations in two columns, or of one
+    rotated.fill(0.0)
     for q in range(words):
         own = [codes.word((2 * tile + row8) * words + q) for row8 in range(2)]
-        each = 2 // (cfg.k.vec_size // 2)  # entries
+        each = 2 // (cfg.k.group_size // 2)  # entries
         for first in range(0, STEPS, each):
             found = [[tables[q].find(word, i, i) for word in own] for i in range(first, first + each)]
             a = numbers.operand_a([of_token[word] for of_step in found for word in range(2 // each)
                                    for of_token in of_step])
             for x in range(count):
                 at = count * q + (first * count // STEPS + x) % count
-                numbers.multiply(numbers.multiply_atom(), turns, x, a, operand[None, at])
+                numbers.multiply(numbers.multiply_atom(), rotated, x, a, operand[None, at])
     is_odd, is_late = (me.g & Uint32(1)) != 0, (me.g & Uint32(2)) != 0
     for row8 in range(2):
         if cfg.lane_rows == 1:
-            found = [[turns[2 * row8 + i % 2, i // 2] for i in range(4)]]
+            found = [[rotated[2 * row8 + i % 2, i // 2] for i in range(4)]]
         else:
-            found = [[turns[2 * row8 + e, i] for i in range(4)] for e in range(2)]
-        for e, of_turn in enumerate(found):
-            early, late = (cutlass.select_(is_odd, of_turn[i + 1], of_turn[i]) for i in (0, 2))
+            found = [[rotated[2 * row8 + e, i] for i in range(4)] for e in range(2)]
+        for e, of_rotation in enumerate(found):
+            early, late = (cutlass.select_(is_odd, of_rotation[i + 1], of_rotation[i]) for i in (0, 2))
             acc[2 * row8 + e, tile] = cutlass.select_(is_late, late, early)

@@ -1,17 +1,16 @@
-"""The steps of a kernel on codebooks: see ``contract.Arithmetic``."""
+"""The steps of a kernel on codebooks: see ``warp.config.Arithmetic``."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from lowbit_attn.hopper.arith.codebook import books, values
-from lowbit_attn.hopper.arith.codebook import query as own_query
+from lowbit_attn.hopper.arith.codebook import books, query, values
 from lowbit_attn.hopper.arith.codebook.books import start as start_books
 from lowbit_attn.hopper.arith.codebook.query import prepare as prepare_query
 from lowbit_attn.hopper.arith.codebook.query import token_words as token_query
 from lowbit_attn.hopper.arith.codebook.scores import of_page as scores
 from lowbit_attn.hopper.arith.codebook.values import finish
-from lowbit_attn.hopper.common.rows import Rows
-from lowbit_attn.hopper.warp import query, softmax
+from lowbit_attn.hopper.common.abi import Rows
+from lowbit_attn.hopper.warp import softmax, unpack
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.fetch import Arrival
 from lowbit_attn.hopper.warp.page_loop import Call
@@ -23,11 +22,11 @@ __all__ = ["add_values", "before_values", "finish", "load_query", "prefetch_quer
 
 def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> None:
     """q is read behind the first pages' copies: bring it to L2."""
-    query.prefetch(cfg, q, rows, thread)
+    unpack.prefetch_query(cfg, q, rows, thread)
 
 
-def load_query(cfg: WarpConfig, call: Call, rows: Rows, me: Lane, early: None) -> own_query.Loaded:
-    return own_query.load(cfg, call, rows, me)
+def load_query(cfg: WarpConfig, call: Call, rows: Rows, me: Lane, early: None) -> query.Loaded:
+    return query.load(cfg, call, rows, me)
 
 
 def before_values(cfg: WarpConfig, state: softmax.State, maxima: tuple) -> None:

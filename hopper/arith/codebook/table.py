@@ -61,20 +61,22 @@ def build(cfg: cutlass.Constexpr[WarpConfig], me: Lane, q: cute.Tensor, factors:
 
 
 def operand(cfg: WarpConfig, me: Lane, q: cute.Tensor, factors: cute.Tensor) -> cute.Tensor:
-    """q' 2^11 as the B operands of entries, fp16 (4, turns * word of a block + turn).
+    """q' 2^11 as the B operands of entries, fp16 (4, rotations * word of a block + rotation).
 
-    Register j of turn x has the group 16 word + 4 ((x + j) mod 4) + t, of two channels; or channels 2j, 2j + 1 of group
-    16 word + 4 x + t, of four. Where columns are (row, v), v = 0 or 1, turns are two apart, and x is 2 turn + v.
+    Register j of rotation x has the group 16 word + 4 ((x + j) mod 4) + t, of two channels; or channels 2j, 2j + 1 of
+    group 16 word + 4 x + t, of four. Where columns are (row, v), v = 0 or 1, rotations are two apart, and x is
+    2 rotation + v.
     """
-    words, turns = lane_bytes(cfg.k) // WORD, rotations(cfg.k)
+    words, period = lane_bytes(cfg.k) // WORD, rotations(cfg.k)
     row = Int32(cfg.arithmetic.operand_row(me.g, 0))
-    count, v = (turns // 2, Int32(me.g % 2)) if cfg.rows == FEW else (turns, Int32(0))
+    count, v = (period // 2, Int32(me.g % 2)) if cfg.rows == FEW else (period, Int32(0))
     fragments, fragment_words = numbers.fragments(count * words)
-    up, is_wide = factors[UP, row], cfg.k.vec_size == 2 * ENTRY_WORDS
+    up, is_wide = factors[UP, row], cfg.k.group_size == 2 * ENTRY_WORDS
     for word in range(words):
-        for turn in range(count):
+        for rotation in range(count):
             for j in range(2):
-                group = 4 * turns * word + 4 * ((turns // count * turn + j * (not is_wide) + v) % turns) + Int32(me.t)
+                within = (period // count * rotation + j * (not is_wide) + v) % period
+                group = 4 * period * word + 4 * within + Int32(me.t)
                 pair = read(q, (group, row))[2 * j * is_wide :][:2]
-                fragment_words[j, count * word + turn] = numbers.pack(*(x * up for x in pair))
+                fragment_words[j, count * word + rotation] = numbers.pack(*(x * up for x in pair))
     return fragments

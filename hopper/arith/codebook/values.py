@@ -38,7 +38,7 @@ def runs(cfg: WarpConfig) -> int:
 
 def places(cfg: WarpConfig) -> list[tuple[int, int]]:
     """[accumulator // x] (run, pair of channels of an entry)."""
-    return [(run, pair) for run in range(runs(cfg)) for pair in range(cfg.v.vec_size // 2)]
+    return [(run, pair) for run in range(runs(cfg)) for pair in range(cfg.v.group_size // 2)]
 
 
 def columns_a_row(cfg: WarpConfig) -> int:
@@ -54,7 +54,7 @@ def multiplies(cfg: WarpConfig) -> int:
 def norm_words(cfg: WarpConfig, piece: Piece, me: Lane) -> list[Uint32]:
     """[tile] norms of tokens g and g + 8 of each 16, fp16 in the halves of a word."""
     quad = 4  # words
-    view = cute.make_tensor(piece.buffer + cfg.v.meta_offset // WORD, cute.make_layout(
+    view = cute.make_tensor(piece.buffer + cfg.v.meta // WORD, cute.make_layout(
         (quad, cfg.v.cols * 2 // (quad * WORD), cfg.slots, cfg.warps),
         stride=(1, quad, cfg.slot_bytes // WORD, cfg.warp_bytes // WORD)))[None, None, piece.slot, piece.warp]
     selector = Uint32(LOW_HALVES) + Uint32(me.g % 2) * Uint32(HIGH_HALVES - LOW_HALVES)
@@ -99,7 +99,7 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     softmax.add_sums(cfg, state, p)
     up = numbers.pow2((state.exponent[0] if norms else Int32(0)) + registers.PROBABILITY_SHIFT)
     codes = books.Codes(cfg, piece, cfg.v, me.lane)
-    entries, masks = lookups(cfg, piece, me), turn_masks(cfg, me)
+    entries, masks = lookups(cfg, piece, me), rotation_masks(cfg, me)
     for tile in range(cfg.v.col_tiles):
         scales = [up] * 2
         if norms:
@@ -112,18 +112,18 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> books.Lookups:
     """V's lookups: in step i a lane asks for group R g + (i + t) mod R of each run."""
-    side, turns, second = cfg.v, rotations(cfg.v), None
-    if turns < 4:
+    side, period, second = cfg.v, rotations(cfg.v), None
+    if period < 4:
         second = Int32(me.t // 2) * books.second_copy(side)
-    return books.lookups(books.base_of(cfg, piece.buffer, 1), side.vec_size // 2,
-                         lambda i: turns * Int32(me.g) + (i + Int32(me.t)) % turns, second)
+    return books.lookups(books.base_of(cfg, piece.buffer, 1), side.group_size // 2,
+                         lambda i: period * Int32(me.g) + (i + Int32(me.t)) % period, second)
 
 
-def turn_masks(cfg: WarpConfig, me: Lane) -> list[Uint32]:
+def rotation_masks(cfg: WarpConfig, me: Lane) -> list[Uint32]:
     """[i] all ones in lanes with (i + t) mod R = v, where the lane's column is of group v, or of v and more in later
     multiplies."""
-    turns, v = rotations(cfg.v), Int32(me.g) % columns_a_row(cfg)
-    found = [(i + Int32(me.t) - v + 4) % turns for i in range(turns)]
+    period, v = rotations(cfg.v), Int32(me.g) % columns_a_row(cfg)
+    found = [(i + Int32(me.t) - v + 4) % period for i in range(period)]
     return [Uint32(ptx.opaque(Uint32(Int32(x == 0)) * Uint32(ALL_BITS))) for x in found]
 
 
@@ -147,18 +147,18 @@ def masked_operand(words: list[Uint32], mask: Uint32) -> cute.Tensor:
 def add_tile(cfg: WarpConfig, codes: books.Codes, entries: books.Lookups, masked: list, state: State,
              tile: int) -> None:
     """16 tokens."""
-    turns, count = rotations(cfg.v), multiplies(cfg)
+    period, count = rotations(cfg.v), multiplies(cfg)
     for run in range(runs(cfg)):
-        for i in range(turns):
-            word = codes.word((tile * runs(cfg) + run) * turns + i)
+        for i in range(period):
+            word = codes.word((tile * runs(cfg) + run) * period + i)
             found = [entries.find(word, token, i, run * BOOK_ROW_BYTES // 2) for token in range(4)]
-            for pair in range(cfg.v.vec_size // 2):
+            for pair in range(cfg.v.group_size // 2):
                 own = [x[pair] for x in found]
                 a = numbers.operand_a([join(*own[first : first + 2]) for first in (0, 2)
                                        for join in (ptx.low_halves, ptx.high_halves)])
                 for x in range(count):
                     at = places(cfg).index((run, pair)) * count + x
-                    own_mask = masked[(i - columns_a_row(cfg) * x) % turns]
+                    own_mask = masked[(i - columns_a_row(cfg) * x) % period]
                     numbers.multiply(numbers.multiply_atom(), state.acc_o, at, a, own_mask)
 
 
@@ -175,11 +175,12 @@ def finish(cfg: cutlass.Constexpr[WarpConfig], state: State, me: Lane, ring: Rin
         for x in cutlass.range_constexpr(count):
             for element in cutlass.range_constexpr(4):
                 # of the columns beside a row that are the lane's
-                column, turn = (0, element % 2) if cfg.lane_rows == 1 else (element % 2, 0)
+                column, rotation = (0, element % 2) if cfg.lane_rows == 1 else (element % 2, 0)
                 if cutlass.const_expr(columns_a_row(cfg) == 4):
-                    turn = (2 * Int32(me.t % 2) + turn) % rotations(side)
-                group = groups(side) // runs(cfg) * run + rotations(side) * Int32(me.g) + columns_a_row(cfg) * x + turn
-                own[side.vec_size * group + 2 * pair + element // 2, rows[column]] = (
+                    rotation = (2 * Int32(me.t % 2) + rotation) % rotations(side)
+                first = groups(side) // runs(cfg) * run + rotations(side) * Int32(me.g)
+                group = first + columns_a_row(cfg) * x + rotation
+                own[side.group_size * group + 2 * pair + element // 2, rows[column]] = (
                     state.acc_o[element, i * count + x] * down)
     cute.arch.sync_warp()
     state.acc_o.fill(0.0)

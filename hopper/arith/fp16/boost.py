@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import warp
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
+from lowbit_attn.hopper.arith.fp16 import operands
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import unpack
 from lowbit_attn.hopper.warp.config import BOOST_WEIGHT, COLUMNS, WarpConfig
@@ -45,7 +46,7 @@ def store_channels(cfg: WarpConfig, words: cute.Tensor, me: Lane, channels: cute
             for nt in range(cfg.col_blocks):
                 # rows 2t, 2t + 1 of channel g of the eight
                 word = ptx.movmatrix(words[col8, ct * cfg.col_blocks + nt])
-                word = numbers.rounded(word, "float16", Float32(BOOST_WEIGHT))
+                word = operands.rounded(word, "float16", Float32(BOOST_WEIGHT))
                 view[Int32(me.t), layout.TILE * ct + 8 * col8 + Int32(me.g), nt] = word
 
 
@@ -55,9 +56,9 @@ def add(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s
 
     up: as for all channels, scores.scale_up; tile: of one row tile alone.
     """
-    side, blocks = cfg.boost.high, cfg.col_blocks
+    side, blocks = cfg.boost, cfg.col_blocks
     atom = numbers.multiply_atom()
-    for step in range(cfg.boost.steps):
+    for step in range(cfg.boost.col_tiles):
         if step and step % (2 // blocks) == 0:
             unpack.fence()  # between these steps' multiplies and the next steps' loads
         queries, query_words, scales = gather(cfg, piece, me, channels, step)
@@ -66,14 +67,14 @@ def add(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s
             times = None if word is None else up(word)
             for nt in range(blocks):
                 scaled_words[col8, nt] = Uint32(0) if word is None else times(query_words[col8, nt])
-        a = numbers.operand_a([Uint32(numbers.ONES)] * 4)
+        a = numbers.operand_a([Uint32(operands.ONES)] * 4)
         own = numbers.operand_a([x for word in scales for x in (Uint32(0), centre(cfg, word, e_s))])
         for nt in range(blocks):
             numbers.multiply(atom, sums.ones, nt, a, scaled[None, nt])
             numbers.multiply(atom, sums.bias, nt, own, queries[None, nt])
-        words = unpack.column_codes(cfg, side, piece, me, step, tile)
+        words = operands.column_codes(cfg, side, piece, me, step, tile)
         for rt in range(side.row_tiles if tile is None else 1):
-            a = numbers.operand_a(unpack.operand(side, words, step * side.row_tiles + rt))
+            a = numbers.operand_a(operands.codes_operand(side, words, step * side.row_tiles + rt))
             for nt in range(blocks):
                 numbers.multiply(atom, sums.acc, rt * blocks + nt, a, scaled[None, nt])
 
@@ -84,7 +85,7 @@ def centre(cfg: WarpConfig, word: Uint32 | None, e_s: Int32) -> Uint32:
         return Uint32(0)
     if cfg.k.storage == "float16":
         return word
-    return numbers.rounded(word, cfg.k.storage, numbers.pow2(e_s + registers.CENTRE_SHIFT))
+    return operands.rounded(word, cfg.k.storage, numbers.pow2(e_s + registers.CENTRE_SHIFT))
 
 
 def gather(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, step: int):
@@ -93,19 +94,24 @@ def gather(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, step
     Scales are those of slots 2t, 2t + 1 of each 8, or None where these are not in use.
     """
     blocks = cfg.col_blocks
-    indices = unpack.elements(cfg, piece, cfg.boost.index_offset, cfg.boost.high.cols, Uint8)
+    indices = unpack.elements(cfg, piece, cfg.boost.high.index, cfg.boost.cols, Uint8)
     channel = Uint32(indices[layout.TILE * step + Int32(me.lane % layout.TILE)])
     operand, words = numbers.fragments(blocks)
     flat = cute.make_tensor(operand.iterator, cute.make_layout((4 * blocks,)))
     block = Int32(me.lane // layout.TILE) if blocks > 1 else 0
     read = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 2 * blocks), Float16)
     cute.copy_atom_call(read, channel_view(cfg, channels, Float16)[None, Int32(channel), block], flat)
-    scales = unpack.elements(cfg, piece, cfg.k.meta_offset, cfg.head_dim, Uint16)
+    scales = unpack.elements(cfg, piece, cfg.k.meta, cfg.head_dim, Uint16)
     own = Uint32(scales[Int32(layout.channel_meta_index(channel))])
     pair = own | cute.arch.shuffle_sync_bfly(own, offset=1) << Uint32(16)  # in lanes of even slots
     return operand, words, [
-        cute.arch.shuffle_sync(pair, slot_lane(me.t, col8)) if cfg.boost.in_use(step, col8) else None
+        cute.arch.shuffle_sync(pair, slot_lane(me.t, col8)) if in_use(cfg, step, col8) else None
         for col8 in (0, 1)]
+
+
+def in_use(cfg: WarpConfig, step: int, col8: int) -> bool:
+    """Whether the eight slots of half a column tile are in use, all of them or none."""
+    return layout.TILE * step + 8 * col8 < cfg.boost.high.channels
 
 
 def slot_lane(t, col8: int):

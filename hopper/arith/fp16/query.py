@@ -7,11 +7,10 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.arith.fp16 import boost
+from lowbit_attn.hopper.arith.fp16 import boost, operands
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WARP, WarpConfig
-from lowbit_attn.hopper.warp.query import Query
-from lowbit_attn.hopper.warp.unpack import Lane, read
+from lowbit_attn.hopper.warp.unpack import Lane, Query, read
 
 
 @cute.jit
@@ -76,7 +75,7 @@ def round_rows(cfg: WarpConfig, words: cute.Tensor, scale_log2: Float32, me: Lan
 
 def row_exponent(cfg: WarpConfig, words: list) -> Int32:
     """e_q of the lane's query row g."""
-    largest = numbers.tree([word & Uint32(numbers.NO_SIGNS) for word in words], ptx.max_u16x2)
+    largest = numbers.tree([word & Uint32(operands.NO_SIGNS) for word in words], ptx.max_u16x2)
     amax = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.dtype)
     clamped = cute.arch.fmax(amax, Float32(2.0**registers.MIN_QUERY_LOG2))
     return Int32(-registers.floor_log2(clamped.bitcast(Int32))) * Int32(amax != 0.0)

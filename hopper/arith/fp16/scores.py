@@ -11,15 +11,14 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.arith.fp16 import boost
+from lowbit_attn.hopper.arith.fp16 import boost, operands
 from lowbit_attn.hopper.arith.fp16.config import chunk_tiles, loops_over_groups
 from lowbit_attn.hopper.arith.fp16.query import query_operand
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import unpack
 from lowbit_attn.hopper.warp.config import ROW_TILES, WarpConfig
-from lowbit_attn.hopper.warp.query import Query
 from lowbit_attn.hopper.warp.softmax import Scores
-from lowbit_attn.hopper.warp.unpack import Lane, Piece
+from lowbit_attn.hopper.warp.unpack import Lane, Piece, Query
 
 POST_SHIFT = registers.SUBNORMAL_SHIFT - registers.SCALE_SHIFT  # 24 of the codes less what s brought
 MAX_POW2 = 127  # bf16 scales beyond 2^105 would ask for more
@@ -37,8 +36,8 @@ def per_channel(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, tile: Uin
     """
     side, blocks = cfg.k, cfg.col_blocks
     atom = numbers.multiply_atom()
-    groups, own = (side.groups, me.g % side.groups) if tile is None else (1, tile // (side.group // layout.TILE))
-    scales = [unpack.channel_meta(cfg, side, piece, me, own, 0, ct) for ct in range(side.col_tiles)]
+    groups, own = (side.groups, me.g % side.groups) if tile is None else (1, tile // (side.group_size // layout.TILE))
+    scales = [operands.channel_meta(cfg, side, piece, me, own, 0, ct) for ct in range(side.col_tiles)]
     own_e_s = scale_exponent(cfg, piece, me, scales, groups, own)
     bias, zero_down = bias_accumulators(cfg, piece, me, query, scales, own_e_s, own)
     e_s = [own_e_s if groups == 1 else cute.arch.shuffle_sync(own_e_s, registers.bias_lane(j, 0, groups))
@@ -52,29 +51,29 @@ def per_channel(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, tile: Uin
     for ct in range(side.col_tiles):
         if groups > 1:
             unpack.fence()  # between this tile's multiplies and the next tiles' loads
-        words = unpack.column_codes(cfg, side, piece, me, ct, tile)
+        words = operands.column_codes(cfg, side, piece, me, ct, tile)
         scaled, scaled_words = numbers.fragments(groups * blocks)
         _, query_words = query_operand(cfg, query, me, ct)
         for j in range(groups):
-            pair = scales[ct] if groups == 1 else unpack.channel_meta(cfg, side, piece, me, j, 0, ct)
+            pair = scales[ct] if groups == 1 else operands.channel_meta(cfg, side, piece, me, j, 0, ct)
             for col8 in (0, 1):
                 times = ups[j](pair[col8])
                 for nt in range(blocks):
                     scaled_words[col8, j * blocks + nt] = times(query_words[col8, nt])
             # rows of group j only: lane 4g + t then sums its own group g % groups
-            one = Uint32(numbers.ONES) * Uint32(own == j) if groups > 1 else Uint32(numbers.ONES)
+            one = Uint32(operands.ONES) * Uint32(own == j) if groups > 1 else Uint32(operands.ONES)
             a = numbers.operand_a([one] * 4)
             for nt in range(blocks):
                 numbers.multiply(atom, ones, nt, a, scaled[None, j * blocks + nt])
         for rt in range(row_tiles):
-            a = numbers.operand_a(unpack.operand(side, words, ct * ROW_TILES + rt))
+            a = numbers.operand_a(operands.codes_operand(side, words, ct * ROW_TILES + rt))
             for nt in range(blocks):
-                b = scaled[None, layout.TILE * rt // side.group * blocks + nt]
+                b = scaled[None, layout.TILE * rt // side.group_size * blocks + nt]
                 numbers.multiply(atom, acc, rt * blocks + nt, a, b)
     if cfg.boost:
         boost.add(cfg, piece, me, query.channels, ups[0], own_e_s, boost.PageSums(acc, ones, bias), tile)
     own_offset = own_offsets(cfg, query, bias, ones, own_e_s, zero_down)
-    kinds = tuple((layout.TILE * (i // 2) // side.group, side.power(i // 2, i % 2)) for i in range(2 * row_tiles))
+    kinds = tuple((layout.TILE * (i // 2) // side.group_size, side.power(i // 2, i % 2)) for i in range(2 * row_tiles))
     posts = [numbers.pow2(cutlass.min(POST_SHIFT - e, Int32(MAX_POW2))) for e in e_s]
     slopes = [[f * post for f in query.factor] for post in posts]
     if groups == 1:
@@ -97,18 +96,18 @@ def to_logits(cfg: WarpConfig, me: Lane, acc: cute.Tensor, kinds: tuple, slopes:
 def scale_exponent(cfg: WarpConfig, piece: Piece, me: Lane, scales: list, groups: int, own) -> Int32:
     """e_s of the lane's token group ``own``; of one group for all lanes, each looks at its share of the scales."""
     if groups == 1:
-        largest = numbers.tree(unpack.all_scales(cfg, cfg.k, piece, me, own), ptx.max_u16x2)
-        largest = numbers.warp_max_half(ptx.max_u16x2(largest, largest >> Uint32(16)), cfg.k.storage)
+        largest = numbers.tree(operands.all_scales(cfg, cfg.k, piece, me, own), ptx.max_u16x2)
+        largest = operands.warp_max_half(ptx.max_u16x2(largest, largest >> Uint32(16)), cfg.k.storage)
     else:
         largest = numbers.tree([w for pair in scales for w in pair], ptx.max_u16x2)
         largest = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.k.storage)
-    at_least = numbers.MIN_FP16_SCALE_LOG2 if cfg.k.storage == "float16" else registers.MIN_SCALE_LOG2
+    at_least = operands.MIN_FP16_SCALE_LOG2 if cfg.k.storage == "float16" else registers.MIN_SCALE_LOG2
     return -numbers.ceil_log2(largest, at_least)
 
 
 def zero_exponent(cfg: WarpConfig, zeros: list) -> Int32:
     """e_m of the lane's token group, bf16 zero-points only."""
-    largest = numbers.tree([w & Uint32(numbers.NO_SIGNS) for pair in zeros for w in pair], ptx.max_u16x2)
+    largest = numbers.tree([w & Uint32(operands.NO_SIGNS) for pair in zeros for w in pair], ptx.max_u16x2)
     largest = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.k.storage)
     return registers.ZERO_SHIFT - numbers.ceil_log2(largest, registers.MIN_SCALE_LOG2)
 
@@ -140,14 +139,14 @@ def bias_accumulators(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, sca
     """
     side, blocks = cfg.k, cfg.col_blocks
     atom = numbers.multiply_atom()
-    zeros = [unpack.channel_meta(cfg, side, piece, me, own, 1, ct) for ct in range(side.col_tiles)]
+    zeros = [operands.channel_meta(cfg, side, piece, me, own, 1, ct) for ct in range(side.col_tiles)]
     zero_down = None
     if side.storage == "bfloat16":
         e_m = zero_exponent(cfg, zeros)
         zero_down = numbers.pow2(-e_m)
-        zeros = [[numbers.rounded(w, side.storage, numbers.pow2(e_m)) for w in pair] for pair in zeros]
+        zeros = [[operands.rounded(w, side.storage, numbers.pow2(e_m)) for w in pair] for pair in zeros]
         scale_up_own = numbers.pow2(own_e_s + registers.CENTRE_SHIFT)
-        scales = [[numbers.rounded(w, side.storage, scale_up_own) for w in pair] for pair in scales]
+        scales = [[operands.rounded(w, side.storage, scale_up_own) for w in pair] for pair in scales]
     acc = cute.make_rmem_tensor((4, blocks), Float32)
     acc.fill(0.0)
     for ct in range(side.col_tiles):
@@ -171,7 +170,7 @@ def own_offsets(cfg: WarpConfig, query: Query, bias: cute.Tensor, ones: cute.Ten
         if zero_down is not None:
             sums = sums * numbers.pow2(-(own_e_s + registers.CENTRE_SHIFT))
         rounding = sums - ones[e, nt] * numbers.pow2(-(own_e_s + registers.SCALE_SHIFT))
-        total = total + rounding * Float32(side.levels / 2)
+        total = total + rounding * Float32(side.steps / 2)
         own.append(total * factor)
     return own
 
@@ -206,7 +205,7 @@ def add_group(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, acc: cute.T
     side, blocks = cfg.k, cfg.col_blocks
     row_tiles, chunk = (ROW_TILES, chunk_tiles(cfg)) if tile is None else (1, 1)
     atom = numbers.multiply_atom()
-    tiles = side.group // layout.TILE
+    tiles = side.group_size // layout.TILE
     group_blocks = side.words_of(tiles * ROW_TILES) // layout.BLOCK_WORDS
     sums = [x * Float32(2.0**-registers.SUBNORMAL_SHIFT) for x in query_sums(cfg, me, query, j)]
     for first in range(0, row_tiles, chunk):
@@ -220,7 +219,7 @@ def add_group(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, acc: cute.T
                      unpack.tile_codes(cfg, side, piece, me, start, tile, j * group_blocks))
             b, _ = query_operand(cfg, query, me, j * tiles + i_ct)
             for i in range(chunk):
-                a = numbers.operand_a(unpack.operand(side, words, start + i))
+                a = numbers.operand_a(operands.codes_operand(side, words, start + i))
                 for nt in range(blocks):
                     numbers.multiply(atom, part, i * blocks + nt, a, b[None, nt])
         for rt, row8, scale, zero in token_pairs(cfg, piece, me, j, range(first, first + chunk), tile):
@@ -234,16 +233,16 @@ def add_group(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, acc: cute.T
 def token_pairs(cfg: WarpConfig, piece: Piece, me: Lane, group, row_tiles: range, tile: Uint32 | None):
     """(row tile, row8, scale, zero-point) of this lane's tokens; those of ``tile`` as row tile 0."""
     for rt in row_tiles:
-        for row8, word in enumerate(unpack.token_meta(cfg, cfg.k, piece, me, group, rt if tile is None else tile)):
+        for row8, word in enumerate(operands.token_meta(cfg, cfg.k, piece, me, group, rt if tile is None else tile)):
             yield rt, row8, *numbers.widen(word, cfg.k.storage)
 
 
 def query_sums(cfg: WarpConfig, me: Lane, query: Query, group) -> list[Float32]:
     """[column] sum of q' over a channel group, by a multiply with ones: registers that only a page's fold holds."""
-    blocks, tiles = cfg.col_blocks, cfg.k.group // layout.TILE
+    blocks, tiles = cfg.col_blocks, cfg.k.group_size // layout.TILE
     acc = cute.make_rmem_tensor((4, blocks), Float32)
     acc.fill(0.0)
-    ones = numbers.operand_a([Uint32(numbers.ONES)] * 4)
+    ones = numbers.operand_a([Uint32(operands.ONES)] * 4)
     for ct in range(tiles):
         b, _ = query_operand(cfg, query, me, group * tiles + ct)
         for nt in range(blocks):

@@ -1,4 +1,4 @@
-"""The steps of a kernel on fp16 codes: see ``contract.Arithmetic``."""
+"""The steps of a kernel on fp16 codes: see ``warp.config.Arithmetic``."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -6,8 +6,8 @@ from cutlass import Float32, Int32
 from lowbit_attn.hopper.arith.fp16 import values
 from lowbit_attn.hopper.arith.fp16.query import prepare as prepare_query
 from lowbit_attn.hopper.arith.fp16.scores import of_page as scores
-from lowbit_attn.hopper.common.rows import Rows
-from lowbit_attn.hopper.warp import query, softmax
+from lowbit_attn.hopper.common.abi import Rows
+from lowbit_attn.hopper.warp import softmax, unpack
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.fetch import Arrival, Ring
 from lowbit_attn.hopper.warp.page_loop import Call
@@ -18,11 +18,11 @@ __all__ = ["add_values", "prefetch_query", "before_values", "finish", "load_quer
 
 def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> None:
     """All warps need all of q, and read it behind their first pages: bring it to L2."""
-    query.prefetch(cfg, q, rows, thread)
+    unpack.prefetch_query(cfg, q, rows, thread)
 
 
 def load_query(cfg: WarpConfig, call: Call, rows: Rows, me: Lane, early: None) -> cute.Tensor:
-    return query.load(cfg, call.q, rows, me)
+    return unpack.load_query(cfg, call.q, rows, me)
 
 
 def before_values(cfg: WarpConfig, state: softmax.State, maxima: tuple) -> None:

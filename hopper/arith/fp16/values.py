@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
+from lowbit_attn.hopper.arith.fp16 import operands
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import softmax, unpack
 from lowbit_attn.hopper.warp.config import WarpConfig
@@ -21,8 +22,8 @@ from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 def largest_scale(cfg: WarpConfig, piece: Piece, me: Lane) -> Float32:
     """The largest scale of this lane's share of the page's tokens."""
-    largest = numbers.tree(unpack.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
-    return numbers.widen(largest & Uint32(numbers.LOW_HALF), cfg.v.storage)[0]
+    largest = numbers.tree(operands.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
+    return numbers.widen(largest & Uint32(operands.LOW_HALF), cfg.v.storage)[0]
 
 
 def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, page: Int32) -> None:
@@ -31,20 +32,20 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     atom = numbers.multiply_atom()
     up = numbers.pow2(state.exponent[0] + registers.PROBABILITY_SHIFT)
     softmax.add_sums(cfg, state, p)
-    group_tiles = side.group // layout.TILE
+    group_tiles = side.group_size // layout.TILE
     for ct in range(side.col_tiles):
         if side.groups > 1:
             unpack.fence()  # between this tile's multiplies and the next tiles' loads
         first = ct * side.row_tiles
         words = unpack.codes(cfg, side, piece, me, first, side.row_tiles)
         for j in range(side.groups):
-            operand = scaled_p(cfg, state, p, ct, j, up, unpack.token_meta(cfg, side, piece, me, j, ct))
-            ones = numbers.operand_a([Uint32(numbers.ONES * (side.groups == 1 or row8 == j % 2))
+            operand = scaled_p(cfg, state, p, ct, j, up, operands.token_meta(cfg, side, piece, me, j, ct))
+            ones = numbers.operand_a([Uint32(operands.ONES * (side.groups == 1 or row8 == j % 2))
                                       for row8 in (0, 1, 0, 1)])
             for nt in range(blocks):
                 numbers.multiply(atom, state.rounded, j // 2 * blocks + nt, ones, operand[None, nt])
             for rt in range(j * group_tiles, (j + 1) * group_tiles):
-                a = numbers.operand_a(unpack.operand(side, words, first + rt))
+                a = numbers.operand_a(operands.codes_operand(side, words, first + rt))
                 for nt in range(blocks):
                     numbers.multiply(atom, state.acc_o, rt * blocks + nt, a, operand[None, nt])
     recentre_if_due(cfg, state, page)
@@ -63,8 +64,8 @@ def recentre(cfg: WarpConfig, state: State) -> None:
     for column in range(2 * blocks):
         for row, at in enumerate(softmax.places(state.acc_o, column, blocks)):
             rt, row8 = divmod(row, 2)
-            half = Float32(-side.levels / 2 * 2.0 ** (side.power(rt, row8) - registers.SUBNORMAL_SHIFT))
-            group = layout.TILE * rt // side.group
+            half = Float32(-side.steps / 2 * 2.0 ** (side.power(rt, row8) - registers.SUBNORMAL_SHIFT))
+            group = layout.TILE * rt // side.group_size
             total = state.rounded[2 * (group % 2) + column % 2, group // 2 * blocks + column // 2]
             state.acc_o[at] = total * half + state.acc_o[at]
     state.rounded.fill(0.0)
@@ -80,7 +81,7 @@ def scaled_p(cfg: WarpConfig, state: State, p: cute.Tensor, tile: int, group: in
     operand, operand_words = numbers.fragments(blocks)
     for row8, word in enumerate(words):
         scale, zero = numbers.widen(word, cfg.v.storage)
-        zero = scale * Float32(cfg.v.levels / 2) + zero
+        zero = scale * Float32(cfg.v.steps / 2) + zero
         scale = scale * up
         for nt in range(blocks):
             pair = [p[2 * row8 + e, tile * blocks + nt] for e in (0, 1)]
@@ -104,4 +105,4 @@ def true_scale(cfg: WarpConfig, state: State) -> None:
         for row, at in enumerate(softmax.places(state.acc_o, column, blocks)):
             rt, row8 = divmod(row, 2)
             up = Float32(2.0 ** (registers.SUBNORMAL_SHIFT - side.power(rt, row8)))
-            state.acc_o[at] = state.acc_o[at] * up * down + z[layout.TILE * rt // side.group]
+            state.acc_o[at] = state.acc_o[at] * up * down + z[layout.TILE * rt // side.group_size]

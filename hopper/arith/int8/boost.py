@@ -5,7 +5,7 @@ Both planes have 2 bits, so the codes of a token stand at the same bits of a byt
     S_t = sum_d (q s)_d low_td + sum_slot (4 q s)_index[slot] high_t,slot
 
 A multiply takes two column tiles of slots, which the two lanes of a row share as they share those of all channels
-(scores.py). A last, lone column tile takes a multiply of half as many columns: each of the two lanes has eight slots.
+(steps.py). A last, lone column tile takes a multiply of half as many columns: each of the two lanes has eight slots.
 """
 
 import cutlass
@@ -54,9 +54,9 @@ def products(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer) ->
     Slots that are not in use repeat the last one's channel, and their codes are zero.
     """
     queries = queries_view(cfg, channels)
-    scales = unpack.elements(cfg, piece, cfg.k.meta_offset, cfg.head_dim, Uint16)
+    scales = unpack.elements(cfg, piece, cfg.k.meta, cfg.head_dim, Uint16)
     found = []
-    for first in range(0, cfg.boost.steps, STEP_TILES):
+    for first in range(0, cfg.boost.col_tiles, STEP_TILES):
         word, count = own_channels(cfg, piece, me, first)
         word = positions(word)
         at = [Int32((word >> Uint32(8 * i)) & Uint32(0xFF)) for i in range(count)]
@@ -66,8 +66,8 @@ def products(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer) ->
 
 def own_channels(cfg: WarpConfig, piece: Piece, me: Lane, first: int) -> tuple[Uint32, int]:
     """(channels of the lane's slots as bytes, how many) of the step from column tile ``first`` on."""
-    pairs = unpack.elements(cfg, piece, cfg.boost.index_offset, cfg.boost.high.cols // 2, Uint16)
-    at = [Int32(i) for i in own_accesses(first, cfg.boost.steps, me.lane)]
+    pairs = unpack.elements(cfg, piece, cfg.boost.high.index, cfg.boost.cols // 2, Uint16)
+    at = [Int32(i) for i in own_accesses(first, cfg.boost.col_tiles, me.lane)]
     words = [Uint32(pairs[i]) for i in at]
     return (words[0], 2) if len(words) == 1 else (ptx.permute(*words, PAIRS), 4)
 

@@ -1,9 +1,10 @@
 """int8 on masked bytes, up to 4 query rows, each in two digits; what follows from it for a kernel."""
 
+from types import ModuleType
+
 from lowbit_attn import layout
 from lowbit_attn.hopper.common.tuning import PACE_INT8, Rule
-from lowbit_attn.hopper.warp.config import DIVISIONS, WarpConfig
-from lowbit_attn.hopper.warp.contract import Arithmetic
+from lowbit_attn.hopper.warp.config import Arithmetic, WarpConfig
 from lowbit_attn.registers import BYTE_STEP
 
 ROWS = 4  # query rows: two columns each
@@ -21,10 +22,17 @@ class Int8(Arithmetic):
     sass_need = ("IMMA", "HMMA", "UBLKCP", "LDSM", "MOVM", "SYNCS")
 
     @property
-    def steps(self):
+    def steps(self) -> ModuleType:
         from lowbit_attn.hopper.arith.int8 import steps
 
         return steps
+
+    @property
+    def boost(self) -> ModuleType:
+        """The module of boosted channels of K; imports the DSL."""
+        from lowbit_attn.hopper.arith.int8 import boost
+
+        return boost
 
     def row_choices(self, head_dim: int) -> list[int]:
         return [ROWS]
@@ -55,32 +63,9 @@ class Int8(Arithmetic):
         return PACE_INT8
 
     def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
-        k, v, mixed = cfg.k, cfg.v, int(cfg.has_mixed)
-        boost_tiles = cfg.boost.steps if cfg.boost else 0
-        key_tiles = k.col_tiles + boost_tiles
-        full_steps, lone = key_tiles // STEP_TILES, boost_tiles % STEP_TILES
-        tokens = k.col_tiles + (1 + mixed) * v.row_tiles
-        masked = 2 * key_tiles * (k.row_tiles + mixed) * (k.bits < 8) + 2 * v.row_tiles * v.col_tiles * (v.bits < 8)
-        logits = 2 * (k.row_tiles + mixed)
-        operands = k.groups + mixed  # times that q s becomes digits
-        key_words = 4 * (k.col_tiles // STEP_TILES) * operands  # of metadata
-        widened = sum(n for side, n in ((k, key_words), (v, 2 * v.col_tiles * v.groups)) if side.storage == "bfloat16")
-        counts = {
-            "IMMA": (full_steps + lone) * (k.row_tiles + mixed) + v.row_tiles * v.col_tiles // STEP_TILES,
-            "HMMA": tokens,
-            "LDSM": tokens,
-            "MOVM": v.col_tiles * v.groups + 2 * (1 + mixed),
-            "MUFU.EX2": logits + 4 + mixed + cfg.merge_exponentials,
-            # an AND a register, two sign flips a step and token group, high halves of bf16 metadata; dead tokens of V;
-            # addresses and parities
-            "LOP3": masked + widened + (2 * full_steps + lone) * operands + 4 * v.row_tiles + 70,
-            # digits of q s to two words and back from the other lane; of p s
-            "PRMT": (4 * full_steps + 2 * lone) * operands + v.col_tiles * v.groups + 10,
-        }
-        if cfg.has_softcap:
-            counts["MUFU.EX2"] += logits + 2
-            counts["MUFU.RCP"] = logits + 2 + DIVISIONS
-        return counts
+        from lowbit_attn.hopper.arith.int8.counts import expected
+
+        return expected(cfg)
 
 
 INT8 = Int8()

@@ -70,17 +70,6 @@ def run_of(side: SidePlan, col_tile: int, row_tiles: range) -> tuple[int, int]:
     return col_tile * side.row_tiles + first, stop - first
 
 
-def sums(cfg: WarpConfig, piece: Piece, me: Lane, steps: list[Step], row_tiles: range, is_signed: bool,
-         tile: Uint32 | None = None) -> list[list[Float32]]:
-    """[row tile][row8] of this lane's row t: sum of code * 2^k * X over the columns of ``steps``.
-
-    tile: of one row tile alone, chosen at run time; ``row_tiles`` then is that of row tile 0.
-    """
-    acc = begin(row_tiles, is_signed)
-    add(cfg, acc, piece, me, steps, row_tiles, is_signed, tile)
-    return found_in(acc, is_signed)
-
-
 def begin(row_tiles: range, is_signed: bool) -> list[list[Uint32]]:
     """[row tile] accumulators."""
     start = registers.SIGNED_START_BITS if is_signed else registers.UNSIGNED_START_BITS
@@ -89,7 +78,7 @@ def begin(row_tiles: range, is_signed: bool) -> list[list[Uint32]]:
 
 def add(cfg: WarpConfig, acc: list, piece: Piece, me: Lane, steps: list[Step], row_tiles: range, is_signed: bool,
         tile: Uint32 | None = None) -> None:
-    """The columns of ``steps`` to ``acc``."""
+    """The columns of ``steps`` to ``acc``; tile: one row tile alone, chosen at run time, as that of ``row_tiles``."""
     for step in steps:
         words = [tile_words(cfg, step.side, piece, me, ct, row_tiles, tile) for ct in step.col_tiles]
         for at, row_tile in enumerate(row_tiles):
@@ -99,7 +88,7 @@ def add(cfg: WarpConfig, acc: list, piece: Piece, me: Lane, steps: list[Step], r
 
 
 def found_in(acc: list, is_signed: bool) -> list[list[Float32]]:
-    """[row tile][row8] of accumulators."""
+    """[row tile][row8] of this lane's row t: sum of code * 2^k * X, from accumulators."""
     return [[joined(*tile[2 * row8 : 2 * row8 + 2], is_signed) for row8 in (0, 1)] for tile in acc]
 
 

@@ -175,8 +175,8 @@ def pack_block(side, row, head, first, pool, unit, tile, threads, tx):
         load_tokens(side.ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, threads,
                     True)
         sync_packers(threads)
-        for turn in T.serial(m.threads // threads):
-            BODIES[type(m)][0](m, side.range_search, tile, part, pool.words, pool.halves, unit, turn * threads + tx,
+        for group in T.serial(m.threads // threads):
+            BODIES[type(m)][0](m, side.range_search, tile, part, pool.words, pool.halves, unit, group * threads + tx,
                                *weighing(m, side.query_weights, head))
         sync_packers(threads)
 
@@ -254,7 +254,7 @@ def first_access(block, grid, threads, tx):
 
 @T.macro
 def end_step(batch, tokens, rows, row, mine, counters, faults, threads, tx):
-    """By the last block to have read the counters: move those of all rows, a thread each."""
+    """Move the counters of all rows, a thread each; the last block to have read them does it."""
     at = T.alloc_var("int32")
     at = tx
     while at < batch:
@@ -271,7 +271,7 @@ def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx
     here, tile = rows_in_shared_memory(threads), T.alloc_shared((step.tile_accesses, ACCESS), k.x.dtype)
     place, held, count = T.alloc_local((4,), "int32"), T.alloc_local((ACCESS,), k.x.dtype), T.alloc_local((1,), "int32")
     row, mine, packs = T.alloc_local((2,), "int32"), T.alloc_local((6,), "int32"), T.alloc_local((1,), "int32")
-    home, arrived, some = (T.alloc_var("int32") for _ in range(3))
+    own_row, arrived, some = (T.alloc_var("int32") for _ in range(3))
     arrived = -1
     for chunk in T.serial(T.truncdiv(batch + threads - 1, threads)):
         first, accesses, at = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -284,16 +284,16 @@ def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx
             T.sync_threads()  # of the chunk before
         plan_row(first + tx, tokens, counters, row, mine, here, packs, tx)
         if first == 0:
-            home = T.max(0, T.min(row[0], counters.limit.shape[0] - 1))
+            own_row = T.max(0, T.min(row[0], counters.limit.shape[0] - 1))
         some = T.syncthreads_or(packs[0])
         if T.And(tx == 0, first + threads >= batch):  # relaxed: all that the block read is in ``here`` already
-            arrived = T.atomic_add(arrivals[home], 1, memory_order="relaxed", return_prev=True)
+            arrived = T.atomic_add(arrivals[own_row], 1, memory_order="relaxed", return_prev=True)
         if T.And(batch <= LANES, tx < LANES):  # the first warp alone, which need not wait for stores and records
             if T.ballot(arrived == grid - 1) != 0:
                 if tx < batch:
                     move_counters(row[0], mine, tokens, counters, faults)
                 if tx == 0:
-                    arrivals[home] = 0
+                    arrivals[own_row] = 0
         while at < 2 * accesses:
             store_fetched(at, accesses, k, v, here, place, held, counters.num_sinks)
             at = at + grid * threads
@@ -305,7 +305,7 @@ def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx
         if T.syncthreads_or(T.cast(arrived == grid - 1, "int32")) != 0:
             end_step(batch, tokens, rows, row, mine, counters, faults, threads, tx)
             if tx == 0:
-                arrivals[home] = 0
+                arrivals[own_row] = 0
 
 
 def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> TileKernel:

@@ -99,7 +99,7 @@ def spoil_limits(pairs, held, rows, lane, low, high):
 
 
 @T.macro
-def plain_errors(bits, column, words, count, errors):
+def uniform_errors(bits, column, words, count, errors):
     """groups.errors_of any column of ``bits`` bits."""
     errors_of(words, count, fold_words(bits), errors)
 
@@ -108,7 +108,7 @@ def plain_errors(bits, column, words, count, errors):
 def search_columns(pairs, held, rows, lane, column_errors, low, high, width):
     """affine.search: low and width of the own column become those of the factor with the least squared error.
 
-    column_errors(column, words, count, errors): plain_errors of as many bits, or another macro.
+    column_errors(column, words, count, errors): uniform_errors of as many bits, or another macro.
     """
     middle, inverse = T.alloc_var("float32"), T.alloc_var("float32")
     middle = (low[0] + high[0]) * T.float32(0.5)

@@ -21,9 +21,9 @@ from lowbit_attn.device.columns import (
     load_words,
     own_column,
     owner,
-    plain_errors,
     span_columns,
     store_words,
+    uniform_errors,
 )
 from lowbit_attn.device.groups import (
     BYTES,
@@ -119,9 +119,9 @@ class BoostMatrix:
     def fold_words(self, boosted):
         """groups.fold_words of a column: a fold about 0 changes nothing, so that all have as many."""
         def of(tenths):
-            plain, deep = (folds(tenths, bits) for bits in BITS)
-            plain += [0] * (len(deep) - len(plain))
-            return [T.if_then_else(boosted, T.uint32(d * BYTES), T.uint32(p * BYTES)) for d, p in zip(deep, plain)]
+            base, deep = (folds(tenths, bits) for bits in BITS)
+            base += [0] * (len(deep) - len(base))
+            return [T.if_then_else(boosted, T.uint32(d * BYTES), T.uint32(p * BYTES)) for d, p in zip(deep, base)]
         return of
 
     def fixed_mask(self, column_tile):
@@ -198,7 +198,7 @@ def boosted_errors(m, boosted, column, words, count, errors):
     if T.cast(T.ballot(boosted[column] != 0), "uint32") != T.uint32(0):
         errors_of(words, count, m.fold_words(boosted[column] != 0), errors)
     else:
-        plain_errors(m.bits, column, words, count, errors)
+        uniform_errors(m.bits, column, words, count, errors)
 
 
 @T.macro

@@ -21,9 +21,9 @@ from lowbit_attn.device.columns import (
     load_words,
     own_column,
     owner,
-    plain_errors,
     span_columns,
     store_words,
+    uniform_errors,
 )
 from lowbit_attn.device.groups import (
     ROW_LANES,
@@ -113,7 +113,7 @@ def quantize_group(m, range_search, pairs, group, words, pool_meta, unit, column
     if m.bits == 1 and not range_search:
         pack_two_means(m, pairs, rows, lane, low, high, words, scale, zero)
     else:
-        column_errors = partial(plain_errors, m.bits) if range_search and m.bits < 8 else None
+        column_errors = partial(uniform_errors, m.bits) if range_search and m.bits < 8 else None
         span_columns(pairs, m.held, rows, lane, column_errors, T.float32(m.steps), m.storage, low, high, scale, zero,
                      inverse)
         for c in static(COLUMNS):

@@ -41,7 +41,7 @@ class StepGeometry:
 
     @property
     def max_blocks(self) -> int:
-        """Of a grid: what a GPU holds at once."""
+        """The most blocks of a grid: what a GPU holds at once."""
         return SMS * self.blocks_per_sm
 
     @property

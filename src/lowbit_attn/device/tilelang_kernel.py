@@ -5,7 +5,7 @@ from typing import Any
 
 # One source serves sm_80, sm_89 and sm_90: the passes that would turn it into a TMA or WGMMA kernel are off, and so
 # is the automatic barrier insertion, which deadlocks loops whose trip count differs between warps.
-PLAIN_PASSES = {
+ONE_SOURCE_PASSES = {
     "tl.disable_thread_storage_sync": True,
     "tl.disable_warp_specialized": True,
     "tl.disable_tma_lower": True,
@@ -19,5 +19,5 @@ class TileKernel:
     """A prim_func, the pass configuration it is lowered under, and extra nvcc flags."""
 
     prim_func: Any
-    pass_configs: dict[str, Any] = field(default_factory=lambda: dict(PLAIN_PASSES))
+    pass_configs: dict[str, Any] = field(default_factory=lambda: dict(ONE_SOURCE_PASSES))
     compile_flags: tuple[str, ...] = ()

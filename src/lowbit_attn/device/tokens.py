@@ -13,7 +13,7 @@ def token_strides(name: str, head_dim: int) -> tuple:
 
 
 def in_whole_accesses(tokens):
-    """The same tokens with strides that are seen to be whole accesses, without which 16-byte stores fall apart."""
+    """Tokens with strides that are seen to be whole accesses, without which 16-byte stores fall apart."""
     row, head = (stride // ACCESS_HALVES * ACCESS_HALVES for stride in tokens.strides[:2])
     return T.view(tokens, strides=(row, head, *tokens.strides[2:]))
 

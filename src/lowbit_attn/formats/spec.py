@@ -92,6 +92,15 @@ class SideSpec:
         return layout.PAGE_TOKENS if self.transposed else self.head_dim
 
     @property
+    def row_tiles(self) -> int:
+        """16x16 tiles along the rows."""
+        return self.rows // layout.TILE
+
+    @property
+    def col_tiles(self) -> int:
+        return self.cols // layout.TILE
+
+    @property
     def groups(self) -> int:
         """Groups of metadata: of a channel's tokens, or of a token's channels."""
         return (layout.PAGE_TOKENS if self.kind is Kind.CHANNEL else self.head_dim) // self.group_size

@@ -1,8 +1,12 @@
 """Names kernels and their limits: what architectures, programs and all above them share. Stands on formats alone."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from lowbit_attn.formats import Format
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowbit_attn.formats import Format
 
 # Shared memory a block may use (CUDA programming guide, "Technical specifications per compute capability").
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}

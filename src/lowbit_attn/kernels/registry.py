@@ -36,7 +36,7 @@ def module(name: str) -> ModuleType:
 
 
 def arch_package(arch: str) -> ModuleType:
-    """An architecture: ``PATHS`` by name, ``EMPTY``, ``SPLITS_MEET`` and the sizes of its scratch."""
+    """An architecture: ``PATHS`` by name, ``EMPTY``, ``SPLITS_COOPERATE`` and the sizes of its scratch."""
     return module(arch)
 
 

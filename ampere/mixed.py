@@ -1,4 +1,4 @@
-"""The third segment: pages whose K is packed and whose V is still in 16 bit, a page or two of a sequence.
+"""The mixed segment: pages whose K is packed and whose V is still in 16 bit, a page or two of a sequence.
 
 A page is shared out: a warp with a ring of its own forms the logits of all 128 tokens, which costs less than handing
 them over, and goes on with its own chunks of V alone. A block that shares its ring takes every chunk in all warps, each
@@ -18,17 +18,17 @@ def chunks(config) -> int:
 
 
 def own_chunks(config) -> int:
-    """Chunks of a page that a ring takes, if it takes any: the least power of two that leaves none over."""
+    """Chunks of a page that an active ring has: the least power of two with which the rings cover the page."""
     return next(n for n in (1, 2, 4, 8) if n * config.rings >= chunks(config))
 
 
-def takers(config) -> int:
-    """Rings that take part: the first ones."""
+def active_rings(config) -> int:
+    """Rings that have chunks: the first ones."""
     return chunks(config) // own_chunks(config)
 
 
 def own_tiles(config) -> int:
-    """Token tiles of them."""
+    """Token tiles of a ring's own chunks."""
     return own_chunks(config) * config.tile16_tokens // TILE
 
 
@@ -37,28 +37,28 @@ def walk(config, pool_of, work_range, rows, ring, walker, member, lane, regs, op
     """Every page first .. last - 1 of the range, on O in true scale; the ring is empty before and after."""
     slot, address = T.alloc_var("int32"), T.alloc_var("int32")
     slot = walker * config.slots
-    if config.rings == takers(config) or walker < takers(config):
+    if config.rings == active_rings(config) or walker < active_rings(config):
         for page in T.serial(work_range.last - work_range.first):
             address = pages.record_address(pool_of, work_range.first + page)
             load.issue_piece(config, config.k, pool_of.pool, address, ring.words, slot, member)
             issue_chunk(config, work_range.state, work_range.first + page, walker * own_chunks(config), ring, slot + 1,
                         member)
             T.ptx_wait_group(0)
-            load.meet(config)
+            load.ring_barrier(config)
             pages.logits(config, work_range, work_range.first + page, rows, ring, slot, lane, ops, work, scales)
-            take_own(config, ops.acc_s, walker)
+            keep_own_logits(config, ops.acc_s, walker)
             softmax.online_softmax(config, ops.acc_s, own_tiles(config), regs, T.float32(1.0), 0, None, 0)
             mma.probabilities(config, ops, own_tiles(config))
             for chunk in T.unroll(own_chunks(config)):
                 if chunk > 0:
-                    load.meet(config)
+                    load.ring_barrier(config)
                     issue_chunk(config, work_range.state, work_range.first + page, walker * own_chunks(config) + chunk,
                                 ring, slot + 1, member)
                     T.ptx_wait_group(0)
-                    load.meet(config)
+                    load.ring_barrier(config)
                 mma.tokens_pv(config, ring.halves, slot + 1, lane, ops, chunk * (config.tile16_tokens // TILE),
                               regs.acc_o)
-            load.meet(config)
+            load.ring_barrier(config)
 
 
 @T.macro
@@ -71,10 +71,10 @@ def issue_chunk(config, state, page, chunk, ring, slot, member):
 
 
 @T.macro
-def take_own(config, acc_s, walker):
-    """Logits of the ring's own chunks -> the first accumulators."""
+def keep_own_logits(config, acc_s, walker):
+    """Move the logits of the ring's own chunks to the first accumulators."""
     count = 4 * own_tiles(config) * config.columns
-    for other in T.unroll(takers(config) - 1):
+    for other in T.unroll(active_rings(config) - 1):
         if walker == other + 1:
             for i in T.unroll(count):
                 acc_s[i] = acc_s[(other + 1) * count + i]
