@@ -113,13 +113,20 @@ def uniform_us(case: LevelCase, arch_path: str | None) -> float:
     return bench.graph_us(lambda: decode(q, cache, path=arch_path))
 
 
-def measure(case: LevelCase, paths: list[str | None], with_uniform: bool) -> dict:
-    """The numbers of a case; us by path."""
+def decode_us(case: LevelCase, paths: list[str | None]) -> tuple[dict[str, float], int]:
+    """(us by path, bytes of the call)."""
     cache = make_cache(case)
     q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, device="cuda", dtype=cache.dtype)
-    nbytes = call_bytes(case, cache)
-    us = {str(path): bench.graph_us(lambda: decode(q, cache, path=path)) for path in paths}  # noqa: B023
-    del cache
+
+    def step(path: str | None) -> float:
+        return bench.graph_us(lambda: decode(q, cache, path=path))
+
+    return {str(path): step(path) for path in paths}, call_bytes(case, cache)
+
+
+def measure(case: LevelCase, paths: list[str | None], with_uniform: bool) -> dict:
+    """The numbers of a case; us by path."""
+    us, nbytes = decode_us(case, paths)
     read, hinted = bench.read_us(nbytes)[0], bench.read_us(nbytes, bench.HINTED)[0]
     best = min(us.values())
     return case.line | {

@@ -14,8 +14,9 @@ import torch
 
 from lowbit_attn import dispatch, kernels, loader
 from lowbit_attn.level_view import LevelView, views_of
+from lowbit_attn.plan import ACCESS_BYTES
 from lowbit_attn.reference import Attention
-from lowbit_attn.scratch import no_sink_logit
+from lowbit_attn.scratch import no_sink_logit, prepare
 
 
 def decode(q: torch.Tensor, cache, out: torch.Tensor, lse: torch.Tensor, options: Attention, num_splits: int | None,
@@ -31,16 +32,21 @@ def decode(q: torch.Tensor, cache, out: torch.Tensor, lse: torch.Tensor, options
             out.copy_(o)
             lse.copy_(logsumexp)
         return
-    rows, asked = level_queries(q.detach().to(cache.dtype), cache.num_heads_kv), _of_levels(options)
-    found = [_decode_level(rows, view, asked, num_splits, path) for view in views_of(cache)]
-    sinks = no_sink_logit(q.device) if options.sink_logits is None else options.sink_logits.detach().contiguous()
-    o = out if out.is_contiguous() and out.dtype == cache.dtype else torch.empty(q.shape, dtype=cache.dtype,
-                                                                                  device=q.device)
-    logsumexp = lse if lse.is_contiguous() else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-    _merge(cache)(*found[0], *found[1], sinks, o, logsumexp)
-    for given, written in ((out, o), (lse, logsumexp)):
-        if given is not written:
-            given.copy_(written)
+    with torch.no_grad(), torch.cuda.device(q.device):
+        rows, asked = level_queries(q.to(cache.dtype), cache.num_heads_kv), _of_levels(options)
+        found = [_decode_level(rows, view, asked, num_splits, path) for view in views_of(cache)]
+        sinks = no_sink_logit(q.device) if options.sink_logits is None else options.sink_logits.contiguous()
+        o, logsumexp = _written(out, cache.dtype), _written(lse, torch.float32)
+        _merge(cache)(*(x.detach() for x in (*found[0], *found[1], sinks, o, logsumexp)))
+        for given, written in ((out, o), (lse, logsumexp)):
+            if given is not written:
+                given.copy_(written)
+
+
+def _written(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where the merge writes: the caller's buffer, or a dense and aligned one like it."""
+    fits = given.is_contiguous() and given.dtype == dtype and not given.data_ptr() % ACCESS_BYTES
+    return given if fits else torch.empty(given.shape, dtype=dtype, device=given.device)
 
 
 def ready(q: torch.Tensor, cache, options: Attention, num_splits: int | None, path: str | None, load: bool) -> None:
@@ -85,6 +91,7 @@ def _decode_level(q: torch.Tensor, view: LevelView, options: Attention, num_spli
     plan = dispatch.planned(q, view, _call(options, num_splits, path))
     if plan is not None and plan.takes(q, None, None, None):
         return plan.launch(q, None, None, None)
+    prepare(q.device, kernels.arch_package(dispatch.target_of(q.device)[0]).EMPTY)
     o, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     dispatch.decode(q, view, o, lse, options, num_splits, path)
     return o, lse

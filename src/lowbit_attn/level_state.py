@@ -201,8 +201,8 @@ class LevelState(Copied):
         self.seen[row].index_copy_(0, slots, recent.seen)
 
     def store_new(self, rows: list[int], lengths: np.ndarray, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put new tokens [batch, tokens, num_heads_kv, head_dim] behind these rows' ``lengths`` int [batch] tokens: into
-        sinks, then ring. Scores of free slots are 0, so the new tokens have none."""
+        """Put new tokens [batch, tokens, num_heads_kv, head_dim] behind the ``lengths`` int [batch] tokens of these
+        rows: into sinks, then ring. Scores of free slots are 0, so the new tokens have none."""
         at = lengths[:, None] + np.arange(k.shape[1])
         for stores, first, slots, chosen in (((self.hi_k, self.hi_v), 0, self.hi_k.shape[1], at < self.sinks),
                                              ((self.ring_k, self.ring_v), self.sinks, self.slots, at >= self.sinks)):

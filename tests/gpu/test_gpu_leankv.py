@@ -68,6 +68,20 @@ def test_an_even_share_of_all_pages_gives_the_same():
     torch.testing.assert_close(even_lse, lse, rtol=1e-4, atol=1e-4)
 
 
+def test_results_go_where_the_caller_wants_them():
+    """Buffers with gaps, at an odd address, of fp32 queries; and one query that asks for a gradient."""
+    cache, q = of_lengths("lean", 128, torch.float16), randn(5, 1, 4 * H, 128, seed=3).cuda()
+    want, want_lse = decode(q, cache)
+    gaps = torch.zeros(5, 1, 4 * H, 256, dtype=torch.float16, device="cuda")[..., ::2]
+    odd = torch.zeros(q.numel() + 1, dtype=torch.float16, device="cuda")[1:].view(q.shape)
+    columns = torch.zeros(1, 4 * H, 5, device="cuda").permute(2, 1, 0)
+    for out in (gaps, odd):
+        decode(q.clone().requires_grad_(), cache, out=out, lse=columns)
+        assert torch.equal(out, want) and torch.equal(columns, want_lse)
+    wide, _ = decode(q.float(), cache)
+    assert wide.dtype == torch.float32 and torch.equal(wide, want.float())
+
+
 def test_sink_logits_scale_and_soft_cap(arch):
     cache, q = of_lengths("lean", 128, torch.float16), randn(5, 1, 4 * H, 128, seed=4).cuda()
     check(cache, q, sink_logits=randn(4 * H, seed=5).float().cuda(), softmax_scale=0.2)
