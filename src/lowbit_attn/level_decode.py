@@ -32,6 +32,8 @@ def decode(q: torch.Tensor, cache, out: torch.Tensor, lse: torch.Tensor, options
             out.copy_(o)
             lse.copy_(logsumexp)
         return
+    if q.device.type != "cuda":
+        raise NotImplementedError("; ".join(dispatch.why_not(cache, q.shape[2], q.shape[1], path)))
     with torch.no_grad(), torch.cuda.device(q.device):
         rows, asked = level_queries(q.to(cache.dtype), cache.num_heads_kv), _of_levels(options)
         found = [_decode_level(rows, view, asked, num_splits, path) for view in views_of(cache)]
