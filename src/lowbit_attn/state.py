@@ -200,6 +200,11 @@ class CacheState(Copies):
         """int32 [max_batch]: what left K's ring is in K's pages."""
         return self.n_qk
 
+    @property
+    def units(self) -> torch.Tensor:
+        """The pool as uint8 [units, 128], in which tables and strides count."""
+        return self.pool.view(-1, layout.RECORD_ALIGN)
+
     def batch_rows(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the state and of sinks and rings that the rows of a batch read unless a call says others."""
         rows = self.all_rows if batch == self.max_batch else self.all_rows[:batch]

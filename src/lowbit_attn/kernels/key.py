@@ -20,7 +20,7 @@ WIDE_HEAD_DIM = 128  # above it the accumulators of a query row take so many reg
 class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
-    op: str  # "decode", "quantize", "dequantize", "append" or "read"; "linear": of codebook weights
+    op: str  # "decode", "quantize", "dequantize", "append", "merge" (of levels), "read"; "linear": of codebook weights
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
@@ -110,6 +110,11 @@ def dequantize_key(target: str, head_dim: int, fmt: Format, side_name: str) -> K
     """The kernel that reads one side of pages, into fp32."""
     side = fmt.k if side_name == "k" else fmt.v
     return KernelKey("dequantize", "device", device_target(target), "float32", head_dim, side.plainest(), side_name)
+
+
+def merge_key(target: str, dtype: str, head_dim: int) -> KernelKey:
+    """The kernel that merges what decode gave over two levels."""
+    return KernelKey("merge", "device", device_target(target), dtype, head_dim)
 
 
 def packing_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:

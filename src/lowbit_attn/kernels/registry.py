@@ -25,7 +25,7 @@ MODULES = {
     "ampere": "lowbit_attn.ampere", "ampere.config": "lowbit_attn.ampere.config",
     "ampere.decode": "lowbit_attn.ampere.decode",
     "quantize": "lowbit_attn.device.quantize", "dequantize": "lowbit_attn.device.quantize",
-    "append": "lowbit_attn.device.append", "read": "lowbit_attn.device.read",
+    "append": "lowbit_attn.device.append", "merge": "lowbit_attn.device.merge", "read": "lowbit_attn.device.read",
 }
 
 
@@ -52,6 +52,8 @@ def trace(key: KernelKey):
         return module("read").read_kernel(threads, unroll)
     if key.op == "linear":
         return module(program(key.arch, key.op)).linear_kernel(key)
+    if key.op == "merge":
+        return module("merge").merge_kernel(key.head_dim, key.dtype)
     fmt = FORMATS[key.format]
     if key.op == "decode":
         return module(f"{key.arch}.decode").decode_kernel(fmt, key.head_dim, key.dtype, key.sizes or key.target,
