@@ -23,9 +23,9 @@ def hard_tokens(heads: int, head_dim: int, count: int, seed: int = 0, sinks: int
 
 
 def uneven(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Vectors [..., c] times powers of two from 2^-15 to 1: scores lose the bits that a term of fp16 does not hold."""
+    """Vectors [..., c] times powers of two from 2^-12 to 1: scores lose the bits that a term of fp16 does not hold."""
     generator = torch.Generator().manual_seed(seed)
-    return x * 2.0 ** -torch.randint(16, (*x.shape[:-1], 1), generator=generator)
+    return x * 2.0 ** -torch.randint(13, (*x.shape[:-1], 1), generator=generator)
 
 
 def planes_of(side: Codebook, head_dim: int, part: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -11,9 +11,9 @@ A warp takes one group of c channels and 64 tokens at a time:
 fp16 terms lose bits below 2^-14, so all factors are scaled by powers of two, exactly. With a group's scale, entries
 reach to between 2^15 and fp16's largest number:
 
-    B        entries times scale; their |e|^2 / 2 times NORM_SCALE
-    A        x times scale and VALUE_SCALE, which are below 2^15 up to 960 times the largest entry; a token of larger
-             values takes all of its row, the one beside |e|^2 / 2 too, times a power of two below 1
+    B        entries times scale; their |e|^2 / 2 times NORM_SCALE, each further term times 2^11 more
+    A        x times scale and VALUE_SCALE, ONE and parts of it beside |e|^2 / 2; a token takes its whole row times the
+             power of two, of 2^5 at most, that brings its largest value to between 2^14 and 2^15
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +38,9 @@ HELD_AT_END = HELD // 4  # tokens whose code a lane writes: 16t + 8r + g
 LARGEST_EXPONENT = 15  # of fp16, and of scaled entries
 VALUE_SCALE = 2.0**-9  # of scaled values in A
 NORM_SCALE = 2.0**-19  # of |e|^2 / 2 of scaled entries in B, at most 8 * 2^31
-ONE = VALUE_SCALE / NORM_SCALE  # in A, beside it
+ONE = VALUE_SCALE / NORM_SCALE  # in A, beside its first term
+FURTHER = 2.0**11  # times which a term is stored more than the one before: fp16's bits
+SMALLEST_ROW = 2.0**9  # of A, times 2^5: what brings ONE to 2^15
 BIAS = 127  # of exponents in fp32
 
 
@@ -80,10 +82,11 @@ def is_channel(s: Search, lane):
 
 
 def one(s: Search, lane, e: int):
-    """What stands in A beside |e|^2 / 2 where a lane has no channels: its three terms count once."""
+    """What stands in A beside the terms of |e|^2 / 2 where a lane has no channels."""
     first = s.channels // PAIR
-    return T.if_then_else(T.Or(lane % 4 == first, T.And(lane % 4 == first + 1, e == 0)), T.float32(ONE),
-                          T.float32(0.0))
+    third = T.float32(ONE / FURTHER**2 if e == 0 else 0.0)
+    return T.if_then_else(lane % 4 == first, T.float32(ONE / FURTHER**e),
+                          T.if_then_else(lane % 4 == first + 1, third, T.float32(0.0)))
 
 
 def power_of_two(exponent):
@@ -142,7 +145,7 @@ def store_entries(s, raw, run, position):
         for i in static(3):
             at = ((pairs + i // 2) * 4 + n) * 2 + i % 2
             halves[at] = T.cast(norm, "float16")
-            norm = norm - T.cast(halves[at], "float32")
+            norm = (norm - T.cast(halves[at], "float32")) * T.float32(FURTHER)
     for word in static(s.steps * WORDS):
         for n in T.vectorized(4):
             s.words[s.warp, word // WORDS * ENTRIES + WORDS * position + word % WORDS, n] = words[4 * word + n]
@@ -155,8 +158,8 @@ def scale_row(s, held, values, lane):
     largest = T.max(T.abs(values[0]), T.abs(values[1]))
     for distance in static(s.channels // PAIR)[1:]:  # 1 of two lanes with channels; of four 1, 2 and 3
         largest = T.max(largest, T.shfl_xor(T.max(T.abs(values[0]), T.abs(values[1])), distance))
-    largest = T.max(largest * T.float32(VALUE_SCALE), T.float32(1.0))
-    s.row[held] = T.min(power_of_two(LARGEST_EXPONENT - 1 - exponent_of(largest)), T.float32(1.0))
+    largest = T.max(largest * T.float32(VALUE_SCALE), T.float32(SMALLEST_ROW))
+    s.row[held] = power_of_two(LARGEST_EXPONENT - 1 - exponent_of(largest))
 
 
 @T.macro
