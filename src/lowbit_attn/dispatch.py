@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lowbit_attn import _private, kernels, loader, reference
+from lowbit_attn.backend import kernel_entries
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
@@ -307,10 +308,11 @@ def _write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, sid
     """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool."""
     key, part = _quantize_key(cache, side), _part(cache, side)
     weights = (cache.query_weights,) if side == "k" and cache.query_weights is not None else ()
+    extra = weights + kernel_entries(cache, side)
     blocks, pages, quantize = blocks.contiguous(), pages.int(), loader.load(key)
     for at in range(0, len(pages), GRID_PAGES):
         some = slice(at, at + GRID_PAGES)
-        quantize(blocks[some], pages[some], part.view(torch.uint32), part.view(torch.uint16), *weights,
+        quantize(blocks[some], pages[some], part.view(torch.uint32), part.view(torch.uint16), *extra,
                  cache.strides.page, cache.strides.head)
 
 
@@ -350,7 +352,7 @@ def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torc
             key = kernels.dequantize_key(target_of(cache.device)[1], cache.head_dim, cache.format, name)
             part = _part(cache, name)
             loader.load(key)(pages[some].int(), part.view(torch.uint32), part.view(side.storage), out[some],
-                             cache.strides.page, cache.strides.head)
+                             *kernel_entries(cache, name), cache.strides.page, cache.strides.head)
         sides.append(out)
     return sides[0], sides[1]
 

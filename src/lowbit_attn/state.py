@@ -169,6 +169,16 @@ class CacheState(Copies):
             raise ValueError(f"max_batch: got {self.max_batch} sequences of at most {max_pages} pages, supported: "
                              f"{MAX_ENTRIES} table entries in all; a smaller max_seqlen takes fewer for each sequence")
 
+    # ---- optional planes of the view
+
+    @property
+    def k_entries(self) -> torch.Tensor | None:
+        return None if self.attached is None else self.attached.packed_by["k"]
+
+    @property
+    def v_entries(self) -> torch.Tensor | None:
+        return None if self.attached is None else self.attached.packed_by["v"]
+
     # ---- sizes
 
     def _open_tokens(self, window: int) -> int:

@@ -82,6 +82,8 @@ def checks(key: KernelKey) -> Checks:
         return module(f"{key.arch}.linear.config").checks(key)
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and FORMATS[key.format].k.spec(key.head_dim).high:
         return Checks(forbid=())  # beside K's 512 threads V's search, or weights, spill a few registers
+    if key.op in ("append", "quantize") and FORMATS[key.format].needs_codebooks:
+        return Checks(forbid=())  # a search takes all registers: built for sm_80, up to 65 loads of spilled ones
     return Checks()
 
 
