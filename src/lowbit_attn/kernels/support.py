@@ -120,8 +120,9 @@ def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str
     if head_dim not in QUANTIZE_HEAD_DIMS:
         return [*reasons, f"head_dim {head_dim}, supported: {listed(QUANTIZE_HEAD_DIMS)}"]
     k, v = fmt.specs(head_dim)
-    if not (k and v and k.kind in (Kind.CHANNEL, Kind.TOKEN) and v.kind is Kind.TOKEN):
-        reasons.append(f"format {fmt}, supported: K per channel, per token or boosted, with V per token")
+    if not (k and v and v.kind in (Kind.TOKEN, Kind.CODEBOOK)):
+        reasons.append(f"format {fmt}, supported: K per channel, per token, boosted or by codebooks, with V per token "
+                       "or by codebooks")
     return reasons
 
 
