@@ -63,7 +63,7 @@ def steps_of(channels: int) -> int:
 
 
 def shared_bytes(channels: int) -> int:
-    """Of a warp."""
+    """Shared memory of a warp's search."""
     return steps_of(channels) * ENTRIES * WORDS * layout.WORD_BYTES
 
 
@@ -84,9 +84,9 @@ def is_channel(s: Search, lane):
 def one(s: Search, lane, e: int):
     """What stands in A beside the terms of |e|^2 / 2 where a lane has no channels."""
     first = s.channels // PAIR
-    third = T.float32(ONE / FURTHER**2 if e == 0 else 0.0)
+    last_term = T.float32(ONE / FURTHER**2 if e == 0 else 0.0)
     return T.if_then_else(lane % 4 == first, T.float32(ONE / FURTHER**e),
-                          T.if_then_else(lane % 4 == first + 1, third, T.float32(0.0)))
+                          T.if_then_else(lane % 4 == first + 1, last_term, T.float32(0.0)))
 
 
 def power_of_two(exponent):
@@ -94,7 +94,7 @@ def power_of_two(exponent):
 
 
 def exponent_of(value):
-    """Of a positive fp32 value."""
+    """The exponent of a positive fp32 value."""
     return T.cast(bits_of(value) >> T.uint32(23), "int32") - BIAS
 
 
@@ -215,7 +215,7 @@ def search(s, lane):
 
 @T.macro
 def halve(s, count, distance, lane):
-    """Of ``count`` times two tokens a lane keeps the upper half where its number has the bit of ``distance``."""
+    """Exchange ``count`` times two tokens: a lane keeps the upper half where its number has the bit of ``distance``."""
     for k in static(count):
         score, other, block, others = (T.alloc_var(x) for x in ("float32", "float32", "int32", "int32"))
         has = (lane & distance) != 0

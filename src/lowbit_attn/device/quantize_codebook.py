@@ -88,8 +88,8 @@ def quantize_codebook(m, range_search, tile, part, pool, pool_meta, unit, tx, en
     if m.shift == "norm":
         store_norms(m, tile, pool_meta, unit, shift.factors, tx)
         sync_packers(m.threads)
-    for turn in T.unroll(m.groups // m.warps, annotations=ROLLED):
-        quantize_group(m, s, shift, tile, codes, entries, head, turn * m.warps + warp, pool_meta, unit, lane)
+    for round_ in T.unroll(m.groups // m.warps, annotations=ROLLED):
+        quantize_group(m, s, shift, tile, codes, entries, head, round_ * m.warps + warp, pool_meta, unit, lane)
     sync_packers(m.threads)
     for i in T.unroll(-(-m.runs // m.threads)):
         if i * m.threads + tx < m.runs:
@@ -122,9 +122,9 @@ def load_values(m, s, shift, tile, own, first, lane):
         for e in T.vectorized(PAIR):
             pair[e] = tile[access, half + e]
         for e in static(PAIR):
-            value, takes = shifted(m, s, shift, T.cast(pair[e], "float32"), shift.mean[e], shift.is_finite[e] != 0,
+            value, is_live = shifted(m, s, shift, T.cast(pair[e], "float32"), shift.mean[e], shift.is_finite[e] != 0,
                                    first + 8 * i + lane // 4)
-            values[e] = codebook_search.reach(s, T.if_then_else(takes, value, T.float32(0.0)))
+            values[e] = codebook_search.reach(s, T.if_then_else(is_live, value, T.float32(0.0)))
         codebook_search.scale_row(s, i, values, lane)
         for e in static(PAIR):
             codebook_search.put(s, i, e, T.if_then_else(is_channel, values[e] * T.float32(VALUE_SCALE),
@@ -139,9 +139,9 @@ def code_tokens(m, s, shift, means, tile, codes, channel, first, lane):
         row = first + TOKENS // 4 * (lane % 4) + 8 * r + lane // 4
         access, half = m.place(row, channel)
         for i in static(m.channels):
-            value, takes = shifted(m, s, shift, T.cast(tile[access, half + i], "float32"), means[i],
+            value, is_live = shifted(m, s, shift, T.cast(tile[access, half + i], "float32"), means[i],
                                    means[i] < FINITE, row)
-            x[i] = codebook_search.reach(s, T.if_then_else(takes, value, T.float32(0.0)))
+            x[i] = codebook_search.reach(s, T.if_then_else(is_live, value, T.float32(0.0)))
         codebook_search.nearest_of_eight(s, s.block[r], x, code)
         codes[access, half] = T.cast(code[0], "uint16")
 
@@ -189,7 +189,7 @@ def find_mean(m, tile, shift, pool_meta, unit, own, lane):
 
 
 def squared(x):
-    """Of a value that may be larger than what fp32 can add the squares of; infinity and NaN stay."""
+    """The square of a value, cut to what fp32 can add squares of; infinity and NaN stay."""
     bounded = T.if_then_else(T.And(T.abs(x) > T.float32(SAFE), T.abs(x) < FINITE), T.float32(SAFE), x)
     return bounded * bounded
 
