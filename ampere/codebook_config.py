@@ -159,6 +159,8 @@ def codebook_config(fmt: Format, head_dim: int, dtype: str, target: str, rows: i
 
 
 def _piece(side: SideSpec) -> BookPiece:
-    return BookPiece(side.first_unit, side.nbytes // ACCESS_BYTES, side.meta // ACCESS_BYTES, side.rows, side.cols,
-                     side.bits, 1, False, "float16", side.codes // ACCESS_BYTES, side.group_size, side.head_dim,
-                     side.meta < side.nbytes)
+    return BookPiece(
+        first_unit=side.first_unit, accesses=side.nbytes // ACCESS_BYTES, meta=side.meta // ACCESS_BYTES,
+        rows=side.rows, cols=side.cols, bits=side.bits, groups=1, per_token=False, meta_dtype="float16",
+        codes=side.codes // ACCESS_BYTES, vec_size=side.group_size, head_dim=side.head_dim,
+        is_shifted=side.meta < side.nbytes)
