@@ -225,7 +225,7 @@ def pack_all(k, v, count, first, block, grid, pool, here, tile, held, num_sinks,
 
 @T.macro
 def pack_all_ordered(k, v, count, first, block, grid, pool, here, tile, held, num_sinks, threads, tx, ranks):
-    """The same of a format that orders tokens: every ``grid``-th of (row, head), K, then V, in one order."""
+    """This block's share where a format orders tokens: every ``grid``-th of (row, head), K, then V, in one order."""
     heads = k.x.shape[2]
     for i in T.serial(T.truncdiv(heads * count - block + grid - 1, grid)):
         t, head, packed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
