@@ -3,7 +3,7 @@
 import torch
 
 from lowbit_attn.kernels.key import Scratch
-from lowbit_attn.kernels.support import Support
+from lowbit_attn.kernels.support import CodebookSupport, Support
 
 EMPTY = None  # what words of scratch are between calls: anything
 SPLITS_COOPERATE = False  # splits of a call may run one after the other
@@ -16,6 +16,9 @@ PATHS = {
     "tile": Support(arithmetic="tile",
                     k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
                     storages=(torch.float16,), rows=(8,), wide_rows=(8,)),
+    "codebook": CodebookSupport(arithmetic="codebook", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
+                                dtypes=(torch.float16, torch.bfloat16), storages=(), rows=(8,), wide_rows=(8,),
+                                codebooks=True),
 }
 
 

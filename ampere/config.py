@@ -30,7 +30,7 @@ WARP_ROWS = 16  # query rows that a warp holds at most: one or two multiplies fo
 TILE = layout.TILE
 SIDE_K, SIDE_V = 0, 1
 ROW_PAD = 4  # floats between rows of the merge buffer: eight lanes in a row and four rows apart hit 32 banks
-PATH_NAMES = ("register", "tile")
+PATH_NAMES = ("register", "tile", "codebook")
 HEAD_DIMS = (64, 96, 128, 256)
 TILE_HEAD_DIMS = (64, 128)  # of the tile path
 WIDE = 256  # from this head_dim on, O of 8 rows fills a warp's registers
@@ -247,6 +247,11 @@ class DecodeConfig:
         return self.slots - self.shares_pages
 
     @property
+    def query_parts(self) -> int:
+        """Numbers in 16 bit that an element of q is for 16-bit tokens."""
+        return 1
+
+    @property
     def ctas_per_sm(self) -> int:
         """Blocks that an SM surely holds at once, whatever registers the compiler gives a thread; at least 1."""
         by_shared = SM_SHARED_BYTES[self.target] // (self.shared_bytes + BLOCK_RESERVED_BYTES)
@@ -266,6 +271,10 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
         if value not in supported:
             at = f" at head_dim {head_dim}" if name == "rows" else ""
             raise ValueError(f"{name}: got {value!r}, supported{at}: {', '.join(map(str, supported))}")
+    if path == "codebook":
+        from lowbit_attn.ampere.codebook_config import codebook_config  # it imports this module
+
+        return codebook_config(fmt, head_dim, dtype, target, rows, features)
     k, v = _pieces(fmt, head_dim)
     boost = _boost(fmt.k.spec(head_dim), k)
     if path == "tile":
@@ -368,9 +377,11 @@ def _boost(side: SideSpec, k: Piece) -> Boost | None:
 def checks(fmt: Format, head_dim: int, target: str, path: str, rows: int, dtype: str = "float16",
            features: tuple[str, ...] = ()) -> Checks:
     """What the SASS of the decode kernel must show."""
-    from lowbit_attn.ampere import combine, decode, expected, pages  # they import this module
+    from lowbit_attn.ampere import codebook, combine, decode, expected, pages  # they import this module
 
     config = decode_config(fmt, head_dim, dtype, target, path, rows, features)
     forbid = combine.SASS_FORBID + (() if config.may_spill else decode.SASS_FORBID)
+    if path == "codebook":
+        return Checks(codebook.SASS_NEED + combine.SASS_NEED, forbid, (), config.shared_bytes)
     need = pages.STEPS[path].SASS_NEED + combine.SASS_NEED
     return Checks(need, forbid, tuple(expected.expected_static(config).items()), config.shared_bytes)

@@ -18,6 +18,8 @@ block a part, and each writes its rows' (o, lse) without a merge (config.shares_
 
 What becomes of a packed part is the path's: register (codes are multiplied as they are) or tile (scale and zero-point
 applied to every code); both modules define the same steps. Read pages, register, values, mixed, tokens, merge, combine.
+The codebook path has loops of its own over pages (codebook_pages; codebook_phases where shared memory holds one
+codebook) and its arithmetic in codebook.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +27,20 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import combine, merge, mixed, mma, pages, queries, softmax, tokens
+from lowbit_attn.ampere import (
+    codebook,
+    codebook_pages,
+    codebook_phases,
+    combine,
+    merge,
+    mixed,
+    mma,
+    pages,
+    queries,
+    softmax,
+    tokens,
+)
+from lowbit_attn.ampere.codebook_config import BOOK_ENTRIES, BOOK_ROW_WORDS
 from lowbit_attn.ampere.config import LANES, DecodeConfig, decode_config
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import token_strides
@@ -33,6 +48,7 @@ from lowbit_attn.formats import Format
 
 COMPILE_FLAGS = ("-use_fast_math", *mma.MOVMATRIX_FLAGS)  # exp2 as one MUFU, approximate division; sums stay fp32
 SASS_FORBID = ("LDL", "STL")
+CHANNEL_PLANES = 4  # of k_channels
 
 
 class Ring(NamedTuple):
@@ -45,18 +61,20 @@ class Ring(NamedTuple):
 
 def shared_ring(config: DecodeConfig) -> Ring:
     """The rings of a block."""
-    slots = config.rings * config.slots
+    rings = config.table_slots // config.slots if config.path == "codebook" else config.rings
+    slots = rings * config.slots
     words = T.alloc_shared((slots, config.slot_accesses, 4), "uint32")
     return Ring(words, T.view(words, (slots, config.slot_accesses, 8), "float16"),
-                T.view(words, (config.rings, config.ring_floats), "float32"))
+                T.view(words, (rings, config.ring_floats), "float32"))
 
 
 def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str, path: str, rows: int,
                   features: tuple[str, ...] = ()) -> TileKernel:
     """The kernel of one format, head_dim (64, 96, 128, 256) and dtype of q and 16-bit tokens ("float16", "bfloat16").
 
-    target "sm_80", "sm_89" or "sm_90"; path "register" or "tile"; rows 8, 16 (below head_dim 256) or 64: query rows
-    (heads of a KV head times q_len) of a block, further ones take further blocks; features: of kernels.FEATURES.
+    target "sm_80", "sm_89" or "sm_90"; path "register", "tile" or "codebook" (head_dim 64 and 128, 8 rows); rows 8, 16
+    (below head_dim 256) or 64: query rows (heads of a KV head times q_len) of a block, further ones take further
+    blocks; features: of kernels.FEATURES.
     ValueError, naming what is supported, for anything else.
     """
     return trace(decode_config(fmt, head_dim, dtype, target, path, rows, features))
@@ -68,22 +86,32 @@ def trace(config: DecodeConfig) -> TileKernel:
 
 
 @T.macro
-def attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops, work, q, softmax_scale_log2,
-           softcap_log2, split, num_splits):
+def attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops, work, q, books,
+           softmax_scale_log2, softcap_log2, split, num_splits):
     """All tokens of a split: packed pages, those whose V is in 16 bit, and (last split) the 16-bit tokens."""
-    steps = pages.STEPS[config.path]
+    is_book = config.path == "codebook"
+    steps = None if is_book else pages.STEPS[config.path]
     lane = thread % LANES
     walker, member = (0, thread) if config.shares_pages else (warp, lane)
-    scales = pages.Scales(softmax_scale_log2, softcap_log2)
+    scales = pages.Scales(softmax_scale_log2, softcap_log2, work.token_slope if is_book else None)
     count, begin = T.alloc_var("int32"), T.alloc_var("int32")
     count = T.truncdiv(state.num_packed_v, layout.PAGE_TOKENS)
     begin = T.min(queries.first_page(rows, state.num_sink), count) if config.window else 0
     first, last = T.alloc_var("int32"), T.alloc_var("int32")
     first = begin + T.truncdiv((count - begin) * split, num_splits)
     last = begin + T.truncdiv((count - begin) * (split + 1), num_splits)
-    pages.walk(config, pool_of, pages.Range(first, last, state), rows, ring, walker, member, lane, regs, ops, work,
-               scales)
-    steps.finish(config, work, regs.acc_o)
+    if is_book:
+        if config.is_phased:
+            codebook_phases.walk(config, pool_of, pages.Range(first, last, state), rows, ring, books, thread, warp,
+                                 lane, regs, ops, work, scales)
+        else:
+            codebook_pages.walk(config, pool_of, pages.Range(first, last, state), rows, warp, lane, regs, ops, work,
+                                scales)
+        codebook.finish(config, ring, warp, lane, work, regs.acc_o)
+    else:
+        pages.walk(config, pool_of, pages.Range(first, last, state), rows, ring, walker, member, lane, regs, ops, work,
+                   scales)
+        steps.finish(config, work, regs.acc_o)
     if split == num_splits - 1:
         # values of their own, as below
         row, counts = tokens.places(), tokens.counts()
@@ -94,7 +122,10 @@ def attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops
             last = T.truncdiv(state.num_packed, layout.PAGE_TOKENS)
             mixed.walk(config, pool_of, pages.Range(first, last, state), rows, ring, walker, member, lane, regs, ops,
                        work, scales)
-        steps.query_for_tokens(config, q, rows, lane, ops)
+        if is_book:
+            codebook.query_for_tokens(config, q, books, rows, lane, work, ops)
+        else:
+            steps.query_for_tokens(config, q, rows, lane, ops)
         tokens.walk(config, state, rows, ring, walker, member, lane, regs, ops, scales)
 
 
@@ -114,7 +145,8 @@ def deliver(config, regs, ring, rows, block_rows, warp, thread, results, arrival
 
 def _prim_func(config: DecodeConfig):
     head_dim, dtype = config.head_dim, config.dtype
-    steps = pages.STEPS[config.path]
+    is_book = config.path == "codebook"
+    steps = None if is_book else pages.STEPS[config.path]
     batch, q_len, heads, heads_kv = (T.dynamic(name) for name in ("batch", "q_len", "num_heads", "num_heads_kv"))
     units, entries, sinks = T.dynamic("units"), T.dynamic("entries"), T.dynamic("sinks")
     slots_k, slots_v, num_splits = T.dynamic("slots_k"), T.dynamic("slots_v"), T.dynamic("num_splits")
@@ -140,6 +172,9 @@ def _prim_func(config: DecodeConfig):
         sink_v: T.StridedTensor((rings, heads_kv, sinks, head_dim), strides["sink_v"], dtype),
         ring_k: T.StridedTensor((rings, heads_kv, slots_k, head_dim), strides["ring_k"], dtype),
         ring_v: T.StridedTensor((rings, heads_kv, slots_v, head_dim), strides["ring_v"], dtype),
+        k_book: T.Tensor((heads_kv, BOOK_ENTRIES, BOOK_ROW_WORDS), "uint32") if is_book else None,
+        v_book: T.Tensor((heads_kv, BOOK_ENTRIES, BOOK_ROW_WORDS), "uint32") if is_book else None,
+        k_channels: T.Tensor((heads_kv, CHANNEL_PLANES, head_dim), "float32") if is_book else None,
         o_partial: T.Tensor((num_splits, batch, q_len, heads, head_dim), "float32"),
         lse_partial: T.Tensor((num_splits, batch, q_len, heads), "float32"),
         out: T.Tensor((batch, q_len, heads, head_dim), dtype),
@@ -160,7 +195,8 @@ def _prim_func(config: DecodeConfig):
             thread = T.get_thread_binding()
             warp, lane = thread // LANES, thread % LANES
             ring = shared_ring(config)
-            regs, ops, work = softmax.state(config), mma.operands(config), steps.allocate(config, thread)
+            regs, ops = softmax.state(config), mma.operands(config)
+            work = codebook.allocate(config, ring) if is_book else steps.allocate(config, thread)
             ratio, head, first_row, num_rows = (T.alloc_var("int32") for _ in range(4))
             ratio = T.truncdiv(heads, heads_kv)
             head = T.truncdiv(place, row_blocks)
@@ -175,10 +211,14 @@ def _prim_func(config: DecodeConfig):
                                   *tokens.listed(counts))
             rows = queries.Rows(seq, head * ratio, ratio, first_row, num_rows, state.num_tok - q_len + 1, state.num_tok,
                                 window, sink_window)
-            steps.start(config, q, rows, warp, lane, ops, work, num_splits)
+            books = codebook.Books(k_book, v_book, k_channels, head)
+            if is_book:
+                codebook.start(config, q, books, rows, ring, thread, work, softmax_scale_log2)
+            else:
+                steps.start(config, q, rows, warp, lane, ops, work, num_splits)
             softmax.start(config, regs)
-            attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops, work, q, softmax_scale_log2,
-                   softcap_log2, split, num_splits)
+            attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops, work, q, books,
+                   softmax_scale_log2, softcap_log2, split, num_splits)
             # values of their own: those of above would stay in registers over the page loop, or be spilled
             place_again, seq_again = (T.alloc_var("int32") for _ in range(2))
             place_again = T.shfl_sync(place, 0)

@@ -14,7 +14,7 @@ from lowbit_attn.ampere.config import DecodeConfig
 from lowbit_attn.device.tokens import swizzled
 
 MOVMATRIX = "cute::SM75_U32x1_MOVM_T::copy"  # transposes one 8x8 matrix of halves across the warp
-MOVMATRIX_FLAGS = ("-include", "cute/arch/copy_sm75.hpp")
+MOVMATRIX_FLAGS = ("-include", "cute/arch/copy_sm75.hpp", "-include", "cutlass/arch/memory.h")
 MMA_TYPE = {"float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -27,15 +27,18 @@ class Operands(NamedTuple):
     p: Any  # P^T, uint32 [8 tiles, columns, 2]
     half: Any  # uint32 [1] ...
     half_v: Any  # ... and the same as dtype [2]
+    rest: Any  # as ``rows``: what its rounding leaves of q; None where q comes in 16 bit
 
 
 def operands(config: DecodeConfig) -> Operands:
     """Registers of the multiplies."""
     tiles = layout.PAGE_TOKENS // layout.TILE
     half = T.alloc_local((1,), "uint32")
+    rest = T.alloc_local((4 * config.o_tiles * config.columns,), config.dtype) if config.query_parts == 2 else None
     return Operands(T.alloc_local((4 * config.o_tiles * config.columns,), config.dtype),
                     T.alloc_local((8,), config.dtype), T.alloc_local((4 * tiles * config.columns,), "float32"),
-                    T.alloc_local((2 * tiles * config.columns,), "uint32"), half, T.view(half, (2,), config.dtype))
+                    T.alloc_local((2 * tiles * config.columns,), "uint32"), half, T.view(half, (2,), config.dtype),
+                    rest)
 
 
 def row_access(lane, tile, column_tile, row_accesses):
@@ -98,6 +101,9 @@ def tokens_qk(config, ring_h, slot, lane, ops):
             for n in T.unroll(config.columns):
                 multiply(config.dtype, ops.a, ops.rows, column_tile * config.columns + n, ops.acc_s,
                          tile * config.columns + n)
+                if config.query_parts == 2:
+                    multiply(config.dtype, ops.a, ops.rest, column_tile * config.columns + n, ops.acc_s,
+                             tile * config.columns + n)
 
 
 @T.macro

@@ -40,6 +40,7 @@ class Scales(NamedTuple):
 
     softmax_log2: Any
     softcap_log2: Any
+    rows: Any = None  # fp32 [row values] in the place of softmax_log2, where q is scaled row by row
 
 
 def record_address(pages: Pool, page):

@@ -54,6 +54,13 @@ def scale_scores(config, acc_s, tiles, softmax_scale_log2):
 
 
 @T.macro
+def scale_rows(config, acc_s, tiles, factors):
+    """``scale_scores`` by a factor of each row [row values]."""
+    for i in T.unroll(4 * tiles * config.columns):
+        acc_s[i] = acc_s[i] * factors[row_value(config, i)]
+
+
+@T.macro
 def cap_scores(config, acc_s, tiles, softcap_log2):
     """x -> cap tanh(x / cap) of base-2 logits, as cap - 2 cap / (e^(2x / cap) + 1): right at both infinities."""
     steepness = T.alloc_var("float32")

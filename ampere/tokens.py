@@ -146,7 +146,10 @@ def attend(config, ends, start, live, reach, ring, slot, lane, regs, ops, scales
     bound = T.alloc_local((config.row_values,), "int32")
     mma.clear(ops.acc_s, 4 * tiles * config.columns)
     mma.tokens_qk(config, ring.halves, slot, lane, ops)
-    softmax.scale_scores(config, ops.acc_s, tiles, scales.softmax_log2)
+    if scales.rows is None:
+        softmax.scale_scores(config, ops.acc_s, tiles, scales.softmax_log2)
+    else:
+        softmax.scale_rows(config, ops.acc_s, tiles, scales.rows)
     if config.softcap:
         softmax.cap_scores(config, ops.acc_s, tiles, scales.softcap_log2)
     for v in T.unroll(config.row_values):

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.formats.spec import Kind
 from lowbit_attn.kernels.key import SMALL, STREAM, WIDE_HEAD_DIM
-from lowbit_attn.kernels.support import Support, listed, unserved
+from lowbit_attn.kernels.support import CodebookSupport, Support
 
 FLOATS = (torch.float16, torch.bfloat16)
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
@@ -38,28 +37,6 @@ class SmallSupport(Support):
             if part > MAX_SMALL_PART:
                 found = [f"part of a record of {part} B, supported: up to {MAX_SMALL_PART} B"]
         return found
-
-
-@dataclass(frozen=True)
-class CodebookSupport(Support):
-    """Codebooks on both sides, in the order by lanes."""
-
-    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
-        try:
-            k, v = fmt.specs(head_dim)
-        except ValueError as error:
-            return [str(error)]
-        if not (k and v and k.kind is v.kind is Kind.CODEBOOK):
-            return [f"format {fmt}, supported: codebooks of K and of V"]
-        wanted = (("K bits", k.bits, self.k_bits), ("V bits", v.bits, self.v_bits),
-                  ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
-                  *(("feature", name, self.features) for name in features))
-        return unserved(wanted)
-
-    def __str__(self) -> str:
-        return (f"codebooks of K of {listed(self.k_bits)} bits with codebooks of V of {listed(self.v_bits)} bits; "
-                f"head_dim {listed(self.head_dims)}; {listed(self.dtypes)}; any number of query heads a KV head; "
-                f"{listed(self.rows)} query rows at once, more in blocks")
 
 
 PATHS = {

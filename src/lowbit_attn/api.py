@@ -8,7 +8,7 @@ from numbers import Real
 
 import torch
 
-from lowbit_attn import dispatch, ops, reference
+from lowbit_attn import dispatch, level_decode, ops, reference
 from lowbit_attn.attached import check_identity
 from lowbit_attn.cache import KVCache
 from lowbit_attn.checks import LayoutMismatchError, check_rank, check_tensor, integer, is_truth
@@ -72,7 +72,10 @@ def decode(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int
         return ops.traced_decode(q, cache, out, lse, options, num_splits, path, rows)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = q.new_empty(_lse_shape(q), dtype=torch.float32) if lse is None else lse
-    dispatch.decode(q, cache, out, lse, options, num_splits, path, rows)
+    if isinstance(cache, LevelCache):
+        level_decode.decode(q, cache, out, lse, options, num_splits, path)
+    else:
+        dispatch.decode(q, cache, out, lse, options, num_splits, path, rows)
     return out, lse
 
 
@@ -94,7 +97,10 @@ def ready(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int]
     options = reference.Attention(softmax_scale, softcap, window, keep_sinks, sink_logits)
     _check(q, cache, None, None, num_splits, options)
     _rows(rows, q, cache)
-    dispatch.ready(q, cache, options, num_splits, path, rows is not None, load)
+    if isinstance(cache, LevelCache):
+        level_decode.ready(q, cache, options, num_splits, path, load)
+    else:
+        dispatch.ready(q, cache, options, num_splits, path, rows is not None, load)
 
 
 def _lse_shape(q: torch.Tensor) -> tuple[int, int, int]:

@@ -74,6 +74,13 @@ class Attached:
                                     reach.flatten(1)), 1)
             return *tables, channels.contiguous()
 
+    @cached_property
+    def packed_by(self) -> dict[str, torch.Tensor | None]:
+        """What kernels that pack "k" or "v" take: entries fp16 [num_heads_kv, groups, 256 c]; None: it is affine."""
+        sides = {side: self.entries(side) for side in "kv"}
+        with torch.inference_mode(False):
+            return {side: None if x is None else x.flatten(2).contiguous() for side, x in sides.items()}
+
     def entries(self, side: str) -> torch.Tensor | None:
         """Entries fp16 [num_heads_kv, groups, 256, c] of "k" or "v"; None: the side is affine."""
         return self.layer.k_entries if side == "k" else self.layer.v_entries

@@ -48,5 +48,14 @@ BACKENDS: dict[str, Backend] = {"cpu": Backend(lambda cache: None, write_blocks,
 
 
 def backend_of(cache) -> Backend:
-    """What fills and reads the pages of a cache: torch, on any device, for codebooks, which no kernel knows."""
-    return BACKENDS["cpu" if cache.attached is not None else cache.device.type]
+    """What fills and reads the pages of a cache: torch, on any device, for codebooks of keys before their rotary
+    embedding, which no kernel knows."""
+    is_turned = cache.attached is not None and cache.attached.is_pre_rope
+    return BACKENDS["cpu" if is_turned else cache.device.type]
+
+
+def kernel_entries(cache, side: str) -> tuple[torch.Tensor, ...]:
+    """What kernels that pack or read "k" or "v" take of its codebooks: fp16 [num_heads_kv, groups, 256 c]; an affine
+    side has none."""
+    entries = cache.k_entries if side == "k" else cache.v_entries
+    return () if entries is None else (entries,)

@@ -117,9 +117,13 @@ class KVCache(CacheReads):
         also be an int32 tensor [batch] of distinct rows on the device, which each replay reads. The same holds for
         a step that torch.compile compiles.
         """
-        if self.attached is not None and (torch.compiler.is_compiling() or self.is_capturing()):
-            raise NotImplementedError(f"append: format {self.format} has codebooks, whose steps cannot be captured or "
-                                      "compiled yet, supported: calls outside of CUDA graphs and torch.compile")
+        if self.attached is not None and torch.compiler.is_compiling():
+            raise NotImplementedError(f"append: format {self.format} has codebooks, whose steps cannot be compiled "
+                                      "yet, supported: calls outside of torch.compile")
+        if self.is_capturing() and backend_of(self).append is None:
+            raise NotImplementedError(f"append: format {self.format} has codebooks of keys before their rotary "
+                                      "embedding, whose steps cannot be captured, supported: calls outside of CUDA "
+                                      "graphs")
         if torch.compiler.is_compiling():
             self._append_traced(k, v, seqs)
             return

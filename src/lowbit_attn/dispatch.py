@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from lowbit_attn import _private, kernels, loader, reference
+from lowbit_attn.backend import kernel_entries
 from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
+from lowbit_attn.level_view import views_of
 from lowbit_attn.levels import LevelCache
 from lowbit_attn.plan import DecodePlan, StepPlan, plans_of
 from lowbit_attn.reference import Attention
@@ -80,7 +82,11 @@ def why_not(cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = N
 
 
 def why_not_on(arch: str, cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = None) -> list[str]:
-    """The same for a named architecture, whatever device there is."""
+    """The same for a named architecture, whatever device there is. A LevelCache has the reasons of both levels."""
+    if isinstance(cache, LevelCache):
+        heads = num_heads // cache.num_heads_kv  # of a level's row
+        return [f"{level} level: {reason}" for level, view in zip(("high", "low"), views_of(cache))
+                for reason in _pick(arch, view, heads, q_len, path)[1]]
     return _pick(arch, cache, num_heads, q_len, path)[1]
 
 
@@ -149,11 +155,10 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path, ro
 
     rows: int32 [batch] on the cache's device; None: the cache's first ones.
     """
-    if _is_reference(cache, path):
+    if is_reference(cache, path):
         q = cache.queries(q)
         with torch.no_grad():
-            o, logsumexp = (cache.attend(q, options) if isinstance(cache, LevelCache) else
-                            reference.decode(q, cache, options, rows))
+            o, logsumexp = reference.decode(q, cache, options, rows)
             out.copy_(o)
             lse.copy_(logsumexp)
         return
@@ -167,7 +172,7 @@ def decode(q, cache: KVCache, out, lse, options: Attention, num_splits, path, ro
 def ready(q, cache: KVCache, options: Attention, num_splits, path, has_rows: bool, load: bool) -> None:
     """Pick the kernel of a decode call, or raise NotImplementedError with the reasons; load: make its plan too, which
     loads or builds the kernel."""
-    if _is_reference(cache, path):
+    if is_reference(cache, path):
         return
     if cache.rotate_keys:
         q = cache.rotate(q)
@@ -176,7 +181,8 @@ def ready(q, cache: KVCache, options: Attention, num_splits, path, has_rows: boo
         _plan_decode(q, cache, options, num_splits, key, path, has_rows)
 
 
-def _is_reference(cache: KVCache, path: str | None) -> bool:
+def is_reference(cache: KVCache, path: str | None) -> bool:
+    """Whether a call is the reference's, in torch."""
     return path == "reference" or (path is None and cache.device.type == "cpu")
 
 
@@ -295,17 +301,18 @@ def _specialisation(cache: KVCache) -> tuple[str, str, str, int]:
 def _part(cache: KVCache, side: str) -> torch.Tensor:
     """The pool from the first record's K or V part on, in units: how kernels of one side find it."""
     first = 0 if side == "k" else cache.record.v_offset // RECORD_ALIGN
-    return cache.pool.view(-1, RECORD_ALIGN)[first:]
+    return cache.units[first:]
 
 
 def _write_blocks(cache: KVCache, pages: torch.Tensor, blocks: torch.Tensor, side: str) -> None:
     """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool."""
     key, part = _quantize_key(cache, side), _part(cache, side)
     weights = (cache.query_weights,) if side == "k" and cache.query_weights is not None else ()
+    extra = weights + kernel_entries(cache, side)
     blocks, pages, quantize = blocks.contiguous(), pages.int(), loader.load(key)
     for at in range(0, len(pages), GRID_PAGES):
         some = slice(at, at + GRID_PAGES)
-        quantize(blocks[some], pages[some], part.view(torch.uint32), part.view(torch.uint16), *weights,
+        quantize(blocks[some], pages[some], part.view(torch.uint32), part.view(torch.uint16), *extra,
                  cache.strides.page, cache.strides.head)
 
 
@@ -345,7 +352,7 @@ def _read_pages(cache: KVCache, pages: torch.Tensor) -> tuple[torch.Tensor, torc
             key = kernels.dequantize_key(target_of(cache.device)[1], cache.head_dim, cache.format, name)
             part = _part(cache, name)
             loader.load(key)(pages[some].int(), part.view(torch.uint32), part.view(side.storage), out[some],
-                             cache.strides.page, cache.strides.head)
+                             *kernel_entries(cache, name), cache.strides.page, cache.strides.head)
         sides.append(out)
     return sides[0], sides[1]
 

@@ -69,7 +69,6 @@ class LevelState(Copied):
         self.identity = self.layout_id
         self.largest = tuple(min(torch.finfo(dtype).max, *(getattr(fmt, side).largest() for fmt in self.format.formats))
                              for side in "kv")
-        self.unnamed = [f"levels {self.format}: a LevelCache has no kernels yet, supported: path='reference'"]
         self._allocate()
 
     def _allocate(self) -> None:
@@ -102,12 +101,12 @@ class LevelState(Copied):
         more = -(-max_seqlen // PAGE) - self.table.shape[2]
         self.table = torch.nn.functional.pad(self.table, (0, more), value=-1)
         self.max_seqlen = max_seqlen
-        for row in range(self.max_batch):
-            self.recount(row)
+        self.recount()
 
     @property
     def counts(self) -> Lengths:
-        return Lengths(*(x.cpu().numpy() for x in (self.n_sink, self.n_out, self.n_out, self.n_tok)))
+        n_sink, n_out, n_tok = torch.stack((self.n_sink, self.n_out, self.n_tok)).cpu().numpy()  # one wait
+        return Lengths(n_sink, n_out, n_out, n_tok)
 
     def held_frames(self, size: int) -> list[int]:
         """Frames of one size of the pool that this cache holds."""
@@ -152,16 +151,16 @@ class LevelState(Copied):
         """Position of the oldest token of a row's ring."""
         return int(self.n_sink[row] + self.n_out[row])
 
-    def recount(self, row: int) -> None:
-        """Set the counters that decode reads of each level, and the limit, from those of the row."""
-        heads = self.heads_of(row)
-        n_sink, n_out, n_tok = (int(x[row]) for x in (self.n_sink, self.n_out, self.n_tok))
-        self.c_sink[0, heads] = self.n_stage[0, heads] + n_sink
-        self.c_sink[1, heads] = self.n_stage[1, heads]
-        self.c_out[1, heads] = n_out
-        self.c_tok[0, heads] = self.c_sink[0, heads]
-        self.c_tok[1, heads] = self.n_stage[1, heads] + (n_tok - n_sink)
-        self.limit[row] = min(self.max_seqlen, self.sinks + n_out + self.slots)
+    def recount(self) -> None:
+        """Set the counters that decode reads of each level, and the limits, from those of the rows."""
+        n_sink, n_out, behind = (x.repeat_interleave(self.num_heads_kv)
+                                 for x in (self.n_sink, self.n_out, self.n_tok - self.n_sink))
+        self.c_sink.copy_(self.n_stage)
+        self.c_sink[0] += n_sink
+        self.c_out[0] = behind  # all in the ring are younger, and none are this level's
+        self.c_out[1] = n_out
+        torch.add(self.c_sink, behind, out=self.c_tok)
+        torch.clamp(self.n_out + (self.sinks + self.slots), max=self.max_seqlen, out=self.limit)
 
     # ---- tokens
 
@@ -200,6 +199,20 @@ class LevelState(Copied):
         self.score[heads], self.seen[row] = 0, 0
         self.score[heads].index_copy_(1, slots, recent.score)
         self.seen[row].index_copy_(0, slots, recent.seen)
+
+    def store_new(self, rows: list[int], lengths: np.ndarray, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put new tokens [batch, tokens, num_heads_kv, head_dim] behind the ``lengths`` int [batch] tokens of these
+        rows: into sinks, then ring. Scores of free slots are 0, so the new tokens have none."""
+        at = lengths[:, None] + np.arange(k.shape[1])
+        for stores, first, slots, chosen in (((self.hi_k, self.hi_v), 0, self.hi_k.shape[1], at < self.sinks),
+                                             ((self.ring_k, self.ring_v), self.sinks, self.slots, at >= self.sinks)):
+            i, t = chosen.nonzero()
+            if not len(i):
+                continue
+            places = np.stack((np.asarray(rows)[i], (at[i, t] - first) % slots, i, t))
+            row, slot, i, t = torch.from_numpy(places).to(self.device)
+            for store, new in zip(stores, (k, v)):
+                store.unflatten(0, (self.max_batch, -1))[row, :, slot] = new[i, t]
 
     def store_sinks(self, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Append tokens [n, num_heads_kv, head_dim] to a row's sinks."""

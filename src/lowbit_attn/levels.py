@@ -10,7 +10,8 @@ K per channel, and its stage holds what is not yet a page. ``append`` fills the 
 it gives each a class: high and low ones go behind their head's stages, a full stage becomes a page, pruned ones are
 gone. Classes are decided once. Heads end up with different numbers of tokens, so memory comes from a FramePool.
 
-This is the torch reference, on any device; no kernels serve it yet.
+All of this is in torch, on any device; on a GPU decode has kernels (level_decode.py), which read each level as an
+ordinary cache (level_view.py).
 """
 
 from collections.abc import Sequence
@@ -55,11 +56,12 @@ class LevelCache(LevelState):
     State, with a row of its own for each (sequence b, KV head h) at v = b num_heads_kv + h, levels high, low: ``table``
     int32 [2, v, pages], units of 128 bytes in the level's memory of the pool; ``half`` int32 [v], unit of the next free
     low record of a frame, -1: none; counters int32 [2, v] as kernels of one level read them: ``c_sink`` tokens in its
-    16-bit segment (high: sinks and stage), ``c_out`` tokens that left the ring, ``c_pack`` tokens in pages, ``c_tok``
-    beside pages all; ``n_stage`` int32 [2, v]; ``n_sink``, ``n_out``, ``n_tok``, ``limit`` int32 [max_batch];
-    ``score`` fp32 [v, ring], ``seen`` int32 [max_batch, ring]; of the last plan ``order`` uint8 [v, 128] (by class,
-    each by position), ``new`` int32 [2, v]; ``n_drop`` int32 [v] pruned tokens; ``starved`` int32 [1], plans that
-    found too few frames; ``waits`` bool [max_batch], rows whose last plan did.
+    16-bit segment (high: sinks and stage), ``c_out`` tokens that left the ring (high: and those in it, of which it has
+    none), ``c_pack`` tokens in pages, ``c_tok`` those of the segment, in the ring and that left it; ``n_stage`` int32
+    [2, v]; ``n_sink``, ``n_out``, ``n_tok``, ``limit`` int32 [max_batch]; ``score`` fp32 [v, ring], ``seen`` int32
+    [max_batch, ring]; of the last plan ``order`` uint8 [v, 128] (by class, each by position), ``new`` int32 [2, v];
+    ``n_drop`` int32 [v] pruned tokens; ``starved`` int32 [1], plans that found too few frames; ``waits`` bool
+    [max_batch], rows whose last plan did.
     """
 
     # ---- the steps
@@ -90,7 +92,7 @@ class LevelCache(LevelState):
         self.store_sinks(row, k[:fresh], v[:fresh])
         self.store_recent(row, recent.part(slice(leaving, None)))
         self.n_tok[row] += tokens
-        self.recount(row)
+        self.recount()
 
     def append(self, k: torch.Tensor, v: torch.Tensor, seqs: Sequence[int] | None = None) -> None:
         """Add the same number of new tokens to each of several sequences; they stay in 16 bit until ``manage``.
@@ -103,18 +105,19 @@ class LevelCache(LevelState):
         if not 1 <= tokens <= self.max_q_len:
             raise ValueError(f"k: {tokens} tokens a step, supported: 1 to max_q_len = {self.max_q_len}")
         k, v = self.enter("k", k, (batch, tokens)), self.enter("v", v, (batch, tokens))
-        for row in rows:
-            self._check_limit(row, int(self.n_tok[row]) + tokens)
-        for i, row in enumerate(rows):
-            fresh = min(tokens, self.sinks - int(self.n_sink[row]))
-            recent = self.recent(row, k[i, fresh:], v[i, fresh:])
-            self.store_sinks(row, k[i, :fresh], v[i, :fresh])
-            self.store_recent(row, recent)
-            self.n_tok[row] += tokens
-            self.recount(row)
+        lengths = self.counts
+        held = lengths.n_tok[rows]
+        for row, length in zip(rows, (held + tokens).tolist()):
+            self._check_limit(row, length, self.sinks + int(lengths.n_qk[row]) + self.slots)
+        self.store_new(rows, held, k, v)
+        lengths.n_tok[rows] += tokens
+        n_sink = lengths.n_tok.clip(max=self.sinks)
+        for mine, known in ((self.n_tok, lengths.n_tok), (self.n_sink, n_sink)):
+            mine.copy_(torch.from_numpy(known))
+        self.recount()
 
-    def _check_limit(self, row: int, length: int) -> None:
-        if length <= int(self.limit[row]):
+    def _check_limit(self, row: int, length: int, room: int) -> None:
+        if length <= min(self.max_seqlen, room):
             return
         if length > self.max_seqlen:
             raise ValueError(f"k: a sequence would reach {length} tokens, supported: max_seqlen = {self.max_seqlen}")
@@ -136,14 +139,15 @@ class LevelCache(LevelState):
         rows, options = self.check_rows(seqs, batch), Attention(**attention)
         self.check_queries(q, (batch, q_len))
         check_tensor("lse", lse, (batch, q.shape[2], q_len), (torch.float32,), self.device)
-        if not 1 <= q_len <= self.max_q_len or any(int(self.n_tok[row]) < q_len for row in rows):
+        lengths = self.counts
+        if not 1 <= q_len <= self.max_q_len or (lengths.n_tok[rows] < q_len).any():
             raise ValueError(f"q: got {q_len} queries, supported: 1 to max_q_len = {self.max_q_len}, of tokens in the "
                              "cache")
-        scored, departures = [], []
+        scored, departures, waits = [], [], self.waits.tolist()
         for i, row in enumerate(rows):
-            n_tok, first = int(self.n_tok[row]), self.first_recent(row)
+            n_tok, first = int(lengths.n_tok[row]), int(lengths.n_sink[row] + lengths.n_qk[row])
             acts, observed = n_tok // self.manage_every > (n_tok - q_len) // self.manage_every, None
-            if not acts and not self.waits[row]:
+            if not acts and not waits[row]:
                 continue
             if acts:
                 at = torch.arange(n_tok - q_len, n_tok, device=self.device)
@@ -174,7 +178,7 @@ class LevelCache(LevelState):
             departure.write(self.pool.take(departure.needs.tolist()))
             self.n_out[departure.row] += PAGE
             self.store_recent(departure.row, rest)
-            self.recount(departure.row)
+            self.recount()
 
     def rewind(self, seqs: Sequence[int], tokens: int | Sequence[int]) -> None:
         """Drop the last tokens of these sequences, those of the ring at most; what left it stays."""
@@ -189,7 +193,7 @@ class LevelCache(LevelState):
             recent, length = self.recent(row), int(self.n_tok[row]) - count
             self.store_recent(row, recent.part(slice(0, max(0, len(recent.seen) - count))))
             self.n_tok[row], self.n_sink[row] = length, min(length, self.sinks)
-            self.recount(row)
+            self.recount()
 
     def free(self, seqs: Sequence[int]) -> None:
         """Forget the tokens of these sequences and return their frames; their rows may start anew."""
@@ -201,7 +205,7 @@ class LevelCache(LevelState):
             self.table[:, heads], self.half[heads], self.n_drop[heads], self.score[heads] = -1, -1, 0, 0
             self.seen[row], self.n_sink[row], self.n_out[row], self.n_tok[row] = 0, 0, 0, 0
             self.waits[row] = False
-            self.recount(row)
+            self.recount()
 
     def share(self, src: int, dst: int, tokens: int | None = None) -> None:
         """Refuse: frames have one holder."""

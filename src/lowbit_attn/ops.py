@@ -9,18 +9,15 @@ rotated as the cache's keys are, of its dtype, and checked: ``lowbit_attn.decode
 and, while they are being compiled, call these. Shapes and defaults are theirs.
 """
 
-from functools import cached_property
-
 import numpy as np
 import torch
 
 from lowbit_attn import _private, dispatch
-from lowbit_attn.cache import BACKENDS, KVCache, Strides
+from lowbit_attn.cache import BACKENDS, KVCache
 from lowbit_attn.extend import Extension
-from lowbit_attn.formats import FORMATS
+from lowbit_attn.held import HeldCache
 from lowbit_attn.journal import Journal
 from lowbit_attn.reference import Attention
-from lowbit_attn.state import Counts
 from lowbit_attn.view import ROW_FIELDS, STATE, STEP_STATE
 
 STEP_VALUES = ("query_weights", "range_search", "sinks", "window_k", "window_v")
@@ -41,36 +38,6 @@ _LIBRARY.define(f"decode_out(Tensor q, Tensor(a!) out, Tensor(b!) lse, {_STATE_S
 _LIBRARY.define(f"append(Tensor k, Tensor v, Tensor rows, {_STEP_SCHEMA}, str format, int[] strides, "
                 "Tensor? query_weights, bool? range_search, int sinks, int window_k, int window_v) -> ()",
                 tags=torch.Tag.pt2_compliant_tag)
-
-
-class HeldCache(KVCache):
-    """A cache for the length of one operator: the view of it that the operator got, without a host's part."""
-
-    ring_start = rows = ring_rows = None  # of the view; those of a KVCache follow from its other state
-
-    def __init__(self, format: str, strides: list[int], state: dict[str, torch.Tensor], **values):
-        vars(self).update(state, **values)
-        self.format, self.strides = FORMATS[format], Strides(*strides)
-        self.device, self.dtype, self.rotate_keys = self.pool.device, self.ring_k.dtype, False
-        self.max_batch, self.num_heads_kv, _, self.head_dim = self.ring_k.shape
-        self.record, self.unnamed = self.format.record(self.head_dim), []
-
-    def settle(self, call: str) -> None:
-        """There is no copy of the counters to refresh: ``counts`` reads them."""
-
-    def check_rows(self, seqs, count: int | None = None, alive: bool = True, name: str = "seqs") -> np.ndarray:
-        return np.asarray(seqs)
-
-    def batch_rows(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.rows, self.ring_rows
-
-    def known_pages(self, batch: int) -> None:
-        """Only the device knows."""
-
-    @cached_property
-    def counts(self) -> Counts:
-        """On the CPU the counters themselves."""
-        return Counts(*(x.cpu().numpy() for x in self.counters()))
 
 
 def traced_decode(q: torch.Tensor, cache: KVCache, out: torch.Tensor | None, lse: torch.Tensor | None,

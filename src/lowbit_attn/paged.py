@@ -23,7 +23,7 @@ from lowbit_attn.attached import Attached
 from lowbit_attn.backend import BACKENDS
 from lowbit_attn.checks import check_rank, check_tensor, one_of
 from lowbit_attn.formats import Format
-from lowbit_attn.ops import HeldCache
+from lowbit_attn.held import HeldCache
 from lowbit_attn.state import DTYPES, RING_ALIGN
 
 PAGE = layout.PAGE_TOKENS

@@ -40,6 +40,8 @@ def promised(arch: str) -> list[KernelKey]:
     common = product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, HEAD_DIMS, map(FORMATS.get, formats()))
     keys = [key for target, dtype, head_dim, fmt in common if _has_record(fmt, head_dim)
             for keys in (_packing, _decoding) for key in keys(arch, target, dtype, head_dim, fmt)]
+    keys += [kernels.merge_key(*common) for common in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES,
+                                                              HEAD_DIMS)]
     if arch == "hopper":
         keys += chain.from_iterable(map(linear_keys, kernels.SHIPPED_TARGETS[arch]))
     return list(dict.fromkeys(keys))

@@ -169,6 +169,16 @@ class CacheState(Copies):
             raise ValueError(f"max_batch: got {self.max_batch} sequences of at most {max_pages} pages, supported: "
                              f"{MAX_ENTRIES} table entries in all; a smaller max_seqlen takes fewer for each sequence")
 
+    # ---- optional planes of the view
+
+    @property
+    def k_entries(self) -> torch.Tensor | None:
+        return None if self.attached is None else self.attached.packed_by["k"]
+
+    @property
+    def v_entries(self) -> torch.Tensor | None:
+        return None if self.attached is None else self.attached.packed_by["v"]
+
     # ---- sizes
 
     def _open_tokens(self, window: int) -> int:
@@ -199,6 +209,11 @@ class CacheState(Copies):
     def ring_start(self) -> torch.Tensor:
         """int32 [max_batch]: what left K's ring is in K's pages."""
         return self.n_qk
+
+    @property
+    def units(self) -> torch.Tensor:
+        """The pool as uint8 [units, 128], in which tables and strides count."""
+        return self.pool.view(-1, layout.RECORD_ALIGN)
 
     def batch_rows(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the state and of sinks and rings that the rows of a batch read unless a call says others."""

@@ -146,6 +146,10 @@ CODEBOOK = tuple(MatrixKernel(*kernel) for kernel in (
     ("kcq2vcq4", F16, 128, 2), ("cq2-nonorm", F16, 128, 2), ("cq2", F16, 128, 2, ("softcap", "window")),
 ))
 
+# Ampere's in the sizes of sm_89, whose shared memory does not hold both codebooks of head_dim 128
+CODEBOOK_SM_89 = tuple(MatrixKernel(name, dtype, head_dim, 8) for name in ("cq2", "cq4", "kcq4vcq2")
+                       for dtype in (F16, BF16) for head_dim in (128, 64))
+
 BOOSTED = tuple(MatrixKernel(*kernel) for kernel in (  # values of two widths
     *(("k4v2-boost", dtype, head_dim, rows) for dtype in (F16, BF16) for head_dim in (64, 128) for rows in (4, 8, 16)),
     ("k4v2-boost", F16, 256, 4), ("k4v2-boost", BF16, 256, 8), ("k4v2-boost", F16, 128, 4, ("softcap",)),
@@ -198,6 +202,8 @@ def keys(arch: str) -> list[KernelKey]:
     wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
     wanted += [key for kernel in WIDE + KITTY + CODEBOOK + BOOSTED + MODELS for key in kernel.keys(arch)]
     wanted += [key for kernel in FEW for key in kernel.keys(arch, "tile")]
+    if arch == "ampere":
+        wanted += [replace(key, sizes="sm_89") for kernel in CODEBOOK_SM_89 for key in kernel.keys(arch)]
     wanted += [key for name, dtype, head_dim in QUANTIZED
                for key in kernels.packing_keys(target, dtype, head_dim, FORMATS[name])]
     wanted += [key for name, dtype, head_dim in APPENDED

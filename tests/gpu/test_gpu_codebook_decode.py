@@ -1,4 +1,5 @@
-"""Decode over codebook caches on Hopper's kernels, against fp64 attention over the same dequantized cache."""
+"""Decode over codebook caches against fp64 attention over the same dequantized cache: Hopper's kernels, and Ampere's in
+the sizes that they have here and on sm_89, whose shared memory holds one codebook."""
 
 from dataclasses import replace
 
@@ -15,69 +16,76 @@ from lowbit_attn.testing import Case
 pytestmark = pytest.mark.gpu
 PATH, BF16 = "codebook", torch.bfloat16
 FORMATS = ("cq2", "cq4", "kcq4vcq2")
-PATHS = (*((name, path) for path in (PATH, "codebook8") for name in FORMATS), ("cq2", "codebook2"))
-HEAD_DIMS, ANY_FORMAT = (128, 64), dict.fromkeys(kernel.format for kernel in matrix.CODEBOOK)
+AMPERE, SM_89 = "ampere", "ampere-sm_89"
+PATHS = (*(("hopper", name, path) for path in (PATH, "codebook8") for name in FORMATS), ("hopper", "cq2", "codebook2"),
+         *((arch, name, PATH) for arch in (AMPERE, SM_89) for name in FORMATS))
+ARCHS = [("hopper", name) for name in dict.fromkeys(kernel.format for kernel in matrix.CODEBOOK)] + [
+    (AMPERE, name) for name in FORMATS]
+HEAD_DIMS = (128, 64)
 HARD = ("k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x", "v-1e-4-beside-sink",
         "v-page-1e3-after-1e-4", "zero-200x-range", "flat-attention", "zero-pages", "q-1e3", "q-1e-3")
 RAGGED = Case("cq2", num_heads=8, num_heads_kv=2, lengths=(700, 0, 128, 1300, 1, 2051), sinks=5)
 
 
-def heads_of(path: str) -> int:
+def heads_of(arch: str, path: str) -> int:
     """Query heads of two KV heads that fill the rows of a path's kernel."""
-    return {"codebook2": 4, PATH: 8, "codebook8": 16}[path]
+    return 16 if arch != "hopper" else {"codebook2": 4, PATH: 8, "codebook8": 16}[path]
 
 
 @pytest.fixture(autouse=True)
-def on_hopper(monkeypatch):
-    monkeypatch.setenv("LOWBIT_ATTN_ARCH", "hopper")
+def kernels_of_an_arch(request, monkeypatch):
+    """Those of the test's parameter ``arch``, or Hopper's."""
+    named = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    monkeypatch.setenv("LOWBIT_ATTN_ARCH", named.get("arch", "hopper"))
 
 
 @pytest.mark.parametrize("splits", [None, 1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name, path", PATHS)
-def test_ragged_batch(name, path, head_dim, dtype, splits, record_property):
-    case = replace(RAGGED, format=name, head_dim=head_dim, dtype=dtype, num_heads=heads_of(path))
-    check_decode(case, path, f"{path} {name} d{head_dim}", record_property, splits)
+@pytest.mark.parametrize("arch, name, path", PATHS)
+def test_ragged_batch(arch, name, path, head_dim, dtype, splits, record_property):
+    case = replace(RAGGED, format=name, head_dim=head_dim, dtype=dtype, num_heads=heads_of(arch, path))
+    check_decode(case, path, f"{arch} {path} {name} d{head_dim}", record_property, splits)
 
 
 @pytest.mark.parametrize("heads, q_len", [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (1, 2), (4, 4), (16, 1), (2, 8)])
-@pytest.mark.parametrize("name", ANY_FORMAT)
-def test_query_rows(name, heads, q_len, record_property):
-    """Of one KV head: up to 4 at once, more in blocks; the last queries of a step do not see each other's tokens."""
+@pytest.mark.parametrize("arch, name", ARCHS)
+def test_query_rows(arch, name, heads, q_len, record_property):
+    """Of one KV head: up to 8 at once, more in blocks; the last queries of a step do not see each other's tokens."""
     case = Case(name, num_heads=2 * heads, num_heads_kv=2, lengths=(900, 300), q_len=q_len, sinks=3)
-    check_decode(case, None, f"codebook {name} rows", record_property)
+    check_decode(case, None, f"{arch} codebook {name} rows", record_property)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("data", HARD)
-@pytest.mark.parametrize("name, path", PATHS)
-def test_hard_inputs(name, path, data, dtype, record_property):
-    case = Case(name, dtype, num_heads=heads_of(path), num_heads_kv=2, lengths=(1100,), sinks=32, data=data)
-    check_decode(case, path, f"{path} {name} hard", record_property, 3)
+@pytest.mark.parametrize("arch, name, path", PATHS)
+def test_hard_inputs(arch, name, path, data, dtype, record_property):
+    case = Case(name, dtype, num_heads=heads_of(arch, path), num_heads_kv=2, lengths=(1100,), sinks=32, data=data)
+    check_decode(case, path, f"{arch} {path} {name} hard", record_property, 3)
 
 
 @pytest.mark.parametrize("options", [
     Attention(softcap=20.0), Attention(window=200), Attention(0.3, 30.0, 513, True),
     Attention(sink_logits=torch.linspace(-3, 3, 8))], ids=("softcap", "window", "both", "sink-logits"))
 @pytest.mark.parametrize("name", FORMATS)
-def test_features(name, options, record_property):
+@pytest.mark.parametrize("arch", ["hopper", AMPERE])
+def test_features(arch, name, options, record_property):
     if options.sink_logits is not None:
         options = replace(options, sink_logits=options.sink_logits.cuda())
     case = Case(name, num_heads=8, num_heads_kv=2, lengths=(1500, 600), q_len=2, sinks=5)
-    check_decode(case, PATH, f"codebook {name} features", record_property, 2, options)
+    check_decode(case, PATH, f"{arch} codebook {name} features", record_property, 2, options)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_long_sequences(name, record_property):
+@pytest.mark.parametrize("splits", (None, 1))
+@pytest.mark.parametrize("arch, name, path", PATHS)
+def test_long_sequences(arch, name, path, splits, record_property):
     """Rings turn many times; pages are shared."""
     case = Case(name, num_heads=4, num_heads_kv=1, lengths=(20_000, 5_000), sinks=32, shared_pages=True)
-    for path in [path for of, path in PATHS if of == name]:
-        for splits in (None, 1):
-            check_decode(case, path, f"{path} {name} long", record_property, splits)
+    check_decode(case, path, f"{arch} {path} {name} long", record_property, splits)
 
 
-def test_rows_of_the_cache_in_any_order():
+@pytest.mark.parametrize("arch", ["hopper", AMPERE])
+def test_rows_of_the_cache_in_any_order(arch):
     problem, _ = problem_and_expected(RAGGED, PATH)
     o, lse = lowbit_attn.decode(problem.q, problem.cache)
     rows = torch.tensor([3, 5, 0], dtype=torch.int32, device="cuda")
@@ -86,15 +94,16 @@ def test_rows_of_the_cache_in_any_order():
         assert testing.relative_error(got, want[rows.long()]) < 1e-3
 
 
-@pytest.mark.parametrize("name, path", PATHS)
-def test_launches_repeat_themselves(name, path):
+@pytest.mark.parametrize("arch, name, path", PATHS)
+def test_launches_repeat_themselves(arch, name, path):
     """A ring slot is filled again only behind the last use of what it held."""
-    case = Case(name, num_heads=heads_of(path), num_heads_kv=2, lengths=(5000, 3000), sinks=5)
+    case = Case(name, num_heads=heads_of(arch, path), num_heads_kv=2, lengths=(5000, 3000), sinks=5)
     assert differing_values(problem_and_expected(case, path)[0], path) == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_graph_sees_new_tokens(name, record_property):
+@pytest.mark.parametrize("arch", ["hopper", AMPERE])
+def test_a_graph_sees_new_tokens(arch, name, record_property):
     """Captured once, a call reads the lengths of the moment."""
     problem, _ = problem_and_expected(Case(name, num_heads=8, num_heads_kv=2, lengths=(700, 300), sinks=5), PATH)
     cache, q = testing.to_device(problem.cache, "cuda"), problem.q
@@ -108,8 +117,9 @@ def test_a_graph_sees_new_tokens(name, record_property):
         assert torch.equal(out, lowbit_attn.decode(q, cache)[0])
 
 
-def test_what_no_kernel_serves():
-    not_read = "no kernel on hopper reads its codebooks yet"
+@pytest.mark.parametrize("arch", ["hopper", AMPERE])
+def test_what_no_kernel_serves(arch):
+    not_read = f"no kernel on {arch} reads its codebooks yet"
     for name, head_dim, rope, why in (("cq1", 128, "post", not_read), ("cq2", 96, "post", not_read),
                                       ("k4vcq2", 128, "post", not_read),
                                       ("cq2", 128, "pre", "before their rotary embedding")):

@@ -1,7 +1,9 @@
-"""Codebook caches on a GPU, which torch fills and reads there, against the CPU."""
+"""Codebook caches on a GPU, which kernels fill (torch, those of keys before their rotary embedding) and torch reads in
+decode, against the CPU."""
 
 import pytest
 import torch
+from codebook_packing import NEAR_TIES
 
 from lowbit_attn import KVCache, decode, why_not
 from lowbit_attn.testing import assert_same_bytes, normal_codebooks, relative_error
@@ -18,7 +20,8 @@ def make(name: str, rope: str, device: str) -> KVCache:
 @pytest.mark.parametrize("name", ("cq4", "cq2", "cq1", "cq2-nonorm", "k4vcq2", "kcq4v2"))
 @pytest.mark.parametrize("rope", ("post", "pre"))
 def test_a_gpu_s_cache_is_the_cpu_s(name, rope, tmp_path):
-    """Prompt, steps, share and rewind: equal bytes but where sines differ, equal attention; saved here, read there."""
+    """Prompt, steps, share and rewind: equal bytes but where sines differ or entries are as near, equal attention;
+    saved here, read there."""
     k, v = torch.randn(2, 600, HEADS, DIM).half()
     caches = [make(name, rope, device) for device in ("cpu", "cuda")]
     for cache in caches:
@@ -34,7 +37,7 @@ def test_a_gpu_s_cache_is_the_cpu_s(name, rope, tmp_path):
     o, lse = decode(q, on_cpu)
     got, got_lse = decode(q.cuda(), on_gpu, path="reference")
     if rope == "post":
-        assert_same_bytes("pool", on_gpu.pool.cpu(), on_cpu.pool)
+        assert int((on_gpu.pool.cpu() != on_cpu.pool).sum()) <= NEAR_TIES * on_cpu.pool.numel()
     assert relative_error(got.cpu(), o) < 2e-2 and (got_lse.cpu() - lse).abs().max() < 2e-2
     on_gpu.save(tmp_path / "cache")
     found = KVCache.load(tmp_path / "cache", codebooks=on_cpu.attached.layer)
@@ -50,12 +53,12 @@ def test_a_call_that_names_no_path_is_refused_where_no_kernel_serves_it():
         decode(torch.randn(1, 1, 8, DIM).half().cuda(), cache)
 
 
-def test_a_step_cannot_be_captured():
-    cache = make("cq2", "post", "cuda")
+def test_a_step_with_keys_before_their_embedding_cannot_be_captured():
+    cache = make("cq2", "pre", "cuda")
     k = torch.randn(1, 1, HEADS, DIM).half().cuda()
     cache.append(k, k)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(NotImplementedError, match="has codebooks, whose steps cannot be captured"):
+    with pytest.raises(NotImplementedError, match="before their rotary embedding, whose steps cannot be captured"):
         with torch.cuda.graph(graph):
             cache.append(k, k)
     assert cache.n_tok.tolist() == [1, 0]

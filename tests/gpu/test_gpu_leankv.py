@@ -1,4 +1,7 @@
-"""The torch reference of levels and scores on a GPU: what it gives on the CPU, up to the last bits of scores."""
+"""Two levels on a GPU: decode by the kernels of both levels and their merge, against the torch reference on the same
+cache; scores and classes against the CPU's."""
+
+import functools
 
 import pytest
 import torch
@@ -6,8 +9,153 @@ import torch
 from lowbit_attn import decode, significance, why_not
 from lowbit_attn.frames import FramePool
 from lowbit_attn.levels import LevelCache
+from lowbit_attn.policy import Cumulative
 
 pytestmark = pytest.mark.gpu
+H = 2
+
+
+def randn(*shape: int, seed: int = 0, dtype=torch.float16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@functools.cache
+def of_lengths(name: str, head_dim: int, dtype: torch.dtype, lengths: tuple[int, ...] = (2500, 700, 300, 20, 0),
+               max_q_len: int = 4) -> LevelCache:
+    """Sequences of these lengths, their heads cut at thresholds of their own, so that they are ragged."""
+    pool = FramePool(name, head_dim=head_dim, frames=120 if name == "lean" else (120, 120), device="cuda")
+    cache = LevelCache(pool, H, policy=Cumulative(0.2, 0.6), max_batch=len(lengths), max_seqlen=4000, dtype=dtype,
+                       max_q_len=max_q_len)
+    for row, length in enumerate(lengths):
+        if length:
+            k, v = randn(2, length, H, head_dim, seed=row, dtype=dtype).cuda()
+            k[..., 3] += 5  # a channel with an offset
+            cache.prefill(row, k, v, randn(length, 4 * H, head_dim, seed=9 + row, dtype=dtype).cuda())
+    return cache
+
+
+def check(cache: LevelCache, q: torch.Tensor, **options) -> torch.Tensor:
+    """Decode into NaN-filled outputs is the reference over the same cache; returns o."""
+    out, lse = torch.full_like(q, torch.nan), q.new_full((len(q), q.shape[2], q.shape[1]), torch.nan).float()
+    decode(q, cache, out=out, lse=lse, **options)
+    want, want_lse = decode(q.float(), cache, path="reference", **options)
+    limit = 8e-3 if q.dtype == torch.bfloat16 else 2e-3
+    for b in range(len(q)):
+        scale = want[b].abs().max().clamp(min=1e-6)
+        assert ((out[b].float() - want[b]).abs().max() / scale) < limit, b
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+    return out
+
+
+@pytest.mark.parametrize("name, head_dim, dtype, ratio, q_len", [
+    ("lean", 128, torch.float16, 4, 1), ("lean", 128, torch.float16, 1, 1), ("lean", 128, torch.float16, 4, 4),
+    ("lean", 64, torch.float16, 4, 1), ("lean-low", 128, torch.float16, 4, 1), ("lean", 128, torch.bfloat16, 4, 1)])
+def test_decode_is_the_reference_over_the_same_cache(arch, name, head_dim, dtype, ratio, q_len):
+    """Ragged heads, stages alone, sinks alone, no tokens; fewer sequences than the cache has."""
+    cache = of_lengths(name, head_dim, dtype)
+    assert why_not(cache, H * ratio, q_len) == []
+    q = randn(5, q_len, H * ratio, head_dim, seed=3, dtype=dtype).cuda()
+    o = check(cache, q)
+    assert (o[4] == 0).all()
+    assert torch.equal(check(cache, q[:2]), o[:2])
+    assert all(torch.equal(decode(q, cache)[0], o) for _ in range(20))
+
+
+def test_an_even_share_of_all_pages_gives_the_same():
+    cache, q = of_lengths("lean", 128, torch.float16), randn(5, 1, 4 * H, 128, seed=3).cuda()
+    (o, lse), (even, even_lse) = decode(q, cache), decode(q, cache, path="stream")
+    torch.testing.assert_close(even, o, rtol=2e-3, atol=1e-3)
+    torch.testing.assert_close(even_lse, lse, rtol=1e-4, atol=1e-4)
+
+
+def test_results_go_where_the_caller_wants_them():
+    """Buffers with gaps, at an odd address, of fp32 queries; and one query that asks for a gradient."""
+    cache, q = of_lengths("lean", 128, torch.float16), randn(5, 1, 4 * H, 128, seed=3).cuda()
+    want, want_lse = decode(q, cache)
+    gaps = torch.zeros(5, 1, 4 * H, 256, dtype=torch.float16, device="cuda")[..., ::2]
+    odd = torch.zeros(q.numel() + 1, dtype=torch.float16, device="cuda")[1:].view(q.shape)
+    columns = torch.zeros(1, 4 * H, 5, device="cuda").permute(2, 1, 0)
+    for out in (gaps, odd):
+        decode(q.clone().requires_grad_(), cache, out=out, lse=columns)
+        assert torch.equal(out, want) and torch.equal(columns, want_lse)
+    wide, _ = decode(q.float(), cache)
+    assert wide.dtype == torch.float32 and torch.equal(wide, want.float())
+
+
+def test_sink_logits_scale_and_soft_cap(arch):
+    cache, q = of_lengths("lean", 128, torch.float16), randn(5, 1, 4 * H, 128, seed=4).cuda()
+    check(cache, q, sink_logits=randn(4 * H, seed=5).float().cuda(), softmax_scale=0.2)
+    if arch == "hopper":
+        check(cache, q, softcap=5.0)
+
+
+def test_levels_of_very_different_values_and_poison_where_no_token_is(arch):
+    cache = of_lengths("lean", 128, torch.float16, (1500, 90))
+    q = randn(2, 1, 4 * H, 128, seed=6).cuda()
+    want = decode(q, cache)
+    used = torch.zeros(len(cache.pool.units(0)), dtype=torch.bool, device="cuda")
+    for level in (0, 1):
+        for unit in cache.table[level][cache.table[level] >= 0].tolist():
+            used[unit : unit + cache.pool.record_bytes[level] // 128] = True
+    cache.pool.units(0)[~used] = 0xFF
+    cache.table[cache.table < 0] = 1 << 20
+    for v in range(2 * H):
+        cache.hi_k[v, int(cache.c_sink[0, v]) :], cache.lo_v[v, int(cache.n_stage[1, v]) :] = torch.nan, torch.nan
+        free = torch.ones(cache.slots, dtype=torch.bool, device="cuda")
+        free[cache.slots_of(v // H)] = False
+        cache.ring_k[v, free] = torch.nan
+    assert all(map(torch.equal, decode(q, cache), want))
+
+
+def test_a_captured_step_follows_counters_tables_and_pages(arch):
+    """One graph of decode serves every length; what moves blocks runs between its replays."""
+    pool = FramePool("lean", head_dim=128, frames=64, device="cuda")
+    cache = LevelCache(pool, H, max_seqlen=2000)
+    cache.prefill(0, *randn(2, 300, H, 128).cuda(), randn(300, 4 * H, 128).cuda())
+    q = randn(1, 1, 4 * H, 128, seed=1).cuda()
+    decode(q, cache)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = decode(q, cache)
+    flushes = int(cache.n_out[0])
+    for step in range(300):
+        k, v = randn(2, 1, 1, H, 128, seed=step).cuda()
+        q.copy_(randn(1, 1, 4 * H, 128, seed=1000 + step))
+        cache.append(k, v)
+        graph.replay()
+        if step % 37 == 0:
+            eager, eager_lse = decode(q, cache)
+            assert torch.equal(o, eager) and torch.equal(lse, eager_lse)
+            want = decode(q.float(), cache, path="reference")[0]
+            assert (o.float() - want).abs().max() / want.abs().max() < 2e-3
+        cache.manage(q, lse)
+    assert int(cache.n_out[0]) - flushes >= 256
+    pool.check(cache)
+
+
+@pytest.mark.parametrize("name", ("lean", "lean-low"))
+@pytest.mark.parametrize("pads", [(0, 0), (0, 60)])
+def test_a_model_reads_through_kernels_what_it_reads_through_the_reference(arch, name, pads):
+    """A prompt, then steps over a flush; classes may fall otherwise where scores nearly tie."""
+    pytest.importorskip("transformers")
+    from tiny_models import build, error, stepwise, tokens
+
+    from lowbit_attn.integrations import hf
+
+    model = build("llama", head_dim=128, num_attention_heads=8, hidden_size=128, initializer_range=0.08).half().cuda()
+    sizes = (300, *(1,) * 150)
+    ids = tokens(sum(sizes), batch=2).cuda()
+    mask = torch.stack([torch.arange(ids.shape[1]) >= pad for pad in pads]).long().cuda()
+    caches = [hf.LowBitCache(name, path=path) for path in (None, "reference")]
+    got, want = (stepwise(model, cache, ids, sizes, mask).float().cpu() for cache in caches)
+    for b, pad in enumerate(pads):
+        assert torch.isfinite(got[b, pad:]).all() and error(got[b, pad:], want[b, pad:]) < 0.05
+    kv = [layer.kv for layer in caches[0].layers]
+    kv[0].pool.check(*kv)
+    assert all((layer.n_out > 128).all() and layer.c_pack.any() for layer in kv)
+    caches[0].reset()
+    assert kv[0].pool.n_free == tuple(len(mine.ids) for mine in kv[0].pool.lists)
 
 
 def filled(device: str) -> LevelCache:
@@ -38,11 +186,13 @@ def test_levels_hold_what_they_hold_on_the_cpu():
     torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
 
 
-def test_without_a_path_the_lack_of_kernels_raises():
-    cache = filled("cuda")
-    assert why_not(cache, 8) == ["levels lean: a LevelCache has no kernels yet, supported: path='reference'"]
-    with pytest.raises(NotImplementedError, match="no kernels yet"):
-        decode(torch.randn(1, 1, 8, 128, device="cuda").half(), cache)
+def test_what_no_kernel_serves_is_refused():
+    cache = of_lengths("lean", 128, torch.float16)
+    q = torch.randn(5, 1, 8, 128, device="cuda").half()
+    with pytest.raises(NotImplementedError, match="window: got 9 over levels"):
+        decode(q, cache, window=9)
+    with pytest.raises(NotImplementedError, match="path: 'nowhere' is not known"):
+        decode(q, cache, path="nowhere")
 
 
 def test_scores_follow_the_cpu():

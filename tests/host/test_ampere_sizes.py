@@ -288,3 +288,20 @@ def test_no_sizes_of_an_unknown_target(monkeypatch):
     with pytest.raises(NotImplementedError, match="supported: hopper, ampere, ampere-sm_80, ampere-sm_89"):
         dispatch._target_of(0, "ampere-sm_75")
     dispatch._target_of.cache_clear()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("name", ("cq2", "cq4", "kcq4vcq2", "kcq2vcq4", "cq2-nonorm"))
+def test_codebooks_fit_shared_memory(name, head_dim, target):
+    """Beside rings of parts; 16-bit tokens and the merge then take the place of the codebooks."""
+    cfg = sizes.decode_config(FORMATS[name], head_dim, "float16", target, "codebook", 8)
+    assert cfg.shared_bytes <= kernels.SMEM_LIMIT_BYTES[target]
+    assert cfg.is_phased == (target == "sm_89" and head_dim == 128)
+    assert cfg.has_second_copy == (target != "sm_89" and head_dim == 64)
+    assert cfg.table_slots // cfg.slots >= cfg.warps and cfg.merge_floats <= cfg.ring_floats
+    assert cfg.chunks * cfg.chunk_tokens == layout.PAGE_TOKENS and cfg.warps * 32 == cfg.threads
+    # a part's follower is of its page or the next one, and in a round of phases of the same or the next part of a page
+    assert 2 <= cfg.chunk_slots <= (cfg.chunks if cfg.is_phased else 2 * cfg.chunks)
+    for piece in cfg.pieces:
+        assert cfg.code_accesses(piece) % LANE.size == 0 and cfg.code_accesses(piece) <= 8 * LANE.size // 4

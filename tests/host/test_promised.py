@@ -32,7 +32,7 @@ def test_what_is_shipped_is_promised(arch):
 def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
     of_caches = [key for key in all_promised(arch) if key.op != "linear"]
     found = {name: {getattr(key, name) for key in of_caches} for name in ("op", "head_dim", "dtype")}
-    assert found == {"op": {"decode", "quantize", "dequantize", "append"}, "head_dim": {64, 96, 128, 256},
+    assert found == {"op": {"decode", "quantize", "dequantize", "append", "merge"}, "head_dim": {64, 96, 128, 256},
                      "dtype": {"float16", "bfloat16", "float32"}}  # dequantize writes fp32
     decode = [key for key in all_promised(arch) if key.op == "decode"]
     assert {kernels.path_name(key) for key in decode} == set(kernels.arch_package(arch).PATHS)

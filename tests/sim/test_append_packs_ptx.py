@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from lowbit_attn import KVCache, kernels, layout
+from lowbit_attn.testing import normal_codebooks
 from lowbit_attn.view import STEP_FIELDS
 from sim.ptx.steps import RINGS, run_step
 
 HEAD_DIM = 64
 
 
-def filled(name: str, heads: int, lengths: tuple[int, ...]) -> tuple[KVCache, torch.Tensor, torch.Tensor]:
+def filled(name: str, heads: int, lengths: tuple[int, ...], **options) -> tuple[KVCache, torch.Tensor, torch.Tensor]:
     """(a cache whose next step packs, K, V): rows were filled by steps, so that full blocks are still in the ring."""
-    cache = KVCache(name, 8, heads, HEAD_DIM, sinks=5, max_batch=len(lengths), max_q_len=4)
+    cache = KVCache(name, 8, heads, HEAD_DIM, sinks=5, max_batch=len(lengths), max_q_len=4, **options)
     k, v = torch.randn(2, len(lengths), max(lengths) + 4, heads, HEAD_DIM).half()
     for row, length in enumerate(lengths):
         for at in range(0, length, 4):
@@ -51,6 +52,18 @@ def test_a_step_that_packs(name, heads, lengths, tokens, values):
     packed = [bool((getattr(want, n) > getattr(cache, n)).any()) for n in ("n_qk", "n_qv")]
     assert packed == [True, values]
     for field, found in step(cache, *new, torch.tensor([1, 0], dtype=torch.int32)).items():
+        assert torch.equal(found, getattr(want, field)), field
+
+
+def test_a_step_that_packs_by_codebooks():
+    cache, k, v = filled("cq2", 1, (136, 137), codebooks=normal_codebooks("cq2", 1, 1, HEAD_DIM).layer(0))
+    new_k, new_v = new_tokens(k, v, (136, 137), 1)
+    want = copy.deepcopy(cache)
+    want.append(new_k, new_v, seqs=[1, 0])
+    assert (want.n_qk > cache.n_qk).any() and (want.n_qv > cache.n_qv).any()
+    books = {"k_entries": cache.k_entries, "v_entries": cache.v_entries}
+    stored = cache.attached.keys(new_k, cache.dtype).half()
+    for field, found in step(cache, stored, new_v, torch.tensor([1, 0], dtype=torch.int32), **books).items():
         assert torch.equal(found, getattr(want, field)), field
 
 

@@ -122,11 +122,12 @@ def test_a_gpu_s_torch_path_is_asked_for_and_told(monkeypatch, network, file, ca
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = file()
-    monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
-    assert books.cache_options("cq2", [path]) == {"codebooks": str(path)}
-    monkeypatch.setattr(dispatch, "target_of", lambda device: ("ampere", "sm_80"))
-    options = {"format": "cq2"} | books.cache_options("cq2", [path])
-    assert options == {"format": "cq2", "codebooks": str(path), "path": "reference"}
+    for target in (("hopper", "sm_90a"), ("ampere", "sm_80")):
+        monkeypatch.setattr(dispatch, "target_of", lambda device: target)  # noqa: B023
+        assert books.cache_options("cq2", [path]) == {"codebooks": str(path)}
+    path = file("cq1")
+    options = {"format": "cq1"} | books.cache_options("cq1", [path])
+    assert options == {"format": "cq1", "codebooks": str(path), "path": "reference"}
     books.check_model(options, network)
     assert "no kernel reads these codebooks yet; torch reads them" in capsys.readouterr().err
     assert books.cache_options("k4v4", [path]) == {}
@@ -136,7 +137,7 @@ def test_info_shows_planes_and_that_the_reference_reads_them(run, file):
     shown = run("info", "cq2", *OF_A_MODEL, "--codebooks", file())
     assert shown.exit_code == 0, shown.output
     for words in ("norm", "mean", "decode-codebook2-splits-cq2",
-                  "no kernel on ampere reads its codebooks yet", "4,480 bytes",
+                  "decode-codebook-splits-cq2-float16-d64-r8", "4,480 bytes",
                   "65,920 bytes of codebooks a KV head", "learned from tiny"):
         assert words in " ".join(shown.output.split()), words
     found = json.loads(run("info", "kcq4vcq2", "--json").output)

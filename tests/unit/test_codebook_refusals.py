@@ -114,11 +114,12 @@ def test_a_gpu_s_refusal_names_the_reference(monkeypatch):
     from lowbit_attn import dispatch
 
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
-    assert dispatch.why_not(make(), 4) == []
-    monkeypatch.setattr(dispatch, "target_of", lambda device: ("ampere", "sm_80"))
-    assert dispatch.why_not(make(), 4) == ["format cq2: no kernel on ampere reads its codebooks yet (codebooks), "
-                                           "supported: path='reference', any device"]
+    for arch, target in (("hopper", "sm_90a"), ("ampere", "sm_80")):
+        monkeypatch.setattr(dispatch, "target_of", lambda device: (arch, target))  # noqa: B023
+        assert dispatch.why_not(make(), 4) == []
+        [reason] = dispatch.why_not(make("cq1", books=books_of("cq1")), 4)
+        assert reason.startswith(f"format cq1: no kernel on {arch} reads its codebooks yet (K bits 1, supported: 4, 2")
+        assert reason.endswith("; path='reference', any device")
 
 
 # ---- hard inputs

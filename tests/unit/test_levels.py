@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lowbit_attn import FORMATS, KVCache, PageExhaustedError, decode, dispatch, kernels, why_not
+from lowbit_attn import FORMATS, KVCache, PageExhaustedError, decode, why_not
 from lowbit_attn.formats import levels
 from lowbit_attn.frames import FramePool
 from lowbit_attn.levels import LevelCache
@@ -397,12 +397,9 @@ def test_what_is_not_served_is_refused_by_name(error, words, call):
         call(make())
 
 
-def test_kernels_are_refused_with_reasons():
-    cache = make()
-    assert any("no kernels" in reason for reason in why_not(cache, H * R))
-    for arch in kernels.ARCH_TARGETS:
-        reasons = dispatch.why_not_on(arch, cache, H * R)
-        assert reasons == ["levels lean: a LevelCache has no kernels yet, supported: path='reference'"]
+def test_a_cpu_has_no_kernels_and_says_so():
+    assert why_not(make(), H * R) == [
+        "device: cpu has no kernels, supported: a CUDA device, or path='reference'"]
 
 
 def test_classes_are_named():

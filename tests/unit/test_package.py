@@ -30,7 +30,9 @@ LAYERS = (
     ("state", "kernels.key"),
     ("reads",),
     ("cache", "scratch", "device", "kernels.support", "kernels.linear", "level_state"),
-    ("ampere", "hopper.common", "levels"),
+    ("ampere", "hopper.common", "held"),
+    ("level_view",),
+    ("levels",),
     ("hopper.tile", "hopper.warp", "hopper.linear"),
     ("hopper.arith", "hopper.arith.codebook", "hopper.arith.fp16", "hopper.arith.int8", "hopper.schedule"),
     ("hopper",),
@@ -42,7 +44,7 @@ LAYERS = (
     ("loader", "build", "kernel_wheel"),
     ("plan",),
     ("dispatch",),
-    ("ops", "environment", "linear_kernels"),
+    ("ops", "environment", "linear_kernels", "level_decode"),
     ("paged",),
     ("paged_attention",),
     ("api",),
@@ -213,7 +215,7 @@ def imported_with(path: Path) -> set[str]:
 
 
 def test_the_default_kernel_is_read_in_few_files():
-    """At most 18 files and 3,160 lines of Hopper; 24 and 4,000 with what they stand on, which no format is among."""
+    """At most 18 files and 3,200 lines of Hopper; 24 and 4,050 with what they stand on, which no format is among."""
     closure, waiting = set(), list(DEFAULT_KERNEL)
     while waiting:
         if (module := waiting.pop()) not in closure:
@@ -221,8 +223,8 @@ def test_the_default_kernel_is_read_in_few_files():
             waiting += imported_with(MODULES[module])
     hopper = {module for module in closure if part(module) == "hopper"}
     lines = {module: len(MODULES[module].read_text().splitlines()) for module in closure}
-    assert len(hopper) <= 18 and sum(lines[module] for module in hopper) <= 3_160, lines
-    assert len(closure) <= 24 and sum(lines.values()) <= 4_000, lines
+    assert len(hopper) <= 18 and sum(lines[module] for module in hopper) <= 3_200, lines
+    assert len(closure) <= 24 and sum(lines.values()) <= 4_050, lines
     assert {module.removeprefix("lowbit_attn.") for module in closure - hopper} == {
         "_private", "device.ptx", "formats.spec", "kernels.key", "layout", "registers"}
 

@@ -19,7 +19,8 @@ import tilelang.language as T
 
 from lowbit_attn import layout
 from lowbit_attn.device.groups import EXACT, UNIT_WORDS, static, sync_packers
-from lowbit_attn.device.quantize import BODIES, weighing, weights_argument
+from lowbit_attn.device.quantize import BODIES, of_head, weights_argument
+from lowbit_attn.device.quantize_codebook import entries_argument
 from lowbit_attn.device.step import BatchRows, Counters, Pool, Ranks, Side, StepGeometry, rows_in_shared_memory
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES as ACCESS
@@ -177,7 +178,7 @@ def pack_block(side, row, head, first, pool, unit, tile, threads, tx, order):
         sync_packers(threads)
         for group in T.serial(m.threads // threads):
             BODIES[type(m)][0](m, side.range_search, tile, part, pool.words, pool.halves, unit, group * threads + tx,
-                               *weighing(m, side.query_weights, head))
+                               *of_head(m, side.query_weights, side.entries, head))
         sync_packers(threads)
 
 
@@ -225,7 +226,7 @@ def pack_all(k, v, count, first, block, grid, pool, here, tile, held, num_sinks,
 
 @T.macro
 def pack_all_ordered(k, v, count, first, block, grid, pool, here, tile, held, num_sinks, threads, tx, ranks):
-    """The same of a format that orders tokens: every ``grid``-th of (row, head), K, then V, in one order."""
+    """Pack the due blocks of a format that orders tokens: every ``grid``-th of (row, head), K, then V, in one order."""
     heads = k.x.shape[2]
     for i in T.serial(T.truncdiv(heads * count - block + grid - 1, grid)):
         t, head, packed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -354,10 +355,11 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
     [batch]; tensors as ``lowbit_attn.view`` names them.
 
     pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes. num_sinks, window_k, window_v in tokens;
-    page_stride and head_stride in units. query_weights: only of a K that weighs queries; order, score, seen: only of
-    formats that order tokens. searches: the sides with range search.
+    page_stride and head_stride in units. query_weights: only of a K that weighs queries. k_entries, v_entries: fp16
+    [num_heads_kv, groups, 256 c], only of sides with codebooks; order, score, seen: only of formats that order tokens.
+    searches: the sides with range search.
     """
-    step = StepGeometry(fmt, head_dim, searches, dtype)
+    step, sides = StepGeometry(fmt, head_dim, searches, dtype), fmt.specs(head_dim)
     batch, tokens, heads, seqs = (T.dynamic(name) for name in ("batch", "tokens", "heads", "seqs"))
     slots_k, slots_v, sink_slots = (T.dynamic(name) for name in ("slots_k", "slots_v", "sink_slots"))
     entries, units, marks, rings = (T.dynamic(name) for name in ("entries", "units", "marks", "rings"))
@@ -386,7 +388,9 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
         limit: T.Tensor((seqs,), "int32"),
         faults: T.Tensor((marks,), "int32"),
         arrivals: T.Tensor((seqs,), "int32"),
-        query_weights: weights_argument(fmt.k.spec(head_dim), heads),
+        query_weights: weights_argument(sides[0], heads),
+        k_entries: entries_argument(sides[0], heads),
+        v_entries: entries_argument(sides[1], heads),
         order: T.Tensor((rings, heads, PAGE), "uint8") if step.orders_tokens else None,
         score: T.Tensor((rings, heads, slots_k), "float32") if step.orders_tokens else None,
         seen: T.Tensor((rings, slots_k), "int32") if step.orders_tokens else None,
@@ -399,9 +403,9 @@ def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> Tile
         with T.Kernel(grid, threads=step.threads) as block:
             T.annotate_min_blocks_per_sm(step.blocks_per_sm)
             k = Side(step.matrices[0], "k" in searches, step.first_units[0], x_k, in_whole_accesses(sink_k),
-                     in_whole_accesses(ring_k), query_weights)
+                     in_whole_accesses(ring_k), query_weights, k_entries)
             v = Side(step.matrices[1], "v" in searches, step.first_units[1], x_v, in_whole_accesses(sink_v),
-                     in_whole_accesses(ring_v))
+                     in_whole_accesses(ring_v), None, v_entries)
             counters = Counters(n_sink, n_qk, n_qv, n_tok, ring_start, limit, num_sinks, window_k, window_v)
             records = Pool(pool, pool_meta, table, page_stride, head_stride)
             blocks = T.alloc_var("int32")

@@ -10,17 +10,24 @@ import tilelang.language as T
 from lowbit_attn import layout
 from lowbit_attn.device.groups import EXACT, UNIT_WORDS
 from lowbit_attn.device.quantize_boost import BoostMatrix, dequantize_boosted, quantize_boosted
+from lowbit_attn.device.quantize_codebook import (
+    CodebookMatrix,
+    dequantize_codebook,
+    entries_argument,
+    quantize_codebook,
+)
 from lowbit_attn.device.quantize_rows import RowMatrix, dequantize_rows, quantize_rows
 from lowbit_attn.device.quantize_runs import RunMatrix, dequantize_runs, quantize_runs
 from lowbit_attn.device.quantize_token import TokenMatrix, dequantize_tokens, quantize_tokens
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES, load_tokens
 from lowbit_attn.formats.kitty import WEIGHTED
-from lowbit_attn.formats.spec import SideSpec
+from lowbit_attn.formats.spec import Kind, SideSpec
 
 # (quantize one part of a block, dequantize one) by the geometry of the matrix of codes, the first that serves a side
 BODIES = {RowMatrix: (quantize_rows, dequantize_rows), TokenMatrix: (quantize_tokens, dequantize_tokens),
-          BoostMatrix: (quantize_boosted, dequantize_boosted), RunMatrix: (quantize_runs, dequantize_runs)}
+          BoostMatrix: (quantize_boosted, dequantize_boosted), RunMatrix: (quantize_runs, dequantize_runs),
+          CodebookMatrix: (quantize_codebook, dequantize_codebook)}
 
 
 def matrix_of(side: SideSpec, dtype: str = ""):
@@ -36,8 +43,10 @@ def weights_argument(side: SideSpec, heads):
     return T.Tensor((heads, side.head_dim), "float32") if side.weighs_queries else None
 
 
-def weighing(m, query_weights, head) -> tuple:
-    """What the body of a matrix takes beside the others' arguments where it weighs channels by queries."""
+def of_head(m, query_weights, entries, head) -> tuple:
+    """What the body of a matrix takes beside the others' arguments: a head's query weights, or its entries."""
+    if isinstance(m, CodebookMatrix):
+        return entries, head
     return (query_weights, head) if isinstance(m, BoostMatrix) and m.selection == WEIGHTED else ()
 
 
@@ -46,6 +55,7 @@ def quantize_kernel(side: SideSpec, dtype: str, range_search: bool) -> TileKerne
 
     pool: uint32 [units, 32] and its uint16 view [units, 64], in units of 128 bytes, from the first record's part of
     this side on; page_stride and head_stride in the same units. query_weights: only of sides that weigh queries.
+    entries: fp16 [num_heads_kv, groups, 256 c], only of sides with codebooks.
     """
     m, head_dim = matrix_of(side, dtype), side.head_dim
     body = BODIES[type(m)][0]
@@ -58,6 +68,7 @@ def quantize_kernel(side: SideSpec, dtype: str, range_search: bool) -> TileKerne
         pool: T.Tensor((units, UNIT_WORDS), "uint32"),
         pool_meta: T.Tensor((units, 2 * UNIT_WORDS), "uint16"),
         query_weights: weights_argument(side, heads),
+        entries: entries_argument(side, heads),
         page_stride: T.int32,
         head_stride: T.int32,
     ):
@@ -69,14 +80,16 @@ def quantize_kernel(side: SideSpec, dtype: str, range_search: bool) -> TileKerne
             tile = T.alloc_shared((m.part_rows * m.row_accesses, ACCESS_HALVES), dtype)
             load_tokens(x, page, head, part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, m.threads)
             T.sync_threads()
-            body(m, range_search, tile, part, pool, pool_meta, unit, tx, *weighing(m, query_weights, head))
+            body(m, range_search, tile, part, pool, pool_meta, unit, tx,
+                 *of_head(m, query_weights, entries, head))
 
     return TileKernel(quantize, compile_flags=EXACT)
 
 
 def dequantize_kernel(side: SideSpec) -> TileKernel:
-    """One side of pages int32 [n] of the pool -> fp32 out [n, num_heads_kv, 128, head_dim]: code * scale + zero."""
-    m, head_dim = matrix_of(side), side.head_dim
+    """One side of pages int32 [n] of the pool -> fp32 out [n, num_heads_kv, 128, head_dim]: code * scale + zero, or
+    entries (fp16 [num_heads_kv, groups, 256 c]) with the mean or norm."""
+    m, head_dim, has_book = matrix_of(side), side.head_dim, side.kind is Kind.CODEBOOK
     body = BODIES[type(m)][1]
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
 
@@ -86,6 +99,7 @@ def dequantize_kernel(side: SideSpec) -> TileKernel:
         pool: T.Tensor((units, UNIT_WORDS), "uint32"),
         pool_meta: T.Tensor((units, 2 * UNIT_WORDS), m.storage),
         out: T.Tensor((n, heads, layout.PAGE_TOKENS, head_dim), "float32"),
+        entries: entries_argument(side, heads),
         page_stride: T.int32,
         head_stride: T.int32,
     ):
@@ -93,6 +107,6 @@ def dequantize_kernel(side: SideSpec) -> TileKernel:
             tx = T.get_thread_binding()
             unit = T.alloc_var("int32")
             unit = pages[page] * page_stride + head * head_stride
-            body(m, pool, pool_meta, unit, out, page, head, part, tx)
+            body(m, pool, pool_meta, unit, out, page, head, part, tx, *((entries,) if has_book else ()))
 
     return TileKernel(dequantize, compile_flags=EXACT)

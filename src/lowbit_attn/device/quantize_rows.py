@@ -44,8 +44,8 @@ class RowMatrix:
 
     @staticmethod
     def serves(side: SideSpec) -> bool:
-        is_plain = side.high is side.wide is None
-        return is_plain and (side.kind is Kind.CHANNEL or (side.kind is Kind.TOKEN and side.transposed))
+        has_one_width = side.high is side.wide is None
+        return has_one_width and (side.kind is Kind.CHANNEL or (side.kind is Kind.TOKEN and side.transposed))
 
     def __init__(self, side: SideSpec, dtype: str = ""):
         self.transposed, self.rows, self.cols = side.transposed, side.rows, side.cols

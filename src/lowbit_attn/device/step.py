@@ -69,6 +69,7 @@ class Side(NamedTuple):
     sink: Any
     ring: Any
     query_weights: Any = None  # fp32 [heads, head_dim] of a side that weighs channels by queries
+    entries: Any = None  # fp16 [heads, groups, 256 c] of a side with codebooks
 
 
 class Pool(NamedTuple):

@@ -28,6 +28,12 @@ def ring_slot(slot, slots):
     return T.if_then_else(slot < slots, slot, slot - slots)
 
 
+def slot_of(row, x, page, head, first, is_ring, order):
+    """Where row ``row`` of a tile of tokens lies in x [page, head]: see ``load_tokens``."""
+    token = first + (row if order is None else T.cast(order[page, head, row], "int32"))
+    return ring_slot(token, x.shape[2]) if is_ring else token
+
+
 def swizzled(row, access, row_accesses):
     """Where one 16-byte access of a row of 16-bit data sits in a slot.
 
@@ -57,9 +63,8 @@ def load_tokens(x, page, head, first, count, row_accesses, tile, thread, threads
     if thread < loaders:
         for i in T.unroll(count * row_accesses // loaders):
             row, access = token_place(i * loaders + thread, row_accesses)
-            token = first + (row if order is None else T.cast(order[page, head, row], "int32"))
             T.ptx_cp_async(T.access_ptr(tile[swizzled(row, access, row_accesses), 0], "w", ACCESS_HALVES),
-                           T.access_ptr(x[page, head, ring_slot(token, x.shape[2]) if is_ring else token,
+                           T.access_ptr(x[page, head, slot_of(row, x, page, head, first, is_ring, order),
                                           access * ACCESS_HALVES], "r", ACCESS_HALVES),
                            ACCESS_HALVES)
     T.ptx_commit_group()

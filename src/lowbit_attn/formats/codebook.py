@@ -82,6 +82,9 @@ class Codebook(Side):
         """Name of the plane of 16-bit values beside the codes."""
         return "mean" if not self.transposed else "norm" if self.normed else None
 
+    def plainest(self) -> str:
+        return f"cq{self.bits}{'-nonorm' * (self.transposed and not self.normed)}"
+
     def groups(self, head_dim: int) -> int:
         return head_dim // self.vec_size
 

@@ -298,13 +298,16 @@ class LowBitLayer(CacheLayerMixin):
             o, lse = self._decode(folded, plain)
             past.append(o.view(batch, num_heads, -1, head_dim).transpose(1, 2).float())
             past_lse.append(lse.view(batch, num_heads, -1))
-        plans_of(self.kv).clear()  # they keep scratch for this many queries, layer by layer
+        self._drop_plans()  # they keep scratch for this many queries, layer by layer
         own, own_lse = dense.with_lse(query, k, v, plain, skips)
         out, lse = merge_states(torch.stack((torch.cat(past, 1), own)), torch.stack((torch.cat(past_lse, 2), own_lse)))
         if options.sink_logits is not None:
             out *= torch.sigmoid(lse - options.sink_logits[:, None]).transpose(1, 2)[..., None]
             lse = torch.logaddexp(lse, options.sink_logits[:, None])
         return out.to(query.dtype), lse
+
+    def _drop_plans(self) -> None:
+        plans_of(self.kv).clear()
 
     def _decode(self, query: torch.Tensor, options: Attention) -> tuple[torch.Tensor, torch.Tensor]:
         """(o, lse) of query [batch, 1, heads, head_dim] over the cache."""

@@ -7,7 +7,9 @@ from lowbit_attn.formats.levels import Levels
 from lowbit_attn.frames import FramePool, frame_sizes
 from lowbit_attn.integrations.layer import FIRST_TOKENS, LowBitLayer
 from lowbit_attn.layout import PAGE_TOKENS
+from lowbit_attn.level_view import views_of
 from lowbit_attn.levels import LevelCache
+from lowbit_attn.plan import plans_of
 from lowbit_attn.policy import Policy
 from lowbit_attn.reference import Attention
 
@@ -64,6 +66,10 @@ class LevelLayer(LowBitLayer):
             raise NotImplementedError(f"sliding: got 'lowbit' for a layer with a window of {options.window} over "
                                       "levels, whose pages hold no positions; supported: '16bit'")
         return options
+
+    def _drop_plans(self) -> None:
+        for view in views_of(self.kv):
+            plans_of(view).clear()
 
     def _pack(self) -> None:
         """Nothing: ``manage`` moved what was due."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowbit_attn.formats import Format
+    from lowbit_attn.formats.contract import Side
 
 # Shared memory a block may use (CUDA programming guide, "Technical specifications per compute capability").
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
@@ -20,7 +21,7 @@ WIDE_HEAD_DIM = 128  # above it the accumulators of a query row take so many reg
 class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
-    op: str  # "decode", "quantize", "dequantize", "append" or "read"; "linear": of codebook weights
+    op: str  # "decode", "quantize", "dequantize", "append", "merge" (of levels), "read"; "linear": of codebook weights
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
@@ -93,15 +94,22 @@ def quantize_key(target: str, dtype: str, head_dim: int, fmt: Format, side_name:
                  range_search: bool | None = None) -> KernelKey:
     """The kernel that fills one side ("k" or "v") of pages; formats that have the side in common share it."""
     side = fmt.k if side_name == "k" else fmt.v
-    search = side.searches_range if range_search is None else range_search
+    search = _searches(side, range_search)
     return KernelKey("quantize", "device", device_target(target), dtype, head_dim, side.plainest(),
                      f"{side_name}-search" if search else side_name)
+
+
+def _searches(side: Side, range_search: bool | None) -> bool:
+    """Whether a side's kernels search the range; one with a codebook has none."""
+    from lowbit_attn.formats import Kind
+
+    return side.kind is not Kind.CODEBOOK and (side.searches_range if range_search is None else range_search)
 
 
 def append_key(target: str, dtype: str, head_dim: int, fmt: Format, range_search: bool | None = None) -> KernelKey:
     """The kernel that does a step of ``KVCache.append``; its variant names the sides with range search."""
     searches = "".join(name for name, side in (("k", fmt.k), ("v", fmt.v))
-                       if (side.searches_range if range_search is None else range_search))
+                       if _searches(side, range_search))
     return KernelKey("append", "device", device_target(target), dtype, head_dim, fmt.name,
                      f"search_{searches}" if searches else "")
 
@@ -110,6 +118,11 @@ def dequantize_key(target: str, head_dim: int, fmt: Format, side_name: str) -> K
     """The kernel that reads one side of pages, into fp32."""
     side = fmt.k if side_name == "k" else fmt.v
     return KernelKey("dequantize", "device", device_target(target), "float32", head_dim, side.plainest(), side_name)
+
+
+def merge_key(target: str, dtype: str, head_dim: int) -> KernelKey:
+    """The kernel that merges what decode gave over two levels."""
+    return KernelKey("merge", "device", device_target(target), dtype, head_dim)
 
 
 def packing_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:

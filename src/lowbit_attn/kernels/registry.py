@@ -25,7 +25,7 @@ MODULES = {
     "ampere": "lowbit_attn.ampere", "ampere.config": "lowbit_attn.ampere.config",
     "ampere.decode": "lowbit_attn.ampere.decode",
     "quantize": "lowbit_attn.device.quantize", "dequantize": "lowbit_attn.device.quantize",
-    "append": "lowbit_attn.device.append", "read": "lowbit_attn.device.read",
+    "append": "lowbit_attn.device.append", "merge": "lowbit_attn.device.merge", "read": "lowbit_attn.device.read",
 }
 
 
@@ -52,6 +52,8 @@ def trace(key: KernelKey):
         return module("read").read_kernel(threads, unroll)
     if key.op == "linear":
         return module(program(key.arch, key.op)).linear_kernel(key)
+    if key.op == "merge":
+        return module("merge").merge_kernel(key.head_dim, key.dtype)
     fmt = FORMATS[key.format]
     if key.op == "decode":
         return module(f"{key.arch}.decode").decode_kernel(fmt, key.head_dim, key.dtype, key.sizes or key.target,
@@ -80,6 +82,8 @@ def checks(key: KernelKey) -> Checks:
         return module(f"{key.arch}.linear.config").checks(key)
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and FORMATS[key.format].k.spec(key.head_dim).high:
         return Checks(forbid=())  # beside K's 512 threads V's search, or weights, spill a few registers
+    if key.op in ("append", "quantize") and FORMATS[key.format].needs_codebooks:
+        return Checks(forbid=())  # a search takes all registers: built for sm_80, up to 65 loads of spilled ones
     return Checks()
 
 

@@ -5,7 +5,7 @@ from itertools import chain, product
 import torch
 
 from lowbit_attn.formats import FORMATS
-from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, step_keys
+from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, merge_key, step_keys
 from lowbit_attn.kernels.linear import linear_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, other_ctas, pick
 from lowbit_attn.kernels.support import quantize_missing
@@ -36,6 +36,7 @@ def shipped_keys(arch: str) -> list[KernelKey]:
     keys = {}
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
+        keys[merge_key(*common)] = None
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))

@@ -92,14 +92,37 @@ class Support:
                 f"({listed(self.wide_rows)} above head_dim {WIDE_HEAD_DIM}), more in blocks")
 
 
+@dataclass(frozen=True)
+class CodebookSupport(Support):
+    """Codebooks on both sides, in the order by lanes."""
+
+    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
+        try:
+            k, v = fmt.specs(head_dim)
+        except ValueError as error:
+            return [str(error)]
+        if not (k and v and k.kind is v.kind is Kind.CODEBOOK):
+            return [f"format {fmt}, supported: codebooks of K and of V"]
+        wanted = (("K bits", k.bits, self.k_bits), ("V bits", v.bits, self.v_bits),
+                  ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
+                  *(("feature", name, self.features) for name in features))
+        return unserved(wanted)
+
+    def __str__(self) -> str:
+        return (f"codebooks of K of {listed(self.k_bits)} bits with codebooks of V of {listed(self.v_bits)} bits; "
+                f"head_dim {listed(self.head_dims)}; {listed(self.dtypes)}; any number of query heads a KV head; "
+                f"{listed(self.rows)} query rows at once, more in blocks")
+
+
 def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str]:
     """Reasons why no kernel can fill or read the pages of a cache; empty if one can."""
     reasons = [] if dtype in QUANTIZE_DTYPES else [f"dtype {dtype}, supported: {listed(QUANTIZE_DTYPES)}"]
     if head_dim not in QUANTIZE_HEAD_DIMS:
         return [*reasons, f"head_dim {head_dim}, supported: {listed(QUANTIZE_HEAD_DIMS)}"]
     k, v = fmt.specs(head_dim)
-    if not (k and v and k.kind in (Kind.CHANNEL, Kind.TOKEN) and v.kind is Kind.TOKEN):
-        reasons.append(f"format {fmt}, supported: K per channel, per token or boosted, with V per token")
+    if not (k and v and v.kind in (Kind.TOKEN, Kind.CODEBOOK)):
+        reasons.append(f"format {fmt}, supported: K per channel, per token, boosted or by codebooks, with V per token "
+                       "or by codebooks")
     return reasons
 
 

@@ -15,6 +15,7 @@ from sim.ptx.numbers import HALF, U64, bits, f32, halves_of, raw, signed, to_hal
 LANE = np.arange(LANES)
 G, T = LANE // 4, LANE % 4
 COMPARE = {"gtu": lambda x, y: ~(x <= y), "ltu": lambda x, y: ~(x >= y),
+           "geu": lambda x, y: ~(x < y), "leu": lambda x, y: ~(x > y),
            "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
            "ge": operator.ge, "neu": operator.ne, "nan": lambda x, y: np.isnan(x) | np.isnan(y)}
 BITWISE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
@@ -67,7 +68,7 @@ def select(warp, suffixes, operands, active):
 FLOATS = {name: float_step(function) for name, function in {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "max": np.fmax, "min": np.fmin, "abs": np.abs,
     "fma": fused, "neg": operator.neg, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal,
-    "div": np.divide}.items()}
+    "div": np.divide, "sqrt": np.sqrt}.items()}
 
 
 # ---- 16-bit halves

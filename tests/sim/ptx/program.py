@@ -24,6 +24,7 @@ SHARED_BYTES = 232_448
 SMS = 132
 GLOBAL_BASE = 1 << 20
 EVERY_LANE = np.ones(LANES, bool)
+POISON = np.full(LANES, 0x7FFD_7FFD_7FFD_7FFD, np.uint64)  # not a number in any type
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class Cta:
     threads: int = 0
     arrived: int = 0  # threads, at all barriers of the cluster
     policies: set[int] = field(default_factory=set)  # of L2, of all bulk copies
+    has_poison: bool = False  # a register that is read before it is written is no number; else that is an error
 
     @staticmethod
     def new_barrier(count: int) -> Barrier:
@@ -299,7 +301,9 @@ class Warp:
         """uint64 [32]: a register's, or a literal's."""
         if operand in self.registers:
             return self.registers[operand]
-        assert operand[0] != "%", f"{operand} is read before it is written"
+        if operand[0] == "%":
+            assert self.cta.has_poison, f"{operand} is read before it is written"
+            return POISON
         return _literal(operand)
 
     def values(self, operand: str) -> list[np.ndarray]:

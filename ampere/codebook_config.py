@@ -1,0 +1,166 @@
+"""Sizes of the decode kernel of codebook caches: what its warps walk, and where it lies in shared memory.
+
+    tables    both codebooks of the KV head, 64 KiB each; behind the last packed page the ring of 16-bit tokens.
+              Where shared memory is small: of head_dim 64 rows without their second copy, 32 KiB each; of 128 one
+              table at a time (is_phased)
+    chunks    a ring a warp: a run of tokens' codes with the page's mean (K) or the tokens' norms (V)
+    low       what fp16 leaves of q', for the product with means
+"""
+
+from dataclasses import dataclass
+
+from lowbit_attn import layout
+from lowbit_attn.ampere.config import ACCESS_BYTES, HALF_BYTES, LANES, MMA_N, TILE, DecodeConfig, Piece
+from lowbit_attn.formats import Format, Kind, SideSpec
+from lowbit_attn.kernels.key import SMEM_LIMIT_BYTES
+
+BOOK_ENTRIES, BOOK_ROW_WORDS = 256, 64  # of a table: row e has entry e of all groups (of 64 channels twice)
+BOOK_ROW_BYTES = BOOK_ROW_WORDS * 4
+CHUNK_BYTES = 1024  # codes of a side in a slot, at most
+NORM_TOKENS = 32  # whose norms lie together
+SHAPES = ((12, 6), (12, 4), (12, 3), (12, 2), (8, 3), (8, 2))  # (warps, slots), best first
+PHASED_WARPS = 8  # at most: as many rings of 16-bit tokens lie in one table, and S of two pages takes 64 registers
+HELD_PAGES = 2  # of a warp in a phase
+VEC_SIZES, HEAD_DIMS = (4, 2), (64, 128)
+
+
+@dataclass(frozen=True)
+class BookPiece(Piece):
+    """K or V part whose codes name entries of ``vec_size`` channels; meta: mean or norms, if ``is_shifted``."""
+
+    vec_size: int = 0
+    head_dim: int = 0
+    is_shifted: bool = True
+
+    @property
+    def num_groups(self) -> int:
+        return self.head_dim // self.vec_size
+
+    @property
+    def pairs(self) -> int:
+        """Registers of an entry."""
+        return self.vec_size // 2
+
+    @property
+    def rotations(self) -> int:
+        """R of formats/codebook_order.py, of V."""
+        return min(4, self.num_groups // 8)
+
+    @property
+    def runs(self) -> int:
+        """S of formats/codebook_order.py, of V."""
+        return self.num_groups // (8 * self.rotations)
+
+
+@dataclass(frozen=True)
+class CodebookConfig(DecodeConfig):
+    """``slots`` are those of 16-bit tokens, in the place of the tables; ``chunk_slots`` those of packed pages."""
+
+    chunk_slots: int = 2
+    row_bytes: int = BOOK_ROW_BYTES  # of a table
+    is_phased: bool = False  # a few pages of K by K's table, which then gives way to V's for theirs
+
+    @property
+    def has_second_copy(self) -> bool:
+        """Whether rows have entries twice, for lanes whose groups would share banks in the first copy."""
+        return self.head_dim * HALF_BYTES < self.row_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of one side's table."""
+        return BOOK_ENTRIES * self.row_bytes
+
+    @property
+    def tables_bytes(self) -> int:
+        return self.table_bytes * (1 if self.is_phased else 2)
+
+    def table_at(self, side: int) -> int:
+        """Where a side's table is among both."""
+        return 0 if self.is_phased else side * self.table_bytes
+
+    @property
+    def slot_accesses(self) -> int:
+        return TILE * self.row_accesses
+
+    @property
+    def table_slots(self) -> int:
+        """Slots of 16-bit tokens where the tables lie."""
+        return self.tables_bytes // (self.slot_accesses * ACCESS_BYTES)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return CHUNK_BYTES // max(piece.num_groups for piece in self.pieces)
+
+    @property
+    def chunk_tiles(self) -> int:
+        return self.chunk_tokens // TILE
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a page."""
+        return layout.PAGE_TOKENS // self.chunk_tokens
+
+    def code_accesses(self, piece: BookPiece) -> int:
+        return self.chunk_tokens * piece.num_groups // ACCESS_BYTES
+
+    @property
+    def mean_accesses(self) -> int:
+        return self.head_dim * HALF_BYTES // ACCESS_BYTES
+
+    @property
+    def norm_accesses(self) -> int:
+        return max(NORM_TOKENS, self.chunk_tokens) * HALF_BYTES // ACCESS_BYTES
+
+    @property
+    def chunk_accesses(self) -> int:
+        """Accesses of a slot."""
+        return CHUNK_BYTES // ACCESS_BYTES + max(self.mean_accesses, self.norm_accesses)
+
+    @property
+    def steps(self) -> int:
+        """Multiplies of k16 over the channels."""
+        return self.head_dim // TILE
+
+    @property
+    def shared_bytes(self) -> int:
+        chunks = self.warps * self.chunk_slots * self.chunk_accesses * ACCESS_BYTES
+        return self.tables_bytes + chunks + self.steps * LANES * 4 * HALF_BYTES
+
+    @property
+    def query_parts(self) -> int:
+        """Divided by weights, q has no 16-bit form: two numbers."""
+        return 2
+
+    @property
+    def may_spill(self) -> bool:
+        """Counters, before the first page."""
+        return True
+
+
+def codebook_config(fmt: Format, head_dim: int, dtype: str, target: str, rows: int, features: tuple[str, ...]):
+    """The configuration of a kernel, or ValueError with what is supported."""
+    k, v = fmt.specs(head_dim)
+    if not (k and v and k.kind is v.kind is Kind.CODEBOOK and {k.group_size, v.group_size} <= set(VEC_SIZES)
+            and head_dim in HEAD_DIMS and rows == MMA_N):
+        raise ValueError(f"format {fmt}, head_dim {head_dim}, {rows} rows: supported: codebooks of 4 and 2 bits on "
+                         f"both sides, head_dim 64 and 128, {MMA_N} rows")
+    common = (target, head_dim, dtype, "codebook", rows)
+    dense = head_dim * HALF_BYTES  # of a row's entries, once
+    kinds = [{}, dict(row_bytes=dense), dict(row_bytes=dense, is_phased=True)]
+    configs = [CodebookConfig(*common, warps, 2, _piece(k), _piece(v), features=tuple(features), chunk_slots=slots,
+                              **kind)
+               for kind in kinds for warps, slots in SHAPES if warps <= PHASED_WARPS or not kind.get("is_phased")]
+    fitting = [c for c in configs if c.shared_bytes <= SMEM_LIMIT_BYTES[target] and c.chunk_slots <= 2 * c.chunks]
+    if not fitting:
+        raise ValueError(f"format {fmt}, head_dim {head_dim}: {configs[-1].warps} warps need "
+                         f"{configs[-1].shared_bytes} B of shared memory, {target} has {SMEM_LIMIT_BYTES[target]} B "
+                         "a block")
+    return fitting[0]
+
+
+def _piece(side: SideSpec) -> BookPiece:
+    return BookPiece(
+        first_unit=side.first_unit, accesses=side.nbytes // ACCESS_BYTES, meta=side.meta // ACCESS_BYTES,
+        rows=side.rows, cols=side.cols, bits=side.bits, groups=1, per_token=False, meta_dtype="float16",
+        codes=side.codes // ACCESS_BYTES, vec_size=side.group_size, head_dim=side.head_dim,
+        is_shifted=side.meta < side.nbytes)

@@ -1,0 +1,105 @@
+"""Decode over a LevelCache: its two levels by the kernels of ordinary caches, a launch each, then one that merges them.
+
+    q [batch, q_len, num_heads, D] -> rows of a level [batch * num_heads_kv, q_len, ratio, D]
+    high level: decode kernel of its format -> (o, lse)      pages, the stage and the sinks
+    low level:  decode kernel of its format -> (o, lse)      pages, the stage and the ring
+    merge by lse -> out, lse
+
+A sink logit joins the denominator in the merge. No host reads anything: steps may be captured.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from lowbit_attn import dispatch, kernels, loader
+from lowbit_attn.level_view import LevelView, views_of
+from lowbit_attn.plan import ACCESS_BYTES
+from lowbit_attn.reference import Attention
+from lowbit_attn.scratch import no_sink_logit, prepare
+
+
+def decode(q: torch.Tensor, cache, out: torch.Tensor, lse: torch.Tensor, options: Attention, num_splits: int | None,
+           path: str | None) -> None:
+    """Run the chosen path into out [batch, q_len, num_heads, D] and lse fp32 [batch, num_heads, q_len].
+
+    NotImplementedError with the reasons where no kernel serves a level, and for windows.
+    """
+    check(options)
+    if dispatch.is_reference(cache, path):
+        with torch.no_grad():
+            o, logsumexp = cache.attend(q, options)
+            out.copy_(o)
+            lse.copy_(logsumexp)
+        return
+    if q.device.type != "cuda":
+        raise NotImplementedError("; ".join(dispatch.why_not(cache, q.shape[2], q.shape[1], path)))
+    with torch.no_grad(), torch.cuda.device(q.device):
+        rows, asked = level_queries(q.to(cache.dtype), cache.num_heads_kv), _of_levels(options)
+        found = [_decode_level(rows, view, asked, num_splits, path) for view in views_of(cache)]
+        sinks = no_sink_logit(q.device) if options.sink_logits is None else options.sink_logits.contiguous()
+        o, logsumexp = _written(out, cache.dtype), _written(lse, torch.float32)
+        _merge(cache)(*(x.detach() for x in (*found[0], *found[1], sinks, o, logsumexp)))
+        for given, written in ((out, o), (lse, logsumexp)):
+            if given is not written:
+                given.copy_(written)
+
+
+def _written(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where the merge writes: the caller's buffer, or a dense and aligned one like it."""
+    fits = given.is_contiguous() and given.dtype == dtype and not given.data_ptr() % ACCESS_BYTES
+    return given if fits else torch.empty(given.shape, dtype=dtype, device=given.device)
+
+
+def ready(q: torch.Tensor, cache, options: Attention, num_splits: int | None, path: str | None, load: bool) -> None:
+    """Raise what ``decode`` would raise of such a call; load: load or build its kernels too."""
+    check(options)
+    if dispatch.is_reference(cache, path):
+        return
+    rows, asked = level_queries(q.detach().to(cache.dtype), cache.num_heads_kv), _of_levels(options)
+    for view in views_of(cache):
+        if dispatch.planned(rows, view, _call(asked, num_splits, path)) is None:
+            dispatch.ready(rows, view, asked, num_splits, path, False, load)
+    if load:
+        _merge(cache)
+
+
+def check(options: Attention) -> None:
+    """Raise NotImplementedError for a window, whose tokens no page of a level tells apart."""
+    if options.window is not None:
+        raise NotImplementedError(f"window: got {options.window} over levels, whose pages hold no positions, "
+                                  "supported: None")
+
+
+def level_queries(q: torch.Tensor, num_heads_kv: int) -> torch.Tensor:
+    """Queries [batch, q_len, num_heads, D] as rows of a level: [batch * num_heads_kv, q_len, ratio, D], contiguous."""
+    batch, q_len, num_heads, head_dim = q.shape
+    split = q.unflatten(2, (num_heads_kv, num_heads // num_heads_kv)).transpose(1, 2)
+    return split.reshape(batch * num_heads_kv, q_len, -1, head_dim).contiguous()
+
+
+def _of_levels(options: Attention) -> Attention:
+    """What a level's launch is asked for: sink logits differ by head, and join in the merge."""
+    return replace(options, sink_logits=None)
+
+
+def _call(options: Attention, num_splits: int | None, path: str | None) -> tuple:
+    return (options.softmax_scale, options.softcap, None, False, num_splits, path, False)
+
+
+def _decode_level(q: torch.Tensor, view: LevelView, options: Attention, num_splits: int | None,
+                  path: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of one level."""
+    plan = dispatch.planned(q, view, _call(options, num_splits, path))
+    if plan is not None and plan.takes(q, None, None, None):
+        return plan.launch(q, None, None, None)
+    prepare(q.device, kernels.arch_package(dispatch.target_of(q.device)[0]).EMPTY)
+    o, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    dispatch.decode(q, view, o, lse, options, num_splits, path)
+    return o, lse
+
+
+def _merge(cache):
+    """The kernel that merges levels of this cache's device, dtype and head_dim."""
+    target = dispatch.target_of(cache.device)[1]
+    return loader.load(kernels.merge_key(target, str(cache.dtype).removeprefix("torch."), cache.head_dim))
