@@ -84,10 +84,9 @@ class Target:
                                           ("perplexity", line["perplexity"] <= self.perplexity)) if not is_met]
 
 
-PROMPT = Target(0.0095)
 TARGETS = {"cq4": Target(0.0035, 11.97), "kcq4vcq2": Target(0.010, 12.06), "cq2": Target(0.021, 12.18, 0.93),
            "kcq2vcq1": Target(0.045, 12.5), "cq2 pre-RoPE": Target(0.013, 12.15), f"cq2 @{FAR}": Target(0.021, 12.2),
-           "cq2 from the prompt, second half": PROMPT, "cq2 pre-RoPE from the prompt, second half": PROMPT}
+           "cq2 pre-RoPE from the prompt, second half": Target(0.0095)}  # of what codebooks="prompt" makes
 
 
 # ---- codebooks
@@ -195,7 +194,7 @@ def options_of(case: Case, folder: Path) -> dict | None:
     """Options of LowBitCache; None: 16 bit."""
     if case.format is None:
         return None
-    prompt = "prompt-pre" if case.rope == "pre" else "prompt"
+    prompt = "prompt" if case.rope == "pre" else "prompt-post"
     return dict(format=case.format, codebooks=prompt if case.is_prompt else codebooks_of(case, folder))
 
 

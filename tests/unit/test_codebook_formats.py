@@ -90,7 +90,7 @@ def test_residual_codebooks_are_refused_by_name(name):
         FORMATS[name]
 
 
-def test_presets_are_in_the_registry_and_ship_kernels_for_hopper():
+def test_presets_are_in_the_registry_and_have_kernels():
     names = {"kcq4vcq2", "cq2", "cq4"}
     assert names <= set(FORMATS) and names <= {key.format for key in kernels.shipped_keys("hopper")}
     for name, (rows, kernel) in product(names, ((3, ("codebook", 4)), (4, ("codebook", 4)), (5, ("codebook8", 8)),
@@ -98,8 +98,9 @@ def test_presets_are_in_the_registry_and_ship_kernels_for_hopper():
         assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, rows)[0] == kernel
     for name, kernel in (("cq2", ("codebook2", 2)), ("cq4", ("codebook", 4)), ("kcq4vcq2", ("codebook", 4))):
         assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, 2)[0] == kernel
-        picked, reasons = kernels.pick("ampere", FORMATS[name], 128, torch.float16, rows)
-        assert picked is None and reasons
+        assert kernels.pick("ampere", FORMATS[name], 128, torch.float16, rows)[0] == ("codebook", 8)
+    picked, reasons = kernels.pick("ampere", FORMATS["cq1"], 128, torch.float16, 1)
+    assert picked is None and reasons
 
 
 @pytest.mark.parametrize("name, head_dim", [("cq1", 128), ("k4vcq2", 128), ("kcq4v2", 64), ("cq2", 96), ("cq4", 256)])

@@ -61,7 +61,7 @@ def filled(model):
 def test_a_row_has_the_codebooks_of_its_own_text(model, monkeypatch):
     """They are those of learn_prompt on what its layer stored and asked, all tokens counted alike."""
     monkeypatch.setattr(prompt_layer, "token_weights", lambda squares, seen: torch.ones_like(squares))
-    cache = LowBitCache("cq2", codebooks="prompt")
+    cache = LowBitCache("cq2", codebooks="prompt-post")
     read(model, cache, tokens(1056), (1056,))
     one, (row,) = captured(model, tokens(1056)[0], sinks=32).layers[0], cache.layers[0].rows
     sinks = torch.zeros(2, 32, 64, dtype=torch.float16)
@@ -179,7 +179,7 @@ def test_keys_before_rope_are_turned_back_from_where_they_stand(model):
     """A padded row, told its positions, is the row alone; and far from the start, the row near it."""
     ids, mask = tokens(1130, 2), torch.ones(2, 1130, dtype=torch.long)
     mask[1, :70] = 0
-    both, alone, far = (LowBitCache("cq4", codebooks="prompt-pre") for _ in range(3))
+    both, alone, far = (LowBitCache("cq4", codebooks="prompt") for _ in range(3))
     got = read(model, both, ids, (1129, 1), mask)[1, -1]
     want = read(model, alone, ids[1:, 70:], (1059, 1))[0, -1]
     model.set_attn_implementation("lowbit")
@@ -191,6 +191,28 @@ def test_keys_before_rope_are_turned_back_from_where_they_stand(model):
     for other in (got, there):
         assert (other - want).norm() < 0.2 * want.norm()
     assert far.layers[1].rows[0].books.rope == "pre"
+
+
+@pytest.mark.parametrize("codebooks, format, rope", [
+    ("prompt", "cq2", "pre"), ("prompt-post", "cq2", "post"), ("prompt", "k4vcq2", "post")])
+def test_keys_are_learned_before_their_rotary_embedding_unless_said_otherwise(model, codebooks, format, rope):
+    """Where keys have no codebooks there is nothing to turn."""
+    cache = LowBitCache(format, codebooks=codebooks)
+    read(model, cache, tokens(1030), (1029, 1))
+    for layer in cache.layers:
+        books = layer.rows[0].books
+        assert books.rope == rope and (books.rope_inv_freq is not None) == (rope == "pre")
+
+
+def test_a_rotary_embedding_that_cannot_be_turned_back_is_refused_with_what_serves_it():
+    yarn = build(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0,
+                                      original_max_position_embeddings=512))
+    words = "of type yarn, supported for codebooks of keys before it: .*; after it .'post', 'prompt-post'.: .*yarn"
+    with pytest.raises(NotImplementedError, match=words):
+        read(yarn, LowBitCache("cq2", codebooks="prompt"), tokens(1030), (1030,))
+    cache = LowBitCache("cq2", codebooks="prompt-post")
+    read(yarn, cache, tokens(1030), (1029, 1))
+    assert cache.layers[0].rows
 
 
 def test_generate(model):

@@ -16,8 +16,7 @@ from lowbit_attn.codebooks.file import LayerCodebooks
 from lowbit_attn.codebooks.learn import Recipe, Sample, learn_layer, random_offsets
 from lowbit_attn.layout import PAGE_TOKENS
 
-PROMPT, PROMPT_PRE = "prompt", "prompt-pre"  # as an argument ``codebooks``: keys after or before their rotary embedding
-PROMPTS = {PROMPT: "post", PROMPT_PRE: "pre"}
+PROMPTS = {"prompt": "pre", "prompt-post": "post"}  # an argument ``codebooks``, and the rope of its keys' codebooks
 LEAST_TOKENS = 1024
 QUERY_STEP = 4  # one query of so many tells how much attention tokens get
 LEAST_SHARE = 0.05  # of a token's weight, beside a mean of 1: what nobody looked at yet may be looked at

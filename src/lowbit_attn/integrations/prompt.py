@@ -58,7 +58,7 @@ class PromptLayer(LowBitLayer):
     def __init__(self, format: Format, *, codebooks: str, **options):
         super().__init__(format, **options)
         self.given, self.codebooks = options, codebooks
-        self.recipe = recipe_of(format, PROMPTS[codebooks])
+        self.recipe = recipe_of(format, PROMPTS[codebooks] if format.k.kind is Kind.CODEBOOK else "post")
         self.starts: dict[int, int] = {}  # position of each row's first token
         self.rows: list[RowLayer] = []
         self.held = self.moments = self.squares = self.inv_freq = None
