@@ -46,7 +46,7 @@ def test_quantize_bytes_and_dequantized_values(arch, name, dtype, head_dim):
         cache.prefill(0, tokens, tokens.flip(0))
     want, got = caches
     testing.assert_same_state(got, want)
-    pages = want.table[0, : len(blocks)]
+    pages = want.table[0, : int(want.n_qk[0]) // 128]  # windows keep the last ones in 16 bit
     for side, ours, theirs in zip("kv", got.dequantize_pages(pages.cuda()), want.dequantize_pages(pages)):
         assert ours.isnan().sum() > 0
         testing.assert_same_special(side, ours.cpu(), theirs)

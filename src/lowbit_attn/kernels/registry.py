@@ -80,8 +80,10 @@ def checks(key: KernelKey) -> Checks:
                                                    features=key.features)
     if key.op == "linear":
         return module(f"{key.arch}.linear.config").checks(key)
-    if key.op == "append" and key.head_dim > WIDE_HEAD_DIM and FORMATS[key.format].k.spec(key.head_dim).high:
-        return Checks(forbid=())  # beside K's 512 threads V's search, or weights, spill a few registers
+    if key.op == "append" and key.head_dim > WIDE_HEAD_DIM:
+        k, v = FORMATS[key.format].specs(key.head_dim)
+        if k.high or v.wide:
+            return Checks(forbid=())  # beside K's 512 threads V's search, weights or two widths spill a few registers
     if key.op in ("append", "quantize") and FORMATS[key.format].needs_codebooks:
         return Checks(forbid=())  # a search takes all registers: built for sm_80, up to 65 loads of spilled ones
     return Checks()
