@@ -34,7 +34,7 @@ def test_calibration_has_the_errors_of_the_cpu(model, rope):
         assert on_gpu.metadata[name] == pytest.approx(on_cpu.metadata[name], rel=0.1)
 
 
-@pytest.mark.parametrize("codebooks", ("prompt", "prompt-pre"))
+@pytest.mark.parametrize("codebooks", ("prompt", "prompt-post"))
 def test_a_prompts_codebooks(model, codebooks):
     network = model.half().cuda()
     network.set_attn_implementation("lowbit")

@@ -14,10 +14,12 @@ from lowbit_attn.codebooks.prompt import LEAST_TOKENS, PROMPTS
 from lowbit_attn.formats import FORMATS, Format
 
 BooksOption = Annotated[Path | None, typer.Option(
-    "--codebooks", help="A file of lowbit-attn calibrate, or prompt: learned from the text's first 1,024 tokens.")]
+    "--codebooks", help="A file of lowbit-attn calibrate, or prompt: learned from the text's first 1,024 tokens, of "
+                        "keys before their rotary embedding (prompt-post: after it).")]
 ManyBooksOption = Annotated[list[Path] | None, typer.Option(
     "--codebooks", help="A file of lowbit-attn calibrate, for formats that need one, or prompt: learned from the "
-                        "text's first 1,024 tokens; repeatable.")]
+                        "text's first 1,024 tokens, of keys before their rotary embedding (prompt-post: after it); "
+                        "repeatable.")]
 
 
 def loaded(path: Path) -> Codebooks:

@@ -99,7 +99,8 @@ def check_rope(kinds: list[str], rope: str) -> None:
     if unknown := [kind for kind in kinds if kind not in supported]:
         raise NotImplementedError(f"rope: the model's rotary embedding is of type {', '.join(unknown)}, supported for "
                                   f"codebooks of keys {'before' if rope == 'pre' else 'after'} it: "
-                                  f"{', '.join(supported)}")
+                                  f"{', '.join(supported)}"
+                                  + (f"; after it ('post', 'prompt-post'): {', '.join(POST_TYPES)}" * (rope == "pre")))
 
 
 def _findings(sample: Sample, recipe: Recipe, layers: list[Learned]) -> dict:

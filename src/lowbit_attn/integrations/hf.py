@@ -66,9 +66,10 @@ class LowBitCache(Cache):
             so many recent tokens stay in 16 bit at least.
         max_seqlen: longest sequence, allocated at once and never moved; None: the pools double when they are full.
         codebooks: for formats that need them ("cq2", ...): a file of ``lowbit-attn calibrate``, Codebooks, or "prompt":
-            each row learns its own from its first 1,024 tokens or more, which stay in 16 bit until then ("prompt-pre":
-            of keys before their rotary embedding, with fewer errors). Steps
-            over them cannot be compiled yet, so ``generate`` does not, and on a GPU they want path="reference".
+            each row learns its own from its first 1,024 tokens or more, which stay in 16 bit until then; of keys before
+            their rotary embedding, or with more errors after it ("prompt-post"). Steps over codebooks cannot be
+            compiled yet, so ``generate`` does not. On a GPU path="reference" reads them where no kernel does, as of
+            "prompt" and of files of rope "pre".
         static: with max_seqlen, take all pages at once too, so that steps of one token after the prompt need nothing of
             the host: torch.compile traces them into one graph (``generate`` does so by itself on a GPU, as with
             transformers' StaticCache), and a CUDA graph of one serves every length. These steps keep the prompt's

@@ -143,7 +143,7 @@ def no_codebooks(arch: str, fmt: Format, head_dim: int, is_pre_rope: bool = Fals
                 f"{'; '.join([*map(str, served), elsewhere])}"]
     if is_pre_rope:
         return [f"format {fmt}: no kernel on {arch} reads codebooks of keys before their rotary embedding yet, "
-                f"supported: rope='post'; {elsewhere}"]
+                f"supported: rope='post', of a prompt codebooks='prompt-post'; {elsewhere}"]
     return []
 
 
