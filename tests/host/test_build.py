@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import lowbit_attn
 from lowbit_attn import build, compile, emit, kernels, loader, sass, toolchain
-from lowbit_attn.formats import FORMATS
+from lowbit_attn.formats import FORMATS, Kind
 from lowbit_attn.sass import KernelSass
 
 SHIPPED = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped_keys(arch)))
@@ -157,9 +157,12 @@ def test_built_kernel_checks_its_arguments_before_any_launch(key):
         pytest.skip("not built here: make hopper, make ampere")
     pytest.importorskip("tvm_ffi", reason="loading a kernel needs apache-tvm-ffi")
     kernel = loader.load(key)
+    side = FORMATS[key.format].specs(key.head_dim)["kv".index(key.variant[0])]
+    groups = key.head_dim // max(side.group_size, 1)
+    books = [torch.zeros(1, groups, 256 * side.group_size, dtype=torch.float16)] * (side.kind is Kind.CODEBOOK)
     with pytest.raises(Exception, match="dtype"):
         kernel(torch.zeros(1, 1, 128, key.head_dim, dtype=torch.float64), torch.zeros(1, dtype=torch.int32),
-               torch.zeros(99, 32, dtype=torch.uint32), torch.zeros(99, 64, dtype=torch.uint16), 1, 1)
+               torch.zeros(99, 32, dtype=torch.uint32), torch.zeros(99, 64, dtype=torch.uint16), *books, 1, 1)
 
 
 def test_why_not_names_what_is_supported():

@@ -217,7 +217,7 @@ def test_a_side_without_a_spec_has_no_kernels():
     fmt = Format("raw16", Sixteen(), Sixteen())
     assert fmt.specs(64) == (None, None)
     assert kernels.quantize_missing(fmt, 64, torch.float16) == [
-        "format raw16, supported: K per channel, per token or boosted, with V per token"]
+        "format raw16, supported: K per channel, per token, boosted or by codebooks, with V per token or by codebooks"]
     for arch in kernels.ARCH_TARGETS:
         picked, reasons = kernels.pick(arch, fmt, 64, torch.float16, 4)
         assert picked is None and reasons and all("format raw16, supported: " in r for r in reasons)
