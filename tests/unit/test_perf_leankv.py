@@ -1,28 +1,21 @@
 """perf/leankv.py: its cases make caches, chance replaces scores, and lines become a table."""
 
-import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from perf_scripts import PERF, script
 
 pytest.importorskip("transformers")
 
 from lowbit_attn import levels, significance  # noqa: E402
 
-PERF = Path(__file__).resolve().parents[2] / "perf"
-
 
 @pytest.fixture(scope="module")
 def leankv():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PERF))
-        spec = importlib.util.spec_from_file_location("perf_leankv", PERF / "leankv.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+    with script("leankv") as module:
+        yield module
 
 
 def test_every_case_makes_a_cache(leankv):

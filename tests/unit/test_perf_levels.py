@@ -1,24 +1,15 @@
 """perf/levels.py: its caches hold what decode may read, and its bytes are theirs."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from perf_scripts import script
 
 from lowbit_attn import decode
-
-PERF = Path(__file__).resolve().parents[2] / "perf"
 
 
 @pytest.fixture(scope="module")
 def measured():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PERF))
-        spec = importlib.util.spec_from_file_location("perf_levels", PERF / "levels.py")
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(__import__("sys").modules, spec.name, module)
-        spec.loader.exec_module(module)
+    with script("levels") as module:
         yield module
 
 

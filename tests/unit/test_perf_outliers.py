@@ -1,30 +1,21 @@
 """perf/outliers.py: every query row is measured once, and an error in o shows."""
 
-import importlib.util
-import sys
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny_models
 import torch
+from perf_scripts import script
 
 from lowbit_attn import FORMATS, decode, kernels
-
-PERF = Path(__file__).resolve().parents[2] / "perf"
 
 
 @pytest.fixture(scope="module")
 def outliers():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PERF))
-        spec = importlib.util.spec_from_file_location("perf_outliers", PERF / "outliers.py")
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, "perf_outliers", module)
-        spec.loader.exec_module(module)
-    return module
+    with script("outliers") as module:
+        yield module
 
 
 def layer(outliers, num_heads=6, num_heads_kv=2, head_dim=64, tokens=300, softmax_scale=0.1):

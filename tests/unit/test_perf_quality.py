@@ -1,24 +1,17 @@
 """perf/quality.py: its cases exist, and its plots show the numbers of a results file."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from perf_scripts import script
 
 from lowbit_attn import FORMATS
-
-PERF = Path(__file__).resolve().parents[2] / "perf"
 
 
 @pytest.fixture(scope="module")
 def quality():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PERF))
-        spec = importlib.util.spec_from_file_location("perf_quality", PERF / "quality.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+    with script("quality") as module:
+        yield module
 
 
 def test_every_case_makes_a_cache(quality):
