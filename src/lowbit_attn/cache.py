@@ -391,11 +391,6 @@ class KVCache(CacheReads):
             for name, values in counts.items():
                 getattr(self._counts, name)[rows] = values
 
-    def _set_counters(self, rows: np.ndarray, counts: dict[str, np.ndarray]) -> None:
-        with Journal() as journal:
-            self._write_counters(journal, rows, counts)
-        self._note_counters(rows, counts)
-
     def _empty(self, rows: np.ndarray, limit: int) -> None:
         """Give back the pages of rows, set their counters to 0 and their limits to this."""
         counts = dict.fromkeys(Counts._fields, np.zeros_like(rows))

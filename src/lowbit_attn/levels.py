@@ -193,7 +193,7 @@ class LevelCache(LevelState):
             recent, length = self.recent(row), int(self.n_tok[row]) - count
             self.store_recent(row, recent.part(slice(0, max(0, len(recent.seen) - count))))
             self.n_tok[row], self.n_sink[row] = length, min(length, self.sinks)
-            self.recount()
+        self.recount()
 
     def free(self, seqs: Sequence[int]) -> None:
         """Forget the tokens of these sequences and return their frames; their rows may start anew."""
@@ -205,7 +205,7 @@ class LevelCache(LevelState):
             self.table[:, heads], self.half[heads], self.n_drop[heads], self.score[heads] = -1, -1, 0, 0
             self.seen[row], self.n_sink[row], self.n_out[row], self.n_tok[row] = 0, 0, 0, 0
             self.waits[row] = False
-            self.recount()
+        self.recount()
 
     def share(self, src: int, dst: int, tokens: int | None = None) -> None:
         """Refuse: frames have one holder."""
