@@ -17,7 +17,7 @@ import tilelang.language as T
 from lowbit_attn import layout, registers
 from lowbit_attn.ampere import mma, queries, softmax
 from lowbit_attn.ampere.codebook_config import BOOK_ENTRIES, BOOK_ROW_BYTES, CodebookConfig
-from lowbit_attn.ampere.codes import bits_of, pow2, value_at, value_of_half
+from lowbit_attn.ampere.codes import bits_of, lower_value_exponent, pow2, value_at, value_of_half
 from lowbit_attn.ampere.config import ACCESS_BYTES, LANES, TILE, static
 
 SASS_NEED = ("LDGSTS", "LDSM", "HMMA", "MOVM")
@@ -284,7 +284,7 @@ def scores(config, slot, lane, work, ops):
 def load_norms(config, slot, chunk, lane, work, o_factor, moved):
     """Norms of the tokens g and g + 8 of a chunk's tiles; E after it, what O is multiplied with, and whether."""
     first, g = config.code_accesses(config.v), lane // 4
-    largest, lowered = T.alloc_var("uint32"), T.alloc_var("int32")
+    largest = T.alloc_var("uint32")
     o_factor[0] = T.float32(1.0)
     moved[0] = 0
     for i in static(2 * config.chunk_tiles):
@@ -299,12 +299,7 @@ def load_norms(config, slot, chunk, lane, work, o_factor, moved):
             work.norm[i] = value_of_half(T.cast(half, "int32"), "float16")
             largest = T.max(largest, half & T.uint32(0x7FFF))
         largest = T.warp_reduce_max(largest)
-        lowered = -registers.ceil_log2(T.max(bits_of(value_of_half(T.cast(largest, "int32"), "float16")),
-                                             registers.pow2_bits(registers.MIN_SCALE_LOG2)))
-        lowered = T.min(lowered, work.value_exponent[0])
-        moved[0] = T.cast(lowered < work.value_exponent[0], "int32")
-        o_factor[0] = pow2(T.max(lowered - work.value_exponent[0], -126))
-        work.value_exponent[0] = lowered
+        lower_value_exponent(T.cast(largest, "int32"), "float16", work, o_factor, moved)
 
 
 @T.macro

@@ -31,6 +31,19 @@ def value_of_half(bits, dtype: str):
     return T.call_pure_extern("float32", "__half2float", half)
 
 
+@T.macro
+def lower_value_exponent(largest, dtype: str, work, o_factor, moved):
+    """E after tokens whose largest scale has the 16 bits ``largest``: the least -ceil(log2 scale) so far; what O is
+    multiplied with, and whether."""
+    lowered = T.alloc_var("int32")
+    lowered = -registers.ceil_log2(T.max(bits_of(value_of_half(largest, dtype)),
+                                         registers.pow2_bits(registers.MIN_SCALE_LOG2)))
+    lowered = T.min(lowered, work.value_exponent[0])
+    moved[0] = T.cast(lowered < work.value_exponent[0], "int32")
+    o_factor[0] = pow2(T.max(lowered - work.value_exponent[0], -126))
+    work.value_exponent[0] = lowered
+
+
 def value_at(half):
     return T.cast(half, "float32")
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn.ampere import load, queries
-from lowbit_attn.ampere.softmax import LOG2_E
+from lowbit_attn.registers import LN_2, LOG2_E
 
-LN_2 = 0.6931471805599453
 SPLITS_AT_ONCE = 8  # whose loads are under way together
 CHANNELS = 4  # of a thread: 16 bytes of o_partial
 SASS_NEED = ("ATOM|ATOMG",)

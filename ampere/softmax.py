@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn.ampere.config import MMA_N, DecodeConfig
+from lowbit_attn.registers import LOG2_E
 
 NO_TOKEN = -3.4028234e38  # row maximum before the first token: finite, so that -inf - maximum is never NaN
-LOG2_E = 1.4426950408889634
 ROW_LANES = (4, 8, 16)  # lanes that share a query row differ in these bits
 
 

@@ -11,15 +11,14 @@ import tilelang.language as T
 from lowbit_attn import layout, registers
 from lowbit_attn.ampere import mma, softmax
 from lowbit_attn.ampere.codes import (
-    bits_of,
     code_power,
     largest_half,
     load_tokens,
+    lower_value_exponent,
     multiply_codes,
     pow2,
     row_power,
     value_at,
-    value_of_half,
 )
 
 
@@ -28,14 +27,8 @@ def lower_exponent(config, ring, slot, lane, work, o_factor, moved):
     """E after this page: the least -ceil(log2 largest scale) so far; what O is multiplied with, and whether."""
     piece = config.v
     largest = T.alloc_local((1,), "int32")
-    lowered = T.alloc_var("int32")
     largest_half(ring, slot, piece.meta, piece.groups * layout.PAGE_TOKENS, lane, True, largest)
-    lowered = -registers.ceil_log2(T.max(bits_of(value_of_half(largest[0], piece.meta_dtype)),
-                                         registers.pow2_bits(registers.MIN_SCALE_LOG2)))
-    lowered = T.min(lowered, work.value_exponent[0])
-    moved[0] = T.cast(lowered < work.value_exponent[0], "int32")
-    o_factor[0] = pow2(T.max(lowered - work.value_exponent[0], -126))
-    work.value_exponent[0] = lowered
+    lower_value_exponent(largest[0], piece.meta_dtype, work, o_factor, moved)
 
 
 @T.macro

@@ -19,9 +19,10 @@ from cutlass import Float32, Int32, Int64, Uint32
 from lowbit_attn import _private
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows, query_and_head
-from lowbit_attn.hopper.common.numbers import LN_2, LOG2_E, LOWEST, NEG_INF
+from lowbit_attn.hopper.common.numbers import LOWEST, NEG_INF
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, EMPTY, LINE_WORDS, SLOT_WORDS
 from lowbit_attn.hopper.common.tuning import MOST_LANES_LOG2, SLOTS_AT_ONCE
+from lowbit_attn.registers import LN_2, LOG2_E
 
 CHANNELS = CHUNK_CHANNELS  # of one thread: 16 bytes of a split's o
 EMPTY_BITS = EMPTY & 0xFFFF_FFFF

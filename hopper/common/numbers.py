@@ -11,7 +11,6 @@ from lowbit_attn.registers import matrix_place
 ELEMENT = {"float16": Float16, "bfloat16": BFloat16}
 NEG_INF = float("-inf")
 LOWEST = -3.4028234663852886e38  # -FLT_MAX, the maximum before any token: finite, so that exp2(-inf - LOWEST) is 0
-LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 LOW_HALF, HIGH_HALF = 0x0000_FFFF, 0xFFFF_0000
 OVER_T = (1, 2)  # lane distances of the four lanes that share g
 OVER_G = (4, 8, 16)  # lane distances of the eight lanes that share t

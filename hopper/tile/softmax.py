@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.hopper.common import numbers
+from lowbit_attn.registers import LOG2_E
 
 SUMS = 4  # of a row's weights, added up side by side
 
@@ -38,7 +39,7 @@ def quad_sum(x: Float32) -> Float32:
 
 def cap_scores(acc_s: cute.Tensor, scale_log2: Float32, cap_log2: Float32) -> None:
     """Scores become cap_log2 * tanh(score * scale_log2 / cap_log2), with tanh y = 1 - 2 / (e^2y + 1)."""
-    slope = scale_log2 * (Float32(2.0 * numbers.LOG2_E) / cap_log2)
+    slope = scale_log2 * (Float32(2.0 * LOG2_E) / cap_log2)
     for i in range(cute.size(acc_s)):
         grown = cute.math.exp2(acc_s[i] * slope, fastmath=True)
         acc_s[i] = cap_log2 - (cap_log2 + cap_log2) * cute.arch.rcp_approx(grown + Float32(1.0))

@@ -151,7 +151,7 @@ class Limits(NamedTuple):
 
 def cap_constants(softcap_log2: Float32) -> tuple[Float32, Float32]:
     """(growth, span) of ``Limits``: on the host, so that they are constants that take no registers."""
-    return Float32(2 * numbers.LOG2_E) / softcap_log2, Float32(2.0) * softcap_log2
+    return Float32(2 * registers.LOG2_E) / softcap_log2, Float32(2.0) * softcap_log2
 
 
 def capped(limits: Limits, logit: Float32) -> Float32:

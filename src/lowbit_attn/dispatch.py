@@ -19,10 +19,10 @@ from lowbit_attn.level_view import views_of
 from lowbit_attn.levels import LevelCache
 from lowbit_attn.plan import DecodePlan, StepPlan, plans_of
 from lowbit_attn.reference import Attention
+from lowbit_attn.registers import LOG2_E
 from lowbit_attn.scratch import prepare
 from lowbit_attn.state import is_capturing
 
-LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30  # positions: more than any sequence has
 CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"), (8, 9): ("ampere", "sm_89")}
 # Ampere kernels also run on Hopper, built for it, in its sizes or in those of the target named behind a hyphen

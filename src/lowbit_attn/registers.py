@@ -12,6 +12,7 @@ from functools import cache
 
 from lowbit_attn import layout
 
+LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453  # softmax by exp2 and log2
 SUBNORMAL_SHIFT = 24  # an fp16 subnormal with integer bits c has the value c * 2^-24
 HALF_BITS = 11  # a code at bit k needs k + bits <= 11: subnormals and the first normals are equally spaced
 QUERY_SHIFT = 13  # operand fp16_rn(q (s 2^e_s) 2^(e_q + 13)): |q| 2^e_q < 2, s 2^e_s <= 1, so at most 2^14

@@ -10,9 +10,9 @@ import tilelang.language as T
 
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES
+from lowbit_attn.registers import LN_2, LOG2_E
 
 THREADS = 128
-LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 
 
 @T.macro
