@@ -320,9 +320,10 @@ def _quantize_key(cache: KVCache, side: str) -> KernelKey:
     return kernels.quantize_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
 
 
-def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """A step of ``KVCache.append`` on the device: k, v [batch, tokens, heads, head_dim] to rows int32 [batch]."""
-    _step_plan(cache).run(rows, k, v)
+def _append(cache: KVCache, rows: torch.Tensor, ring_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A step of ``KVCache.append`` on the device: k, v [batch, tokens, heads, head_dim] to rows int32 [batch] of
+    counters and table, whose sinks and rings are ring_rows int32 [batch]."""
+    _step_plan(cache).run(rows, ring_rows, k, v)
 
 
 def _step_plan(cache: KVCache) -> StepPlan:
