@@ -114,11 +114,6 @@ class Arithmetic:
         """When its warps hurry or wait."""
         raise NotImplementedError
 
-    def expected_counts(self, cfg) -> dict[str, int]:
-        """Predicted static SASS counts: one warp's share of one packed page, of one 16-bit unit and of one beside
-        packed K. The page loop is not unrolled, so a CTA issues the page's share once for each page."""
-        raise NotImplementedError
-
 
 class Schedule:
     """How warps get their work. One instance of each subclass."""

@@ -39,7 +39,8 @@ _LIBRARY.define(f"decode(Tensor q, {_STATE_SCHEMA}, Tensor? sink_logits, {_VALUE
 _LIBRARY.define(f"decode_out(Tensor q, Tensor(a!) out, Tensor(b!) lse, {_STATE_SCHEMA}, Tensor? sink_logits, "
                 f"{_VALUES_SCHEMA}) -> ()", tags=torch.Tag.pt2_compliant_tag)
 _LIBRARY.define(f"append(Tensor k, Tensor v, Tensor rows, Tensor ring_rows, {_STEP_SCHEMA}, str format, "
-                "int[] strides, Tensor? query_weights, bool? range_search, int sinks, int window_k, int window_v) -> ()",
+                "int[] strides, Tensor? query_weights, bool? range_search, int sinks, int window_k, int window_v) "
+                "-> ()",
                 tags=torch.Tag.pt2_compliant_tag)
 
 

@@ -70,10 +70,5 @@ class Fp16(Arithmetic):
     def pace(self, cfg: WarpConfig) -> Rule:
         return PACE_FP16_LARGE_PAGES if cfg.page_warps < cfg.warps else PACE_FP16
 
-    def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
-        from lowbit_attn.hopper.arith.fp16.counts import expected
-
-        return expected(cfg)
-
 
 FP16 = Fp16()

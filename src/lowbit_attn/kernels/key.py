@@ -61,7 +61,6 @@ class Checks:
 
     need: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ("LDL", "STL")
-    expected: tuple[tuple[str, int], ...] = ()
     smem_bytes: int | None = None  # dynamic shared memory the launch asks for; None: none
 
 
