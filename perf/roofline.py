@@ -132,8 +132,8 @@ def built_loop(key: KernelKey, build: bool = False) -> PageLoop | None:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one case. busiest: pages of the busiest SM over those of the mean one; None: warps share pages by roles.
-    loop and issue_us None: that, or the kernel is not built."""
+    """What is predicted of one case. busiest: pages of the busiest SM over those of the mean one; None: warps share
+    pages by roles. loop and issue_us None: that, or the kernel is not built."""
 
     grid: Launch
     nbytes: int

@@ -82,7 +82,7 @@ def why_not(cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = N
 
 
 def why_not_on(arch: str, cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = None) -> list[str]:
-    """The same for a named architecture, whatever device there is. A LevelCache has the reasons of both levels."""
+    """Why a named architecture cannot serve a call, whatever device there is; of a LevelCache, of both its levels."""
     if isinstance(cache, LevelCache):
         heads = num_heads // cache.num_heads_kv  # of a level's row
         return [f"{level} level: {reason}" for level, view in zip(("high", "low"), views_of(cache))

@@ -12,8 +12,8 @@ import torch
 from lowbit_attn import layout, reference, registers
 from lowbit_attn.cache import KVCache
 from lowbit_attn.formats import Kind
+from lowbit_attn.registers import LOG2_E
 
-LOG2_E = 1.4426950408889634
 COLUMNS = 8  # query rows of one accumulator tile
 NO_TOKEN = -np.finfo(np.float32).max  # the running maximum before the first token: finite, so exp2 of a difference is 0
 ROW_LANES = (4, 8, 16)  # lanes that hold other tokens of the same query rows

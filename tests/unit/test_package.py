@@ -183,12 +183,18 @@ def test_home_made_words_would_be_found(tmp_path):
     assert home_made_words(path) == {"third", "Look", "leave", "sight", "SPLITS_MEET"}
 
 
-@pytest.mark.parametrize("module", KERNELS)
-def test_docstrings_stand_alone(module):
+@pytest.mark.parametrize("path", [*MODULES.values(), *(ROOT / "perf").glob("*.py")], ids=lambda path: path.stem)
+def test_docstrings_stand_alone(path):
     """They begin with what a thing is or does, not in the middle of a sentence that its name began."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-            assert not text.startswith(("Of ", "The same", "By ")), f"{module}: {text.splitlines()[0]}"
+            assert not text.startswith(("Of ", "The same", "By ")), f"{path}: {text.splitlines()[0]}"
+
+
+def test_constants_of_softmax_are_in_one_file():
+    found = [path for path in (*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "perf").glob("*.py"))
+             if re.search(r"1\.4426|0\.6931", path.read_text()) and path != Path(__file__)]
+    assert found == [MODULES["lowbit_attn.registers"]]
 
 
 def test_a_name_of_hopper_means_one_thing():
