@@ -14,7 +14,7 @@ from lowbit_attn import layout, registers
 from lowbit_attn.formats.spec import Kind, SideSpec
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.hopper.common.tuning import MAX_WARPS, MIN_SLOTS, PAGE_WARPS, UNDER_WAY, Rule
-from lowbit_attn.kernels.key import WIDE_HEAD_DIM
+from lowbit_attn.registers import WIDE_HEAD_DIM
 
 TARGET = "sm_90a"
 WARP = 32

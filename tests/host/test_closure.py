@@ -44,7 +44,7 @@ def test_kernels_are_not_made_of_each_others_files(reached):
 
 def test_limits_of_kernels_count_and_lists_of_them_do_not(reached):
     for kind in ("hopper", "ampere"):
-        assert {("kernels.key", name) for name in ("SMEM_LIMIT_BYTES", "FEATURES", "WIDE_HEAD_DIM", "Checks")} <= (
+        assert {("kernels.key", name) for name in ("SMEM_LIMIT_BYTES", "FEATURES", "Checks")} <= (
             reached[kind])
         assert {("kernels.registry", name) for name in ("checks", "trace")} <= reached[kind]
     for names in reached.values():

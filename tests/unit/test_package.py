@@ -26,7 +26,7 @@ LAYERS = (
     ("codebooks", "formats", "linear", "reference"),
     ("cache.attached", "cache.significance", "levels.frames"),
     ("cache.saved", "cache.backend", "levels.policy"),
-    ("cache.copies", "cache.extend", "registers", "sass", "prebuilt", "levels.moves"),
+    ("cache.copies", "cache.extend", "registers", "subnormals", "sass", "prebuilt", "levels.moves"),
     ("cache.state", "kernels.key"),
     ("cache.reads",),
     ("cache.kv_cache", "scratch", "device", "kernels.support", "kernels.linear", "levels.state"),
@@ -221,7 +221,7 @@ def imported_with(path: Path) -> set[str]:
 
 
 def test_the_default_kernel_is_read_in_few_files():
-    """At most 18 files and 3,200 lines of Hopper; 24 and 4,050 with what they stand on, which no format is among."""
+    """At most 18 files and 3,200 lines of Hopper; 23 and 3,850 with what they stand on, which no format is among."""
     closure, waiting = set(), list(DEFAULT_KERNEL)
     while waiting:
         if (module := waiting.pop()) not in closure:
@@ -230,9 +230,9 @@ def test_the_default_kernel_is_read_in_few_files():
     hopper = {module for module in closure if part(module) == "hopper"}
     lines = {module: len(MODULES[module].read_text().splitlines()) for module in closure}
     assert len(hopper) <= 18 and sum(lines[module] for module in hopper) <= 3_200, lines
-    assert len(closure) <= 24 and sum(lines.values()) <= 4_050, lines
+    assert len(closure) <= 23 and sum(lines.values()) <= 3_850, lines
     assert {module.removeprefix("lowbit_attn.") for module in closure - hopper} == {
-        "_private", "device.ptx", "formats.spec", "kernels.key", "layout", "registers"}
+        "_private", "device.ptx", "formats.spec", "layout", "registers"}
 
 
 def test_files_and_kernels_functions_are_short():
