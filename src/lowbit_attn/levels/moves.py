@@ -48,13 +48,6 @@ class Departure:
         records = cache.format.formats[level].quantize(blocks[0].float(), blocks[1].float(), cache.range_search)
         return list(records.split(counts))
 
-    def note_plan(self) -> None:
-        """Leave the plan of a block of 128 tokens in the cache: their order by class and the counts of each level."""
-        heads = self.cache.heads_of(self.row)
-        self.cache.order[heads] = self.classes.argsort(dim=1, stable=True).to(torch.uint8)
-        for level in LEVELS:
-            self.cache.new[level, heads] = (self.classes == level).sum(1, dtype=torch.int32)
-
     def write(self, frames: list[torch.Tensor]) -> None:
         """Put records into these frames, ids of each size, and the rest into the stages. The ring is not touched."""
         cache = self.cache
