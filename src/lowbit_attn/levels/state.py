@@ -17,6 +17,16 @@ WINDOW = 56  # recent tokens that stay in 16 bit at least
 PAGE = layout.PAGE_TOKENS
 
 
+def ring_slots(max_q_len: int = 1, manage_every: int = EVERY) -> int:
+    """Recent tokens that a row's ring holds: the window, a block that waits, and those of steps until ``manage``."""
+    return -(-(WINDOW + PAGE - 1 + manage_every * max_q_len) // RING_ALIGN) * RING_ALIGN
+
+
+def buffer_bytes(sinks: int, head_dim: int) -> int:
+    """16-bit memory of one KV head of a sequence, whatever its length: sinks, two stages and the ring, K and V."""
+    return (sinks + 2 * PAGE + ring_slots()) * 2 * head_dim * torch.float16.itemsize
+
+
 class Lengths(NamedTuple):
     """Counters of the rows as the host sees them, int32 arrays [max_batch]; what left the ring counts as packed."""
 
@@ -73,8 +83,7 @@ class LevelState(Copied):
 
     def _allocate(self) -> None:
         rows, ints = self.max_batch * self.num_heads_kv, dict(dtype=torch.int32, device=self.device)
-        wanted = WINDOW + PAGE - 1 + self.manage_every * self.max_q_len
-        self.slots = -(-wanted // RING_ALIGN) * RING_ALIGN
+        self.slots = ring_slots(self.max_q_len, self.manage_every)
 
         def tokens(count: int) -> torch.Tensor:
             return torch.zeros((rows, count, self.head_dim), dtype=self.dtype, device=self.device)
