@@ -17,8 +17,8 @@ import torch
 import typer
 from provenance import provenance
 
-ROWS, HEADS, HEAD_DIM, PAGES = 6, 3, 64, 24
-FRAMES = {"lean": 41, "lean-low": (31, 41)}
+ROWS, HEADS, HEAD_DIM, PAGES = 4, 2, 64, 24
+FRAMES = {"lean": 17, "lean-low": (13, 19)}
 RELEASED = 0.15  # of the steps
 
 

@@ -132,11 +132,11 @@ class Plan:
         staged, is_mine = cache.n_stage[level, self.v].long()[:, None], self.classes == level
         order = (~is_mine).to(torch.uint8).argsort(dim=1, stable=True)  # the level's tokens first, by position
         of_block = PAGE + order.gather(1, (places - staged).clamp(0, PAGE - 1))
-        chosen = torch.where(places < staged, places, of_block)[..., None].expand(-1, -1, cache.head_dim)
+        chosen = torch.where(places < staged, places, of_block)
         start = cache.sinks if level == HIGH else 0
         sides = [torch.cat((stage[self.v, start : start + PAGE], ring[self.v[:, None], self.slots]), 1)
                  for stage, ring in zip(stage_stores(cache, level), (cache.ring_k, cache.ring_v))]
-        return Moved(*(side.gather(1, chosen) for side in sides), staged[:, 0] + is_mine.sum(1))
+        return Moved(*(_picked(side, chosen) for side in sides), staged[:, 0] + is_mine.sum(1))
 
     def _needs(self) -> torch.Tensor:
         """Frames of each size that rows need, int64 [sizes, batch]."""
@@ -172,9 +172,9 @@ class Plan:
         _set(cache.table[level], (v, page.clamp(max=cache.table.shape[2] - 1)), is_full, unit)
         _set(cache.c_pack[level], (v,), is_full, packed + PAGE)
         rest = torch.arange(PAGE, device=v.device) + PAGE * self.full[:, level, None]
-        rest, start = rest[..., None].expand(-1, -1, cache.head_dim), cache.sinks if level == HIGH else 0
+        start = cache.sinks if level == HIGH else 0
         for store, tokens in zip(stage_stores(cache, level), (moved.k, moved.v)):
-            _set(store[:, start : start + PAGE], (v,), goes, tokens.gather(1, rest))
+            _set(store[:, start : start + PAGE], (v,), goes, _picked(tokens, rest))
         left = moved.count - PAGE * self.full[:, level]
         _set(cache.n_stage[level], (v,), goes, left.to(torch.int32))
 
@@ -189,6 +189,11 @@ class Plan:
         _set(cache.order, (v,), due, self.classes.argsort(dim=1, stable=True).to(torch.uint8))
         for level in LEVELS:
             _set(cache.new[level], (v,), due, (self.classes == level).sum(1, dtype=torch.int32))
+
+
+def _picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Rows x [n, m, D] at places int64 [n, k] of each: [n, k, D]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], places]
 
 
 def _set(store: torch.Tensor, at: tuple, chosen: torch.Tensor, values: torch.Tensor) -> None:
