@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.cache.significance import Scores, means
+from lowbit_attn.cache.significance import Scores, added, means, observe_ring
 from lowbit_attn.levels.moves import LEVELS, PAGE, stage_stores
 from lowbit_attn.levels.policy import HIGH, LOW, PRUNED
 from lowbit_attn.levels.state import WINDOW
-from lowbit_attn.precision import full_precision
 from lowbit_attn.reference import Attention
 
 
@@ -50,31 +49,11 @@ def observed(cache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, acts
     q: [batch, q_len, num_heads, head_dim] of the rows' last tokens; lse: fp32 [batch, num_heads, q_len]. acts: bool
     [batch]; the others' scores stay. Slots without a token get 0.
     """
-    heads, q_len = cache.num_heads_kv, q.shape[1]
-    first, stop = (cache.n_sink + cache.n_out)[rows, None], cache.n_tok[rows, None]  # positions of the ring's tokens
-    age = (torch.arange(cache.slots, device=q.device) - cache.n_out[rows, None]) % cache.slots
-    is_held = first + age < stop
-    at = stop - q_len + torch.arange(q_len, device=q.device)
-    behind = at[..., None] - (first + age)[:, None]  # [batch, q_len, slots]
-    inside = (behind >= 0) & is_held[:, None]
-    if options.window is not None:
-        inside &= behind < options.window
-    scale = cache.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-    with full_precision(q.device.type):
-        keys = cache.ring_k.unflatten(0, (-1, heads))[rows].float()
-        queries = q.float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)  # [batch, H, r, q_len, D]
-        s = queries.flatten(2, 3) @ keys.transpose(2, 3) * scale
-        s = s.unflatten(2, (-1, q_len))
-        if options.softcap is not None:
-            s = options.softcap * torch.tanh(s / options.softcap)
-        s = s.masked_fill(~inside[:, None, None], -torch.inf)
-        total = lse.float().unflatten(1, (heads, -1))[..., None]
-        p = torch.exp(s - total.masked_fill(total == -torch.inf, 0)).amax(2)  # of a group's heads, each normalised
-        p = p.masked_fill((behind == 0)[:, None], 0).sum(2)  # a token's own query says nothing
+    heads, n_out, n_tok = cache.num_heads_kv, cache.n_out[rows], cache.n_tok[rows]
+    keys = cache.ring_k.unflatten(0, (-1, heads))[rows]
+    new, is_held = observe_ring(q, keys, n_out, cache.n_sink[rows] + n_out, n_tok, lse, options)
     score, seen = cache.score.unflatten(0, (-1, heads))[rows], cache.seen[rows]
-    counted = (inside & (behind > 0)).sum(1, dtype=torch.int32)
-    return Scores(torch.where(acts[:, None, None], (score + p) * is_held[:, None], score),
-                  torch.where(acts[:, None], (seen + counted) * is_held, seen))
+    return added(Scores(score, seen), new, is_held, acts)
 
 
 def store_scores(cache, rows: torch.Tensor, scores: Scores) -> None:
