@@ -3,9 +3,9 @@
     python perf/fleet.py size       bytes, requests and shipping by format
     python perf/fleet.py run        the fleet's table
 
-Machines that read prompts hand packed caches to decode GPUs over a link; a GPU decodes all of its requests in one batch.
-A step's time is interpolated between steps of a Llama-3.1-8B shape measured on an H200 (perf/e2e.py). Not simulated: the
-reading of prompts, and a scheduler's own time. docs/serving.md has the tables.
+Machines that read prompts hand packed caches to decode GPUs over a link; a GPU decodes all of its requests in one
+batch. A step's time is interpolated between steps of a Llama-3.1-8B shape measured on an H200 (perf/e2e.py). Not
+simulated: the reading of prompts, and a scheduler's own time. docs/fleet.md has the tables.
 """
 
 from collections.abc import Iterator
@@ -209,8 +209,8 @@ def simulate(name: str, gpus: int, requests: list[Request], fail: tuple[float, f
     env.process(fleet.feed(requests))
     env.run(until=max(request.arrival for request in requests) + 3600)
     if len(fleet.gaps) != len(requests):
-        raise RuntimeError(f"{len(requests) - len(fleet.gaps)} of {len(requests)} requests have not ended an hour after "
-                           "the last arrival: take more GPUs")
+        raise RuntimeError(f"{len(requests) - len(fleet.gaps)} of {len(requests)} requests have not ended an hour "
+                           "after the last arrival: take more GPUs")
     return fleet
 
 
