@@ -173,6 +173,32 @@ def test_blocks_that_leave_are_what_a_prompts_are_given_the_scores(name, policy)
         check_equal(mine, theirs)
 
 
+class Reads(TorchDispatchMode):
+    """Counts values that the host reads, and operations whose shapes would need one."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in OnDevice.HOST
+        return func(*args, **kwargs or {})
+
+
+def test_a_prompt_asks_the_device_as_often_for_any_number_of_heads_and_pages():
+    counts = []
+    for heads, length in ((1, 600), (6, 1900)):
+        cache = LevelCache(FramePool("lean", head_dim=D, frames=120), heads, max_seqlen=2000)
+        k, v, q = (torch.randn(length, n, D).half() for n in (heads, heads, 2 * heads))
+        lse = torch.full((2 * heads, length), 9.0)
+        cache.prefill(0, k[:200], v[:200], q[:200], lse[:, :200])
+        with Reads() as reads:
+            cache.prefill(0, k[200:], v[200:], q[200:], lse[:, 200:])
+        counts.append(reads.count)
+        assert cache.c_pack.all()
+    assert counts[0] == counts[1] < 20
+
+
 def test_scores_are_those_of_observe_and_other_slots_have_none():
     cache = make(max_q_len=4)
     for row, length in enumerate((300, 97, 2)):
