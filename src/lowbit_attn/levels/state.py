@@ -103,7 +103,7 @@ class LevelState(Copied):
         self.order = torch.zeros((rows, PAGE), dtype=torch.uint8, device=self.device)
         self.limit = torch.full((self.max_batch,), min(self.max_seqlen, self.sinks + self.slots), **ints)
         if self.device.type == "cuda":  # constants of packing, which no captured step may be the first to make
-            block = torch.zeros((1, PAGE, self.head_dim), device=self.device)
+            block = torch.zeros((1, PAGE, self.head_dim), dtype=torch.float32, device=self.device)
             for fmt in self.format.formats:
                 fmt.quantize(block, block, self.range_search)
 
