@@ -10,7 +10,7 @@ import torch
 from perf_scripts import script
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowbit_attn import CacheFaultError
+from lowbit_attn import CacheFaultError, PageExhaustedError
 from lowbit_attn.cache.significance import Scores, means, observe
 from lowbit_attn.formats import affine, packing
 from lowbit_attn.formats.levels import parse
@@ -249,6 +249,26 @@ def test_without_frames_a_captured_step_changes_nothing_and_is_told_of(captured)
     captured(lambda self: False)
     assert int(cache.n_tok[0]) == 5 + 128 + 192 + 20 and not cache.faults.any()
     cache.pool.check(cache)
+
+
+@pytest.mark.parametrize("name", ("lean", "lean-low"))
+def test_steps_that_require_allows_find_their_frames(captured, name):
+    """The watermark: what it lets pass never starves, from rings that are nearly full on, whatever the classes."""
+    cache = make(name, frames=1, policy=Cumulative(0, 0.5))
+    for row, length in enumerate((188, 187, 100)):
+        for at in range(length):
+            cache.append(*tokens(1, 1)[:2], [row])
+    wanted = cache.pool.most(3 * H, 200)
+    cache.pool.grow(tuple(n - 2 for n in wanted))
+    with pytest.raises(PageExhaustedError, match="3 rows of 3 KV heads and 1 layers may take"):
+        cache.pool.require(3, 200, H)
+    cache.pool.grow((1,) * len(wanted))
+    cache.pool.require(3, 200, H)
+    captured(lambda self: True)
+    run(cache, 200, 1)
+    captured(lambda self: False)
+    cache.check()
+    assert not cache.starved.any() and (cache.n_out >= 128).all() and cache.c_pack.any()
 
 
 def test_rows_of_ones_own_are_refused_in_a_captured_step(captured):
