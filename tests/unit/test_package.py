@@ -31,7 +31,7 @@ LAYERS = (
     ("cache.reads",),
     ("cache.kv_cache", "scratch", "device", "kernels.support", "kernels.linear", "levels.state"),
     ("ampere", "hopper.common", "cache", "cache.held"),
-    ("levels.view",),
+    ("levels.view", "levels.step"),
     ("levels.level_cache",),
     ("levels", "hopper.tile", "hopper.warp", "hopper.linear"),
     ("hopper.arith", "hopper.arith.codebook", "hopper.arith.fp16", "hopper.arith.int8", "hopper.schedule"),
