@@ -159,7 +159,7 @@ def test_a_file_keeps_everything(made, tmp_path):
     assert (about["model"], about["tokens"], about["held_out_tokens"], about["sinks"]) == ("tiny", 896, 128, 32)
     assert about["max_positions"] == 2048 and about["rope_type"] == ["default"]
     assert [len(about[name]) for name in ("logit_error", "value_error", "unused_entries")] == [2, 2, 2]
-    assert all(about["recipe"].values()) and len(about["recipe"]) == 5
+    assert all(about["recipe"].values()) and len(about["recipe"]) == 4
 
 
 @pytest.mark.parametrize("name, k, v", [("cq4", 2, 2), ("kcq4vcq2", 2, 4), ("kcq2vcq1", 4, 8), ("k4vcq2", None, 4),
