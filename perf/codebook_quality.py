@@ -27,8 +27,7 @@ FOLDER = Path("build/codebooks")
 SECOND_TEXT = Path("/usr/share/common-licenses/GPL-3")  # of Debian; no licence of the mixture shares a line with it
 TOKENS, LEARNED_TOKENS, FAR, TOGETHER = 2048, 8192, 6000, 3
 SECOND_SEED, OTHER_TEXT = ", seed 1", ", gpl"
-PLAIN = dict(is_weighted=False, is_balanced=False, has_page_mean=False, has_random_positions=False,
-             has_token_weights=False)
+PLAIN = dict(is_weighted=False, is_balanced=False, has_page_mean=False, has_random_positions=False)
 
 
 @dataclass(frozen=True)

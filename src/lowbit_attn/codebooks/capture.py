@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from lowbit_attn.codebooks.attention import attention_squares, token_weights
 from lowbit_attn.layout import PAGE_TOKENS
 
 NAMES = {"sdpa": "lowbit-capture-sdpa", "eager": "lowbit-capture-eager"}  # of attention functions that record
@@ -132,7 +131,7 @@ class _Recorder:
         if key.shape != value.shape:
             raise NotImplementedError(f"model: layer {module.layer_idx} has values of {list(value.shape)} beside keys "
                                       f"of {list(key.shape)}, supported: K and V of one shape")
-        keys, values, moments, counts, weights = self.found.setdefault(module.layer_idx, ([], [], [], [], []))
+        keys, values, moments, counts = self.found.setdefault(module.layer_idx, ([], [], [], []))
         stored = torch.float16 if key.dtype == torch.float32 else key.dtype
         for kept, x in ((keys, key), (values, value)):
             pages = x[0, :, self.sinks :].unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1)
@@ -141,8 +140,6 @@ class _Recorder:
         moments.append((q.mT @ q).cpu())
         counts.append(q.shape[1])
         self.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        of_tokens = token_weights(*attention_squares(query[0], key[0], 0, self.scaling))
-        weights.append(of_tokens[:, self.sinks :].unflatten(1, (-1, PAGE_TOKENS)).transpose(0, 1).cpu())
 
     def layers(self, frequencies: list[torch.Tensor]) -> list[LayerSample]:
         if sorted(self.found) != list(range(len(frequencies))):
@@ -150,9 +147,9 @@ class _Recorder:
                                       "function, supported: models whose layers all do")
         out = []
         for i, inv_freq in enumerate(frequencies):
-            keys, values, moments, counts, weights = self.found.pop(i)
+            keys, values, moments, counts = self.found.pop(i)
             out.append(LayerSample(torch.cat(keys), torch.cat(values), sum(moments) / sum(counts), self.scaling,
-                                   inv_freq, torch.cat(weights)))
+                                   inv_freq))
             if not (out[-1].keys.isfinite().all() and out[-1].values.isfinite().all()):
                 raise ValueError(f"model: layer {i} stored NaN or infinities while it read the text, supported: finite "
                                  "keys and values; try another dtype of the model")

@@ -32,8 +32,8 @@ class Recipe:
 
     k_vec_size, v_vec_size: channels a code, None: the side has no codebook. v_norm: values are divided by their root
     mean square first. rope: keys are clustered as they are after ("post") or before ("pre") their rotary embedding.
-    The rest are improvements, each of which can be left out to see what it is worth: weights of K's channels, groups of
-    even importance, the mean of a page, random positions, weights of tokens.
+    The rest are the three improvements, each of which can be left out to see what it is worth: weights of K's channels,
+    groups of even importance, the mean of a page, random positions.
     """
 
     k_vec_size: int | None
@@ -46,7 +46,6 @@ class Recipe:
     is_balanced: bool = True
     has_page_mean: bool = True
     has_random_positions: bool = True
-    has_token_weights: bool = True
 
     def __post_init__(self):
         if self.rope not in ROPES:
@@ -144,8 +143,7 @@ def _learn_keys(learned: Learned, layer: LayerSample, first, offsets, held, reci
              else torch.arange(head_dim).expand(heads, head_dim))
     factors, place = weight.sqrt(), order[None, :, None].to(device)
     stored = [(keys * factors[:, None].to(device)).gather(3, place.expand_as(keys)) for keys in copies]
-    tokens = _weights(layer, held, recipe)
-    tokens = None if tokens is None else tokens.repeat(len(copies), 1, 1)
+    tokens = None if layer.token_weights is None else layer.token_weights[~held].repeat(len(copies), 1, 1)
     learned.k_entries, learned.unused = _clustered(torch.cat([keys[~held] for keys in stored]), recipe.k_vec_size,
                                                    recipe, on_step, tokens)
     learned.k_order, learned.k_weights = order, factors
@@ -167,17 +165,12 @@ def _learn_values(learned: Learned, layer: LayerSample, held, recipe: Recipe, de
     values = layer.values.to(device).float()
     norms = root_mean_square(values) if recipe.v_norm else torch.ones_like(values[..., :1])
     stored = values / norms
-    learned.v_entries, unused = _clustered(stored[~held], recipe.v_vec_size, recipe, on_step,
-                                           _weights(layer, held, recipe))
+    tokens = None if layer.token_weights is None else layer.token_weights[~held]
+    learned.v_entries, unused = _clustered(stored[~held], recipe.v_vec_size, recipe, on_step, tokens)
     learned.unused += unused
     if held.any():
         error = (_decoded(stored[held], learned.v_entries) - stored[held]) * norms[held]
         learned.value_error = (error.square().sum() / values[held].square().sum().clamp(min=LEAST_NORM)).item()
-
-
-def _weights(layer: LayerSample, held: torch.Tensor, recipe: Recipe) -> torch.Tensor | None:
-    """How much each token counts of the pages that are learned from; None: all alike."""
-    return layer.token_weights[~held] if recipe.has_token_weights and layer.token_weights is not None else None
 
 
 def root_mean_square(values: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,16 @@ from collections.abc import Sequence
 import torch
 
 from lowbit_attn.codebooks import LayerCodebooks
-from lowbit_attn.codebooks.attention import attention_squares, token_weights
 from lowbit_attn.codebooks.calibrate import recipe_of
-from lowbit_attn.codebooks.prompt import LEAST_TOKENS, PROMPTS, context, frequencies, learn_prompt
+from lowbit_attn.codebooks.prompt import (
+    LEAST_TOKENS,
+    PROMPTS,
+    attention_squares,
+    context,
+    frequencies,
+    learn_prompt,
+    token_weights,
+)
 from lowbit_attn.formats import Format, Kind
 from lowbit_attn.integrations import dense
 from lowbit_attn.integrations.handle import Handle
