@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from lowbit_attn import layout, registers
+from lowbit_attn import layout, registers, subnormals
 from lowbit_attn.ampere import mma, queries, softmax
 from lowbit_attn.ampere.codebook_config import BOOK_ENTRIES, BOOK_ROW_BYTES, CodebookConfig
 from lowbit_attn.ampere.codes import bits_of, lower_value_exponent, pow2, value_at, value_of_half
@@ -131,14 +131,14 @@ def start(config, q, books, rows, ring, thread, work, softmax_scale_log2):
     live = T.if_then_else(lane // 4 < rows.count, T.float32(1.0), T.float32(0.0))
     query = queries.query(rows, T.min(lane // 4, rows.count - 1))
     head = queries.head(rows, T.min(lane // 4, rows.count - 1))
-    largest = T.float32(2.0**registers.MIN_QUERY_LOG2)
+    largest = T.float32(2.0**subnormals.MIN_QUERY_LOG2)
     load_query(config, q, books, rows.seq, Row(query, head, live), lane % 4, values)
     for i in static(4 * config.steps):
         largest = T.max(largest, T.abs(values[i]))
     for distance in static(2):
         largest = T.max(largest, T.shfl_xor(largest, distance + 1))
     work.exponent[0] = T.min(registers.floor_log2(bits_of(largest)), 126)
-    up = pow2(registers.QUERY_OWN_SHIFT - work.exponent[0])
+    up = pow2(subnormals.QUERY_OWN_SHIFT - work.exponent[0])
     for step in static(config.steps):
         for i in static(4):
             work.query[4 * step + i] = T.cast(values[4 * step + i] * up, "float16")
@@ -147,7 +147,7 @@ def start(config, q, books, rows, ring, thread, work, softmax_scale_log2):
                     values[4 * step + i] * up - T.cast(work.query[4 * step + i], "float32"), "float16")
     for v in static(2):
         exponent = T.shfl_sync(work.exponent[0], 8 * (lane % 4) + 4 * v)
-        work.slope[v] = softmax_scale_log2 * pow2(exponent - registers.QUERY_OWN_SHIFT)
+        work.slope[v] = softmax_scale_log2 * pow2(exponent - subnormals.QUERY_OWN_SHIFT)
         work.token_slope[v] = softmax_scale_log2 * pow2(exponent)
     for i in static(2):
         for q16 in static(key_tables(config)):
@@ -307,7 +307,7 @@ def values(config, slot, lane, work, ops, acc_o):
     """O^T += V^T P^T over a chunk of V."""
     piece, t = config.v, lane % 4
     factor = T.alloc_var("float32")
-    factor = pow2(work.value_exponent[0] + registers.PROBABILITY_SHIFT)
+    factor = pow2(work.value_exponent[0] + subnormals.PROBABILITY_SHIFT)
     load_codes(config, piece, slot, lane, work)
     for tile in static(config.chunk_tiles):
         for row8 in static(2):
@@ -343,7 +343,7 @@ def output_channel(config, tile: int, row8: int, g):
 def finish(config, ring, warp, lane, work, acc_o):
     """O of the packed pages in true scale and in the order of channels, through the place of the tables."""
     scale, g = T.alloc_var("float32"), lane // 4
-    scale = pow2(-registers.PROBABILITY_SHIFT - work.value_exponent[0])
+    scale = pow2(-subnormals.PROBABILITY_SHIFT - work.value_exponent[0])
     T.sync_threads()  # no warp needs the tables any more
     for i in static(4 * config.o_tiles):
         row = softmax.query_row(i % 2, lane % 4)

@@ -4,7 +4,7 @@ from math import gcd
 
 import tilelang.language as T
 
-from lowbit_attn import layout, registers
+from lowbit_attn import layout, registers, subnormals
 from lowbit_attn.ampere import mma
 from lowbit_attn.ampere.config import ACCESS_BYTES, LANES, TILE, static
 
@@ -65,7 +65,7 @@ def multiply_codes(config, piece, ring, slot, lane, work, column_tile, first, co
     words = layout.words_per_lane(TILE * count, TILE, piece.bits)
     load = gcd(BLOCK, words)  # a run starts at a multiple of its own length
     per_word = layout.tiles_per_word(piece.bits)
-    steps = registers.unpack_steps(piece.bits)
+    steps = subnormals.unpack_steps(piece.bits)
     for c in T.unroll(words // load):
         word = code_word(piece, column_tile, first) + c * load
         for v in T.vectorized(load):
@@ -141,7 +141,7 @@ def load_tokens(piece, ring, slot, group, tile, lane, meta):
 def scale_query(config, e_s, group, work):
     """q~ of one column tile and token group from q' and the scales in meta_k."""
     factor = T.alloc_var("float32")
-    factor = pow2(e_s + registers.SCALE_SHIFT)
+    factor = pow2(e_s + subnormals.SCALE_SHIFT)
     for r in T.unroll(2):
         if config.k.meta_dtype == "float16":
             for v in T.vectorized(2):

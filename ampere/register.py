@@ -1,6 +1,6 @@
 """Steps of the register path: raw integer codes are multiplied; scale and zero-point stay out of the inner loop.
 
-A masked code is an fp16 subnormal (registers.py), so unpacking is one AND a register and nothing else is done to a
+A masked code is an fp16 subnormal (subnormals.py), so unpacking is one AND a register and nothing else is done to a
 code. What it stands for is put back around the multiplies:
 
     K per channel   B = q~ = q' s, rounded once a page and token group; zero-points by a bias multiply of D/16 steps,
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from lowbit_attn import layout, registers
+from lowbit_attn import layout, registers, subnormals
 from lowbit_attn.ampere import boost, mma, softmax
 from lowbit_attn.ampere.codes import (
     BLOCK,
@@ -121,7 +121,7 @@ def load_query_tile(config, column_tile, lane, work):
 
 def own_query(value, exponent):
     """q' of a value of q."""
-    return T.cast(T.cast(value, "float32") * pow2(exponent) * T.float32(2.0**registers.QUERY_OWN_SHIFT), "float16")
+    return T.cast(T.cast(value, "float32") * pow2(exponent) * T.float32(2.0**subnormals.QUERY_OWN_SHIFT), "float16")
 
 
 @T.macro
@@ -146,7 +146,7 @@ def row_exponents(config, warp, lane, rows, work):
             largest = T.max(largest, T.abs(T.cast(rows[4 * (i // 4 * config.columns + n) + i % 4], "float32")))
         for d in T.unroll(2):
             largest = T.max(largest, T.shfl_xor(largest, T.shift_left(1, d)))
-        exponent = -registers.floor_log2(T.max(bits_of(largest), registers.pow2_bits(registers.MIN_QUERY_LOG2)))
+        exponent = -registers.floor_log2(T.max(bits_of(largest), registers.pow2_bits(subnormals.MIN_QUERY_LOG2)))
         exponent = T.if_then_else(largest == T.float32(0.0), 0, T.max(exponent, -126))
         if warp < config.row_groups:
             for i in T.unroll(2 * config.o_tiles):
@@ -193,7 +193,7 @@ def channel_exponents(config, ring, slot, lane, work):
         else:
             zeros = piece.meta + layout.channel_meta_offset(j, 1, 0, dim) // ACCESS_BYTES
             largest_half(ring, slot, zeros, dim // 2, lane, False, largest)
-            work.e_m[j] = registers.ZERO_SHIFT - registers.ceil_log2(
+            work.e_m[j] = subnormals.ZERO_SHIFT - registers.ceil_log2(
                 T.max(bits_of(value_of_half(largest[0], piece.meta_dtype)),
                       registers.pow2_bits(registers.MIN_SCALE_LOG2)))
 
@@ -227,19 +227,19 @@ def channel_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
     group_tiles, held = piece.row_tiles // n_groups, groups_held(config)
     channel_exponents(config, ring, slot, lane, work)
     own, own_e_s, own_e_m, own_e_c = (T.alloc_var("int32") for _ in range(4))
-    own = registers.bias_row_group(lane // 4, n_groups)
+    own = subnormals.bias_row_group(lane // 4, n_groups)
     own_e_s = work.e_s[0]
     own_e_m = work.e_m[0]
     for j in T.unroll(n_groups - 1):
         own_e_s = T.if_then_else(own == j + 1, work.e_s[j + 1], own_e_s)
         own_e_m = T.if_then_else(own == j + 1, work.e_m[j + 1], own_e_m)
-    own_e_c = 0 if piece.meta_dtype == "float16" else own_e_s + registers.CENTRE_SHIFT
+    own_e_c = 0 if piece.meta_dtype == "float16" else own_e_s + subnormals.CENTRE_SHIFT
     own_scale, own_zero = T.alloc_var("float32"), T.alloc_var("float32")
     own_scale = pow2(T.min(own_e_c, 127))
     own_zero = pow2(own_e_m)
     # takes q~ off the scales' row: A is this in the rows 8 .. 15 of the group that q~ belongs to
     for v in T.vectorized(2):
-        work.minus_h[v] = T.cast(-pow2(T.min(own_e_c - own_e_s - registers.SCALE_SHIFT, 127)), "float16")
+        work.minus_h[v] = T.cast(-pow2(T.min(own_e_c - own_e_s - subnormals.SCALE_SHIFT, 127)), "float16")
     mma.clear(ops.acc_s, 4 * piece.row_tiles * config.columns)
     mma.clear(work.bias, 4 * config.columns)
     for ct in T.unroll(piece.column_tiles):
@@ -274,13 +274,13 @@ def post_scale(config, lane, work, ops, softmax_scale_log2, own_e_c, own_e_m):
     piece, n_groups = config.k, config.k.groups
     tiles = piece.row_tiles // n_groups
     half_steps = piece.levels / 2
-    shift = registers.SUBNORMAL_SHIFT - registers.QUERY_SHIFT
+    shift = subnormals.SUBNORMAL_SHIFT - subnormals.QUERY_SHIFT
     bias, factor = (T.alloc_local((config.row_values,), "float32") for _ in range(2))
     for i in T.unroll(config.row_values):
         at = 4 * (i // 2) + i % 2
         bias[i] = work.bias[at] * pow2(-own_e_m)
         bias[i] = bias[i] + T.float32(half_steps) * (work.bias[at + 2] * pow2(-own_e_c))
-        bias[i] = bias[i] * (softmax_scale_log2 * pow2(-work.e_q[i] - registers.QUERY_OWN_SHIFT))
+        bias[i] = bias[i] * (softmax_scale_log2 * pow2(-work.e_q[i] - subnormals.QUERY_OWN_SHIFT))
     group_bias = T.alloc_local((config.row_values,), "float32")
     for j in T.unroll(n_groups):
         for i in T.unroll(config.row_values):
@@ -289,7 +289,7 @@ def post_scale(config, lane, work, ops, softmax_scale_log2, own_e_c, own_e_m):
             if n_groups == 1:
                 group_bias[i] = bias[i]
             else:
-                group_bias[i] = T.shfl_sync(bias[i], registers.bias_lane(j, lane, n_groups))
+                group_bias[i] = T.shfl_sync(bias[i], subnormals.bias_lane(j, lane, n_groups))
         for i in T.unroll(4 * tiles * config.columns):
             row = softmax.row_value(config, i)
             at = 4 * j * tiles * config.columns + i
@@ -304,7 +304,7 @@ def token_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
     group_tiles = piece.column_tiles // piece.groups
     factor = T.alloc_local((config.row_values,), "float32")
     for i in T.unroll(config.row_values):
-        factor[i] = softmax_scale_log2 * pow2(-work.e_q[i] - registers.QUERY_OWN_SHIFT)
+        factor[i] = softmax_scale_log2 * pow2(-work.e_q[i] - subnormals.QUERY_OWN_SHIFT)
     mma.clear(ops.acc_s, 4 * piece.row_tiles * columns)
     for chunk in T.unroll(piece.row_tiles // BLOCK):
         for j in T.unroll(piece.groups):
@@ -318,7 +318,7 @@ def token_scores(config, ring, slot, lane, work, ops, softmax_scale_log2):
                 for i in T.unroll(4 * columns):
                     at = 4 * (BLOCK * chunk + tile) * columns + i
                     row8 = i % 4 // 2
-                    unit = code_power(piece, BLOCK * chunk + tile, i) * T.float32(2.0**registers.SUBNORMAL_SHIFT)
+                    unit = code_power(piece, BLOCK * chunk + tile, i) * T.float32(2.0**subnormals.SUBNORMAL_SHIFT)
                     ops.acc_s[at] = (ops.acc_s[at]
                                      + value_at(work.meta_k_v[2 * row8]) * (work.part[4 * tile * columns + i] * unit)
                                      + value_at(work.meta_k_v[2 * row8 + 1])

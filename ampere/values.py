@@ -8,7 +8,7 @@
 
 import tilelang.language as T
 
-from lowbit_attn import layout, registers
+from lowbit_attn import layout, subnormals
 from lowbit_attn.ampere import mma, softmax
 from lowbit_attn.ampere.codes import (
     code_power,
@@ -36,7 +36,7 @@ def values(config, ring, slot, lane, work, ops, acc_o):
     """O^T += V^T P^T over the 128 tokens of a packed V part, centred, and z of the page."""
     piece = config.v
     factor = T.alloc_var("float32")
-    factor = pow2(work.value_exponent[0] + registers.PROBABILITY_SHIFT)
+    factor = pow2(work.value_exponent[0] + subnormals.PROBABILITY_SHIFT)
     mma.clear(work.rounded, piece.groups * config.row_values)
     for first, run in piece.runs:
         add_run(config, first, run, ring, slot, lane, factor, work, ops, acc_o)
@@ -88,7 +88,7 @@ def recentre(config, work, acc_o):
     softmax.sum_rows(work.rounded, piece.groups * config.row_values)
     for i in T.unroll(4 * piece.row_tiles * config.columns):
         tile = i // (4 * config.columns)
-        unit = pow2(row_power(piece, tile, i) - registers.SUBNORMAL_SHIFT) * T.float32(-piece.levels / 2)
+        unit = pow2(row_power(piece, tile, i) - subnormals.SUBNORMAL_SHIFT) * T.float32(-piece.levels / 2)
         acc_o[i] = acc_o[i] + unit * work.rounded[tile // group_tiles * config.row_values
                                                   + softmax.row_value(config, i)]
 
@@ -100,9 +100,9 @@ def finish(config, work, acc_o):
     group_tiles = piece.row_tiles // piece.groups
     softmax.sum_rows(work.z, piece.groups * config.row_values)
     scale = T.alloc_var("float32")
-    scale = pow2(-registers.PROBABILITY_SHIFT - work.value_exponent[0])
+    scale = pow2(-subnormals.PROBABILITY_SHIFT - work.value_exponent[0])
     for i in T.unroll(4 * piece.row_tiles * columns):
         tile = i // (4 * columns)
-        unit = code_power(piece, tile, i) * T.float32(2.0**registers.SUBNORMAL_SHIFT)
+        unit = code_power(piece, tile, i) * T.float32(2.0**subnormals.SUBNORMAL_SHIFT)
         acc_o[i] = acc_o[i] * unit * scale + work.z[tile // group_tiles * config.row_values
                                                    + softmax.row_value(config, i)]

@@ -51,7 +51,7 @@ def packed(case: BenchCase, length: int) -> tuple[int, int]:
 
 
 def most_pages(case: BenchCase) -> int:
-    """Of a sequence."""
+    """Packed pages of K of the longest sequence."""
     return max(1, packed(case, cache_tokens(max(case.lengths)))[0])
 
 

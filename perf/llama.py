@@ -49,7 +49,7 @@ class Shape:
 
     @property
     def weights_bytes(self) -> int:
-        """The same with the embedding, of which a step reads a row a sequence."""
+        """All weights, the embedding among them, of which a step reads a row a sequence."""
         return self.linear_bytes + 2 * self.vocab * self.hidden
 
     @property

@@ -18,7 +18,7 @@ import sass_counts
 import typer
 from bench import PRESETS
 from decode_results import H200_SMS, RESULTS, kernel_of, most_pages, newest, packed, read_lines
-from page_loop import PageLoop, multiplies_of_page, page_loop
+from page_loop import PageLoop, multiplies_of_codes, page_loop
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -127,13 +127,13 @@ def built_loop(key: KernelKey, build: bool = False) -> PageLoop | None:
         if not build:
             return None
         built = compile.build(key)
-    return page_loop(built.path, multiplies_of_page(key))
+    return page_loop(built.path, multiplies_of_codes(key))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one case. busiest: pages of the busiest SM over those of the mean one; None: warps share pages by roles.
-    loop and issue_us None: that, or the kernel is not built."""
+    """What is predicted of one case. busiest: pages of the busiest SM over those of the mean one; None: warps share
+    pages by roles. loop and issue_us None: that, or the kernel is not built."""
 
     grid: Launch
     nbytes: int

@@ -100,7 +100,7 @@ def assemble(tree: Path, package: Path) -> Path:
 
 
 def content_hash(package: Path) -> str:
-    """Of the sources and of the versions of what compiles them."""
+    """Hash of the sources and of the versions of what compiles them."""
     digest = hashlib.sha256(sys.version.encode())
     for tool in TOOLS:
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from page_loop import multiplies_of_page, page_loop
+from page_loop import multiplies_of_codes, page_loop
 
 from lowbit_attn import compile, kernels, sass
 from lowbit_attn.kernels import KernelKey
@@ -45,7 +45,7 @@ def record_of(key: KernelKey, path: Path, tools: dict[str, str]) -> dict:
     counts = {name: n for name, n in sorted(found.ops.items()) if "." not in name}
     line = {"kernel": str(key), "tools": tools, "registers": found.registers, "counts": counts}
     if key.op == "decode" and not counts.keys() & {"HGMMA"}:
-        line["page_loop"] = page_loop(path, multiplies_of_page(key))
+        line["page_loop"] = page_loop(path, multiplies_of_codes(key))
     return line
 
 
@@ -69,6 +69,8 @@ def differences(found: dict, line: dict) -> Iterator[str]:
     """How a kernel differs from its record, a text each."""
     if found["registers"] != line["registers"]:
         yield f"registers {line['registers']} -> {found['registers']}"
+    if (loop := list(found.get("page_loop", []))) != (before := line.get("page_loop", [])):
+        yield f"page loop, its multiplies {before} -> {loop}"
     for name in sorted(found["counts"].keys() | line["counts"].keys()):
         before, after = line["counts"].get(name, 0), found["counts"].get(name, 0)
         if before != after:

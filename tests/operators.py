@@ -17,6 +17,6 @@ def assert_same(got, want):
 
 
 def step_arguments(cache: KVCache):
-    """The append operator's arguments after rows."""
+    """The append operator's arguments after ring_rows."""
     return (*(getattr(cache, name) for name in ops.STEP_STATE), cache.format.name, list(cache.strides),
             *(getattr(cache, name) for name in ops.STEP_VALUES))

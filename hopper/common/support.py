@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.kernels.key import SMALL, STREAM, WIDE_HEAD_DIM
+from lowbit_attn.kernels.key import SMALL, STREAM
 from lowbit_attn.kernels.support import CodebookSupport, Support
+from lowbit_attn.registers import WIDE_HEAD_DIM
 
 FLOATS = (torch.float16, torch.bfloat16)
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size

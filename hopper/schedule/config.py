@@ -2,7 +2,6 @@
 
 from lowbit_attn.hopper.common.tuning import PACE_SMALL, PACE_STREAM
 from lowbit_attn.hopper.warp.config import PLAN_WORDS, WORD, Schedule, WarpConfig
-from lowbit_attn.kernels import key
 
 CURSOR_WORDS, RECORD_WORDS = 8, 4  # of an even share: where a warp is, and what it says of sums it leaves
 PLANS_WORDS = PLAN_WORDS + CURSOR_WORDS + 2 * RECORD_WORDS
@@ -11,7 +10,7 @@ PLANS_WORDS = PLAN_WORDS + CURSOR_WORDS + 2 * RECORD_WORDS
 class Splits(Schedule):
     """Each CTA has a block of query rows and a part of its sequence's pages, as each other split of the block has."""
 
-    name = key.SPLITS
+    name = "splits"
     may_cluster = True
 
     def kernel(self, cfg: WarpConfig):
@@ -27,7 +26,7 @@ class Splits(Schedule):
 class Small(Splits):
     """CTAs of a quarter of the warps: the start and the end of one pass while the SM's others are at their pages."""
 
-    name = key.SMALL
+    name = "small"
     ctas_per_sm = 4
     may_cluster = False
     pace = PACE_SMALL
@@ -36,7 +35,7 @@ class Small(Splits):
 class Stream(Schedule):
     """Stream-K: a warp attends to a run of pages, of one sequence or of several (items.py)."""
 
-    name = key.STREAM
+    name = "stream"
     own_queries = is_even = True
     pace = PACE_STREAM
 

@@ -359,33 +359,3 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = COLUMNS,
     fitting = 1 + (SMEM_LIMIT - sum(one.smem_plan.values())) // stage
     wanted = -(-IN_FLIGHT_BYTES // (k.nbytes + v.nbytes))
     return replace(one, packed_stages=max(1, min(fitting, wanted, MAX_STAGES))).check()
-
-
-def expected_counts(cfg: DecodeConfig) -> dict[str, int]:
-    """Predicted static SASS counts: what one warp of each role issues for one packed page, plus the 16-bit path.
-
-    Loops over pages, over units and over a warp's runs are not unrolled and K and V have code of their own, so a
-    static count is the sum over both. A CTA issues 4 times the page's share a page, as every role has 4 warps.
-    """
-    sides = (cfg.k, cfg.v)
-    tiles = [side.run_cols * side.run_rows // layout.TILE for side in sides]  # 16x16 tiles of a run
-    tokens = 2 * cfg.head_dim // (layout.TILE * GROUP_WARPS)  # 16x16 tiles a warp, side and unit
-    registers = 4 * sum(tiles)
-    counts = {
-        "HGMMA": expected_hgmma(cfg),
-        "STSM": sum(tiles) + 2 * tokens + cfg.rows // 8 * cfg.in_columns,
-        "LDSM": 2 * tokens,
-        # (word & mask) | magic, one a register; dead tokens of V, 4 a tile; 64 for parities, swizzles and lane fields
-        "LOP3": registers + 4 * tokens + 64,
-    }
-    if cfg.k.is_half and cfg.v.is_half:
-        counts["HFMA2"] = 2 * registers  # to the exact code, then scale and zero
-    return counts
-
-
-def expected_hgmma(cfg: DecodeConfig) -> int:
-    """WGMMAs of one tile: k16 blocks of S and of O, for each TILE_M rows or each MAX_N columns."""
-    s, o = cfg.head_dim // layout.TILE, TILE_N // layout.TILE
-    if cfg.in_columns:
-        return s * cfg.k.tile_rows // TILE_M + o * cfg.v.tile_rows // TILE_M
-    return s + o * -(-cfg.head_dim // MAX_N)

@@ -14,7 +14,7 @@ from lowbit_attn import layout, registers
 from lowbit_attn.formats.spec import Kind, SideSpec
 from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.hopper.common.tuning import MAX_WARPS, MIN_SLOTS, PAGE_WARPS, UNDER_WAY, Rule
-from lowbit_attn.kernels.key import WIDE_HEAD_DIM
+from lowbit_attn.registers import WIDE_HEAD_DIM
 
 TARGET = "sm_90a"
 WARP = 32
@@ -112,11 +112,6 @@ class Arithmetic:
 
     def pace(self, cfg) -> Rule:
         """When its warps hurry or wait."""
-        raise NotImplementedError
-
-    def expected_counts(self, cfg) -> dict[str, int]:
-        """Predicted static SASS counts: one warp's share of one packed page, of one 16-bit unit and of one beside
-        packed K. The page loop is not unrolled, so a CTA issues the page's share once for each page."""
         raise NotImplementedError
 
 

@@ -82,7 +82,7 @@ def why_not(cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = N
 
 
 def why_not_on(arch: str, cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = None) -> list[str]:
-    """The same for a named architecture, whatever device there is. A LevelCache has the reasons of both levels."""
+    """Why a named architecture cannot serve a call, whatever device there is; of a LevelCache, of both its levels."""
     if isinstance(cache, LevelCache):
         heads = num_heads // cache.num_heads_kv  # of a level's row
         return [f"{level} level: {reason}" for level, view in zip(("high", "low"), views_of(cache))
@@ -320,9 +320,10 @@ def _quantize_key(cache: KVCache, side: str) -> KernelKey:
     return kernels.quantize_key(*_specialisation(cache)[1:], cache.format, side, cache.range_search)
 
 
-def _append(cache: KVCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """A step of ``KVCache.append`` on the device: k, v [batch, tokens, heads, head_dim] to rows int32 [batch]."""
-    _step_plan(cache).run(rows, k, v)
+def _append(cache: KVCache, rows: torch.Tensor, ring_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A step of ``KVCache.append`` on the device: k, v [batch, tokens, heads, head_dim] to rows int32 [batch] of
+    counters and table, whose sinks and rings are ring_rows int32 [batch]."""
+    _step_plan(cache).run(rows, ring_rows, k, v)
 
 
 def _step_plan(cache: KVCache) -> StepPlan:

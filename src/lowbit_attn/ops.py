@@ -2,9 +2,11 @@
 
     lowbit_attn::decode(q, rows, ring_rows, <state of a cache>, sink_logits, <plain values>) -> (o, lse)
     lowbit_attn::decode_out(q, out!, lse!, ...)                             into the caller's buffers
-    lowbit_attn::append(k, v, rows, <state of a cache>!, <plain values>)    a step of the cache, pages reserved ahead
+    lowbit_attn::append(k, v, rows, ring_rows, <state of a cache>!, <plain values>)     a step, pages reserved ahead
 
-They take a cache's public state tensor by tensor, so a graph that holds them holds no Python object. q, k and v are
+They take a cache's public state tensor by tensor, so a graph that holds them holds no Python object. Row b of a batch
+has counters and table in row ``rows[b]`` of theirs, sinks and ring in row ``ring_rows[b]`` of theirs; a KVCache's are
+the same, an engine's need not be. q, k and v are
 rotated as the cache's keys are, of its dtype, and checked: ``lowbit_attn.decode`` and ``KVCache.append`` do all that
 and, while they are being compiled, call these. Shapes and defaults are theirs.
 """
@@ -36,8 +38,9 @@ _LIBRARY.define(f"decode(Tensor q, {_STATE_SCHEMA}, Tensor? sink_logits, {_VALUE
                 tags=torch.Tag.pt2_compliant_tag)
 _LIBRARY.define(f"decode_out(Tensor q, Tensor(a!) out, Tensor(b!) lse, {_STATE_SCHEMA}, Tensor? sink_logits, "
                 f"{_VALUES_SCHEMA}) -> ()", tags=torch.Tag.pt2_compliant_tag)
-_LIBRARY.define(f"append(Tensor k, Tensor v, Tensor rows, {_STEP_SCHEMA}, str format, int[] strides, "
-                "Tensor? query_weights, bool? range_search, int sinks, int window_k, int window_v) -> ()",
+_LIBRARY.define(f"append(Tensor k, Tensor v, Tensor rows, Tensor ring_rows, {_STEP_SCHEMA}, str format, "
+                "int[] strides, Tensor? query_weights, bool? range_search, int sinks, int window_k, int window_v) "
+                "-> ()",
                 tags=torch.Tag.pt2_compliant_tag)
 
 
@@ -104,23 +107,24 @@ def _decode(q, *arguments) -> tuple[torch.Tensor, torch.Tensor]:
     return outputs
 
 
-def _append(k, v, rows, *arguments) -> None:
+def _append(k, v, rows, ring_rows, *arguments) -> None:
     state, (format, strides, *values) = arguments[: len(STEP_STATE)], arguments[len(STEP_STATE) :]
     state = dict(zip(STEP_STATE, state))
     cache = HeldCache(format, strides, state | {"ring_start": state["n_qk"]}, **dict(zip(STEP_VALUES, values)))
     step = BACKENDS[cache.device.type].append or _append_in_torch
-    step(cache, rows, k, v)
+    step(cache, rows, ring_rows, k, v)
 
 
-def _append_in_torch(cache: HeldCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _append_in_torch(cache: HeldCache, rows: torch.Tensor, ring_rows: torch.Tensor, k: torch.Tensor,
+                     v: torch.Tensor) -> None:
     """What the kernels do, marks in ``faults`` included."""
-    for i, row in enumerate(rows.tolist()):
-        if not 0 <= row < cache.max_batch:
+    for i, (row, ring_row) in enumerate(zip(rows.tolist(), ring_rows.tolist())):
+        if not 0 <= row < len(cache.n_tok):
             cache.faults[-1] = 1
         elif cache.n_tok[row] + k.shape[1] > cache.limit[row]:
             cache.faults[row] = 1
         else:
-            extension = Extension(cache, row, k[i], v[i], pack=False)
+            extension = Extension(cache, row, k[i], v[i], pack=False, ring_row=ring_row)
             with Journal() as journal:
                 extension.write(journal)
                 cache._write_counters(journal, np.array([row]), extension.counts)

@@ -155,10 +155,10 @@ class StepPlan:
         """Whether the cache's state is still the memory that this plan writes."""
         return _are(self.read(cache), self.made_of)
 
-    def run(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring_rows: torch.Tensor | None = None) -> None:
-        """Launch on the current stream. k, v [batch, tokens, num_heads_kv, head_dim]; rows int32 [batch] of the cache,
-        ring_rows int32 [batch] of its sinks and rings; None: the same."""
-        self.kernel(_aligned(k), _aligned(v), rows, rows if ring_rows is None else ring_rows, *self.arguments)
+    def run(self, rows: torch.Tensor, ring_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Launch on the current stream. k, v [batch, tokens, num_heads_kv, head_dim]; rows int32 [batch] of counters
+        and table, ring_rows int32 [batch] of sinks and rings."""
+        self.kernel(_aligned(k), _aligned(v), rows, ring_rows, *self.arguments)
 
 
 def _are(some: tuple, others: tuple) -> bool:

@@ -167,7 +167,7 @@ def head_dim_of(config) -> int:
 
 
 def bits_per_element(options: Mapping | None, model) -> float:
-    """Of packed pages, metadata included; sinks and the open block are counted by ``cache_bytes``."""
+    """Bits of packed pages, metadata included; sinks and the open block are counted by ``cache_bytes``."""
     if options is None:
         return 16.0
     fmt = options["format"]

@@ -171,7 +171,7 @@ def share_pages(cache: KVCache) -> None:
 
 
 def per_head_table(cache: KVCache) -> KVCache:
-    """The same pages under a table with a row for every KV head (LeanKV's addressing); only kernels can read it."""
+    """A view of the cache's pages with a row of the table for every KV head (LeanKV's); only kernels can read it."""
     heads, entries = cache.num_heads_kv, cache.table.shape[1]
     head = torch.arange(heads, device=cache.device, dtype=torch.int32)
     view = copy.copy(cache)

@@ -167,7 +167,7 @@ def test_host_time_of_an_eager_call(arch):
 def test_opcheck_of_append(arch, cache):
     cache.reserve([0, 1], 900)
     rows = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
-    given = (tokens(2, 2, 2, 128), tokens(2, 2, 2, 128), rows, *step_arguments(cache))
+    given = (tokens(2, 2, 2, 128), tokens(2, 2, 2, 128), rows, rows, *step_arguments(cache))
     torch.library.opcheck(torch.ops.lowbit_attn.append.default, given)
 
 

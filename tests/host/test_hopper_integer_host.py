@@ -283,25 +283,6 @@ def test_unsupported_calls_say_why():
         decode.decode_kernel(FORMATS["k4tv4"], 128, "float16", path="integer", rows=4)
 
 
-def test_predicted_instructions_of_a_page():
-    """Half the multiplies of the register path, one AND for four codes, one transpose for 16 tokens."""
-    counts = config.INT8.expected_counts(config_of("k4v4", 128))
-    assert counts["IMMA"] == 2 * 128 * 128 // (16 * 32) and counts["MOVM"] == 128 // 16 + 2
-    assert counts["LOP3"] >= 2 * 128 * 128 // (4 * 32)
-    assert config.INT8.expected_counts(config_of("k8v8", 128))["LOP3"] < counts["LOP3"] / 2
-
-
-def test_predicted_instructions_of_boosted_pages():
-    """Beside those of a page without boosted channels: one multiply a row tile for up to 32 slots, and one for a unit
-    of 16 tokens whose V is in 16 bit."""
-    plain, lone, pair = (config.INT8.expected_counts(config_of(name, 128))
-                         for name in ("kitty-b0", "kitty", "kitty-pro"))
-    assert lone["IMMA"] == pair["IMMA"] == plain["IMMA"] + 8 + 1
-    assert pair["LOP3"] > lone["LOP3"] > plain["LOP3"] and lone["HMMA"] == plain["HMMA"]
-    uniform = config.INT8.expected_counts(config_of("k2v2", 128))
-    assert plain["IMMA"] == uniform["IMMA"] + 4 and plain["HMMA"] == uniform["HMMA"] + 8
-
-
 @pytest.mark.parametrize("name, head_dim, path, warps, page_warps", [
     ("k4v4", 128, "integer", 12, 8), ("k2v2", 128, "integer", 12, 12), ("k4v2", 128, "integer", 12, 8),
     ("k4v4", 64, "integer", 12, 12), ("kitty", 128, "integer", 12, 12), ("k8v4", 128, "integer", 6, 6),

@@ -217,7 +217,6 @@ def test_without_boosted_channels_the_kernel_is_that_of_uniform_k(name):
     cfg = make_config("register", FORMATS[name], 128, "float16", 8)
     same = make_config("register", dataclasses.replace(FORMATS["k2v2"], window_v=128), 128, "float16", 8)
     assert (cfg == same) == (name == "kitty-b0")
-    assert (cfg.arithmetic.expected_counts(cfg) == same.arithmetic.expected_counts(same)) == (name == "kitty-b0")
 
 
 @pytest.mark.parametrize("bits, boosted_bits, words", [(1, 2, "1 bits over 1"), (4, 8, "4 bits over 4"),
@@ -309,7 +308,6 @@ def test_only_formats_with_a_longer_window_of_v_have_the_third_segment():
     same = dataclasses.replace(longer, window_k=128)
     found = [make_config("register", fmt, 128, "float16", 8) for fmt in (FORMATS["k4v4"], same, longer)]
     assert [cfg.has_mixed for cfg in found] == [False, False, True]
-    assert found[2].arithmetic.expected_counts(found[2])["HMMA"] > found[0].arithmetic.expected_counts(found[0])["HMMA"]
 
 
 def test_query_columns_are_the_accumulators_columns():

@@ -31,6 +31,8 @@ def test_differences_name_what_changed():
     other = line | {"registers": line["registers"] + 1, "counts": line["counts"] | {"SHF": 0, "NEW": 2}}
     assert list(sass_counts.differences(other, line)) == [
         f"registers {line['registers']} -> {line['registers'] + 1}", "NEW 0 -> 2", f"SHF {line['counts']['SHF']} -> 0"]
+    found = list(sass_counts.differences(line | {"page_loop": [9, 8]}, line))
+    assert found == ["page loop, its multiplies [] -> [9, 8]"]
 
 
 def test_other_tools_are_not_compared(monkeypatch):

@@ -9,11 +9,11 @@ definitions; a product of 16 terms is exact, its sum with the accumulator goes t
 import numpy as np
 import torch
 
-from lowbit_attn import layout, reference, registers
+from lowbit_attn import layout, reference, registers, subnormals
 from lowbit_attn.cache import KVCache
 from lowbit_attn.formats import Kind
+from lowbit_attn.registers import LOG2_E
 
-LOG2_E = 1.4426950408889634
 COLUMNS = 8  # query rows of one accumulator tile
 NO_TOKEN = -np.finfo(np.float32).max  # the running maximum before the first token: finite, so exp2 of a difference is 0
 ROW_LANES = (4, 8, 16)  # lanes that hold other tokens of the same query rows
@@ -119,7 +119,7 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     n = layout.tiles_per_word(bits)
     words_a_tile = 2 if bits == 8 else 1
     a = np.zeros((len(words) // words_a_tile * n, 4, layout.LANES), np.uint32)
-    for step in registers.unpack_steps(bits):
+    for step in subnormals.unpack_steps(bits):
         got = (words >> np.uint32(step.shift)) & np.uint32(step.mask)
         for row8 in range(words_a_tile):
             a[step.tile :: n, step.register + row8] = got[row8::words_a_tile]
@@ -164,9 +164,9 @@ class Warp:
         self.tiles = columns // COLUMNS
         self.col = COLUMNS * np.arange(self.tiles)[:, None, None] + C_COL[:, :2]  # query row of elements 0, 1
         largest = np.abs(rows).max(1)
-        e_q = -registers.floor_log2(bits_of(np.maximum(largest, np.float32(2.0**registers.MIN_QUERY_LOG2))))
+        e_q = -registers.floor_log2(bits_of(np.maximum(largest, np.float32(2.0**subnormals.MIN_QUERY_LOG2))))
         self.e_q = np.where(largest == 0, 0, e_q)
-        scaled = rounded(rows * pow2(self.e_q + registers.QUERY_OWN_SHIFT)[:, None])
+        scaled = rounded(rows * pow2(self.e_q + subnormals.QUERY_OWN_SHIFT)[:, None])
         self.q_own, self.q_raw = self._as_b(scaled), self._as_b(rows)
         self.q_rows = scaled
         o_tiles = self.head_dim // layout.TILE
@@ -201,11 +201,11 @@ class Warp:
         channel = layout.TILE * np.arange(self.head_dim // layout.TILE)[:, None, None, None] + B_ROW
         scales = meta[:, 0][:, layout.channel_meta_index(channel)]  # [group, channel tile, register, lane, half]
         e_s = np.array([-max_exponent(s) for s in scales])
-        operand = scales * pow2(e_s + registers.SCALE_SHIFT)[:, None, None, None, None]
+        operand = scales * pow2(e_s + subnormals.SCALE_SHIFT)[:, None, None, None, None]
         operand = b_matrix(rounded(self.q_own[:, None] * operand))  # [query tile, group, channel tile, 16, 8]
         group_of = np.arange(PAGE_TILES) * layout.TILE // side.group_size
         acc = multiply(a, operand[:, group_of])
-        shift = registers.SUBNORMAL_SHIFT - registers.QUERY_SHIFT
+        shift = subnormals.SUBNORMAL_SHIFT - subnormals.QUERY_SHIFT
         exponent = shift - self._per_column(self.e_q)[:, None] - e_s[group_of, None, None]
         bias = np.stack([self._bias(side, j, meta, e_s, operand) for j in range(groups)], 1)
         return acc * (self.scale * pow2(exponent) * pow2(-power)) + np.tile(bias, 2)[:, group_of]
@@ -215,19 +215,19 @@ class Warp:
         groups = len(meta)
         e_m = e_c = np.zeros(groups, np.int64)
         if side.storage is torch.bfloat16:
-            e_m = np.array([registers.ZERO_SHIFT - max_exponent(m) for m in meta[:, 1]])
-            e_c = e_s + registers.CENTRE_SHIFT
+            e_m = np.array([subnormals.ZERO_SHIFT - max_exponent(m) for m in meta[:, 1]])
+            e_c = e_s + subnormals.CENTRE_SHIFT
         scaled = rounded(np.stack((meta[:, 0] * pow2(e_c)[:, None], meta[:, 1] * pow2(e_m)[:, None]), 1))
         channel = layout.TILE * np.arange(self.head_dim // layout.TILE)[:, None, None, None] + A_COL
         is_zero = ((A_ROW < 8) | (not self.centring)).astype(int)
-        a = scaled[registers.bias_row_group(A_ROW, groups), is_zero, layout.channel_meta_index(channel)]
-        lane = registers.bias_lane(group, LANE, groups)
+        a = scaled[subnormals.bias_row_group(A_ROW, groups), is_zero, layout.channel_meta_index(channel)]
+        lane = subnormals.bias_lane(group, LANE, groups)
         acc = multiply(a_matrix(a), b_matrix(self.q_own))[:, lane]
-        e_q = self._per_column(self.e_q)[..., :2] + registers.QUERY_OWN_SHIFT
+        e_q = self._per_column(self.e_q)[..., :2] + subnormals.QUERY_OWN_SHIFT
         bias = acc[..., :2] * pow2(-(e_q + e_m[group]))
         if self.centring:
             ones = multiply(np.ones((1, 16, 16)), operand[:, group])[..., :2]
-            lost = acc[..., 2:] * pow2(-(e_q + e_c[group])) - ones * pow2(-(e_q + e_s[group] + registers.SCALE_SHIFT))
+            lost = acc[..., 2:] * pow2(-(e_q + e_c[group])) - ones * pow2(-(e_q + e_s[group] + subnormals.SCALE_SHIFT))
             bias = bias + np.float32(((1 << side.bits) - 1) / 2) * lost
         return self.scale * bias
 
@@ -241,9 +241,9 @@ class Warp:
             acc = multiply(a[:, tiles], b[:, None, tiles])
             sum_q = self._per_column(self.q_rows[:, j * size : (j + 1) * size].sum(1, dtype=np.float32))[:, None]
             scale, zero = pairs[j, ..., 0], pairs[j, ..., 1]
-            total = total + (acc * pow2(registers.SUBNORMAL_SHIFT - power)) * scale + sum_q * zero
+            total = total + (acc * pow2(subnormals.SUBNORMAL_SHIFT - power)) * scale + sum_q * zero
         e_q = self._per_column(self.e_q)[:, None]
-        return total * (self.scale * pow2(-(e_q + registers.QUERY_OWN_SHIFT)))
+        return total * (self.scale * pow2(-(e_q + subnormals.QUERY_OWN_SHIFT)))
 
     def _per_column(self, values: np.ndarray) -> np.ndarray:
         """One value a query row -> [query tile, lane, element]."""
@@ -274,7 +274,7 @@ class Warp:
         self.acc_o *= pow2(exponent - self.exponent)
         self.rounded = self.rounded * pow2(exponent - self.exponent)
         self.exponent = exponent
-        operand = rounded(p * (pairs[..., 0] * pow2(exponent + registers.PROBABILITY_SHIFT))[:, None])
+        operand = rounded(p * (pairs[..., 0] * pow2(exponent + subnormals.PROBABILITY_SHIFT))[:, None])
         half_steps = np.float32(((1 << side.bits) - 1) / 2 * self.centring)
         centre = pairs[..., 1] + half_steps * pairs[..., 0]
         self.z += self._sum_of_page(p * centre[:, None])
@@ -285,7 +285,7 @@ class Warp:
             self.rounded = self.rounded + multiply(np.ones((1, 16, 16)), b)[..., :2]
             self.pages += 1
             is_short = self.groups_v > 1 or self.format.k.kind is not Kind.CHANNEL  # of registers
-            if is_short or self.pages % registers.RECENTRED_PAGES == 0:
+            if is_short or self.pages % subnormals.RECENTRED_PAGES == 0:
                 self.recentre()
 
     def recentre(self) -> None:
@@ -294,7 +294,7 @@ class Warp:
         half_steps = np.float32(((1 << self.format.v.bits) - 1) / 2)
         total = np.tile(total, 2)[self._group_of_tile()].swapaxes(0, 1)
         power = powers(self.acc_o.shape[1], self.format.v.bits)
-        self.acc_o = self.acc_o - half_steps * pow2(power - registers.SUBNORMAL_SHIFT) * total
+        self.acc_o = self.acc_o - half_steps * pow2(power - subnormals.SUBNORMAL_SHIFT) * total
 
     def _sum_of_page(self, x: np.ndarray) -> np.ndarray:
         """[group, query tile, token tile, lane, element] -> each lane's share as in z."""
@@ -317,7 +317,7 @@ class Warp:
             self.recentre()
         power = powers(self.acc_o.shape[1], self.format.v.bits)
         z = np.tile(over_lanes(self.z, np.add), 2)[self._group_of_tile()].swapaxes(0, 1)
-        in_two = pow2(registers.SUBNORMAL_SHIFT - power), pow2(-registers.PROBABILITY_SHIFT - self.exponent)
+        in_two = pow2(subnormals.SUBNORMAL_SHIFT - power), pow2(-subnormals.PROBABILITY_SHIFT - self.exponent)
         self.acc_o = self.acc_o * in_two[0] * in_two[1] + z
         self.true_scale = True
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit_attn import kernels, layout, registers, testing
+from lowbit_attn import kernels, layout, subnormals, testing
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.uniform import PerChannel
 from lowbit_attn.testing import Case
@@ -105,8 +105,8 @@ class BoostedWarp(emulation.Warp):
             return logits
         part = np.ascontiguousarray(record[: 16 * cfg.k.accesses]).view(np.uint32).reshape(-1, 4)
         e_s, e_q = -emulation.max_exponent(meta[: self.head_dim]), self._per_column(self.e_q)
-        e_c = 0 if cfg.k.meta_dtype == "float16" else e_s + registers.CENTRE_SHIFT
-        own, shift = e_q + registers.QUERY_OWN_SHIFT, e_s + registers.SCALE_SHIFT
+        e_c = 0 if cfg.k.meta_dtype == "float16" else e_s + subnormals.CENTRE_SHIFT
+        own, shift = e_q + subnormals.QUERY_OWN_SHIFT, e_s + subnormals.SCALE_SHIFT
         for column_tile in range(cfg.boost.high.column_tiles):
             q, scale = self.gathered(cfg, part, column_tile)
             b = emulation.rounded(q * (scale * emulation.pow2(shift)))
@@ -114,7 +114,7 @@ class BoostedWarp(emulation.Warp):
             step = emulation.b_matrix(b)[:, None, None]  # [query tile, row tile, step, 16, 8]
             acc = emulation.multiply(self.high(cfg, part, column_tile), step)
             logits = logits + acc * (self.scale * emulation.pow2(
-                registers.SUBNORMAL_SHIFT - own - shift)[:, None] * emulation.pow2(-power))
+                subnormals.SUBNORMAL_SHIFT - own - shift)[:, None] * emulation.pow2(-power))
             if self.centring:
                 a = np.zeros((4, 32, 2), np.float32)
                 a[1::2] = emulation.rounded(scale * emulation.pow2(e_c))

@@ -12,6 +12,7 @@ import torch
 from lowbit_attn import kernels, layout, reference
 from lowbit_attn.cache import KVCache
 from lowbit_attn.formats import FORMATS
+from lowbit_attn.registers import LOG2_E
 
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
 
@@ -26,7 +27,6 @@ A_AT = G[:, None, None] + 8 * (REGISTER % 2), 2 * T[:, None, None] + HALF + 8 * 
 B_AT = 2 * T[:, None, None] + HALF + 8 * REGISTER[:2], G[:, None, None]
 C_AT = G[:, None] + 8 * (np.arange(4) // 2), 2 * T[:, None] + np.arange(4) % 2
 LENGTHS = (0, 1, 127, 128, 129, 300, 4097)
-LOG2_E = 1.4426950408889634
 NAN_WORD = 0xFFFFFFFF
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit_attn import layout, registers, testing
+from lowbit_attn import layout, registers, subnormals, testing
 from lowbit_attn.cache import KVCache
 from lowbit_attn.formats import FORMATS, packing
 from lowbit_attn.testing import Case
@@ -37,8 +37,8 @@ def test_unpacking_gives_the_a_operand(bits, rows):
     tiles = emulation.a_matrix(a).reshape(4, rows // 16, 16, 16)  # column tile, row tile
     got = tiles.transpose(1, 2, 0, 3).reshape(rows, 64)
     power = np.array([registers.row_power(row, bits) for row in range(rows)])[:, None]
-    np.testing.assert_array_equal(got, codes.numpy() * 2.0 ** (power - registers.SUBNORMAL_SHIFT))
-    steps = registers.unpack_steps(bits)
+    np.testing.assert_array_equal(got, codes.numpy() * 2.0 ** (power - subnormals.SUBNORMAL_SHIFT))
+    steps = subnormals.unpack_steps(bits)
     assert len(steps) == {8: 2, 4: 4, 2: 8, 1: 16}[bits]  # ANDs a word
     assert {step.power for step in steps} == set(power.flatten().tolist())
 
@@ -48,10 +48,10 @@ def test_bias_lanes_have_the_same_columns(groups):
     """The lane that holds a group's bias holds that group's row, for the columns of the asking lane."""
     for group in range(groups):
         for lane in range(layout.LANES):
-            source = registers.bias_lane(group, lane, groups)
+            source = subnormals.bias_lane(group, lane, groups)
             for element in (0, 1, 2, 3):
                 row = registers.accumulator_row(source, element)
-                assert registers.bias_row_group(row, groups) == group
+                assert subnormals.bias_row_group(row, groups) == group
                 column = registers.accumulator_col(lane, element)
                 assert registers.accumulator_col(source, element) == column
 
@@ -139,8 +139,8 @@ def test_k_per_token_rounds_nothing_of_k():
                                          ("CENTRE_SHIFT", "k2v2-g32-bf16")])
 def test_shifts_keep_small_operands_normal(monkeypatch, shift, name):
     """Without the shift, metadata beyond fp16 push the other channels into the subnormals."""
-    monkeypatch.setattr(registers, shift, 0)
-    monkeypatch.setattr(registers, "SCALE_SHIFT", registers.QUERY_SHIFT - registers.QUERY_OWN_SHIFT)
+    monkeypatch.setattr(subnormals, shift, 0)
+    monkeypatch.setattr(subnormals, "SCALE_SHIFT", subnormals.QUERY_SHIFT - subnormals.QUERY_OWN_SHIFT)
     with pytest.raises(AssertionError, match="relative error|lse of sequence"):
         check(Case(name, BF16, lengths=(300, 1100), data="meta-beyond-fp16"))
 
@@ -221,7 +221,7 @@ def carried(warp: emulation.Warp) -> None:
     """What centring takes from O, taken from z instead: it meets O only after the last page."""
     half_steps = np.float32(((1 << warp.format.v.bits) - 1) / 2)
     total, warp.rounded = warp.rounded, np.zeros_like(warp.z)
-    warp.z -= half_steps * emulation.pow2(-registers.PROBABILITY_SHIFT - warp.exponent) * total / 8  # a lane's share
+    warp.z -= half_steps * emulation.pow2(-subnormals.PROBABILITY_SHIFT - warp.exponent) * total / 8  # a lane's share
 
 
 @pytest.mark.parametrize("name", ("k4v4", "k2v2"))

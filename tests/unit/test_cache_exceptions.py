@@ -69,12 +69,12 @@ class Points:
             work(*arguments)
             self.faults.is_off = was_off
 
-        def append(cache, rows, k, v):
+        def append(cache, rows, ring_rows, k, v):
             held = ops.HeldCache(cache.format.name, list(cache.strides),
                                  {name: getattr(cache, name) for name in ops.STEP_STATE},
                                  **{name: getattr(cache, name) for name in ops.STEP_VALUES})
             held.format = cache.format  # which has a window of its own
-            launch("append", ops._append_in_torch, held, rows, k, v)
+            launch("append", ops._append_in_torch, held, rows, ring_rows, k, v)
 
         self.monkeypatch.setitem(BACKENDS, "cpu", cpu._replace(
             write_blocks=lambda cache, pages, blocks, side: launch(side, cpu.write_blocks, cache, pages, blocks, side),

@@ -310,20 +310,20 @@ def test_a_step_is_one_launch_planned_once(monkeypatch):
     cache = KVCache("k2v2", 4, HEADS, 64, sinks=3, max_batch=2, max_q_len=4)
     name = "append-search_k-k2v2-float16-d64"
     k, v = (torch.randn(2 * HEADS * 64 + 1).half()[1:].view(2, 1, HEADS, 64) for _ in range(2))  # 2 bytes off
-    rows = cache.row_tensor(np.array([1, 0]))
+    rows, ring_rows = (cache.row_tensor(np.array(some)) for some in ([1, 0], [0, 1]))
     for _ in range(2):
-        dispatch._append(cache, rows, k, v)
+        dispatch._append(cache, rows, ring_rows, k, v)
     assert len(launches) == 2 and loaded == [name]
     for arguments in launches:
         for x, given in zip((k, v), arguments):
             assert torch.equal(given, x) and given.data_ptr() % 16 == 0
         words, halves = arguments[4:6]
         assert words.data_ptr() == halves.data_ptr() == cache.pool.data_ptr()
-        state = (rows, rows, *(getattr(cache, name) for name in STEP_FIELDS[1:]))
+        state = (rows, ring_rows, *(getattr(cache, name) for name in STEP_FIELDS[1:]))
         assert all(map(lambda a, b: a is b, (*arguments[2:4], *arguments[6:-5]), state))
         assert arguments[-5:] == (3, 3, 3, cache.strides.page, cache.strides.head)
     cache.limit = cache.limit.clone()
-    dispatch._append(cache, rows, k, v)
+    dispatch._append(cache, rows, rows, k, v)
     assert launches[-1][-8] is cache.limit and loaded == [name] * 2
 
 
@@ -338,7 +338,7 @@ def test_kernels_take_the_weights_of_formats_that_have_them(monkeypatch):
     for weights in (cache.query_weights, torch.rand(HEADS, 64)):
         cache.query_weights = weights
         for _ in range(2):
-            dispatch._append(cache, cache.row_tensor(np.array([0])), k, v)
+            dispatch._append(cache, *[cache.row_tensor(np.array([0]))] * 2, k, v)
             assert launches["append"][-1][-6] is weights and len(launches["append"][-1]) == 25
     blocks, pages = torch.randn(1, HEADS, 128, 64).half(), torch.zeros(1, dtype=torch.int64)
     for side in "kv":

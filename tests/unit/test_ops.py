@@ -106,7 +106,7 @@ def growing_cache(format: str = "k4v4", tokens: int = 100, **options) -> KVCache
 def test_opcheck_of_append(tokens):
     cache, rows = growing_cache(tokens=tokens), torch.tensor([1, 0], dtype=torch.int32)
     k, v = (torch.randn(2, 2, 2, 64).half() for _ in range(2))
-    torch.library.opcheck(torch.ops.lowbit_attn.append.default, (k, v, rows, *step_arguments(cache)))
+    torch.library.opcheck(torch.ops.lowbit_attn.append.default, (k, v, rows, rows, *step_arguments(cache)))
 
 
 @pytest.mark.parametrize("format, backend", (("k4v4", "eager"), ("kitty-weighted", "eager"), ("kitty", "aot_eager")))

@@ -177,9 +177,10 @@ NESTED = """
 
 
 def test_page_loop_is_the_one_that_multiplies_a_page():
-    for expected in (3, 5):
-        assert find_loop(SASS, expected) == PageLoop(instructions=6, multiplies=2)
+    for codes in (2, 5):
+        assert find_loop(SASS, codes) == PageLoop(instructions=6, multiplies=2)
     assert find_loop(NESTED, 2) == PageLoop(instructions=3, multiplies=2), "a loop over items is around it"
+    assert find_loop(NESTED, 3) == PageLoop(instructions=6, multiplies=3), "one with fewer is of something else"
     with pytest.raises(ValueError, match="no loop"):
         find_loop(SASS.replace("MMA", "FMA"), 2)
 

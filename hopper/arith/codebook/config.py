@@ -1,9 +1,8 @@
 """Lookups in codebooks that lie in shared memory, up to 2, 4 or 8 query rows; what follows from it for a kernel."""
 
-from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES, RUN
+from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES
 from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, PACE_INT8, Rule
 from lowbit_attn.hopper.warp.config import WORD, Arithmetic, SidePlan, WarpConfig
-from lowbit_attn.hopper.warp.counts import DIVISIONS, merge_exponentials
 
 TWO, FEW, MANY = 2, 4, 8  # query rows: of a lane t // 2, or t, as on the integer path, or 2t and the next
 COLUMNS = 8  # of a multiply
@@ -83,28 +82,6 @@ class Codebook(Arithmetic):
 
     def pace(self, cfg: WarpConfig) -> Rule:
         return PACE_INT8
-
-    def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
-        k, v = cfg.k, cfg.v
-        tiles = k.row_tiles
-        lookups = tiles * (2 * lane_bytes(k) + lane_bytes(v))
-        pairs = tiles * lane_bytes(v) * v.group_size // 2  # words that two tokens' entries become
-        v_steps = tiles * lane_bytes(v) // 4 * v.group_size // 2  # A operands
-        k_steps = tiles * max(1, lane_bytes(k) * cfg.rows // (4 * FEW)) if uses_table(cfg) else (
-            tiles * lane_bytes(k) * cfg.lane_rows * k.group_size // 2)
-        tokens = k.col_tiles + v.row_tiles
-        counts = {
-            "HMMA": k_steps + v_steps * max(1, rotations(v) * cfg.rows // COLUMNS) + tokens + k.col_tiles,
-            "PRMT": lookups + pairs + RUN,
-            "LDSM": tokens,
-            "MOVM": cfg.lane_rows * tiles + 2,
-            "MUFU.EX2": cfg.lane_rows * (2 * tiles + 3) + merge_exponentials(cfg),
-        }
-        if cfg.has_softcap:
-            logits = 2 * cfg.lane_rows * (tiles + 1)
-            counts["MUFU.EX2"] += logits
-            counts["MUFU.RCP"] = logits + DIVISIONS
-        return counts
 
 
 CODEBOOK2, CODEBOOK, CODEBOOK8 = Codebook("codebook2", TWO), Codebook("codebook", FEW), Codebook("codebook8", MANY)

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn import layout, registers
+from lowbit_attn import layout, registers, subnormals
 from lowbit_attn.hopper.arith.codebook import table
 from lowbit_attn.hopper.arith.codebook.config import FACTORS, TABLE_BYTES, uses_table
 from lowbit_attn.hopper.common import numbers
@@ -128,7 +128,7 @@ def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, share
     """One row, by the warp of its number."""
     count = own_channels(cfg)
     largest = numbers.warp_max(numbers.tree([cute.math.absf(own.q[j]) for j in range(count)], cute.arch.fmax))
-    clamped = cute.arch.fmax(largest, Float32(2.0**registers.MIN_QUERY_LOG2))
+    clamped = cute.arch.fmax(largest, Float32(2.0**subnormals.MIN_QUERY_LOG2))
     exponent = cutlass.min(registers.floor_log2(clamped.bitcast(Int32)), Int32(MAX_EXPONENT))
     up = numbers.pow2(-exponent)
     row = cute.make_rmem_tensor(count, Float32)

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn import registers
+from lowbit_attn import registers, subnormals
 from lowbit_attn.device import ptx
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
 from lowbit_attn.hopper.arith.codebook import books
@@ -97,7 +97,7 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
         largest = numbers.max_half(word, "float16")
     rescale(cfg, state, tops, largest)
     softmax.add_sums(cfg, state, p)
-    up = numbers.pow2((state.exponent[0] if norms else Int32(0)) + registers.PROBABILITY_SHIFT)
+    up = numbers.pow2((state.exponent[0] if norms else Int32(0)) + subnormals.PROBABILITY_SHIFT)
     codes = books.Codes(cfg, piece, cfg.v, me.lane)
     entries, masks = lookups(cfg, piece, me), rotation_masks(cfg, me)
     for tile in range(cfg.v.col_tiles):
@@ -169,7 +169,7 @@ def finish(cfg: cutlass.Constexpr[WarpConfig], state: State, me: Lane, ring: Rin
     own = cute.make_tensor(cute.recast_ptr(ring.buffer, dtype=Float32) + me.warp * (cfg.warp_bytes // WORD),
                            cute.make_layout((cfg.head_dim, cfg.rows), stride=(1, cfg.merge_pitch)))
     rows = [Int32(cfg.arithmetic.column_row(me.t, column)) for column in range(cfg.lane_rows)]
-    down = numbers.pow2(-registers.PROBABILITY_SHIFT - (state.exponent[0] if side.has_meta else Int32(0)))
+    down = numbers.pow2(-subnormals.PROBABILITY_SHIFT - (state.exponent[0] if side.has_meta else Int32(0)))
     cute.arch.sync_warp()
     for i, (run, pair) in enumerate(places(cfg)):
         for x in cutlass.range_constexpr(count):

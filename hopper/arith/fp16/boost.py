@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint8, Uint16, Uint32
 from cutlass.cute.nvgpu import warp
 
-from lowbit_attn import layout, registers
+from lowbit_attn import layout, subnormals
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.fp16 import operands
 from lowbit_attn.hopper.common import numbers
@@ -85,7 +85,7 @@ def centre(cfg: WarpConfig, word: Uint32 | None, e_s: Int32) -> Uint32:
         return Uint32(0)
     if cfg.k.storage == "float16":
         return word
-    return operands.rounded(word, cfg.k.storage, numbers.pow2(e_s + registers.CENTRE_SHIFT))
+    return operands.rounded(word, cfg.k.storage, numbers.pow2(e_s + subnormals.CENTRE_SHIFT))
 
 
 def gather(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, step: int):

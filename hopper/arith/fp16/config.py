@@ -1,6 +1,6 @@
-"""fp16 on raw codes (registers.py): 8 or 16 query rows, the columns of m16n8k16; what follows from it for a kernel."""
+"""fp16 on raw codes (subnormals.py): 8 or 16 query rows, the columns of m16n8k16; what follows from it for a kernel."""
 
-from lowbit_attn import layout, registers
+from lowbit_attn import layout, subnormals
 from lowbit_attn.hopper.common.tuning import PACE_FP16, PACE_FP16_LARGE_PAGES, Rule
 from lowbit_attn.hopper.warp.config import COLUMNS, Arithmetic, WarpConfig
 
@@ -65,15 +65,10 @@ class Fp16(Arithmetic):
 
     def recentred_pages(self, cfg: WarpConfig) -> int:
         """1 where registers are short: the weights' sums take some until then."""
-        return registers.RECENTRED_PAGES if cfg.v.groups == 1 and not cfg.k.is_per_token else 1
+        return subnormals.RECENTRED_PAGES if cfg.v.groups == 1 and not cfg.k.is_per_token else 1
 
     def pace(self, cfg: WarpConfig) -> Rule:
         return PACE_FP16_LARGE_PAGES if cfg.page_warps < cfg.warps else PACE_FP16
-
-    def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
-        from lowbit_attn.hopper.arith.fp16.counts import expected
-
-        return expected(cfg)
 
 
 FP16 = Fp16()

@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn import layout, registers
+from lowbit_attn import layout, subnormals
 from lowbit_attn.hopper.common.numbers import LOW_HALF, pack, widen
 from lowbit_attn.hopper.warp import unpack
 from lowbit_attn.hopper.warp.config import META_BYTES, WARP, SidePlan, WarpConfig
@@ -34,7 +34,7 @@ def register_sources(side: SidePlan, tile: int) -> list[tuple[int, int, int]]:
     found = {}
     for row8 in (0, 1) if side.bits == 8 else (0,):
         word = 2 * tile + row8 if side.bits == 8 else tile // layout.tiles_per_word(side.bits)
-        for step in registers.unpack_steps(side.bits):
+        for step in subnormals.unpack_steps(side.bits):
             if step.tile == tile % layout.tiles_per_word(side.bits):
                 found[step.register + row8] = (word, step.shift, step.mask)
     return [found[i] for i in range(4)]

@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn import registers
+from lowbit_attn import registers, subnormals
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.fp16 import boost, operands
 from lowbit_attn.hopper.common import numbers
@@ -64,7 +64,7 @@ def round_rows(cfg: WarpConfig, words: cute.Tensor, scale_log2: Float32, me: Lan
     factors = []
     for block in range(cfg.col_blocks):
         at = [(col8, col_tile * cfg.col_blocks + block) for col_tile in range(cfg.k.col_tiles) for col8 in (0, 1)]
-        exponent = row_exponent(cfg, [words[i] for i in at]) + registers.QUERY_OWN_SHIFT
+        exponent = row_exponent(cfg, [words[i] for i in at]) + subnormals.QUERY_OWN_SHIFT
         up = numbers.pow2(exponent)
         for i in at:
             low, high = numbers.widen(words[i], cfg.dtype)
@@ -77,7 +77,7 @@ def row_exponent(cfg: WarpConfig, words: list) -> Int32:
     """e_q of the lane's query row g."""
     largest = numbers.tree([word & Uint32(operands.NO_SIGNS) for word in words], ptx.max_u16x2)
     amax = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.dtype)
-    clamped = cute.arch.fmax(amax, Float32(2.0**registers.MIN_QUERY_LOG2))
+    clamped = cute.arch.fmax(amax, Float32(2.0**subnormals.MIN_QUERY_LOG2))
     return Int32(-registers.floor_log2(clamped.bitcast(Int32))) * Int32(amax != 0.0)
 
 

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn import layout, registers
+from lowbit_attn import layout, registers, subnormals
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.fp16 import boost, operands
 from lowbit_attn.hopper.arith.fp16.config import chunk_tiles, loops_over_groups
@@ -20,7 +20,7 @@ from lowbit_attn.hopper.warp.config import ROW_TILES, WarpConfig
 from lowbit_attn.hopper.warp.softmax import Scores
 from lowbit_attn.hopper.warp.unpack import Lane, Piece, Query
 
-POST_SHIFT = registers.SUBNORMAL_SHIFT - registers.SCALE_SHIFT  # 24 of the codes less what s brought
+POST_SHIFT = subnormals.SUBNORMAL_SHIFT - subnormals.SCALE_SHIFT  # 24 of the codes less what s brought
 MAX_POW2 = 127  # bf16 scales beyond 2^105 would ask for more
 
 
@@ -40,7 +40,7 @@ def per_channel(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, tile: Uin
     scales = [operands.channel_meta(cfg, side, piece, me, own, 0, ct) for ct in range(side.col_tiles)]
     own_e_s = scale_exponent(cfg, piece, me, scales, groups, own)
     bias, zero_down = bias_accumulators(cfg, piece, me, query, scales, own_e_s, own)
-    e_s = [own_e_s if groups == 1 else cute.arch.shuffle_sync(own_e_s, registers.bias_lane(j, 0, groups))
+    e_s = [own_e_s if groups == 1 else cute.arch.shuffle_sync(own_e_s, subnormals.bias_lane(j, 0, groups))
            for j in range(groups)]
 
     row_tiles = ROW_TILES if tile is None else 1
@@ -87,7 +87,7 @@ def to_logits(cfg: WarpConfig, me: Lane, acc: cute.Tensor, kinds: tuple, slopes:
     for column, own in enumerate(own_offset):
         nt, e = divmod(column, 2)
         for j, slope in enumerate(slopes):
-            offset = cute.arch.shuffle_sync(own, Int32(registers.bias_lane(j, me.lane, cfg.k.groups)))
+            offset = cute.arch.shuffle_sync(own, Int32(subnormals.bias_lane(j, me.lane, cfg.k.groups)))
             for row in (row for row, (group, _) in enumerate(kinds) if group == j):
                 at = (2 * (row % 2) + e, row // 2 * cfg.col_blocks + nt)
                 acc[at] = acc[at] * (slope[column] * Float32(2.0 ** -kinds[row][1])) + offset
@@ -109,7 +109,7 @@ def zero_exponent(cfg: WarpConfig, zeros: list) -> Int32:
     """e_m of the lane's token group, bf16 zero-points only."""
     largest = numbers.tree([w & Uint32(operands.NO_SIGNS) for pair in zeros for w in pair], ptx.max_u16x2)
     largest = numbers.max_half(numbers.over_lanes(largest, numbers.OVER_T, ptx.max_u16x2), cfg.k.storage)
-    return registers.ZERO_SHIFT - numbers.ceil_log2(largest, registers.MIN_SCALE_LOG2)
+    return subnormals.ZERO_SHIFT - numbers.ceil_log2(largest, registers.MIN_SCALE_LOG2)
 
 
 def scale_up(storage: str, e_s: Int32):
@@ -118,7 +118,7 @@ def scale_up(storage: str, e_s: Int32):
     fp16 scales take an exact multiply by a power of two; bf16 ones reach far below their largest, so their product
     with q' is rounded once, from fp32.
     """
-    up = numbers.pow2(e_s + registers.SCALE_SHIFT)
+    up = numbers.pow2(e_s + subnormals.SCALE_SHIFT)
     if storage == "bfloat16":
         def times(word: Uint32):
             scales = [half * up for half in numbers.widen(word, storage)]
@@ -145,7 +145,7 @@ def bias_accumulators(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, sca
         e_m = zero_exponent(cfg, zeros)
         zero_down = numbers.pow2(-e_m)
         zeros = [[operands.rounded(w, side.storage, numbers.pow2(e_m)) for w in pair] for pair in zeros]
-        scale_up_own = numbers.pow2(own_e_s + registers.CENTRE_SHIFT)
+        scale_up_own = numbers.pow2(own_e_s + subnormals.CENTRE_SHIFT)
         scales = [[operands.rounded(w, side.storage, scale_up_own) for w in pair] for pair in scales]
     acc = cute.make_rmem_tensor((4, blocks), Float32)
     acc.fill(0.0)
@@ -168,8 +168,8 @@ def own_offsets(cfg: WarpConfig, query: Query, bias: cute.Tensor, ones: cute.Ten
         total = bias[e, nt] if zero_down is None else bias[e, nt] * zero_down
         sums = bias[2 + e, nt]
         if zero_down is not None:
-            sums = sums * numbers.pow2(-(own_e_s + registers.CENTRE_SHIFT))
-        rounding = sums - ones[e, nt] * numbers.pow2(-(own_e_s + registers.SCALE_SHIFT))
+            sums = sums * numbers.pow2(-(own_e_s + subnormals.CENTRE_SHIFT))
+        rounding = sums - ones[e, nt] * numbers.pow2(-(own_e_s + subnormals.SCALE_SHIFT))
         total = total + rounding * Float32(side.steps / 2)
         own.append(total * factor)
     return own
@@ -184,7 +184,7 @@ def per_token(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, tile: Uint3
     acc = cute.make_rmem_tensor((4, row_tiles * cfg.col_blocks), Float32)
     acc.fill(0.0)
     add_groups(cfg, piece, me, query, acc, tile)
-    up = Float32(2.0**registers.SUBNORMAL_SHIFT)
+    up = Float32(2.0**subnormals.SUBNORMAL_SHIFT)
     return Scores(acc, (0,) * (2 * row_tiles), tuple(f * up for f in query.factor), None)
 
 
@@ -207,7 +207,7 @@ def add_group(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, acc: cute.T
     atom = numbers.multiply_atom()
     tiles = side.group_size // layout.TILE
     group_blocks = side.words_of(tiles * ROW_TILES) // layout.BLOCK_WORDS
-    sums = [x * Float32(2.0**-registers.SUBNORMAL_SHIFT) for x in query_sums(cfg, me, query, j)]
+    sums = [x * Float32(2.0**-subnormals.SUBNORMAL_SHIFT) for x in query_sums(cfg, me, query, j)]
     for first in range(0, row_tiles, chunk):
         if chunk < row_tiles:
             unpack.fence()  # between this chunk's multiplies and the next chunk's loads

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn import layout, registers
+from lowbit_attn import layout, subnormals
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.fp16 import boosted_values, operands
 from lowbit_attn.hopper.common import numbers
@@ -30,7 +30,7 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     """p: fp32 accumulators of S^T, (4, token tile * col_blocks + block); page: its number among the warp's."""
     side, blocks = cfg.v, cfg.col_blocks
     atom = numbers.multiply_atom()
-    up = numbers.pow2(state.exponent[0] + registers.PROBABILITY_SHIFT)
+    up = numbers.pow2(state.exponent[0] + subnormals.PROBABILITY_SHIFT)
     softmax.add_sums(cfg, state, p)
     group_tiles = side.group_size // layout.TILE
     for ct, (run, own) in enumerate((run, own) for run in side.runs for own in range(run.col_tiles)):
@@ -63,7 +63,7 @@ def recentre(cfg: WarpConfig, state: State) -> None:
     for column in range(2 * blocks):
         for row, at in enumerate(softmax.places(state.acc_o, column, blocks)):
             rt, row8 = divmod(row, 2)
-            half = Float32(-side.steps / 2 * 2.0 ** (side.power(rt, row8) - registers.SUBNORMAL_SHIFT))
+            half = Float32(-side.steps / 2 * 2.0 ** (side.power(rt, row8) - subnormals.SUBNORMAL_SHIFT))
             group = layout.TILE * rt // side.group_size
             total = state.rounded[2 * (group % 2) + column % 2, group // 2 * blocks + column // 2]
             state.acc_o[at] = total * half + state.acc_o[at]
@@ -98,10 +98,10 @@ def true_scale(cfg: WarpConfig, state: State) -> None:
     """
     side, blocks = cfg.v, cfg.col_blocks
     recentre(cfg, state)
-    down = numbers.pow2(-registers.PROBABILITY_SHIFT - state.exponent[0])
+    down = numbers.pow2(-subnormals.PROBABILITY_SHIFT - state.exponent[0])
     for column in range(2 * blocks):
         z = [numbers.over_lanes(state.zeros[column, j], numbers.OVER_G, numbers.add) for j in range(side.groups)]
         for row, at in enumerate(softmax.places(state.acc_o, column, blocks)):
             rt, row8 = divmod(row, 2)
-            up = Float32(2.0 ** (registers.SUBNORMAL_SHIFT - side.power(rt, row8)))
+            up = Float32(2.0 ** (subnormals.SUBNORMAL_SHIFT - side.power(rt, row8)))
             state.acc_o[at] = state.acc_o[at] * up * down + z[layout.TILE * rt // side.group_size]

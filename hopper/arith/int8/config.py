@@ -63,10 +63,5 @@ class Int8(Arithmetic):
     def pace(self, cfg: WarpConfig) -> Rule:
         return PACE_INT8
 
-    def expected_counts(self, cfg: WarpConfig) -> dict[str, int]:
-        from lowbit_attn.hopper.arith.int8.counts import expected
-
-        return expected(cfg)
-
 
 INT8 = Int8()

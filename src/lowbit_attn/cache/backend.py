@@ -13,9 +13,10 @@ class Backend(NamedTuple):
     prepare: Callable[[Any], None]
     write_blocks: Callable[[Any, torch.Tensor, torch.Tensor, str], None]
     read_pages: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    # (cache, rows int32 [batch] on the device, k, v [batch, tokens, num_heads_kv, head_dim]): a whole step on the
-    # device, from its counters alone; None: steps go through the host
-    append: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    # (cache, rows int32 [batch] of counters and table on the device, ring_rows int32 [batch] of sinks and rings there,
+    # k, v [batch, tokens, num_heads_kv, head_dim]): a whole step on the device, from its counters alone; None: steps go
+    # through the host
+    append: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
     # (cache, calls): loads or builds all that these calls need, "k" or "v" (write_blocks of a side) or "append": a call
     # has it before it writes anything
     ready: Callable[[Any, Collection[str]], None] = lambda cache, calls: None

@@ -21,19 +21,21 @@ class Extension:
         k, v: [tokens, num_heads_kv, head_dim] of the cache's dtype; none: only packs.
         pack: every block that they fill; else those that earlier tokens filled.
         observed: what the call's queries say of all tokens that are open or new, of formats that order tokens.
+        ring_row: the sequence's row of sinks and rings; None: ``row``.
 
     ``sides``: those that pack blocks; ``counts``: the row's counters afterwards, int [1] by name.
     """
 
-    def __init__(self, cache, row: int, k: torch.Tensor, v: torch.Tensor, pack: bool, observed: Scores | None = None):
-        self.cache, self.row = cache, row
+    def __init__(self, cache, row: int, k: torch.Tensor, v: torch.Tensor, pack: bool, observed: Scores | None = None,
+                 ring_row: int | None = None):
+        self.cache, self.row, self.ring_row = cache, row, row if ring_row is None else ring_row
         self._blocks: list[tuple[str, slice, torch.Tensor]] = []  # side, pages of the row, tokens
         self._tokens: list[tuple[torch.Tensor, torch.Tensor]] = []  # where, what
         n_sink, n_qk, n_qv, n_tok = (int(count[row]) for count in cache.counts)
         fresh = min(len(k), cache.sinks - n_sink)
         if fresh:
             for store, new in ((cache.sink_k, k), (cache.sink_v, v)):
-                self._tokens.append((store[row, :, n_sink : n_sink + fresh], new[:fresh].transpose(0, 1)))
+                self._tokens.append((store[self.ring_row, :, n_sink : n_sink + fresh], new[:fresh].transpose(0, 1)))
         first = n_tok - n_sink  # relative position of the first token that is no sink
         until = first + len(k) - fresh if pack else first
         n_qk = self._extend("k", k[fresh:], first, n_qk, until)
@@ -41,7 +43,7 @@ class Extension:
         self._scores = None
         if cache.format.orders_tokens:
             blocks = (n_qk - int(cache.counts.n_qk[row])) // layout.PAGE_TOKENS
-            self._scores = OpenScores(cache, row, len(k) - fresh, blocks, observed)
+            self._scores = OpenScores(cache, row, len(k) - fresh, blocks, observed, self.ring_row)
         after = dict(n_sink=n_sink + fresh, n_qk=n_qk, n_qv=n_qv, n_tok=n_tok + len(k))
         self.counts = {name: np.array([value]) for name, value in after.items()}
 
@@ -72,7 +74,7 @@ class Extension:
         to ``until`` less the window are packed. Returns the side's packed tokens."""
         cache = self.cache
         ring, window = (cache.ring_k, cache.window_k) if side == "k" else (cache.ring_v, cache.window_v)
-        ring, stop = ring[self.row], first + len(new)
+        ring, stop = ring[self.ring_row], first + len(new)
         full = max(0, until - start - window) // layout.PAGE_TOKENS
         end = start + full * layout.PAGE_TOKENS
         if full:

@@ -145,7 +145,7 @@ class KVCache(CacheReads):
         k, v = self._enter("k", k, lead), self._enter("v", v, lead)
         step = backend_of(self).append
         if capturing:
-            step(self, picked, k, v)
+            step(self, picked, picked, k, v)
             self.is_captured = True
             return
         granted = self.missing_pages(rows, self.counts.n_tok[rows] + tokens)
@@ -194,7 +194,7 @@ class KVCache(CacheReads):
         self.is_captured = True
         state = [getattr(self, name) for name in STEP_STATE]
         torch.ops.lowbit_attn.append(
-            k, v, rows, *state, self.format.name, list(self.strides),
+            k, v, rows, rows, *state, self.format.name, list(self.strides),
             self.query_weights, self.range_search, self.sinks, self.window_k, self.window_v)
 
     def flush(self, seqs: Sequence[int] | None = None) -> None:
@@ -364,9 +364,9 @@ class KVCache(CacheReads):
             backend.ready(self, ("append",))
             with Journal() as journal:
                 self._enter_pages(journal, rows, granted)
-                backend.append(self, picked, k, v)
+                backend.append(self, picked, picked, k, v)
         else:
-            backend.append(self, picked, k, v)
+            backend.append(self, picked, picked, k, v)
         self._hold(rows, granted)
         self._note_counters(rows, counts)
 

@@ -178,13 +178,16 @@ class OpenScores:
         new: tokens that the call adds behind those that are open.
         blocks: blocks of 128 that it packs, oldest first.
         observed: what the call's queries say of all open tokens, old and new; None: nothing.
+        ring_row: the row of scores, which are those of a ring's tokens; None: ``row``.
 
     ``orders``: uint8 [blocks, num_heads_kv, 128]. The first block has the order of the last ``manage``, as a step on a
     device has, unless the call brings queries.
     """
 
-    def __init__(self, cache, row: int, new: int, blocks: int, observed: Scores | None):
+    def __init__(self, cache, row: int, new: int, blocks: int, observed: Scores | None,
+                 ring_row: int | None = None):
         n_sink, n_qk, _, n_tok = (int(count[row]) for count in cache.counts)
+        row = row if ring_row is None else ring_row
         self.cache, self.row, self.boosted = cache, row, cache.format.v.boosted
         held = torch.arange(n_qk, n_tok - n_sink, device=cache.device) % cache.seen.shape[1]
         score = torch.nn.functional.pad(cache.score[row][:, held], (0, new))

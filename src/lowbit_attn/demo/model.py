@@ -59,7 +59,7 @@ def load(gguf: Path, device: str, dtype=None):
 
 
 def load_folder(folder: Path, device: str, dtype=None, **files):
-    """The same for a folder that transformers can load; files: its ``gguf_file``."""
+    """(model, tokenizer) of a folder that transformers can load; files: its ``gguf_file``."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TQDM_DISABLE", "1")  # the GGUF reader's bar, beside the callers' own
     import torch

@@ -36,7 +36,7 @@ class Case:
 
     @property
     def options(self) -> dict | None:
-        """Of LowBitCache; None: 16 bit."""
+        """Arguments of LowBitCache; None: 16 bit."""
         return None if self.format is None else dict(format=self.format, sinks=self.sinks, codebooks=self.codebooks,
                                                      range_search=self.range_search, path=self.path)
 

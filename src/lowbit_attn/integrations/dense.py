@@ -37,7 +37,7 @@ def attend(q, k, v, options: Attention, pads: Sequence[int], n_sink: int = 0) ->
 
 
 def with_lse(q, k, v, options: Attention, pads: Sequence[int], n_sink: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in fp32: (o [batch, q_len, num_heads, head_dim], lse [batch, num_heads, q_len])."""
+    """Attention in fp32: (o [batch, q_len, num_heads, head_dim], lse [batch, num_heads, q_len])."""
     batch, num_heads, q_len, head_dim = q.shape
     offset = k.shape[2] - q_len
     o = q.new_zeros((batch, q_len, num_heads, head_dim), dtype=torch.float32)

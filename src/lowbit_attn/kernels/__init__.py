@@ -16,7 +16,6 @@ from lowbit_attn.kernels.key import (
     SMEM_LIMIT_BYTES,
     SPLITS,
     STREAM,
-    WIDE_HEAD_DIM,
     Checks,
     CuteKernel,
     KernelKey,
@@ -57,7 +56,7 @@ from lowbit_attn.kernels.support import QUANTIZE_HEAD_DIMS, Support, quantize_mi
 
 __all__ = [
     "ARCH_TARGETS", "FEATURES", "QUANTIZE_HEAD_DIMS", "ROWS", "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS",
-    "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "WIDE_HEAD_DIM", "Checks",
+    "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Checks",
     "CuteKernel", "KernelKey", "Scratch", "Support", "append_key", "arch_package", "baselines", "checks", "clusters",
     "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "merge_key", "needs_nvcc",
     "no_codebooks", "other_ctas", "packing_keys", "path_name", "path_of", "pick", "quantize_key", "quantize_missing",

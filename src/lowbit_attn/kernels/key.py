@@ -14,7 +14,6 @@ SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90
 ROWS = (2, 4, 8, 16, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
 FEATURES = ("softcap", "window")  # of reference.Attention: compiled in only where a call asks for them
 SPLITS, SMALL, STREAM = SCHEDULES = ("splits", "small", "stream")  # see Support.schedule; the first one is picked
-WIDE_HEAD_DIM = 128  # above it the accumulators of a query row take so many registers that fewer rows fit
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Checks:
 
     need: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ("LDL", "STL")
-    expected: tuple[tuple[str, int], ...] = ()
     smem_bytes: int | None = None  # dynamic shared memory the launch asks for; None: none
 
 

@@ -12,8 +12,9 @@ from types import ModuleType
 import torch
 
 from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.kernels.key import SPLITS, WIDE_HEAD_DIM, Checks, KernelKey
+from lowbit_attn.kernels.key import SPLITS, Checks, KernelKey
 from lowbit_attn.kernels.support import find_path
+from lowbit_attn.registers import WIDE_HEAD_DIM
 
 ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
 # What is registered: of an architecture its paths and scratch, what its kernels are, and their program; then the

@@ -8,7 +8,8 @@ import torch
 from lowbit_attn.formats import Format
 from lowbit_attn.formats.spec import Kind
 from lowbit_attn.formats.uniform import dtype_name
-from lowbit_attn.kernels.key import FEATURES, SPLITS, WIDE_HEAD_DIM
+from lowbit_attn.kernels.key import FEATURES, SPLITS
+from lowbit_attn.registers import WIDE_HEAD_DIM
 
 QUANTIZE_DTYPES = (torch.float16, torch.bfloat16)
 QUANTIZE_HEAD_DIMS = (64, 96, 128, 256)

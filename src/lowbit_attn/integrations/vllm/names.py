@@ -78,7 +78,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Layer:
-    """The same of an attention layer."""
+    """What of an attention layer decides whether it can be served."""
 
     head_dim: int
     num_heads_kv: int
