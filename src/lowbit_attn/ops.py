@@ -6,9 +6,9 @@
 
 They take a cache's public state tensor by tensor, so a graph that holds them holds no Python object. Row b of a batch
 has counters and table in row ``rows[b]`` of theirs, sinks and ring in row ``ring_rows[b]`` of theirs; a KVCache's are
-the same, an engine's need not be. q, k and v are
-rotated as the cache's keys are, of its dtype, and checked: ``lowbit_attn.decode`` and ``KVCache.append`` do all that
-and, while they are being compiled, call these. Shapes and defaults are theirs.
+the same, an engine's need not be. Kernels do not check ``ring_rows``. q, k and v are rotated as the cache's keys are,
+of its dtype, and checked: ``lowbit_attn.decode`` and ``KVCache.append`` do all that and, while they are being compiled,
+call these. Shapes and defaults are theirs.
 """
 
 import numpy as np
@@ -118,6 +118,8 @@ def _append(k, v, rows, ring_rows, *arguments) -> None:
 def _append_in_torch(cache: HeldCache, rows: torch.Tensor, ring_rows: torch.Tensor, k: torch.Tensor,
                      v: torch.Tensor) -> None:
     """What the kernels do, marks in ``faults`` included."""
+    if len(ring_rows) and not (0 <= ring_rows.min() and ring_rows.max() < len(cache.ring_k)):
+        raise IndexError(f"ring_rows: got {ring_rows.tolist()}, supported: 0 to {len(cache.ring_k) - 1}")
     for i, (row, ring_row) in enumerate(zip(rows.tolist(), ring_rows.tolist())):
         if not 0 <= row < len(cache.n_tok):
             cache.faults[-1] = 1

@@ -107,3 +107,17 @@ def test_rows_beyond_the_counters_are_marked_with_more_rings_than_rows():
     torch.ops.lowbit_attn.append(k, v, row, ring, *given.values(), *step_arguments(cache)[len(ops.STEP_STATE) :])
     assert cache.faults.tolist() == [0, 0, 1]
     assert all(torch.equal(value, before[name]) for name, value in rings.items())
+
+
+@pytest.mark.parametrize("wrong", (-1, RINGS))
+def test_rings_that_are_not_there_are_refused_before_anything_is_written(wrong):
+    cache = filled("k4v4", (10, 20))
+    rings = elsewhere(cache, [4, 3])
+    before = [x.clone() for x in (*rings.values(), cache.n_tok)]
+    given = dict(zip(ops.STEP_STATE, step_arguments(cache))) | rings
+    k, v = torch.randn(2, BATCH, 1, HEADS, DIM).half()
+    rows, ring_rows = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [4, wrong]))
+    with pytest.raises(IndexError, match=f"ring_rows: got .*supported: 0 to {RINGS - 1}"):
+        torch.ops.lowbit_attn.append(k, v, rows, ring_rows, *given.values(),
+                                     *step_arguments(cache)[len(ops.STEP_STATE) :])
+    assert all(map(torch.equal, before, (*rings.values(), cache.n_tok)))
