@@ -40,6 +40,18 @@ def tiny(folder: Path, **changes) -> Path:
     return folder
 
 
+def codebooks(model: Path, path: Path, format: str = "cq4", rope: str = "post") -> Path:
+    """A file of codebooks that a tiny model's random text gave."""
+    from transformers import AutoModelForCausalLM
+
+    from lowbit_attn import FORMATS
+    from lowbit_attn.codebooks.calibrate import calibrate
+
+    network = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval()
+    calibrate(network, torch.tensor(prompts(1, 1400, seed=9)[0]), FORMATS[format], rope=rope).save(path)
+    return path
+
+
 def smollm2(folder: Path) -> Path:
     """SmolLM2-135M-Instruct as a folder of safetensors, made once from the demo's GGUF file."""
     if (folder / "config.json").exists():
