@@ -28,7 +28,7 @@ ThreadsOption = Annotated[int, typer.Option(help="CPU threads of torch.")]
 
 def cases() -> dict[str, dict | None]:
     """label -> options of LowBitCache, None: 16 bit."""
-    from lowbit_attn.policy import Shares
+    from lowbit_attn.levels.policy import Shares
 
     named = ("k4v4", "k4v2", "kitty-pro", "k4v2-boost", "lean", "lean-low", "k4v4+k2v2", "k4v4+k4v2")
     made = {"16 bit": None} | {name: dict(format=name, sinks=SINKS) for name in named}
@@ -45,7 +45,8 @@ def by_chance(is_random: bool) -> Iterator[None]:
     """Means of tokens are random numbers, the same for each run; or as they are."""
     import torch
 
-    from lowbit_attn import levels, significance
+    from lowbit_attn.cache import significance
+    from lowbit_attn.levels import level_cache
 
     if not is_random:
         yield
@@ -55,7 +56,7 @@ def by_chance(is_random: bool) -> Iterator[None]:
     def random(score: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return torch.rand(score.shape, generator=generator)
 
-    with mock.patch.object(significance, "means", random), mock.patch.object(levels, "means", random):
+    with mock.patch.object(significance, "means", random), mock.patch.object(level_cache, "means", random):
         yield
 
 

@@ -17,9 +17,9 @@ from provenance import append_result, need, provenance
 from lowbit_attn import bench, decode, layout
 from lowbit_attn.bench import BenchCase
 from lowbit_attn.formats.levels import parse
-from lowbit_attn.frames import FramePool, frame_sizes
 from lowbit_attn.levels import LevelCache
-from lowbit_attn.policy import Shares
+from lowbit_attn.levels.frames import FramePool, frame_sizes
+from lowbit_attn.levels.policy import Shares
 
 PAGE = layout.PAGE_TOKENS
 SINKS, STAGED, RECENT = 32, 64, 120

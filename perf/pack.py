@@ -18,7 +18,7 @@ from rich.table import Table
 
 import lowbit_attn
 from lowbit_attn import dispatch, kernels, layout
-from lowbit_attn.backend import BACKENDS, write_blocks
+from lowbit_attn.cache.backend import BACKENDS, write_blocks
 
 TORCH_PAGES = 64  # that torch packs at once: its intermediate values take 100 times the memory of its input
 

@@ -1,5 +1,5 @@
-"""The decode kernels' arguments, in one place: the view of a cache (lowbit_attn/view.py), a call's results and options;
-and the query rows of a CTA.
+"""The decode kernels' arguments, in one place: the view of a cache (lowbit_attn/cache/view.py), a call's
+results and options; and the query rows of a CTA.
 
     q, rows, ring_rows, <the cache's memory>, partials, out, lse, sink_logits, <options>, <strides>, stream
 """
@@ -16,7 +16,7 @@ TOKEN_BYTES = 2  # of an element of sinks and rings
 
 
 class View(NamedTuple):
-    """A cache on the device, fields as in ``lowbit_attn.view.FIELDS``, and the strides of its records."""
+    """A cache on the device, fields as in ``lowbit_attn.cache.view.FIELDS``, and the strides of its records."""
 
     rows: cute.Tensor
     ring_rows: cute.Tensor

@@ -13,7 +13,7 @@ BOOK_CHANNEL_PLANES = 4  # order, 1 / weight, mean entry, largest distance from 
 
 
 class Books(NamedTuple):
-    """A layer's codebooks on the device, as lowbit_attn/attached.py lays them out for kernels."""
+    """A layer's codebooks on the device, as lowbit_attn/cache/attached.py lays them out for kernels."""
 
     k: cute.Tensor  # (heads, entry, words of a row) uint32
     v: cute.Tensor

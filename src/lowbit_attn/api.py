@@ -8,12 +8,13 @@ from numbers import Real
 
 import torch
 
-from lowbit_attn import dispatch, level_decode, ops, reference
-from lowbit_attn.attached import check_identity
+from lowbit_attn import dispatch, ops, reference
 from lowbit_attn.cache import KVCache
+from lowbit_attn.cache.attached import check_identity
+from lowbit_attn.cache.state import CacheState
 from lowbit_attn.checks import LayoutMismatchError, check_rank, check_tensor, integer, is_truth
 from lowbit_attn.levels import LevelCache
-from lowbit_attn.state import CacheState
+from lowbit_attn.levels import decode as level_decode
 
 __all__ = ["LayoutMismatchError", "decode", "merge_states", "ready"]
 

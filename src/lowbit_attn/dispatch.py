@@ -10,18 +10,18 @@ import numpy as np
 import torch
 
 from lowbit_attn import _private, kernels, loader, reference
-from lowbit_attn.backend import kernel_entries
-from lowbit_attn.cache import BACKENDS, MAX_Q_LEN, Backend, KVCache
+from lowbit_attn.cache import KVCache
+from lowbit_attn.cache.backend import BACKENDS, Backend, kernel_entries
+from lowbit_attn.cache.state import MAX_Q_LEN, is_capturing
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS, RECORD_ALIGN
-from lowbit_attn.level_view import views_of
 from lowbit_attn.levels import LevelCache
+from lowbit_attn.levels.view import views_of
 from lowbit_attn.plan import DecodePlan, StepPlan, plans_of
 from lowbit_attn.reference import Attention
 from lowbit_attn.registers import LOG2_E
 from lowbit_attn.scratch import prepare
-from lowbit_attn.state import is_capturing
 
 NO_WINDOW = 1 << 30  # positions: more than any sequence has
 CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"), (8, 9): ("ampere", "sm_89")}

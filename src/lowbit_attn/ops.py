@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from lowbit_attn import _private, dispatch
-from lowbit_attn.cache import BACKENDS, KVCache
-from lowbit_attn.extend import Extension
-from lowbit_attn.held import HeldCache
-from lowbit_attn.journal import Journal
+from lowbit_attn.cache import KVCache
+from lowbit_attn.cache.backend import BACKENDS
+from lowbit_attn.cache.extend import Extension
+from lowbit_attn.cache.held import HeldCache
+from lowbit_attn.cache.journal import Journal
+from lowbit_attn.cache.view import ROW_FIELDS, STATE, STEP_STATE
 from lowbit_attn.reference import Attention
-from lowbit_attn.view import ROW_FIELDS, STATE, STEP_STATE
 
 STEP_VALUES = ("query_weights", "range_search", "sinks", "window_k", "window_v")
 _READ_BY_STEPS = ("table", "limit")

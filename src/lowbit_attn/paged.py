@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.attached import Attached
-from lowbit_attn.backend import BACKENDS
+from lowbit_attn.cache.attached import Attached
+from lowbit_attn.cache.backend import BACKENDS
+from lowbit_attn.cache.held import HeldCache
+from lowbit_attn.cache.state import DTYPES, RING_ALIGN
 from lowbit_attn.checks import check_rank, check_tensor, one_of
 from lowbit_attn.formats import Format
-from lowbit_attn.held import HeldCache
-from lowbit_attn.state import DTYPES, RING_ALIGN
 
 PAGE = layout.PAGE_TOKENS
 NULL = 0  # ring that engines name where there is none, never written; pages of this block are none, too

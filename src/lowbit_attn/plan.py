@@ -12,9 +12,9 @@ from operator import attrgetter, is_, mul
 import torch
 
 from lowbit_attn import _private, loader
+from lowbit_attn.cache.view import OPTIONAL_FIELDS, STATE, STEP_FIELDS, optional
 from lowbit_attn.kernels.key import Scratch
 from lowbit_attn.scratch import no_sink_logit, partials, words
-from lowbit_attn.view import OPTIONAL_FIELDS, STATE, STEP_FIELDS, optional
 
 # What a plan is made of: it serves a cache as long as these are the same objects. DecodePlan.serves lists them again.
 _made_of = attrgetter(*STATE, "strides", "format")

@@ -10,7 +10,7 @@ from threading import Lock
 
 import torch
 
-from lowbit_attn.state import is_capturing
+from lowbit_attn.cache.state import is_capturing
 
 SECTOR_WORDS = 8  # of L2
 CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from lowbit_attn import kernels
-from lowbit_attn.cache import MAX_Q_LEN
+from lowbit_attn.cache.state import MAX_Q_LEN
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.levels import PRESETS, parse
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.attached import Attached
-from lowbit_attn.cache import KVCache, Strides
+from lowbit_attn.cache import KVCache
+from lowbit_attn.cache.attached import Attached
+from lowbit_attn.cache.view import Strides
 from lowbit_attn.codebooks import Codebooks, LayerCodebooks
 from lowbit_attn.formats import FORMATS, Format, Kind
 from lowbit_attn.reference import PLAIN, Attention

@@ -13,7 +13,7 @@ import torch
 from windowed import FORMATS
 
 from lowbit_attn import kernels
-from lowbit_attn.cache import MAX_Q_LEN
+from lowbit_attn.cache.state import MAX_Q_LEN
 from lowbit_attn.formats import Kind
 from lowbit_attn.kernels import KernelKey
 

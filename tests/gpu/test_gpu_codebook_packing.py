@@ -7,7 +7,7 @@ import torch
 from codebook_packing import assert_same_but_near_ties, hard_tokens, pages_of, uneven
 
 from lowbit_attn import KVCache, layout
-from lowbit_attn.backend import BACKENDS
+from lowbit_attn.cache.backend import BACKENDS
 from lowbit_attn.formats import FORMATS, Kind
 from lowbit_attn.testing import assert_same_bytes, normal_codebooks
 

@@ -6,10 +6,11 @@ import functools
 import pytest
 import torch
 
-from lowbit_attn import decode, significance, why_not
-from lowbit_attn.frames import FramePool
+from lowbit_attn import decode, why_not
+from lowbit_attn.cache import significance
 from lowbit_attn.levels import LevelCache
-from lowbit_attn.policy import Cumulative
+from lowbit_attn.levels.frames import FramePool
+from lowbit_attn.levels.policy import Cumulative
 
 pytestmark = pytest.mark.gpu
 H = 2

@@ -11,14 +11,13 @@ import torch
 
 from lowbit_attn import KVCache, _private, decode, dispatch, hopper, kernels, loader, plan
 from lowbit_attn.api import ready
-from lowbit_attn.cache import Strides
+from lowbit_attn.cache.view import STATE, Strides
 from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
 from lowbit_attn.hopper import EMPTY
 from lowbit_attn.hopper.common.scratch import CLUSTER_WORDS
 from lowbit_attn.plan import Buffer, Plans
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import permute_pages
-from lowbit_attn.view import STATE
 
 sys.path.append(str(Path(__file__).parents[2] / "perf"))
 tvm_ffi = pytest.importorskip("tvm_ffi", reason="kernels are called through it")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lowbit_attn import KVCache, decode, kernels, ops
+from lowbit_attn.cache.view import FIELDS, ROW_FIELDS, STATE, STEP_FIELDS, optional
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.plan import check_whole_accesses
-from lowbit_attn.view import FIELDS, ROW_FIELDS, STATE, STEP_FIELDS, optional
 
 ROWS = [field.name for field in ROW_FIELDS]
 STRIDES = ["page_stride", "head_stride", "table_b", "table_h"]

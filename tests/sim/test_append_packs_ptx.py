@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lowbit_attn import KVCache, kernels, layout
+from lowbit_attn.cache.view import STEP_FIELDS
 from lowbit_attn.testing import normal_codebooks
-from lowbit_attn.view import STEP_FIELDS
 from sim.ptx.steps import RINGS, run_step
 
 HEAD_DIM = 64

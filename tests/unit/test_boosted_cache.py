@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from lowbit_attn import FORMATS, KVCache, decode, significance
+from lowbit_attn import FORMATS, KVCache, decode
+from lowbit_attn.cache import significance
 from lowbit_attn.formats import Format
 from lowbit_attn.integrations.growth import grown
 from lowbit_attn.reference import Attention, attention

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit_attn import FORMATS, KVCache, ops
-from lowbit_attn.backend import BACKENDS
-from lowbit_attn.state import CacheState, Counts
+from lowbit_attn.cache.backend import BACKENDS
+from lowbit_attn.cache.state import CacheState, Counts
 from lowbit_attn.testing import assert_same_bytes, assert_same_state
 
 HEADS, DIM, SINKS = 1, 32, 5

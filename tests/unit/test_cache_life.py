@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from lowbit_attn import FORMATS, CacheFaultError, KVCache, PageExhaustedError, decode, dispatch, kernels, loader
-from lowbit_attn.pages import PageBook
+from lowbit_attn.cache.pages import PageBook
+from lowbit_attn.cache.view import STEP_FIELDS
 from lowbit_attn.testing import assert_same_bytes, assert_same_state, to_device
-from lowbit_attn.view import STEP_FIELDS
 from unit.caches import DIM, HEADS, assert_account, assert_untouched, make, prefilled, snapshot, tokens
 
 FORMATS_OF_STEPS = ("k8v8", "k4v2-g32", "k1v1-bf16", "k4tv4", "k2tv1-vg32")

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lowbit_attn import FORMATS, KVCache, LayoutMismatchError, decode
-from lowbit_attn.saved import CacheFileError
+from lowbit_attn.cache.saved import CacheFileError
 from lowbit_attn.testing import assert_same_state, normal_codebooks
 
 HEADS, DIM = 2, 64

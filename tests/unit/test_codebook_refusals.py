@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit_attn import FORMATS, KVCache, LayoutMismatchError, decode
-from lowbit_attn.attached import Attached
+from lowbit_attn.cache.attached import Attached
 from lowbit_attn.codebooks import Codebooks
 from lowbit_attn.formats import Kind
 from lowbit_attn.testing import assert_same_state, normal_codebooks

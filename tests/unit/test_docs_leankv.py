@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from lowbit_attn import FORMATS, KVCache
-from lowbit_attn.frames import FramePool
 from lowbit_attn.levels import LevelCache
+from lowbit_attn.levels.frames import FramePool
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs/leankv.md").read_text()
 HEAD_DIM, SHARE, STEP = 128, 0.25, 512

@@ -7,7 +7,7 @@ import torch
 
 from lowbit_attn import FORMATS, PageExhaustedError
 from lowbit_attn.formats import levels
-from lowbit_attn.frames import FramePool, FreeList
+from lowbit_attn.levels.frames import FramePool, FreeList
 
 
 @pytest.mark.parametrize("name, head_dim, frame_bytes", [

@@ -6,11 +6,12 @@ import pickle
 import pytest
 import torch
 
-from lowbit_attn import decode, dispatch, kernels, level_decode, reference
-from lowbit_attn.frames import FramePool
-from lowbit_attn.level_view import views_of
+from lowbit_attn import decode, dispatch, kernels, reference
 from lowbit_attn.levels import LevelCache
-from lowbit_attn.policy import Cumulative, Shares
+from lowbit_attn.levels import decode as level_decode
+from lowbit_attn.levels.frames import FramePool
+from lowbit_attn.levels.policy import Cumulative, Shares
+from lowbit_attn.levels.view import views_of
 from lowbit_attn.reference import Attention
 
 H = 3

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lowbit_attn import FORMATS, KVCache, PageExhaustedError, decode, why_not
+from lowbit_attn.cache.significance import means, prompt_queries
 from lowbit_attn.formats import levels
-from lowbit_attn.frames import FramePool
 from lowbit_attn.levels import LevelCache
-from lowbit_attn.policy import HIGH, LOW, PRUNED, Cumulative, Paper, Shares
+from lowbit_attn.levels.frames import FramePool
+from lowbit_attn.levels.policy import HIGH, LOW, PRUNED, Cumulative, Paper, Shares
 from lowbit_attn.reference import Attention, attention
-from lowbit_attn.significance import means, prompt_queries
 
 H, R = 3, 2
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from lowbit_attn import PageExhaustedError
-from lowbit_attn.frames import FramePool
 from lowbit_attn.levels import LevelCache
-from lowbit_attn.policy import Cumulative, Shares
+from lowbit_attn.levels.frames import FramePool
+from lowbit_attn.levels.policy import Cumulative, Shares
 
 H, D, ROWS, LONGEST = 2, 32, 2, 900
 VALUES = torch.rand(2, 4096, H, D, generator=torch.Generator().manual_seed(0)).mul(2).sub(1).half()

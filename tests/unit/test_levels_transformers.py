@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from tiny_models import build, eager, error, stepwise, tokens  # noqa: E402
 
 from lowbit_attn.integrations import hf  # noqa: E402
-from lowbit_attn.policy import Paper, Shares  # noqa: E402
+from lowbit_attn.levels.policy import Paper, Shares  # noqa: E402
 
 SIZES = (300, 1, 130, *(1,) * 160)
 

@@ -21,19 +21,19 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # Folders and files of the package, from the lowest: each imports from lower lines alone, and from itself. A folder's
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
-    ("_private", "_version", "layout", "checks", "precision", "journal", "pages", "toolchain", "closure", "entries",
-     "view", "progress", "tensor_file"),
+    ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
+     "entries", "cache.view", "progress", "tensor_file"),
     ("codebooks", "formats", "linear", "reference"),
-    ("attached", "significance", "frames"),
-    ("saved", "backend", "policy"),
-    ("copies", "extend", "registers", "sass", "prebuilt", "level_moves"),
-    ("state", "kernels.key"),
-    ("reads",),
-    ("cache", "scratch", "device", "kernels.support", "kernels.linear", "level_state"),
-    ("ampere", "hopper.common", "held"),
-    ("level_view",),
-    ("levels",),
-    ("hopper.tile", "hopper.warp", "hopper.linear"),
+    ("cache.attached", "cache.significance", "levels.frames"),
+    ("cache.saved", "cache.backend", "levels.policy"),
+    ("cache.copies", "cache.extend", "registers", "sass", "prebuilt", "levels.moves"),
+    ("cache.state", "kernels.key"),
+    ("cache.reads",),
+    ("cache.kv_cache", "scratch", "device", "kernels.support", "kernels.linear", "levels.state"),
+    ("ampere", "hopper.common", "cache", "cache.held"),
+    ("levels.view",),
+    ("levels.level_cache",),
+    ("levels", "hopper.tile", "hopper.warp", "hopper.linear"),
     ("hopper.arith", "hopper.arith.codebook", "hopper.arith.fp16", "hopper.arith.int8", "hopper.schedule"),
     ("hopper",),
     ("kernels.registry",),
@@ -44,7 +44,7 @@ LAYERS = (
     ("loader", "build", "kernel_wheel"),
     ("plan",),
     ("dispatch",),
-    ("ops", "environment", "linear_kernels", "level_decode"),
+    ("ops", "environment", "linear_kernels", "levels.decode"),
     ("paged",),
     ("paged_attention", "paged_static"),
     ("api",),
@@ -255,7 +255,7 @@ def test_upward_imports_would_be_seen(tmp_path):
 def test_the_core_stands_on_nothing_else():
     assert not imports(MODULES["lowbit_attn.layout"]) - {"hashlib"}
     for module in ("formats", "formats.uniform", "formats.affine", "formats.contract", "formats.packing",
-                   "formats.spec", "cache", "reference", "api"):
+                   "formats.spec", "cache.kv_cache", "reference", "api"):
         for name in imports(MODULES[f"lowbit_attn.{module}"]):
             allowed = {*sys.stdlib_module_names, "torch", "numpy", "lowbit_attn"}
             assert name.split(".")[0] in allowed, f"{module} imports {name}"

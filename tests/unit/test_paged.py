@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowbit_attn import FORMATS, KVCache, reference
-from lowbit_attn.attached import Attached
+from lowbit_attn.cache.attached import Attached
 from lowbit_attn.paged import NULL, PagedStore, Step, append, counters, ring_slots, why_not
 from lowbit_attn.paged_attention import attention
 from lowbit_attn.reference import Attention

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowbit_attn import FORMATS
-from lowbit_attn.attached import Attached
+from lowbit_attn.cache.attached import Attached
 from lowbit_attn.paged import PagedStore, Step, append, ring_slots
 from lowbit_attn.paged_static import append_static
 from lowbit_attn.testing import assert_same_bytes, normal_codebooks

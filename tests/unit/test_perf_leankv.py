@@ -9,7 +9,8 @@ from perf_scripts import PERF, script
 
 pytest.importorskip("transformers")
 
-from lowbit_attn import levels, significance  # noqa: E402
+from lowbit_attn.cache import significance  # noqa: E402
+from lowbit_attn.levels import level_cache  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,9 @@ def test_chance_replaces_means_and_ends(leankv):
     score, seen = torch.ones(2, 5), torch.ones(5, dtype=torch.int32)
     with leankv.by_chance(True):
         first = significance.means(score, seen)
-        assert levels.means is significance.means and len(first.unique()) == 10
+        assert level_cache.means is significance.means and len(first.unique()) == 10
     with leankv.by_chance(False):
-        assert (significance.means(score, seen) == 1).all() and levels.means is significance.means
+        assert (significance.means(score, seen) == 1).all() and level_cache.means is significance.means
 
 
 def test_lines_become_a_table(leankv, tmp_path, capsys):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowbit_attn.policy import HIGH, LOW, PRUNED, Cumulative, Paper, Shares
+from lowbit_attn.levels.policy import HIGH, LOW, PRUNED, Cumulative, Paper, Shares
 
 
 def scores(n: int = 128) -> torch.Tensor:

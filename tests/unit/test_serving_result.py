@@ -23,7 +23,8 @@ NOT_RUN = {  # tests without a result yet, and why
         "test_serve_line.py::test_the_line_of_the_readme", "test_codebooks.py::test_prefix_hits",
         "test_codebooks.py::test_the_file_is_found_by_the_variable_and_beside_the_model",
         "test_codebooks.py::test_layouts_and_drafts_change_no_token",
-        "test_codebooks.py::test_each_rank_has_the_codebooks_of_its_heads", "test_codebooks.py::test_files_that_are_refused",
+        "test_codebooks.py::test_each_rank_has_the_codebooks_of_its_heads",
+        "test_codebooks.py::test_files_that_are_refused",
     )
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowbit_attn import significance
+from lowbit_attn.cache import significance
 from lowbit_attn.reference import Attention, visible
 
 H, R, D = 2, 3, 16

@@ -7,7 +7,7 @@ import torch
 import typer
 
 from lowbit_attn import dispatch, kernels
-from lowbit_attn.attached import check_format
+from lowbit_attn.cache.attached import check_format
 from lowbit_attn.cli.common import fail
 from lowbit_attn.codebooks import Codebooks
 from lowbit_attn.codebooks.prompt import LEAST_TOKENS, PROMPTS

@@ -8,7 +8,8 @@ import torch
 import typer
 from rich.markup import escape
 
-from lowbit_attn import KVCache, attached, compile, dispatch, kernels
+from lowbit_attn import KVCache, compile, dispatch, kernels
+from lowbit_attn.cache import attached
 from lowbit_attn.cli import books
 from lowbit_attn.cli.common import JsonOption, console, fail, format_named, table
 from lowbit_attn.formats import Format, unnamed

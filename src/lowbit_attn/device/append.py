@@ -352,7 +352,7 @@ def run_step(step, k, v, rows, counters, pool, faults, arrivals, block, grid, tx
 
 def append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -> TileKernel:
     """k, v [batch, tokens, num_heads_kv, head_dim] -> rows int32 [batch] of a cache, sinks and rings of ring_rows int32
-    [batch]; tensors as ``lowbit_attn.view`` names them.
+    [batch]; tensors as ``lowbit_attn.cache.view`` names them.
 
     pool: uint32 [units, 32] and its uint16 view, in units of 128 bytes. num_sinks, window_k, window_v in tokens;
     page_stride and head_stride in units. query_weights: only of a K that weighs queries. k_entries, v_entries: fp16

@@ -2,8 +2,8 @@
 
 import torch
 
-from lowbit_attn import layout, significance
-from lowbit_attn.cache import KVCache
+from lowbit_attn import layout
+from lowbit_attn.cache import KVCache, significance
 
 COUNTERS = ("n_sink", "n_qk", "n_qv", "n_tok")
 TOKENS = ("sink_k", "sink_v", "ring_k", "ring_v")

@@ -36,7 +36,7 @@ from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
 from lowbit_attn.integrations.levels import GrowingPool, LevelLayer, check_options
 from lowbit_attn.integrations.prompt import PromptLayer, blank
 from lowbit_attn.integrations.static import StaticLowBitLayer
-from lowbit_attn.policy import Policy
+from lowbit_attn.levels.policy import Policy
 from lowbit_attn.reference import Attention
 
 # The name under which this transformers passes a cache to ``generate`` and to models

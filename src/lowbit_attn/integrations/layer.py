@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from lowbit_attn.api import decode, merge_states, ready
-from lowbit_attn.cache import DTYPES
+from lowbit_attn.cache.state import DTYPES, is_capturing
 from lowbit_attn.codebooks import Codebooks, LayerCodebooks
 from lowbit_attn.codebooks.file import CodebookFileError
 from lowbit_attn.codebooks.identity import config_hash
@@ -24,7 +24,6 @@ from lowbit_attn.integrations.growth import grown, new_cache
 from lowbit_attn.integrations.handle import Handle
 from lowbit_attn.plan import plans_of
 from lowbit_attn.reference import PLAIN, Attention
-from lowbit_attn.state import is_capturing
 
 NOT_TRACED = ("LowBitCache: supported in one graph, compiled or captured: steps of one token a row over "
               "LowBitCache(..., max_seqlen=, static=True), after the prompt")

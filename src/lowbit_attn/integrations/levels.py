@@ -4,13 +4,13 @@ import torch
 
 from lowbit_attn.checks import is_truth
 from lowbit_attn.formats.levels import Levels
-from lowbit_attn.frames import FramePool, frame_sizes
 from lowbit_attn.integrations.layer import FIRST_TOKENS, LowBitLayer
 from lowbit_attn.layout import PAGE_TOKENS
-from lowbit_attn.level_view import views_of
 from lowbit_attn.levels import LevelCache
+from lowbit_attn.levels.frames import FramePool, frame_sizes
+from lowbit_attn.levels.policy import Policy
+from lowbit_attn.levels.view import views_of
 from lowbit_attn.plan import plans_of
-from lowbit_attn.policy import Policy
 from lowbit_attn.reference import Attention
 
 

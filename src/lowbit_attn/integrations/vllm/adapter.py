@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lowbit_attn import paged
-from lowbit_attn.attached import Attached
+from lowbit_attn.cache.attached import Attached
 from lowbit_attn.codebooks import Codebooks
 from lowbit_attn.integrations.vllm import books, names
 from lowbit_attn.paged import PAGE, PagedStore, Step

@@ -7,7 +7,7 @@ model's own, where vLLM looks for no weights. Of a folder that file is taken whi
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit_attn.attached import check_format, identity_of
+from lowbit_attn.cache.attached import check_format, identity_of
 from lowbit_attn.codebooks import Codebooks, LayerCodebooks
 from lowbit_attn.codebooks.file import KIND, CodebookFileError
 from lowbit_attn.codebooks.identity import config_hash

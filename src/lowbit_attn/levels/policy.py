@@ -12,7 +12,7 @@ from numbers import Real
 
 import torch
 
-from lowbit_attn.significance import ranking
+from lowbit_attn.cache.significance import ranking
 
 HIGH, LOW, PRUNED = range(3)  # classes of a token
 FRACTION_BITS = 24  # of a mean probability as a whole number, so that sums are exact in any order

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.held import HeldCache
-from lowbit_attn.policy import HIGH
-from lowbit_attn.state import Counts
+from lowbit_attn.cache.held import HeldCache
+from lowbit_attn.cache.state import Counts
+from lowbit_attn.levels.policy import HIGH
 
 # with it 64 rows of 256 pages get an even share of all pages, 8 rows of 1,024 splits: faster so with heads 4:1, and as
 # fast without (docs/lessons.md)

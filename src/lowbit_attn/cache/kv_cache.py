@@ -15,17 +15,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lowbit_attn import layout, significance
-from lowbit_attn.attached import check_identity
-from lowbit_attn.backend import BACKENDS, Backend, backend_of
+from lowbit_attn import layout
+from lowbit_attn.cache import significance
+from lowbit_attn.cache.attached import check_identity
+from lowbit_attn.cache.backend import BACKENDS, Backend, backend_of
+from lowbit_attn.cache.extend import Extension
+from lowbit_attn.cache.journal import Journal
+from lowbit_attn.cache.pages import FREED, PageExhaustedError
+from lowbit_attn.cache.reads import CacheReads
+from lowbit_attn.cache.state import DTYPES, MAX_Q_LEN, MAX_TOKENS, CacheFaultError, Counts
+from lowbit_attn.cache.view import STEP_STATE, Strides
 from lowbit_attn.checks import check_rank, check_tensor, integer
-from lowbit_attn.extend import Extension
-from lowbit_attn.journal import Journal
-from lowbit_attn.pages import FREED, PageExhaustedError
-from lowbit_attn.reads import CacheReads
 from lowbit_attn.reference import Attention
-from lowbit_attn.state import DTYPES, MAX_Q_LEN, MAX_TOKENS, CacheFaultError, Counts
-from lowbit_attn.view import STEP_STATE, Strides
 
 __all__ = ["BACKENDS", "DTYPES", "MAX_Q_LEN", "Backend", "CacheFaultError", "KVCache", "PageExhaustedError", "Strides"]
 

@@ -3,7 +3,7 @@
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.policy import HIGH, PRUNED
+from lowbit_attn.levels.policy import HIGH, PRUNED
 
 PAGE = layout.PAGE_TOKENS
 LEVELS = (HIGH, HIGH + 1)

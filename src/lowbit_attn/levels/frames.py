@@ -14,10 +14,10 @@ from collections.abc import Iterable
 import torch
 
 from lowbit_attn import layout
+from lowbit_attn.cache.pages import PageExhaustedError
 from lowbit_attn.checks import integer
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.formats.levels import Levels, parse
-from lowbit_attn.pages import PageExhaustedError
 
 MOST_WASTE = 0.08  # of a frame that both levels share
 

@@ -9,8 +9,9 @@ import os
 import numpy as np
 import torch
 
-from lowbit_attn import significance, tensor_file
-from lowbit_attn.attached import check_identity, identity
+from lowbit_attn import tensor_file
+from lowbit_attn.cache import significance
+from lowbit_attn.cache.attached import check_identity, identity
 from lowbit_attn.checks import LayoutMismatchError
 
 KIND = "lowbit_attn KV cache"

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from lowbit_attn import dispatch, kernels, loader
-from lowbit_attn.level_view import LevelView, views_of
+from lowbit_attn.levels.view import LevelView, views_of
 from lowbit_attn.plan import ACCESS_BYTES
 from lowbit_attn.reference import Attention
 from lowbit_attn.scratch import no_sink_logit, prepare

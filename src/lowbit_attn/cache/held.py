@@ -5,9 +5,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from lowbit_attn.cache import KVCache, Strides
+from lowbit_attn.cache.kv_cache import KVCache
+from lowbit_attn.cache.state import Counts
+from lowbit_attn.cache.view import Strides
 from lowbit_attn.formats import FORMATS
-from lowbit_attn.state import Counts
 
 
 class HeldCache(KVCache):

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from lowbit_attn import layout
+from lowbit_attn.cache.journal import Journal
 from lowbit_attn.checks import check_tensor
-from lowbit_attn.journal import Journal
 from lowbit_attn.precision import full_precision
 from lowbit_attn.reference import PLAIN, Attention
 

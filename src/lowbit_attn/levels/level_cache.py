@@ -10,8 +10,8 @@ K per channel, and its stage holds what is not yet a page. ``append`` fills the 
 it gives each a class: high and low ones go behind their head's stages, a full stage becomes a page, pruned ones are
 gone. Classes are decided once. Heads end up with different numbers of tokens, so memory comes from a FramePool.
 
-All of this is in torch, on any device; on a GPU decode has kernels (level_decode.py), which read each level as an
-ordinary cache (level_view.py).
+All of this is in torch, on any device; on a GPU decode has kernels (decode.py), which read each level as an
+ordinary cache (view.py).
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import torch
 
+from lowbit_attn.cache.pages import PageExhaustedError
+from lowbit_attn.cache.significance import Scores, means, observe, prompt_queries
 from lowbit_attn.checks import check_rank, check_tensor, integer, is_sequence
-from lowbit_attn.level_moves import Departure, head_tokens
-from lowbit_attn.level_state import PAGE, WINDOW, LevelState, Recent
-from lowbit_attn.pages import PageExhaustedError
+from lowbit_attn.levels.moves import Departure, head_tokens
+from lowbit_attn.levels.state import PAGE, WINDOW, LevelState, Recent
 from lowbit_attn.precision import full_precision
 from lowbit_attn.reference import PLAIN, Attention, attention
-from lowbit_attn.significance import Scores, means, observe, prompt_queries
 
 
 class LevelCounts(NamedTuple):

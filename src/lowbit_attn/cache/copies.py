@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lowbit_attn import saved
-from lowbit_attn.attached import check_identity
-from lowbit_attn.backend import BACKENDS, backend_of
+from lowbit_attn.cache import saved
+from lowbit_attn.cache.attached import check_identity
+from lowbit_attn.cache.backend import BACKENDS, backend_of
 from lowbit_attn.checks import one_of
 
 MADE_ANEW = ("_counts", "_row_tensors")  # by every copy

@@ -13,17 +13,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lowbit_attn import layout, significance
-from lowbit_attn.attached import Attached, attach, identity
-from lowbit_attn.backend import BACKENDS, backend_of
+from lowbit_attn import layout
+from lowbit_attn.cache import significance
+from lowbit_attn.cache.attached import Attached, attach, identity
+from lowbit_attn.cache.backend import BACKENDS, backend_of
+from lowbit_attn.cache.copies import Copies
+from lowbit_attn.cache.journal import Journal
+from lowbit_attn.cache.pages import FREED, LIVE, UNUSED, PageBook
+from lowbit_attn.cache.view import Strides
 from lowbit_attn.checks import check_tensor, integer, integers, is_sequence, is_truth, one_of
 from lowbit_attn.codebooks import LayerCodebooks
-from lowbit_attn.copies import Copies
 from lowbit_attn.formats import FORMATS, Format, Kind, unnamed
 from lowbit_attn.formats.rotation import hadamard
-from lowbit_attn.journal import Journal
-from lowbit_attn.pages import FREED, LIVE, UNUSED, PageBook
-from lowbit_attn.view import Strides
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_Q_LEN = 16

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.backend import backend_of
+from lowbit_attn.cache.backend import backend_of
+from lowbit_attn.cache.journal import Journal
+from lowbit_attn.cache.significance import OpenScores, Scores
 from lowbit_attn.formats.contract import reordered
-from lowbit_attn.journal import Journal
-from lowbit_attn.significance import OpenScores, Scores
 
 
 class Extension:

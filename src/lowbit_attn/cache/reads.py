@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.attached import count_clamped
-from lowbit_attn.backend import backend_of
+from lowbit_attn.cache.attached import count_clamped
+from lowbit_attn.cache.backend import backend_of
+from lowbit_attn.cache.state import CacheState
 from lowbit_attn.checks import integer, integers
 from lowbit_attn.formats.contract import by_position
 from lowbit_attn.precision import full_precision
-from lowbit_attn.state import CacheState
 
 
 class CacheReads(CacheState):

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from lowbit_attn import layout
+from lowbit_attn.cache.significance import EVERY, Scores
+from lowbit_attn.cache.state import DTYPES, MAX_Q_LEN, RING_ALIGN
 from lowbit_attn.checks import check_tensor, integer, is_truth, one_of
-from lowbit_attn.frames import Copied, FramePool
-from lowbit_attn.policy import Policy, Shares
-from lowbit_attn.significance import EVERY, Scores
-from lowbit_attn.state import DTYPES, MAX_Q_LEN, RING_ALIGN
+from lowbit_attn.levels.frames import Copied, FramePool
+from lowbit_attn.levels.policy import Policy, Shares
 
 WINDOW = 56  # recent tokens that stay in 16 bit at least
 PAGE = layout.PAGE_TOKENS
