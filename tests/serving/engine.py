@@ -17,6 +17,7 @@ from pathlib import Path
 VARIABLES = dict(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
                  VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE",
                  VLLM_CPU_OMP_THREADS_BIND="nobind", DO_NOT_TRACK="1")
+RELEASE = Path(sys.prefix) / "vllm-0.33.0"  # Python of the newer version, which .ci/serving unpacks
 MARK = "ANSWER "
 DRAFTS = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3,
                                       prompt_lookup_min=1))

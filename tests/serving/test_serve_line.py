@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from serving import engine
-from serving.test_next import RELEASE
-from serving.test_smollm2 import FOLDER, models
+from serving import engine, models
+from serving.engine import RELEASE
 
 ROOT = Path(__file__).parents[2]
 TEST = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "4", "--enforce-eager",
@@ -28,7 +27,7 @@ def line(port: int, is_older: bool) -> list[str]:
     0.32 knows no dtypes of others; its wheel for CPUs has no command ``vllm``, whose server is started by its module.
     """
     found, = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("    vllm serve MODEL"))
-    _, serve, model, *words = shlex.split(found.replace("MODEL", str(models.smollm2(FOLDER))), comments=True)
+    _, serve, model, *words = shlex.split(found.replace("MODEL", str(models.smollm2())), comments=True)
     command = ["vllm.entrypoints.cli.main", serve, model]
     if is_older:
         at = words.index("--kv-cache-dtype")

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import platformdirs
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from lowbit_attn.integrations.vllm import names
 from serving import engine, models
 from serving.engine import DRAFTS, PRIVATE, near_ties
 
-FOLDER = Path(platformdirs.user_cache_dir("lowbit_attn")) / "smollm2"
 LENGTHS, NEW, SCORED = (400, 537), 40, 1024
 SCORES = {name: {} if not names.parse(names.dtype_name(name)).is_private else PRIVATE for name in names.SERVED}
 
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.timeout(5400)
 
 @pytest.fixture(scope="module")
 def model():
-    return models.smollm2(FOLDER)
+    return models.smollm2()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +77,7 @@ def test_2_bits_differ(answers, measured):
 @pytest.fixture(scope="module")
 def books(model) -> dict[str, Path]:
     """A codebook file of each format that needs one, made once, from 2,048 tokens."""
-    made = FOLDER.with_name("smollm2-codebooks")
+    made = models.SMOLLM2.with_name("smollm2-codebooks")
     made.mkdir(exist_ok=True)
     files = {name: made / f"smollm2.{name}.safetensors" for name in names.SERVED
              if names.parse(names.dtype_name(name)).format.needs_codebooks}

@@ -76,15 +76,16 @@ def served_by(config: VllmConfig) -> names.Served:
 
 
 def codebooks_of(config: VllmConfig, served: names.Served) -> Codebooks | None:
-    """The model's codebooks, found once in a process; None for formats without.
+    """The model's codebooks, found once for all of its layers; None for formats without.
 
     Bytes of pages must mean the same on all ranks, which share one prefix cache: ValueError if they do not.
     """
-    if LowBitBackend.identity is not None:
+    model, place = config.model_config, os.environ.get(names.BOOKS)
+    if LowBitBackend.found_for == (model.model, place):
         return LowBitBackend.codebooks
-    model = config.model_config
-    found = books.find(os.environ.get(names.BOOKS), model.model, model.hf_text_config,
-                       served.format) if served.format.needs_codebooks else None
+    found = None
+    if served.format.needs_codebooks:
+        found = books.find(place, model.model, model.hf_text_config, served.format)
     identity, group = books.identity(served.format, found), get_tp_group()
     theirs = [identity] * group.world_size
     if group.world_size > 1:
@@ -92,7 +93,7 @@ def codebooks_of(config: VllmConfig, served: names.Served) -> Codebooks | None:
     if len(set(theirs)) > 1:
         raise ValueError(f"lowbit_attn: the ranks' pages are of {', '.join(theirs)}, supported: one version of "
                          "lowbit_attn and one codebook file on all ranks")
-    LowBitBackend.codebooks, LowBitBackend.identity = found, identity
+    LowBitBackend.codebooks, LowBitBackend.found_for = found, (model.model, place)
     logger.info("lowbit_attn serves %s, pages of identity %s", served.format, identity)
     return found
 
@@ -122,8 +123,8 @@ class LowBitBackend(AttentionBackend):
     forward_includes_kv_cache_update = False
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     served: names.Served | None = None  # in this process, once a layer was made
-    identity: str | None = None  # what bytes of pages mean there
     codebooks: Codebooks | None = None
+    found_for: tuple[str, str | None] | None = None  # the model that has them, and the place that it was told
     supported_kv_cache_dtypes = []  # any: what is not served is told by LowBitImpl, with what to change
 
     @staticmethod
