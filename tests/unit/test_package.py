@@ -46,7 +46,7 @@ LAYERS = (
     ("dispatch",),
     ("ops", "environment", "linear_kernels", "levels.decode"),
     ("paged",),
-    ("paged_attention",),
+    ("paged_attention", "paged_static"),
     ("api",),
     ("",),
     ("integrations", "testing", "parallel", "budget"),
