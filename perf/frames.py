@@ -15,8 +15,9 @@ from unittest import mock
 
 import torch
 import typer
-from provenance import provenance
+from provenance import append_result, provenance
 
+RESULTS = "perf/results/frames.jsonl"
 ROWS, HEADS, HEAD_DIM, PAGES = 4, 2, 64, 24
 FRAMES = {"lean": 17, "lean-low": (13, 19)}
 RELEASED = 0.15  # of the steps
@@ -126,7 +127,9 @@ def main(steps: Annotated[int, typer.Option(help="Random steps of each pair.")] 
     for name in FRAMES:
         start = time.monotonic()
         done = life(name, steps)
-        print(provenance() | {"levels": name, "seconds": round(time.monotonic() - start, 1)} | asdict(done), flush=True)
+        line = provenance() | {"levels": name, "seconds": round(time.monotonic() - start, 1)} | asdict(done)
+        append_result(RESULTS, line)
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def identity(format: Format, attached: Attached | None) -> str:
 
 
 def identity_of(format: Format, books_hash: str | None) -> str:
-    """The same of the codebooks' hash; None: there are none."""
+    """Hash of the codebooks; None: there are none."""
     return format.layout_id if books_hash is None else f"{format.layout_id}+{books_hash[:16]}"
 
 
