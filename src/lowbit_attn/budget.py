@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats import FORMATS, Format, levels
+from lowbit_attn.formats.levels import Levels
 from lowbit_attn.layout import PAGE_TOKENS
+from lowbit_attn.levels.frames import frame_sizes
+from lowbit_attn.levels.state import WINDOW, buffer_bytes
 
 MIB = 1 << 20
 MIN_GAIN = 1.05  # a whole step faster than 16 bit by less than this counts as no gain
@@ -171,6 +174,23 @@ def sequence_bytes(fmt: Format | None, num_heads_kv: int, head_dim: int, ctx: in
     return total
 
 
+def level_bytes(pair: Levels, num_heads_kv: int, head_dim: int, ctx: int, sinks: int) -> int:
+    """Bytes of one layer's cache of levels of one sequence: all of its 16-bit buffers, and frames for the tokens that
+    left the window, the levels' own share of them high."""
+    pair.check(head_dim)
+    per_low, sizes = frame_sizes(*(fmt.record_bytes(head_dim) for fmt in pair.formats))
+    blocks = max(0, ctx - min(ctx, sinks) - WINDOW) // PAGE_TOKENS
+    of_block = (pair.percent * sizes[0] + (100 - pair.percent) * sizes[-1] / per_low) / 100
+    return num_heads_kv * (buffer_bytes(sinks, head_dim) + round(blocks * of_block))
+
+
+@cache
+def pays_from(pair: Levels, head_dim: int, sinks: int) -> int:
+    """Tokens from which levels are smaller than a uniform cache of their high format, in steps of a page."""
+    return next(n for n in range(PAGE_TOKENS, 1 << 22, PAGE_TOKENS)
+                if level_bytes(pair, 1, head_dim, n, sinks) < sequence_bytes(pair.high, 1, head_dim, n, sinks))
+
+
 def sliding_bytes(model: Model, ctx: int) -> int:
     """Bytes of one sliding layer's cache of one sequence: all but one token of its window, in 16 bit."""
     return sequence_bytes(None, model.num_heads_kv, model.head_dim, min(ctx, max(0, model.sliding_window - 1)))
@@ -206,7 +226,7 @@ def measured_note(gpu: Gpu, model: Model) -> str:
             "format, or none so small")
 
 
-def measured_ms(gpu: Gpu, model: Model, fmt: Format | None, layer_bytes: float) -> float | None:
+def measured_ms(gpu: Gpu, model: Model, fmt: Format | Levels | None, layer_bytes: float) -> float | None:
     """Time of a token step's decode calls over low-bit layers, from those measured on this GPU with this format and as
     many query rows a KV head; None if there are none, or none so small.
 
@@ -224,8 +244,8 @@ def measured_ms(gpu: Gpu, model: Model, fmt: Format | None, layer_bytes: float) 
 
 def suggest(model: Model, ctx: int, batch: int, gpu: Gpu, formats: Iterable[str] | None = None,
             sinks: int | None = 0) -> list[Row]:
-    """The 16-bit row, then one row for each format (default: the presets), in the given order; sinks None: the
-    format's own.
+    """The 16-bit row, then one row for each format or pair of levels (default: the presets of both), in the given
+    order; sinks None: the format's own.
 
     Raises KeyError (with close matches) for an unknown format, ValueError for a batch below 1.
     """
@@ -234,21 +254,24 @@ def suggest(model: Model, ctx: int, batch: int, gpu: Gpu, formats: Iterable[str]
     if sinks is not None and sinks < 0:
         raise ValueError(f"sinks: got {sinks}, supported: 0 or more")
     rows = [_row(model, ctx, batch, gpu, None, sinks)]
-    rows += [_row(model, ctx, batch, gpu, FORMATS[name], sinks) for name in formats or FORMATS]
+    rows += [_row(model, ctx, batch, gpu, levels.parse(name) or FORMATS[name], sinks)
+             for name in formats or (*FORMATS, *levels.PRESETS)]
     return rows
 
 
-def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | None, sinks: int | None) -> Row:
+def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | Levels | None, sinks: int | None) -> Row:
     name = fmt.name if fmt else SIXTEEN_BIT
     sinks = (fmt.sinks if fmt else 0) if sinks is None else sinks
     try:
-        sequence = sequence_bytes(fmt, model.num_heads_kv, model.head_dim, ctx, sinks)
+        size_of = level_bytes if isinstance(fmt, Levels) else sequence_bytes
+        sequence = size_of(fmt, model.num_heads_kv, model.head_dim, ctx, sinks)
     except ValueError as error:
         return Row(name, reason=str(error))
     plain = sequence_bytes(None, model.num_heads_kv, model.head_dim, ctx)
     sliding = sliding_bytes(model, ctx)
     weights = (model.weights_gb or 0.0) * 1e9
-    shared = model.num_heads_kv * fmt.shared_bytes(model.head_dim) if fmt else 0  # codebooks, once a layer
+    per_head = fmt.shared_bytes(model.head_dim) if isinstance(fmt, Format) else 0
+    shared = model.num_heads_kv * per_head  # codebooks, once a layer
     floor, plain_floor = (floor_us(gpu, model, nbytes, batch * sliding)
                           for nbytes in (batch * sequence + shared, batch * plain))
     low_layers = model.layers - model.sliding_layers
@@ -262,11 +285,15 @@ def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | None, sinks
     cache_bytes = batch * total + books
     row = Row(name, 16 * cache_bytes / (batch * plain_total), cache_bytes * 1e-9, max_batch >= batch, max_batch,
               floor * 1e-3, measured_ms(gpu, model, fmt, batch * sequence), plain_floor / floor, step_ratio)
-    reason = _reason(row, fmt, ctx - sinks < PAGE_TOKENS + (max(fmt.window_k, fmt.window_v) if fmt else 0))
+    if isinstance(fmt, Levels) and ctx < (least := pays_from(fmt, model.head_dim, sinks)):
+        reason = f"larger than {fmt.high} below {least:,} tokens: 16-bit buffers"
+    else:
+        window = max(fmt.window_k, fmt.window_v) if isinstance(fmt, Format) else WINDOW
+        reason = _reason(row, fmt, ctx - sinks < PAGE_TOKENS + window)
     return Row(**{**vars(row), "reason": reason})
 
 
-def _reason(row: Row, fmt: Format | None, is_short: bool) -> str:
+def _reason(row: Row, fmt: Format | Levels | None, is_short: bool) -> str:
     if fmt is None:
         return ""
     if is_short and row.bits >= 16:

@@ -101,6 +101,9 @@ class PagedStore:
         if self.format.needs_codebooks != (self.attached is not None):
             raise ValueError(f"attached: got {self.attached} for format {self.format}, supported: codebooks for "
                              "formats that need them, None for others")
+        if self.attached is not None and self.attached.is_pre_rope:
+            raise NotImplementedError("attached: codebooks of rope 'pre', supported: 'post', for blocks are packed "
+                                      "without positions")
         check_tensor("pool", self.pool, (len(self.pool), heads, self.format.record(head_dim).nbytes), (torch.uint8,),
                      self.rings.device)
         if self.max_q_len < 1:

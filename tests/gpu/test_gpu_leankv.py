@@ -1,12 +1,13 @@
 """Two levels on a GPU: decode by the kernels of both levels and their merge, against the torch reference on the same
 cache; scores and classes against the CPU's."""
 
+import copy
 import functools
 
 import pytest
 import torch
 
-from lowbit_attn import decode, why_not
+from lowbit_attn import CacheFaultError, decode, why_not
 from lowbit_attn.cache import significance
 from lowbit_attn.levels import LevelCache
 from lowbit_attn.levels.frames import FramePool
@@ -132,6 +133,56 @@ def test_a_captured_step_follows_counters_tables_and_pages(arch):
             assert (o.float() - want).abs().max() / want.abs().max() < 2e-3
         cache.manage(q, lse)
     assert int(cache.n_out[0]) - flushes >= 256
+    pool.check(cache)
+
+
+@pytest.mark.parametrize("name", ("lean", "lean-low"))
+def test_whole_steps_in_one_graph_equal_eager_ones_over_seven_flushes(arch, name):
+    """append, decode and manage in one graph; rows of other lengths act together, so that both see equal shapes."""
+    eager = of_lengths(name, 128, torch.float16, (900, 300, 20), max_q_len=1)
+    eager = copy.deepcopy(eager)
+    captured = copy.deepcopy(eager)
+    k, v, q = (torch.zeros(3, 1, heads, 128, dtype=torch.float16, device="cuda") for heads in (H, H, 4 * H))
+    decode(q, captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.append(k, v)
+        o, lse = decode(q, captured)
+        captured.manage(q, lse)
+    for step in range(7 * 128 + 60):
+        for mine, new in zip((k, v, q), (randn(3, 1, H, 128, seed=step), randn(3, 1, H, 128, seed=5000 + step),
+                                         randn(3, 1, 4 * H, 128, seed=9000 + step))):
+            mine.copy_(new)
+        graph.replay()
+        eager.append(k, v)
+        want, want_lse = decode(q, eager)
+        assert torch.equal(o, want) and torch.equal(lse, want_lse), step
+        eager.manage(q, want_lse)
+    for part in ("table", "half", "c_pack", "c_sink", "c_tok", "n_stage", "n_out", "n_tok", "order", "new", "score"):
+        assert torch.equal(getattr(captured, part), getattr(eager, part)), part
+    assert (captured.n_out >= 6 * 128).all() and not captured.starved.any()
+    captured.check()
+    captured.pool.check(captured)
+
+
+def test_a_captured_step_without_frames_is_told_of(arch):
+    pool = FramePool("lean", head_dim=128, frames=1, device="cuda")
+    cache = LevelCache(pool, H, max_seqlen=2000)
+    cache.prefill(0, *randn(2, 200, H, 128).cuda(), randn(200, 4 * H, 128).cuda())
+    k, v, q = (torch.zeros(1, 1, heads, 128, dtype=torch.float16, device="cuda") for heads in (H, H, 4 * H))
+    decode(q, cache)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cache.append(k, v)
+        _, lse = decode(q, cache)
+        cache.manage(q, lse)
+    for _ in range(400):
+        graph.replay()
+    held = cache.n_tok.item()
+    assert cache.starved.item() and held == 32 + cache.n_out.item() + cache.slots
+    with pytest.raises(CacheFaultError, match=r"sequences \[0\] had no room"):
+        cache.check()
     pool.check(cache)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 VARIABLES = dict(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
                  VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE",
                  VLLM_CPU_OMP_THREADS_BIND="nobind", DO_NOT_TRACK="1")
+RELEASE = Path(sys.prefix) / "vllm-0.33.0"  # Python of the newer version, which .ci/serving unpacks
 MARK = "ANSWER "
 DRAFTS = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3,
                                       prompt_lookup_min=1))
@@ -25,29 +26,42 @@ NEAR_TIE = 0.1  # nats that the first of two tokens is ahead, where 8 bits may p
 COUNTED = ("preempt", "prefix_cache", "spec_decode")  # parts of the names of metrics that an answer has
 
 
+def model_drafts(model: str | Path) -> dict:
+    """Options of drafts by a model."""
+    return dict(speculative_config=dict(method="draft_model", model=str(model), num_speculative_tokens=3))
+
+
 class EngineError(RuntimeError):
     """The process failed; the message is the end of what it printed."""
 
 
 def job(model: str | Path, rounds: list[list[list[int]]], dtype: str | None = None, layout: str | None = None,
-        tokens: int = 24, scored: bool = False, **options) -> dict:
+        tokens: int = 24, scored: bool = False, codebooks: str | Path | None = None, **options) -> dict:
     """An engine of its own, and what it is asked: rounds of prompts (token ids), one round after the other.
 
     dtype: a KV cache dtype of lowbit_attn; None: the engine's own cache. scored: also the perplexity of each prompt.
-    options: of vllm.LLM.
+    codebooks: a file or folder of them; None: what the model's folder has. options: of vllm.LLM.
     """
-    variables = dict(LOWBIT_ATTN_VLLM=dtype, VLLM_KV_CACHE_LAYOUT=layout)
+    variables = dict(LOWBIT_ATTN_VLLM=dtype, VLLM_KV_CACHE_LAYOUT=layout,
+                     LOWBIT_ATTN_CODEBOOKS=None if codebooks is None else str(codebooks))
     return dict(model=str(model), rounds=rounds, variables=variables, tokens=tokens, scored=scored, options=options)
 
 
-def run(jobs: list[dict], timeout: int = 1800) -> list[dict]:
-    """Does jobs, one after the other; EngineError for one that fails.
+def environment(release: Path | None = None) -> dict[str, str]:
+    """Of a process with vLLM; release: a folder with another version's Python, instead of the installed one."""
+    other = {} if release is None else dict(PYTHONPATH=str(release), VLLM_TARGET_DEVICE="cpu")
+    return os.environ | VARIABLES | other
 
-    Answers for each job {"tokens", "cached", "gaps", "ppl": [round][prompt], "metrics": by name}: what was generated
-    greedily, tokens found in the prefix cache, how far each token's runner-up is behind (nats), perplexity.
+
+def run(jobs: list[dict], timeout: int = 1800, release: Path | None = None) -> list[dict]:
+    """Does jobs, one after the other; EngineError for one that fails. release: as in ``environment``.
+
+    Answers for each job {"version": of vLLM, "tokens", "cached", "gaps", "ppl": [round][prompt], "metrics": by name}:
+    what was generated greedily, tokens found in the prefix cache, how far each token's runner-up is behind (nats),
+    perplexity.
     """
     done = subprocess.run([sys.executable, "-m", "serving.engine"], input=json.dumps(jobs), capture_output=True,
-                          text=True, env=os.environ | VARIABLES, cwd=Path(__file__).parents[1], timeout=timeout)
+                          text=True, env=environment(release), cwd=Path(__file__).parents[1], timeout=timeout)
     answers = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or len(answers) < len(jobs):
         raise EngineError(f"exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
@@ -56,7 +70,7 @@ def run(jobs: list[dict], timeout: int = 1800) -> list[dict]:
 
 def answer(asked: dict) -> dict:
     """What ``run`` answers for one job."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, __version__
 
     for name, value in asked["variables"].items():
         os.environ.pop(name, None)
@@ -65,7 +79,7 @@ def answer(asked: dict) -> dict:
     options = dict(dtype="float32", max_model_len=2048, enforce_eager=True, max_num_seqs=8, block_size=128,
                    max_num_batched_tokens=256, disable_log_stats=False, skip_tokenizer_init=True) | asked["options"]
     llm = LLM(asked["model"], **options)
-    found = dict(tokens=[], cached=[], ppl=[], gaps=[])
+    found = dict(version=__version__, tokens=[], cached=[], ppl=[], gaps=[])
     sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, logprobs=2, detokenize=False,
                               prompt_logprobs=0 if asked["scored"] else None)
     for prompts in asked["rounds"]:

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import platformdirs
 import torch
 
+SMOLLM2 = Path(platformdirs.user_cache_dir("lowbit_attn")) / "smollm2"
 TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=128, intermediate_size=128,
             num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, head_dim=64, vocab_size=512,
             max_position_embeddings=4096, rms_norm_eps=1e-5, hidden_act="silu", bos_token_id=0, eos_token_id=1,
@@ -40,7 +42,19 @@ def tiny(folder: Path, **changes) -> Path:
     return folder
 
 
-def smollm2(folder: Path) -> Path:
+def codebooks(model: Path, path: Path, format: str = "cq4", rope: str = "post") -> Path:
+    """A file of codebooks that a tiny model's random text gave."""
+    from transformers import AutoModelForCausalLM
+
+    from lowbit_attn import FORMATS
+    from lowbit_attn.codebooks.calibrate import calibrate
+
+    network = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval()
+    calibrate(network, torch.tensor(prompts(1, 1400, seed=9)[0]), FORMATS[format], rope=rope).save(path)
+    return path
+
+
+def smollm2(folder: Path = SMOLLM2) -> Path:
     """SmolLM2-135M-Instruct as a folder of safetensors, made once from the demo's GGUF file."""
     if (folder / "config.json").exists():
         return folder

@@ -3,7 +3,7 @@
 import pytest
 
 from serving import engine, models
-from serving.engine import DRAFTS, NEAR_TIE, PRIVATE, near_ties
+from serving.engine import DRAFTS, NEAR_TIE, PRIVATE, model_drafts, near_ties
 
 PROMPTS, REPEATING = models.prompts(3, 300), models.repeating(3, 300)
 
@@ -14,14 +14,21 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(model):
+def other(tmp_path_factory):
+    """A model for drafts: fewer layers and heads of keys, so that its pages have another size."""
+    return models.tiny(tmp_path_factory.mktemp("other"), num_hidden_layers=1, num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module")
+def answers(model, other):
     """Of jobs by name, run in one process."""
     def job(rounds, dtype=None, **options):
         return engine.job(model, rounds, dtype, **options)
 
     jobs = dict(
         own=job([PROMPTS, REPEATING]),
-        k8v8=job([PROMPTS], "lowbit_k8v8"), k8v8_drafts=job([REPEATING], "lowbit_k8v8", **DRAFTS),
+        k8v8=job([PROMPTS], "lowbit_k8v8"), k8v8_repeating=job([REPEATING], "lowbit_k8v8"),
+        k8v8_drafts=job([REPEATING], "lowbit_k8v8", **DRAFTS),
         k8v8_ranks=job([PROMPTS], "lowbit_k8v8", tensor_parallel_size=2),
         k4v4=job([PROMPTS, PROMPTS, REPEATING], "lowbit_k4v4"), k4v4_drafts=job([REPEATING], "lowbit_k4v4", **DRAFTS),
         k4v4_wide=job([PROMPTS], "lowbit_k4v4", layout="LBHNC", block_size=512),
@@ -29,6 +36,11 @@ def answers(model):
     for name in ("k2v2-s32", "kitty"):
         jobs[name] = job([REPEATING], f"lowbit_{name}", **PRIVATE)
         jobs[f"{name}_drafts"] = job([REPEATING], f"lowbit_{name}", **PRIVATE, **DRAFTS)
+        jobs[f"{name}_itself"] = job([REPEATING], f"lowbit_{name}", **PRIVATE, **model_drafts(model))
+    for dtype in ("k8v8", "k4v4"):
+        jobs[f"{dtype}_itself"] = job([REPEATING, REPEATING], f"lowbit_{dtype}", **model_drafts(model))
+        jobs[f"{dtype}_other"] = job([REPEATING], f"lowbit_{dtype}", **model_drafts(other))
+    jobs["own_other"] = job([REPEATING], **model_drafts(other))
     return dict(zip(jobs, engine.run(list(jobs.values()))))
 
 
@@ -63,16 +75,51 @@ def test_two_ranks(answers):
     assert all(gap < NEAR_TIE for gap in near_ties(answers["k8v8_ranks"], answers["k8v8"]))
 
 
+@pytest.mark.timeout(600)
+def test_three_ranks(tmp_path, measured):
+    """Three KV heads, one a rank, for codes of 8 and of 4 bits."""
+    wide = models.tiny(tmp_path, num_attention_heads=6, num_key_value_heads=3, hidden_size=192, intermediate_size=192,
+                       vocab_size=768)
+    jobs = [engine.job(wide, [PROMPTS], dtype, tensor_parallel_size=ranks)
+            for dtype in ("lowbit_k8v8", "lowbit_k4v4") for ranks in (1, 3)]
+    answers = engine.run(jobs)
+    for name, (one, three) in dict(k8v8=answers[:2], k4v4=answers[2:]).items():
+        measured[name] = engine.agreement(three["tokens"][0], one["tokens"][0])
+        assert all(gap < NEAR_TIE for gap in near_ties(three, one))
+
+
+@pytest.mark.parametrize("dtype", ["k8v8", "k4v4"])
+def test_drafts_of_a_model(answers, measured, dtype):
+    """A model that drafts for itself is always right, if both its caches hold the same; another one changes no token.
+
+    With k4v4 a draft's own cache is cut otherwise, so that some of its drafts may differ.
+    """
+    plain = answers[dtype]["tokens"][2] if dtype == "k4v4" else answers["k8v8_repeating"]["tokens"][0]
+    for name in ("itself", "other"):
+        found = answers[f"{dtype}_{name}"]
+        measured[name] = [found["metrics"][f"spec_decode_num_{kind}_tokens"] for kind in ("draft", "accepted")]
+        assert found["tokens"][0] == plain
+    (drafted, accepted), (guessed, right) = measured["itself"], measured["other"]
+    assert accepted == drafted if dtype == "k8v8" else accepted > 0.8 * drafted
+    assert 0 < right < guessed
+    theirs = answers["own_other"]["metrics"]["spec_decode_num_accepted_tokens"]
+    measured["accepted with the engine's own cache"] = theirs
+    assert abs(right - theirs) <= (2 if dtype == "k8v8" else 6)
+    measured["cached"] = answers[f"{dtype}_itself"]["cached"][1]
+    assert min(measured["cached"]) >= 256, "prefix hits in the pages of both models"
+
+
 def test_4_bits_are_the_same_in_both_layouts(answers):
     assert answers["k4v4_wide"]["tokens"][0] == answers["k4v4"]["tokens"][0]
 
 
 @pytest.mark.parametrize("name,round", [("k4v4", 2), ("k2v2-s32", 0), ("kitty", 0)])
 def test_drafts_change_no_token(answers, measured, name, round):
-    drafts = answers[f"{name}_drafts"]
-    measured |= {name: drafts["metrics"][f"spec_decode_num_{name}_tokens"] for name in ("draft", "accepted")}
-    assert measured["draft"] > measured["accepted"]
-    assert drafts["tokens"][0] == answers[name]["tokens"][round]
+    for method in ("drafts", "itself"):
+        found = answers[f"{name}_{method}"]
+        measured[method] = [found["metrics"][f"spec_decode_num_{kind}_tokens"] for kind in ("draft", "accepted")]
+        assert found["tokens"][0] == answers[name]["tokens"][round]
+    assert 0 < measured["drafts"][1] < measured["drafts"][0] and measured["itself"][1] > 0.8 * measured["itself"][0]
 
 
 def test_prefix_hits(answers, measured):

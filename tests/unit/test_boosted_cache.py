@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,52 @@ def test_a_page_has_an_order_from_scores_at_every_phase(phase):
             assert torch.equal(orders(cache)[pages], order) and (order[0] != torch.arange(128)).any()
             pages += 1
     assert pages == 2
+
+
+@pytest.mark.parametrize("q_len, options", [(1, {}), (4, dict(softcap=5.0, window=150))])
+def test_manage_in_a_graph_is_manage(monkeypatch, q_len, options):
+    """From the counters alone, in fixed shapes: scores but for their last bits, observations and orders."""
+    eager = KVCache("k4v2-boost", 30, H, D, max_batch=3, max_q_len=4)
+    for row, length in enumerate((500, 150, 20)):
+        eager.prefill(row, *tokens(length))
+    graph, acted = copy.deepcopy(eager), 0
+    for step in range(140):
+        k, v, q = tokens(3, q_len)
+        lse = 6 + torch.rand(3, H * R, q_len)
+        for cache in (eager, graph):
+            cache.append(k, v)
+        before = graph.seen.clone()
+        eager.manage(q, lse, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(KVCache, "is_capturing", lambda self: True)
+            graph.manage(q, lse, **options)
+        acted += not torch.equal(graph.seen, before)
+        torch.testing.assert_close(graph.score, eager.score, rtol=1e-5, atol=1e-6)
+        assert torch.equal(graph.seen, eager.seen)
+        assert (graph.order == eager.order).float().mean() > 0.99
+        graph.score.copy_(eager.score)  # so that last bits do not add up
+        graph.order.copy_(eager.order)
+        for cache in (eager, graph):
+            cache.flush()
+    assert acted > 20 and (eager.n_qk > 0).sum() >= 2 and torch.equal(eager.n_qk, graph.n_qk)
+
+
+def test_manage_in_a_graph_needs_nothing_of_the_host(monkeypatch):
+    """On tensors without values, which no operation can read."""
+    meta = dict(device="meta")
+    cache = SimpleNamespace(
+        max_batch=3, max_q_len=4, format=FORMATS["k4v2-boost"], ring_k=torch.zeros(3, H, 320, D, **meta),
+        score=torch.zeros(3, H, 320, **meta), seen=torch.zeros(3, 320, dtype=torch.int32, **meta),
+        order=torch.zeros(3, H, 128, dtype=torch.uint8, **meta),
+        **{name: torch.zeros(3, dtype=torch.int32, **meta) for name in ("n_sink", "n_qk", "n_tok")})
+    q, lse = torch.zeros(2, 1, H * R, D, **meta), torch.zeros(2, H * R, 1, **meta)
+    significance.manage_in_graph(cache, q, lse, Attention(), 8)
+    with pytest.raises(ValueError, match="supported: at most max_batch = 3, 1 to max_q_len = 4, the lse of decode"):
+        significance.manage_in_graph(cache, q, None, Attention(), 8)
+    real = KVCache("k4v2-boost", 4, H, D)
+    monkeypatch.setattr(KVCache, "is_capturing", lambda self: True)
+    with pytest.raises(NotImplementedError, match="seqs: got rows while a CUDA graph is captured"):
+        real.manage(torch.zeros(1, 1, H * R, D), torch.zeros(1, H * R, 1), [0])
 
 
 def test_steps_and_their_cuts_leave_one_state():

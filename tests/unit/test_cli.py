@@ -14,6 +14,9 @@ from lowbit_attn import FORMATS, KVCache, budget, compile, entries, environment,
 from lowbit_attn.budget import GPUS, Model
 from lowbit_attn.cli import app
 from lowbit_attn.environment import Gpu, Tool
+from lowbit_attn.formats import levels
+from lowbit_attn.levels import FramePool, LevelCache
+from lowbit_attn.levels.frames import frame_sizes
 from lowbit_attn.testing import normal_codebooks
 
 MODEL = Model(layers=32, num_heads=32, num_heads_kv=8, head_dim=128)
@@ -280,10 +283,46 @@ def test_suggest():
     result = run("suggest", *SHAPE, "--ctx", "128K", "--batch", 8, "--gpu", "h200", "--heads", 32, "--weights-gb", 16)
     assert result.exit_code == 0
     lines = {line.split("  ")[0].strip(): line for line in result.output.splitlines()}
-    assert {"16 bit", *FORMATS} <= lines.keys()
+    assert {"16 bit", *FORMATS, *levels.PRESETS} <= lines.keys()
     assert "137.44" in lines["16 bit"] and "36.51" in lines["k4v4"] and "4.25" in lines["k4v4"]
     assert "4.49 TB/s (measured)" in result.output
     assert "datasheet" in run("suggest", *SHAPE, "--ctx", "8K", "--gpu", "a100").output
+
+
+def test_suggest_says_from_which_length_levels_pay():
+    short, long = (run("suggest", *SHAPE, "--ctx", ctx, "--sinks", 32, "--format", "lean-low").output
+                   for ctx in ("4K", "32K"))
+    assert "larger than" in short and "larger than" not in long
+    row = budget.suggest(MODEL, 4096, 1, GPUS["h200"], ["lean-low"], sinks=32)[1]
+    assert row.reason == "larger than k4v4 below 4,608 tokens: 16-bit buffers" and row.cache_gb
+    for shown in (short, long):
+        assert "lean-low: 245,760 bytes of 16-bit buffers a KV head, whatever the length; smaller than k4v4" in shown
+    refused = run("suggest", *SHAPE, "--ctx", "4K", "--format", "k4tv4+k2v2")
+    assert refused.exit_code != 0 and "K per token of 4 bits" in refused.output
+
+
+@pytest.mark.parametrize("name", ("lean", "lean-low", "k4v4+k2v2-high10"))
+@pytest.mark.parametrize("n", (20, 300, 1000))
+def test_info_of_levels_says_what_a_cache_holds(name, n):
+    """Tokens and bytes are those of a cache after such a prompt."""
+    pair, heads, head_dim = levels.parse(name), 2, 64
+    sizes = len(frame_sizes(*(fmt.record_bytes(head_dim) for fmt in pair.formats))[1])
+    cache = LevelCache(FramePool(name, head_dim=head_dim, frames=(40,) * sizes), heads, max_seqlen=1000)
+    free = cache.pool.n_free
+    cache.prefill(0, *torch.randn(2, n, heads, head_dim))
+    counts = cache.counts_of(0)
+    shown = json.loads(run("info", name, "--kv-heads", heads, "--heads", 4, "--head-dim", head_dim, "--seqlen", n,
+                           "--json").output)
+    tokens = shown["tokens"]
+    for part, held in zip(("high", "low", "staged", "pruned"), counts):
+        assert (held == tokens[part]).all(), part
+    assert tokens["sinks"] == int(cache.n_sink[0]) and sum(tokens.values()) == n
+    assert tokens["recent"] == n - tokens["sinks"] - int(cache.n_out[0])
+    buffers = sum(getattr(cache, x).nbytes for x in ("hi_k", "hi_v", "lo_k", "lo_v", "ring_k", "ring_v"))
+    assert heads * shown["buffer_bytes"] == buffers
+    taken = sum((one - two) * size for one, two, size in zip(free, cache.pool.n_free, cache.pool.frame_bytes))
+    assert 0 <= shown["layer_bytes"] - buffers - taken <= 2 * heads * sum(cache.pool.frame_bytes)
+    assert "a KV head" in run("info", name, "--seqlen", n).output
 
 
 def test_suggest_json():

@@ -147,6 +147,7 @@ ELSEWHERE = {  # what is not run here, and why
                      "examples/paged_serving.py"), "test_examples.py runs it"),
     **dict.fromkeys(("perf/quality.py", "perf/leankv.py", "perf/weights.py"),
                     "minutes to hours of a downloaded model; test_perf_*.py and test_readme.py run its parts"),
+    "perf/frames.py": "takes minutes; test_level_steps.py takes fewer of its steps",
     "perf/papers.py": "test_perf_papers.py compares what it prints with docs/papers.md",
     "perf/fleet.py": "half a minute; test_perf_fleet.py runs its parts",
     "perf/downloads.py": "downloads hundreds of MB",

@@ -12,7 +12,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from lowbit_attn import FORMATS
 from lowbit_attn.demo import model as models
 from lowbit_attn.demo import report
 
@@ -146,9 +145,20 @@ def test_cases_are_known_formats():
     scoring = pytest.importorskip("lowbit_attn.demo.scoring")
     labels = [case.label for case in scoring.CASES]
     assert set(scoring.ANSWERED) < set(labels) and len(set(labels)) == len(labels)
-    assert scoring.CASES[0].format is None and all(c.format in FORMATS for c in scoring.CASES[1:])
+    assert scoring.CASES[0].format is None and all(case.formats for case in scoring.CASES[1:])
     assert max(map(len, labels)) <= report.COLUMNS[0][1]
-    assert [case.sinks for case in scoring.CASES if case.format == "cq2"] == [32]
+    assert {case.sinks for case in scoring.CASES if case.format in ("cq2", "k4v2-boost", "lean")} == {32}
+
+
+@pytest.mark.parametrize("name", ("k4v2-boost", "lean"))
+def test_rows_by_significance_are_scored(tiny, name):
+    scoring, quality = map(pytest.importorskip, ("lowbit_attn.demo.scoring", "lowbit_attn.quality"))
+    case, = (case for case in scoring.CASES if case.format == name)
+    ids = torch.randint(3, 50, (1, 500))
+    plain, score = (scoring.score(tiny, ids, one) for one in (scoring.CASES[0], case))
+    assert score.served_by == "reference in torch" and score.bits_per_element < 4.5
+    assert score.perplexity == pytest.approx(plain.perplexity, rel=0.1) and score.cache_bytes < plain.cache_bytes
+    assert quality.agreement(score.top1, plain.top1) > 0.5
 
 
 def test_table_and_answers():

@@ -45,6 +45,28 @@ def test_windows_of_the_model_stay_in_16_bit(name):
         stepwise(model, hf.LowBitCache("lean", sliding="lowbit"), ids, (20,))
 
 
+@pytest.mark.parametrize("format", ("lean", "lean-low", "k4v2-boost"))
+def test_sixty_four_greedy_tokens_are_the_models_but_at_near_ties(format):
+    """A block leaves the window meanwhile. Beside a model that reads the same tokens without a low-bit cache, each is
+    the likeliest one, or nearly."""
+    model, ids = build("llama"), tokens(300)
+    model.set_attn_implementation(hf.NAME)
+    cache = hf.LowBitCache(format)
+    out = model.generate(ids, **{hf.CACHE_ARGUMENT: cache}, do_sample=False, max_new_tokens=64, min_new_tokens=64,
+                         attention_mask=torch.ones_like(ids), pad_token_id=2)
+    assert out.shape[1] == 364 and cache.get_seq_length() == 363
+    held = cache.layers[0].kv
+    assert int(held.n_qk[0] if format == "k4v2-boost" else held.n_out[0]) == (128 if format == "k4v2-boost" else 256)
+    logits, chosen = eager(model, out[:, :-1])[0, 299:], out[0, 300:]
+    logits[:, model.config.eos_token_id] = -torch.inf  # which min_new_tokens rules out
+    spread = logits[logits.isfinite()].std()
+    short = logits.amax(-1) - logits[range(64), chosen]
+    assert (logits.argmax(-1) == chosen).sum() > 35 and short.max() < 1.5 * spread
+    again = stepwise(model, hf.LowBitCache(format), out[:, :-1], (300, *(1,) * 63))[0, 299:]
+    again[:, model.config.eos_token_id] = -torch.inf
+    assert torch.equal(again.argmax(-1), chosen)
+
+
 def test_left_padding_is_not_stored():
     model, ids = build("llama"), tokens(420)
     sizes = (400, *(1,) * 20)

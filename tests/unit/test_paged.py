@@ -262,6 +262,9 @@ def test_what_pages_cannot_hold_is_refused():
         PagedStore(FORMATS["k4v2-boost"], pool, rings)
     with pytest.raises(ValueError, match="attached: got None for format cq2"):
         PagedStore(FORMATS["cq2"], pool, rings)
+    turned = Attached(normal_codebooks("cq2", 1, 1, 128, "pre").layer(0), FORMATS["cq2"], 1, 128, "cpu")
+    with pytest.raises(NotImplementedError, match="attached: codebooks of rope 'pre', supported: 'post'"):
+        PagedStore(FORMATS["cq2"], pool, rings, attached=turned)
 
 
 def test_rings_have_room_for_drafts_and_windows():

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 LAYER = Layer(head_dim=128, num_heads_kv=8)
 
 
-def refusal(dtype: str, engine=Engine(), layer=LAYER, **kwargs) -> str:
-    return "; ".join(names.why_not(names.parse(dtype), engine, layer, **kwargs))
+def refusal(dtype: str, engine=Engine(), layer=LAYER) -> str:
+    return "; ".join(names.why_not(names.parse(dtype), engine, layer))
 
 
 def test_every_served_dtype_is_a_name_and_is_served():
@@ -28,8 +28,8 @@ def test_every_served_dtype_is_a_name_and_is_served():
         assert served.format.name == name.split("-s")[0]
         for head_dim in (64, 128):
             assert not names.why_not(served, Engine(), Layer(head_dim, 1)), name
-    presets = {name for name in FORMATS if not (FORMATS[name].needs_codebooks or FORMATS[name].orders_tokens)}
-    assert presets <= set(names.SERVED), "a preset without codebooks or an order of tokens that is not served"
+    presets = {name for name in FORMATS if not (FORMATS[name].orders_tokens or FORMATS[name].k.weighs_queries)}
+    assert presets <= set(names.SERVED), "a preset without an order of tokens that is not served"
 
 
 def test_names_say_the_sinks():
@@ -55,10 +55,12 @@ def test_a_dtype_comes_from_the_flag_or_from_the_variable():
     (dict(block_size=16), {}, "--block-size 16: supported: multiples of 128"),
     (dict(hybrid=False), {}, "drop --disable-hybrid-kv-cache-manager"),
     (dict(layout="LBNHC"), {}, "VLLM_KV_CACHE_LAYOUT=LBNHC: supported: BLHNC, LBHNC"),
-    (dict(dcp=2), {}, "--decode-context-parallel-size 2: supported: 1"),
+    (dict(dcp=2), {}, "--decode-context-parallel-size 2: not run, since vLLM has it on GPUs only, supported: 1"),
+    (dict(pp=2), {}, "--pipeline-parallel-size 2: not run, supported: 1"),
     (dict(pcp=2), {}, "--prefill-context-parallel-size 2: supported: 1"),
     (dict(connector=True), {}, "--kv-transfer-config"),
-    (dict(drafts="eagle"), {}, "--speculative-config with method eagle: supported: ngram"),
+    (dict(drafts="eagle"), {}, "--speculative-config with method eagle: supported: ngram, draft_model"),
+    (dict(drafts="draft_model", layout="LBHNC", block_size=1024), {}, "needs VLLM_KV_CACHE_LAYOUT=BLHNC"),
     ({}, dict(sliding_window=64), "--kv-cache-dtype-skip-layers sliding_window"),
     ({}, dict(alibi=True), "ALiBi"),
     ({}, dict(kind="encoder"), "attention of kind encoder: supported: decoder"),
@@ -73,8 +75,9 @@ def test_what_cannot_be_served_says_what_to_change(engine, layer, change):
 def test_every_refusal_is_documented():
     text = (ROOT / "docs/serving.md").read_text()
     for flag in ("--block-size", "--no-enable-prefix-caching", "--disable-hybrid-kv-cache-manager", "LBHNC",
-                 "--decode-context-parallel-size", "--prefill-context-parallel-size", "--kv-transfer-config",
-                 "--speculative-config", "LOWBIT_ATTN_CODEBOOKS", "--tensor-parallel-size", "ALiBi",
+                 "--decode-context-parallel-size", "--prefill-context-parallel-size", "--pipeline-parallel-size",
+                 "--kv-transfer-config", "--attention-backend", "--speculative-config", "LOWBIT_ATTN_CODEBOOKS",
+                 "--tensor-parallel-size", "ALiBi",
                  "--kv-cache-dtype-skip-layers sliding_window", "LOWBIT_ATTN_VLLM"):
         assert flag in text, f"docs/serving.md does not explain {flag}"
 
@@ -84,13 +87,19 @@ def test_16_bit_tokens_of_one_sequence_forbid_a_shared_prefix(dtype):
     assert not refusal(dtype)
     assert "pass --no-enable-prefix-caching" in refusal(dtype, Engine(prefix_caching=True))
     assert not refusal("lowbit_k2v2", Engine(prefix_caching=True))
+    assert ("or serve lowbit_k2v2-s0" in refusal(dtype, Engine(prefix_caching=True))) == (dtype == "lowbit_k2v2-s32")
 
 
 def test_formats_that_need_a_calibration():
-    assert "set LOWBIT_ATTN_CODEBOOKS" in refusal("lowbit_cq2") and not refusal("lowbit_cq2", has_books=True)
-    assert "--tensor-parallel-size 2" in refusal("lowbit_cq2", Engine(tp=2), has_books=True)
+    assert not refusal("lowbit_cq2") and not refusal("lowbit_cq2", Engine(tp=2, drafts="ngram", num_drafts=3))
+    assert "its model has no codebooks, supported: ngram" in refusal("lowbit_cq2", Engine(drafts="draft_model"))
+    assert "drop it" in refusal("lowbit_cq2", Engine(skips_layers=True))
     assert "query weights" in refusal("lowbit_kitty-weighted")
     assert "orders tokens" in refusal("lowbit_k4v2-boost")
+
+
+def test_rows_of_a_draft_model_have_one_more_token():
+    assert [Engine(drafts=method, num_drafts=3).max_q_len for method in ("ngram", "draft_model")] == [4, 5]
 
 
 @pytest.mark.parametrize("name,drafts", [(name, drafts) for name in names.SERVED for drafts in (0, 5)])
@@ -102,7 +111,7 @@ def test_blocks_of_one_size_hold_a_ring(name, drafts):
     assert "pass --block-size" in reason
     wide = Engine(layout="LBHNC", num_drafts=drafts, block_size=int(reason.split("pass --block-size ")[1].split()[0]))
     assert not names.why_not(served, wide, layer)
-    for fitting in (wide, Engine(num_drafts=drafts)):
+    for fitting in (wide, Engine(num_drafts=drafts), Engine(num_drafts=drafts, block_size=384)):
         nbytes = names.ring_bytes(served, fitting, layer)
         assert nbytes % fitting.block_size == 0, "a whole number of bytes for each token of a block"
         tokens = names.ring_tokens(served, nbytes, layer)
@@ -110,31 +119,33 @@ def test_blocks_of_one_size_hold_a_ring(name, drafts):
 
 
 def test_versions_that_were_run():
-    cases = {"0.32.0": True, "0.32.1rc2": True, "0.31.0": False, "0.33.0": False, None: False, "dev": False}
+    cases = {"0.32.0": True, "0.32.1rc2": True, "0.31.0": False, "0.33.0": True, "0.34.0": False, None: False,
+             "dev": False}
     for version, expected in cases.items():
         assert plugin.is_tested(version) is expected
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert config["project"]["entry-points"]["vllm.general_plugins"] == {
         "lowbit_attn": "lowbit_attn.integrations.vllm:register"}
-    assert "0.32" in (ROOT / "README.md").read_text()
+    for page in ("README.md", "docs/serving.md"):
+        assert "0.32 and 0.33" in (ROOT / page).read_text(), page
 
 
 def test_another_version_gets_a_warning_and_no_registration(monkeypatch, caplog):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.99.0")
     with caplog.at_level(logging.WARNING):
         plugin.register()  # would import vllm next
-    assert "vLLM 0.99.0 was not tested with it, supported: 0.32 or newer, below 0.33" in caplog.text
+    assert "vLLM 0.99.0 was not tested with it, supported: 0.32 or newer, below 0.34" in caplog.text
 
 
 @pytest.fixture
 def engine_modules(monkeypatch):
     """Stands for vLLM's registry; the names are those of 0.32 and 0.33."""
     calls = SimpleNamespace(backends=[], dtypes={}, is_cpu=True)
-    enum = SimpleNamespace(CPU_ATTN="CPU_ATTN", __members__={})
+    custom = SimpleNamespace(is_overridden=lambda: any(name == "CUSTOM" for name, _ in calls.backends))
+    enum = SimpleNamespace(CPU_ATTN="CPU_ATTN", CUSTOM=custom)
 
     def register_backend(backend, path):
-        calls.backends.append((backend, path))
-        enum.__members__[backend] = path
+        calls.backends.append((backend if isinstance(backend, str) else "CUSTOM", path))
 
     def register_kv_cache_dtype(name):
         return lambda cls: calls.dtypes.setdefault(name, cls)
@@ -158,16 +169,20 @@ def engine_modules(monkeypatch):
 def test_registration(engine_modules, monkeypatch):
     calls = engine_modules
     plugin.register()
-    assert not calls.backends, "a CPU engine keeps its backend unless it is asked for ours"
+    plugin.register()
+    assert calls.backends == [("CUSTOM", plugin.BACKEND)], "once; a CPU's own stays unless it is asked for ours"
     monkeypatch.setenv(names.VARIABLE, "lowbit_k4v4")
     plugin.register()
-    assert calls.backends == [("CPU_ATTN", plugin.BACKEND)]
+    assert ("CPU_ATTN", plugin.BACKEND) in calls.backends
     assert set(calls.dtypes) == set(map(names.dtype_name, names.SERVED))
     assert calls.dtypes["lowbit_k4v4"].name == "lowbit_k4v4" and calls.dtypes["lowbit_k4v4"]().quant_mode() == "custom"
-    calls.is_cpu = False
+    calls.is_cpu, calls.backends[:] = False, [("CUSTOM", "another plug-in's")]
     plugin.register()
+    assert calls.backends[1:] == [("CUSTOM", plugin.BACKEND)], "the variable asks for ours"
+    monkeypatch.delenv(names.VARIABLE)
+    calls.backends[:] = [("CUSTOM", "another plug-in's")]
     plugin.register()
-    assert calls.backends[1:] == [("LOWBIT_ATTN", plugin.BACKEND)], "once, however often vLLM calls"
+    assert not calls.backends[1:], "else the other plug-in keeps its own"
     monkeypatch.setenv(names.VARIABLE, "lowbit_k5v5")
     with pytest.raises(ValueError, match="k5v5"):
         plugin.register()

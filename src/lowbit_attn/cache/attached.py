@@ -188,7 +188,12 @@ def _asked(layer: LayerCodebooks, format: Format) -> LayerCodebooks:
 
 def identity(format: Format, attached: Attached | None) -> str:
     """What bytes of a cache mean: the layout of its format's families and the hash of its codebooks."""
-    return format.layout_id if attached is None else f"{format.layout_id}+{attached.identity[:16]}"
+    return identity_of(format, None if attached is None else attached.identity)
+
+
+def identity_of(format: Format, books_hash: str | None) -> str:
+    """Hash of the codebooks; None: there are none."""
+    return format.layout_id if books_hash is None else f"{format.layout_id}+{books_hash[:16]}"
 
 
 def check_identity(cache) -> None:

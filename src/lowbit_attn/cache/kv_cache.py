@@ -163,12 +163,21 @@ class KVCache(CacheReads):
         seqs: the batch's rows, default 0 .. batch - 1. Call it after each decode: a row whose length has not come to
         another multiple of ``every`` is left as it is. attention: softmax_scale, softcap, window as in ``decode``.
         Formats that order tokens only; without calls a page's order is that of positions, which costs quality alone.
+        A captured step (of rows 0 .. batch - 1, the lse that of ``decode`` in it) follows the counters on the device.
         """
-        self.settle("manage")
+        in_graph = self.is_capturing()
+        if not in_graph:
+            self.settle("manage")
+        elif seqs is not None:
+            raise NotImplementedError("seqs: got rows while a CUDA graph is captured, supported there: None, for rows "
+                                      "0 .. batch - 1")
         batch = check_rank("q", q, ("batch", "q_len", "num_heads", self.head_dim))[0]
         significance.check_queries(self, q, lse, (batch, q.shape[1]), (batch, q.shape[2], q.shape[1]))
-        significance.manage(self, self.check_rows(seqs, batch), self.queries(q.detach()), lse, Attention(**attention),
-                            integer("every", every))
+        q, options, every = self.queries(q.detach()), Attention(**attention), integer("every", every)
+        if in_graph:
+            significance.manage_in_graph(self, q, lse, options, every)
+        else:
+            significance.manage(self, self.check_rows(seqs, batch), q, lse, options, every)
 
     def _append_traced(self, k: torch.Tensor, v: torch.Tensor, seqs: torch.Tensor | None) -> None:
         """``append`` as the operator lowbit_attn::append, which ops.py defines."""

@@ -76,6 +76,42 @@ def observe(q: torch.Tensor, at: torch.Tensor, k: torch.Tensor, first: int, opti
     return Scores(score, (inside & (behind > 0)).sum(0, dtype=torch.int32))
 
 
+def observe_ring(q: torch.Tensor, ring: torch.Tensor, oldest: torch.Tensor, first: torch.Tensor, n_tok: torch.Tensor,
+                 lse: torch.Tensor, options: Attention) -> tuple[Scores, torch.Tensor]:
+    """``observe`` of rings [batch, num_heads_kv, slots, head_dim] in fixed shapes, without a host read.
+
+    oldest, first: slot of the oldest token and its position; n_tok: tokens of the rows; all int [batch]. q: [batch,
+    q_len, num_heads, head_dim] of the rows' last tokens; lse: fp32 [batch, num_heads, q_len]. Returns scores by slot,
+    fp32 [batch, num_heads_kv, slots] and int32 [batch, slots], and which slots hold a token, bool [batch, slots].
+    """
+    (_, heads, slots, head_dim), q_len = ring.shape, q.shape[1]
+    age = (torch.arange(slots, device=q.device) - oldest[:, None]) % slots
+    position, stop = first[:, None] + age, n_tok[:, None]
+    at = stop - q_len + torch.arange(q_len, device=q.device)
+    behind = at[..., None] - position[:, None]  # [batch, q_len, slots]
+    inside = (behind >= 0) & (position < stop)[:, None]
+    if options.window is not None:
+        inside &= behind < options.window
+    scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    with full_precision(q.device.type):
+        queries = q.float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)  # [batch, H, r, q_len, D]
+        s = (queries.flatten(2, 3) @ ring.float().transpose(2, 3) * scale).unflatten(2, (-1, q_len))
+        if options.softcap is not None:
+            s = options.softcap * torch.tanh(s / options.softcap)
+        s = s.masked_fill(~inside[:, None, None], -torch.inf)
+        total = lse.float().unflatten(1, (heads, -1))[..., None]
+        p = torch.exp(s - total.masked_fill(total == -torch.inf, 0)).amax(2)  # of a group's heads, each normalised
+        score = p.masked_fill((behind == 0)[:, None], 0).sum(2)  # a token's own query says nothing
+    return Scores(score, (inside & (behind > 0)).sum(1, dtype=torch.int32)), position < stop
+
+
+def added(old: Scores, new: Scores, is_held: torch.Tensor, acts: torch.Tensor) -> Scores:
+    """Scores of rings with new ones, of rows that act, bool [batch]; slots without a token get 0. As in
+    ``observe_ring``."""
+    return Scores(torch.where(acts[:, None, None], (old.score + new.score) * is_held[:, None], old.score),
+                  torch.where(acts[:, None], (old.seen + new.seen) * is_held, old.seen))
+
+
 def _lse(s: torch.Tensor, options: Attention) -> torch.Tensor:
     lse = s.logsumexp(-1)
     if options.sink_logits is None:
@@ -234,6 +270,26 @@ def manage(cache, rows: np.ndarray, q: torch.Tensor, lse: torch.Tensor, options:
     with Journal() as journal:
         for scores in done:
             scores.write(journal)
+
+
+def manage_in_graph(cache, q: torch.Tensor, lse: torch.Tensor, options: Attention, every: int) -> None:
+    """``manage`` of rows 0 .. batch - 1 from the device's counters alone: it may be captured in a CUDA graph. Rows that
+    are not due write what was there."""
+    batch, q_len = q.shape[:2]
+    if batch > cache.max_batch or not 1 <= q_len <= cache.max_q_len or lse is None or every < 1:
+        raise ValueError(f"q, every: got {batch} sequences of {q_len} queries, lse {'' if lse is not None else 'None'} "
+                         f"and {every}, supported: at most max_batch = {cache.max_batch}, 1 to max_q_len = "
+                         f"{cache.max_q_len}, the lse of decode and 1 or more steps")
+    n_sink, n_qk, n_tok = (x[:batch].long() for x in (cache.n_sink, cache.n_qk, cache.n_tok))
+    acts = n_tok // every > (n_tok - q_len) // every
+    new, is_held = observe_ring(q, cache.ring_k[:batch], n_qk, n_sink + n_qk, n_tok, lse, options)
+    score, seen = added(Scores(cache.score[:batch], cache.seen[:batch]), new, is_held, acts)
+    oldest = (n_qk[:, None] + torch.arange(layout.PAGE_TOKENS, device=q.device)) % seen.shape[1]
+    mean = means(score.gather(2, oldest[:, None].expand(-1, score.shape[1], -1)), seen.gather(1, oldest)[:, None])
+    has_block = n_tok - n_sink - n_qk >= layout.PAGE_TOKENS
+    order = torch.where(has_block[:, None, None], order_of(mean, cache.format.v.boosted), by_position(q.device))
+    cache.score[:batch], cache.seen[:batch] = score, seen
+    cache.order[:batch] = torch.where(acts[:, None, None], order, cache.order[:batch])
 
 
 def cut(journal: Journal, cache, src: int, dst: int, start: int, stop: int) -> None:

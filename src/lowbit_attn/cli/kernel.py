@@ -10,9 +10,9 @@ from rich.markup import escape
 
 from lowbit_attn import KVCache, compile, dispatch, kernels
 from lowbit_attn.cache import attached
-from lowbit_attn.cli import books
+from lowbit_attn.cli import books, level_info
 from lowbit_attn.cli.common import JsonOption, console, fail, format_named, table
-from lowbit_attn.formats import Format, unnamed
+from lowbit_attn.formats import Format, levels, unnamed
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS
 
@@ -38,7 +38,7 @@ class Served:
 
 
 def info(
-    format: Annotated[str, typer.Argument(help="A format: k4v4, k2v2-g32, kitty, ...")],
+    format: Annotated[str, typer.Argument(help="A format: k4v4, k2v2-g32, kitty, ...; or levels: lean, ...")],
     heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 128,
@@ -52,7 +52,19 @@ def info(
     codebooks: books.BooksOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which kernel the dispatcher picks for a decode call, why not another, and a page's byte map."""
+    """Show which kernel the dispatcher picks for a decode call, why not another, and a page's byte map.
+
+    Of levels: where a head's tokens are.
+    """
+    try:
+        pair = levels.parse(format)
+        if pair is not None:
+            _check(heads, kv_heads, batch, q_len, seqlen, dtype, arch, feature or ())
+    except ValueError as error:
+        fail(error)
+    if pair is not None:
+        level_info.show(pair, kv_heads, head_dim, batch, seqlen, as_json)
+        return
     fmt = format_named(format)
     try:
         record = fmt.record(head_dim)

@@ -12,7 +12,8 @@ from rich.table import Table
 from lowbit_attn import budget, environment
 from lowbit_attn.cli import books, config
 from lowbit_attn.cli.common import JsonOption, console, fail, table
-from lowbit_attn.formats import FORMATS
+from lowbit_attn.formats import FORMATS, levels
+from lowbit_attn.levels.state import buffer_bytes
 
 
 def doctor(codebooks: books.BooksOption = None, as_json: JsonOption = False) -> None:
@@ -103,6 +104,10 @@ def suggest(
     out.print(f"{device.name}: {device.memory_gb:g} GB, reads at most {device.peak_tb_per_s:.2f} TB/s "
               f"({device.source}). The floor is a plain read of the cache.", soft_wrap=True)
     out.print(f"kernels ms: {note}.", soft_wrap=True)
+    for pair in filter(None, (levels.parse(row.format) for row in rows if row.cache_gb)):
+        out.print(f"{pair}: {buffer_bytes(sinks, shape.head_dim):,} bytes of 16-bit buffers a KV head, whatever the "
+                  f"length; smaller than {pair.high} from {budget.pays_from(pair, shape.head_dim, sinks):,} tokens on.",
+                  soft_wrap=True)
     if shape.sliding_layers:
         out.print(f"Sliding layers keep their last {shape.sliding_window - 1:,} tokens in 16 bit in every row; kernels "
                   "ms leave them out.", soft_wrap=True)

@@ -20,7 +20,7 @@ def with_codebooks(console: Console, model, tokenizer, cases: Sequence[Case], to
     The text is the mixture of ``lowbit-attn calibrate``, which has no line of what the demo reads. On a GPU torch
     reads the caches of codebooks.
     """
-    names = dict.fromkeys(case.format for case in cases if case.format and FORMATS[case.format].needs_codebooks)
+    names = dict.fromkeys(fmt.name for case in cases for fmt in case.formats if fmt.needs_codebooks)
     files = {name: _learned(console, model, tokenizer, name, tokens, out) for name in names}
     path = "reference" if model.device.type == "cuda" else None
     return [replace(case, codebooks=str(files[case.format]), path=path) if case.format in files else case

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from lowbit_attn import FORMATS, KVCache, dispatch, kernels, quality, why_not
 from lowbit_attn.codebooks.text import help_text
+from lowbit_attn.formats import Format, levels
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache
 
 QUESTION = "Using the text above, explain the assert statement in Python in a few sentences."
@@ -26,6 +27,14 @@ class Case:
     codebooks: str | None = None  # a file, for a format that needs one
 
     @property
+    def formats(self) -> tuple[Format, ...]:
+        """The format, both of a pair of levels, or none."""
+        if self.format is None:
+            return ()
+        pair = levels.parse(self.format)
+        return (FORMATS[self.format],) if pair is None else pair.formats
+
+    @property
     def options(self) -> dict | None:
         """Arguments of LowBitCache; None: 16 bit."""
         return None if self.format is None else dict(format=self.format, sinks=self.sinks, codebooks=self.codebooks,
@@ -40,6 +49,8 @@ CASES = (
     Case("k2v2, 32 sinks", "k2v2", sinks=32, range_search=False),
     Case("k2v2, 32 sinks, key search", "k2v2", sinks=32),
     Case("cq2, 32 sinks", "cq2", sinks=32),
+    Case("k4v2-boost, 32 sinks", "k4v2-boost", sinks=32),
+    Case("lean, 32 sinks", "lean", sinks=32),
     Case("k2tv2 (keys per token)", "k2tv2", range_search=False),
 )
 ANSWERED = ("16 bit", "k4v4", "k2v2, 32 sinks, key search", "k2tv2 (keys per token)")
@@ -95,12 +106,12 @@ def served_by(cache: Cache, model) -> str:
 def pick_device(num_heads: int = 9, num_heads_kv: int = 3, head_dim: int = 64) -> tuple[str, list[str]]:
     """("cuda", []) if there is a GPU whose kernels serve every case for the model's shape, else ("cpu", reasons).
 
-    Caches of codebooks are not asked about: torch reads them on any device.
+    Caches of codebooks are not asked about: torch reads them on any device. Of levels, the formats of both are.
     """
     if not torch.cuda.is_available():
         return "cpu", ["no CUDA device is visible to torch"]
     reasons = []
-    for name in dict.fromkeys(case.format for case in CASES if case.format):
+    for name in dict.fromkeys(fmt.name for case in CASES for fmt in case.formats):
         if FORMATS[name].needs_codebooks:
             continue
         kv = KVCache(name, 1, num_heads_kv, head_dim, device="cuda")

@@ -6,6 +6,7 @@ their rounding is absorbed by the codes.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -45,9 +46,15 @@ def quantize_groups(x: torch.Tensor, bits: int, storage: torch.dtype, levels: st
     if levels == "minmax":
         return _span(x, low, high - low, bits, storage)
     tried = search(x, low, high, bits)
-    factor = torch.tensor(SEARCH_FACTORS, dtype=torch.float32, device=x.device)[tried]
+    factor = _factors(x.device)[tried]
     bottom = torch.where(tried > 0, low + (high - low) * 0.5 * (1 - factor), low)
     return _span(x, bottom, (high - low) * factor, bits, storage)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # kept for all callers, captured ones too
+def _factors(device: torch.device) -> torch.Tensor:
+    return torch.tensor(SEARCH_FACTORS, dtype=torch.float32, device=device)
 
 
 def search(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:

@@ -127,8 +127,8 @@ class LowBitCache(Cache):
             if policy is not None:
                 raise ValueError(f"policy: got {policy} for format {self.format}, supported: beside levels (lean, ...)")
             if static and self.format.orders_tokens:
-                raise NotImplementedError(f"static: got True for format {self.format}, whose tokens are ranked on the "
-                                          "host, supported: False")
+                raise NotImplementedError(f"static: got True for format {self.format}, whose steps "
+                                          "torch.compile does not trace, supported: False")
             kind = StaticLowBitLayer if static else PromptLayer if is_prompt else LowBitLayer
             layer = partial(kind, self.format, window=window, keep_sinks=keep_sinks, codebooks=self.codebooks,
                             **layer_options)

@@ -82,7 +82,7 @@ def check_options(levels: Levels, static: bool, window: int | None, rotate_keys:
                   head_dim: int, codebooks=None) -> None:
     """Raise for options of LowBitCache that levels do not serve, and for a policy that is none."""
     is_truth("rotate_keys", rotate_keys)
-    for name, value, reason in (("static", static, "whose blocks are moved on the host; supported: False"),
+    for name, value, reason in (("static", static, "whose steps torch.compile does not trace; supported: False"),
                                 ("window", window, "whose pages hold no positions; supported: None"),
                                 ("rotate_keys", rotate_keys, "which group K per channel; supported: False")):
         if value:

@@ -5,7 +5,7 @@ what it needs, or nothing: offsets into the list are the exclusive sums of the r
 ahead if its inclusive sum is free. Nothing depends on who comes first, so a GPU's blocks can do it from one scan.
 
 A frame holds one record of the high level or a whole number of the low one's, where the records' sizes allow it with
-little waste; else each level has frames of its own. This is the CPU's twin of what a device does, in torch.
+little waste; else each level has frames of its own. All in torch, on any device.
 """
 
 import copy
@@ -56,6 +56,16 @@ class FreeList(Copied):
         taken = self._ids(head, head + count)
         self.ends[0] += count
         return taken
+
+    def take_where(self, wants: torch.Tensor) -> torch.Tensor:
+        """The next free ids for those of bool [n] that want one, in their order: int64 [n], without meaning elsewhere.
+
+        ``grant`` found so many to be there. No host read, so calls may be captured.
+        """
+        wanted = wants.long()
+        ids = self.ids[(self.ends[0] + wanted.cumsum(0) - wanted) % len(self.ids)].long()
+        self.ends[0] += wanted.sum()
+        return ids
 
     def give(self, ids: torch.Tensor) -> None:
         """Return ids to the list's tail."""
@@ -139,9 +149,20 @@ class FramePool(Copied):
         """Which rows get what they need, bool [rows], by the inclusive sums of needs int64 [sizes, rows].
 
         A row that needs nothing goes ahead; those that go ahead and need something come before all that do not.
+        No host read, so calls may be captured.
         """
-        free = torch.tensor(self.n_free, device=needs.device)[:, None]
+        free = torch.stack([mine.ends[1] - mine.ends[0] for mine in self.lists])[:, None]
         return (needs.cumsum(1) <= free).all(0) | (needs == 0).all(0)
+
+    def take_where(self, wants: torch.Tensor) -> torch.Tensor:
+        """Frames for heads of rows that ``grant`` lets go: bool [n, levels] -> ids int64 [n, levels], without meaning
+        where no frame is wanted. Heads in their order; of one head, the high level first."""
+        ids = torch.zeros(wants.shape, dtype=torch.int64, device=wants.device)
+        for size, free in enumerate(self.lists):
+            levels = slice(0, 2) if self.is_shared else slice(size, size + 1)
+            mine = wants[:, levels]
+            ids[:, levels] = free.take_where(mine.flatten()).view(mine.shape)
+        return ids
 
     def take(self, counts: Iterable[int]) -> list[torch.Tensor]:
         """Ids of so many frames of each size; PageExhaustedError, and nothing is taken, if they are not there."""

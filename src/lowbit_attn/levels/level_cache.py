@@ -10,20 +10,23 @@ K per channel, and its stage holds what is not yet a page. ``append`` fills the 
 it gives each a class: high and low ones go behind their head's stages, a full stage becomes a page, pruned ones are
 gone. Classes are decided once. Heads end up with different numbers of tokens, so memory comes from a FramePool.
 
-All of this is in torch, on any device; on a GPU decode has kernels (decode.py), which read each level as an
-ordinary cache (view.py).
+All of this is in torch, on any device, the steps in fixed shapes (step.py); on a GPU decode has kernels (decode.py),
+which read each level as an ordinary cache (view.py).
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lowbit_attn.cache.pages import PageExhaustedError
 from lowbit_attn.cache.significance import Scores, means, observe, prompt_queries
+from lowbit_attn.cache.state import CacheFaultError
 from lowbit_attn.checks import check_rank, check_tensor, integer, is_sequence
+from lowbit_attn.levels import step
 from lowbit_attn.levels.moves import Departure, head_tokens
-from lowbit_attn.levels.state import PAGE, WINDOW, LevelState, Recent
+from lowbit_attn.levels.state import PAGE, WINDOW, LevelState
 from lowbit_attn.precision import full_precision
 from lowbit_attn.reference import PLAIN, Attention, attention
 
@@ -51,7 +54,8 @@ class LevelCache(LevelState):
         dtype: of tokens in 16 bit; range_search, saturate: as in KVCache.
 
     A call does all of its work or raises and leaves everything as it was. Sharing of prefixes and sliding windows are
-    not served.
+    not served. Steps (``append``, ``decode``, ``manage`` of rows 0 .. batch - 1) read nothing on the host while a CUDA
+    graph is captured, so one graph serves all lengths; calls outside graphs ask the device for the counters.
 
     State, with a row of its own for each (sequence b, KV head h) at v = b num_heads_kv + h, levels high, low: ``table``
     int32 [2, v, pages], units of 128 bytes in the level's memory of the pool; ``half`` int32 [v], unit of the next free
@@ -61,7 +65,7 @@ class LevelCache(LevelState):
     [2, v]; ``n_sink``, ``n_out``, ``n_tok``, ``limit`` int32 [max_batch]; ``score`` fp32 [v, ring], ``seen`` int32
     [max_batch, ring]; of the last plan ``order`` uint8 [v, 128] (by class, each by position), ``new`` int32 [2, v];
     ``n_drop`` int32 [v] pruned tokens; ``starved`` int32 [1], plans that found too few frames; ``waits`` bool
-    [max_batch], rows whose last plan did.
+    [max_batch], rows whose last plan did; ``faults`` int32 [max_batch], nonzero after a captured step without room.
     """
 
     # ---- the steps
@@ -86,7 +90,8 @@ class LevelCache(LevelState):
         recent = self.recent(row, k[fresh:], v[fresh:], observed)
         leaving = max(0, len(recent.seen) - WINDOW) // PAGE * PAGE
         if leaving:
-            departure = self._departure(row, recent.part(slice(0, leaving)))
+            gone = recent.part(slice(0, leaving))
+            departure = Departure(self, row, gone.k, gone.v, self.policy.classes(means(gone.score, gone.seen)))
             departure.write(self.pool.take(departure.needs.tolist()))
         self.n_out[row] += leaving
         self.store_sinks(row, k[:fresh], v[:fresh])
@@ -98,23 +103,20 @@ class LevelCache(LevelState):
         """Add the same number of new tokens to each of several sequences; they stay in 16 bit until ``manage``.
 
         k, v: [batch, tokens, num_heads_kv, head_dim], 1 <= tokens <= max_q_len. Raises PageExhaustedError where the
-        ring is full because the pool had no frames, RuntimeError where it is because ``manage`` was not called.
+        ring is full because the pool had no frames, RuntimeError where it is because ``manage`` was not called; a
+        captured step changes nothing of such a row but a mark, from which ``check`` raises CacheFaultError.
         """
         batch, tokens = check_rank("k", k, ("batch", "tokens", self.num_heads_kv, self.head_dim))[:2]
         rows = self.check_rows(seqs, batch)
         if not 1 <= tokens <= self.max_q_len:
             raise ValueError(f"k: {tokens} tokens a step, supported: 1 to max_q_len = {self.max_q_len}")
         k, v = self.enter("k", k, (batch, tokens)), self.enter("v", v, (batch, tokens))
-        lengths = self.counts
-        held = lengths.n_tok[rows]
-        for row, length in zip(rows, (held + tokens).tolist()):
-            self._check_limit(row, length, self.sinks + int(lengths.n_qk[row]) + self.slots)
-        self.store_new(rows, held, k, v)
-        lengths.n_tok[rows] += tokens
-        n_sink = lengths.n_tok.clip(max=self.sinks)
-        for mine, known in ((self.n_tok, lengths.n_tok), (self.n_sink, n_sink)):
-            mine.copy_(torch.from_numpy(known))
-        self.recount()
+        if not self.is_capturing():
+            lengths = self.counts
+            for row in rows:
+                self._check_limit(row, int(lengths.n_tok[row]) + tokens,
+                                  self.sinks + int(lengths.n_qk[row]) + self.slots)
+        step.append(self, self.row_tensor(rows), k, v)
 
     def _check_limit(self, row: int, length: int, room: int) -> None:
         if length <= min(self.max_seqlen, room):
@@ -133,52 +135,47 @@ class LevelCache(LevelState):
         q: [batch, q_len, num_heads, head_dim] and lse: fp32 [batch, num_heads, q_len], as ``decode`` took and gave;
         attention: softmax_scale and softcap. Call it after each decode: a row acts when its length comes to another
         multiple of ``manage_every``. Rows that find no frames stay as they are, ``starved`` counts them, and any next
-        call tries again.
+        call tries again. In a captured step all rows take part in every call, those that are not due without a trace.
         """
         batch, q_len = check_rank("q", q, ("batch", "q_len", "num_heads", self.head_dim))[:2]
         rows, options = self.check_rows(seqs, batch), Attention(**attention)
         self.check_queries(q, (batch, q_len))
         check_tensor("lse", lse, (batch, q.shape[2], q_len), (torch.float32,), self.device)
-        lengths = self.counts
-        if not 1 <= q_len <= self.max_q_len or (lengths.n_tok[rows] < q_len).any():
-            raise ValueError(f"q: got {q_len} queries, supported: 1 to max_q_len = {self.max_q_len}, of tokens in the "
-                             "cache")
-        scored, departures, waits = [], [], self.waits.tolist()
-        for i, row in enumerate(rows):
-            n_tok, first = int(lengths.n_tok[row]), int(lengths.n_sink[row] + lengths.n_qk[row])
-            acts, observed = n_tok // self.manage_every > (n_tok - q_len) // self.manage_every, None
-            if not acts and not waits[row]:
-                continue
-            if acts:
-                at = torch.arange(n_tok - q_len, n_tok, device=self.device)
-                keys = self.ring_k[self.heads_of(row)][:, self.slots_of(row)]
-                observed = observe(q[i].detach(), at, keys, first, options, lse[i])
-            recent = self.recent(row, observed=observed)
-            scored.append((row, recent))
-            if n_tok - first >= WINDOW + PAGE:
-                departures.append((self._departure(row, recent.part(slice(0, PAGE))), recent.part(slice(PAGE, None))))
-        for row, recent in scored:
-            self.store_recent(row, recent)
-        self._depart(departures)
-
-    def _departure(self, row: int, gone: Recent) -> Departure:
-        return Departure(self, row, gone.k, gone.v, self.policy.classes(means(gone.score, gone.seen)))
-
-    def _depart(self, departures: list) -> None:
-        """Grant frames in row order and write what they allow; the rest is starved and tried again later."""
-        if not departures:
+        if not 1 <= q_len <= self.max_q_len:
+            raise ValueError(f"q: got {q_len} queries, supported: 1 to max_q_len = {self.max_q_len}")
+        if self.is_capturing():
+            self._manage(rows, q, lse, options)
             return
-        go = self.pool.grant(torch.stack([departure.needs for departure, _ in departures], 1))
-        for (departure, rest), goes in zip(departures, go.tolist()):
-            departure.note_plan()
-            self.waits[departure.row] = not goes
-            if not goes:
-                self.starved += 1
-                continue
-            departure.write(self.pool.take(departure.needs.tolist()))
-            self.n_out[departure.row] += PAGE
-            self.store_recent(departure.row, rest)
-            self.recount()
+        n_sink, n_out, _, n_tok = (count[rows] for count in self.counts)
+        if (n_tok < q_len).any():
+            raise ValueError(f"q: got {q_len} queries, supported: as many as the cache has tokens, {n_tok.tolist()}")
+        waits = self.waits.cpu().numpy()[rows]
+        picked = np.flatnonzero((n_tok // self.manage_every > (n_tok - q_len) // self.manage_every) | waits)
+        if len(picked):
+            any_due = bool((n_tok - n_sink - n_out)[picked].max() >= WINDOW + PAGE)
+            self._manage([rows[i] for i in picked], q[picked], lse[picked], options, any_due)
+
+    def _manage(self, rows: list[int], q: torch.Tensor, lse: torch.Tensor, options: Attention,
+                any_due: bool = True) -> None:
+        """``manage`` from the device's counters alone; any_due: whether a row may have a block to move."""
+        index, every = self.row_tensor(rows), self.manage_every
+        acts = self.n_tok[index] // every > (self.n_tok[index] - q.shape[1]) // every
+        scores = step.observed(self, index, q.detach(), lse, acts, options)
+        if any_due:
+            step.Plan(self, index, scores, acts | self.waits[index]).write()
+        else:
+            step.store_scores(self, index, scores)
+
+    def check(self) -> None:
+        """Raise CacheFaultError if a captured step found no room since the last such error; waits for the device."""
+        if self.is_capturing():
+            raise RuntimeError("check: called while a CUDA graph is captured, supported there: append, decode, manage")
+        rows = [row for row, fault in enumerate(self.faults.tolist()) if fault]
+        if rows:
+            self.faults.zero_()
+            raise CacheFaultError(f"append: steps were refused on the device: sequences {rows} had no room in their "
+                                  f"rings of {self.slots} recent tokens (the pool has {list(self.pool.n_free)} frames "
+                                  f"free; FramePool.require tells ahead), or were at max_seqlen = {self.max_seqlen}")
 
     def rewind(self, seqs: Sequence[int], tokens: int | Sequence[int]) -> None:
         """Drop the last tokens of these sequences, those of the ring at most; what left it stays."""
@@ -204,7 +201,7 @@ class LevelCache(LevelState):
                 x[:, heads] = 0
             self.table[:, heads], self.half[heads], self.n_drop[heads], self.score[heads] = -1, -1, 0, 0
             self.seen[row], self.n_sink[row], self.n_out[row], self.n_tok[row] = 0, 0, 0, 0
-            self.waits[row] = False
+            self.waits[row], self.faults[row] = False, 0
         self.recount()
 
     def share(self, src: int, dst: int, tokens: int | None = None) -> None:

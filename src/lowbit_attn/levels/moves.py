@@ -3,10 +3,10 @@
 import torch
 
 from lowbit_attn import layout
-from lowbit_attn.levels.policy import HIGH, PRUNED
+from lowbit_attn.levels.policy import HIGH, LOW, PRUNED
 
 PAGE = layout.PAGE_TOKENS
-LEVELS = (HIGH, HIGH + 1)
+LEVELS = (HIGH, LOW)
 
 
 class Departure:
@@ -18,75 +18,79 @@ class Departure:
         classes: uint8 [num_heads_kv, n].
 
     Of each head and level the staged tokens come first, then the new ones of that class; each 128 of them are a record
-    and the rest is the new stage. ``needs``: int64 [sizes], frames of each size of the pool.
+    and the rest is the new stage. ``needs``: int64 [sizes] on the host, frames of each size of the pool. The device is
+    asked for counts once, and once for the frames' ids, however many heads and records there are.
     """
 
     def __init__(self, cache, row: int, k: torch.Tensor, v: torch.Tensor, classes: torch.Tensor):
-        self.cache, self.row, self.classes = cache, row, classes
-        heads = cache.heads_of(row)
-        self.records: list[list[torch.Tensor]] = []  # by level and head: uint8 [n, record bytes]
+        self.cache, self.row, self.heads = cache, row, cache.heads_of(row)
+        self.pruned = (classes == PRUNED).sum(1, dtype=torch.int32)
+        new = torch.stack([(classes == level).sum(1) for level in LEVELS])
+        read = torch.cat((new, cache.n_stage[:, self.heads], cache.c_pack[:, self.heads], cache.half[None, self.heads]))
+        (*counts, self.half) = read.cpu().tolist()
+        self.new, self.staged, packed = counts[0:2], counts[2:4], counts[4:6]
+        self.pages = [[n // PAGE for n in mine] for mine in packed]
+        self.records: list[torch.Tensor] = []  # by level: uint8 [n, record bytes], heads in order
+        self.counts: list[list[int]] = []  # by level and head: records
         self.rests: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         for level in LEVELS:
-            tokens = [self._tokens(level, head, k, v) for head in range(cache.num_heads_kv)]
+            order = (classes != level).to(torch.uint8).argsort(dim=1, stable=True)  # the level's, by position, first
+            tokens = [self._tokens(level, head, order, k, v) for head in range(cache.num_heads_kv)]
+            self.counts.append([len(k) // PAGE for k, _ in tokens])
             self.records.append(self._packed(level, tokens))
             self.rests.append([tuple(x[len(x) // PAGE * PAGE :] for x in sides) for sides in tokens])
-        high, low = (torch.tensor([len(records) for records in level]) for level in self.records)
-        open_parts = -(cache.c_pack[1, heads].cpu().long() // PAGE) % cache.pool.per_low
+        high, low = (torch.tensor(counts) for counts in self.counts)
+        open_parts = -torch.tensor(self.pages[LOW]) % cache.pool.per_low
         self.needs = cache.pool.needs(high, low, open_parts).sum(1)
 
-    def _tokens(self, level: int, head: int, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-        staged = stage_of(self.cache, level, self.cache.heads_of(self.row).start + head)
-        mine = self.classes[head] == level
-        return tuple(torch.cat((old, new[head][mine])) for old, new in zip(staged, (k, v)))
+    def _tokens(self, level: int, head: int, order: torch.Tensor, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+        start, mine = (self.cache.sinks if level == HIGH else 0), order[head, : self.new[level][head]]
+        stop = start + self.staged[level][head]
+        return tuple(torch.cat((store[self.heads.start + head, start:stop], new[head][mine]))
+                     for store, new in zip(stage_stores(self.cache, level), (k, v)))
 
-    def _packed(self, level: int, tokens: list) -> list[torch.Tensor]:
-        cache, counts = self.cache, [len(k) // PAGE for k, _ in tokens]
+    def _packed(self, level: int, tokens: list) -> torch.Tensor:
+        cache, counts = self.cache, self.counts[level]
+        if not any(counts):
+            return torch.zeros((0, cache.pool.record_bytes[level]), dtype=torch.uint8, device=cache.device)
         blocks = [torch.cat([sides[i][: n * PAGE] for sides, n in zip(tokens, counts)]).unflatten(0, (-1, PAGE))
-                  for i in range(2)] if any(counts) else None
-        if blocks is None:
-            return [torch.zeros((0, cache.pool.record_bytes[level]), dtype=torch.uint8)] * len(tokens)
-        records = cache.format.formats[level].quantize(blocks[0].float(), blocks[1].float(), cache.range_search)
-        return list(records.split(counts))
-
-    def note_plan(self) -> None:
-        """Leave the plan of a block of 128 tokens in the cache: their order by class and the counts of each level."""
-        heads = self.cache.heads_of(self.row)
-        self.cache.order[heads] = self.classes.argsort(dim=1, stable=True).to(torch.uint8)
-        for level in LEVELS:
-            self.cache.new[level, heads] = (self.classes == level).sum(1, dtype=torch.int32)
+                  for i in range(2)]
+        return cache.format.formats[level].quantize(blocks[0].float(), blocks[1].float(), cache.range_search)
 
     def write(self, frames: list[torch.Tensor]) -> None:
         """Put records into these frames, ids of each size, and the rest into the stages. The ring is not touched."""
-        cache = self.cache
-        ids = [iter(mine.tolist()) for mine in frames]
-        first = cache.heads_of(self.row).start
-        for head in range(cache.num_heads_kv):
-            v = first + head
-            for level in LEVELS:
-                for record in self.records[level][head]:
-                    self._put(level, v, record, ids[cache.pool.sizes[level]])
-                rest = self.rests[level][head]
+        cache, heads = self.cache, self.heads
+        units = self._units([iter(mine.tolist()) for mine in frames])
+        for level in LEVELS:
+            if units[level]:
+                v, page, unit = torch.tensor(units[level], device=cache.device).T
+                places = torch.arange(cache.pool.record_bytes[level] // layout.RECORD_ALIGN, device=cache.device)
+                cache.pool.units(level)[unit[:, None] + places] = self.records[level].unflatten(
+                    1, (-1, layout.RECORD_ALIGN))
+                cache.table[level][v, page] = unit.to(torch.int32)
+            for head, rest in enumerate(self.rests[level]):
                 for store, tokens in zip(stage_stores(cache, level), rest):
                     start = cache.sinks if level == HIGH else 0
-                    store[v, start : start + len(tokens)] = tokens
-                cache.n_stage[level, v] = len(rest[0])
-            cache.n_drop[v] += int((self.classes[head] == PRUNED).sum())
+                    store[heads.start + head, start : start + len(tokens)] = tokens
+        written = dict(dtype=torch.int32, device=cache.device)
+        cache.n_stage[:, heads] = torch.tensor([[len(k) for k, _ in level] for level in self.rests], **written)
+        cache.c_pack[:, heads] += PAGE * torch.tensor(self.counts, **written)
+        cache.half[heads] = torch.tensor(self.half, **written)
+        cache.n_drop[heads] += self.pruned
 
-    def _put(self, level: int, v: int, record: torch.Tensor, frames) -> None:
-        """Write one record into the next free place of a head's frames, or of a new one."""
-        cache, pool = self.cache, self.cache.pool
-        size = pool.record_bytes[level] // layout.RECORD_ALIGN
-        page = int(cache.c_pack[level, v]) // PAGE
-        if level == HIGH or int(cache.half[v]) < 0:
-            unit = next(frames) * pool.frame_units(level)
-        else:
-            unit = int(cache.half[v])
-        if level != HIGH:
-            is_last = (page + 1) % pool.per_low == 0
-            cache.half[v] = -1 if is_last else unit + size
-        pool.units(level)[unit : unit + size] = record.view(-1, layout.RECORD_ALIGN)
-        cache.table[level, v, page] = unit
-        cache.c_pack[level, v] += PAGE
+    def _units(self, ids: list) -> list[list[tuple[int, int, int]]]:
+        """(row, page, unit) of each record by level: the next free place of a head's frames, or of a new one of ids."""
+        pool, found = self.cache.pool, [[] for _ in LEVELS]
+        for head in range(self.cache.num_heads_kv):
+            for level in LEVELS:
+                for page in range(self.pages[level][head], self.pages[level][head] + self.counts[level][head]):
+                    is_new = level == HIGH or self.half[head] < 0
+                    unit = next(ids[pool.sizes[level]]) * pool.frame_units(level) if is_new else self.half[head]
+                    if level == LOW:
+                        is_last = (page + 1) % pool.per_low == 0
+                        self.half[head] = -1 if is_last else unit + pool.record_bytes[LOW] // layout.RECORD_ALIGN
+                    found[level].append((self.heads.start + head, page, unit))
+        return found
 
 
 def stage_stores(cache, level: int) -> tuple[torch.Tensor, torch.Tensor]:

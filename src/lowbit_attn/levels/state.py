@@ -8,13 +8,23 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.cache.significance import EVERY, Scores
-from lowbit_attn.cache.state import DTYPES, MAX_Q_LEN, RING_ALIGN
+from lowbit_attn.cache.state import DTYPES, MAX_Q_LEN, RING_ALIGN, is_capturing
 from lowbit_attn.checks import check_tensor, integer, is_truth, one_of
 from lowbit_attn.levels.frames import Copied, FramePool
 from lowbit_attn.levels.policy import Policy, Shares
 
 WINDOW = 56  # recent tokens that stay in 16 bit at least
 PAGE = layout.PAGE_TOKENS
+
+
+def ring_slots(max_q_len: int = 1, manage_every: int = EVERY) -> int:
+    """Recent tokens that a row's ring holds: the window, a block that waits, and those of steps until ``manage``."""
+    return -(-(WINDOW + PAGE - 1 + manage_every * max_q_len) // RING_ALIGN) * RING_ALIGN
+
+
+def buffer_bytes(sinks: int, head_dim: int) -> int:
+    """16-bit memory of one KV head of a sequence, whatever its length: sinks, two stages and the ring, K and V."""
+    return (sinks + 2 * PAGE + ring_slots()) * 2 * head_dim * torch.float16.itemsize
 
 
 class Lengths(NamedTuple):
@@ -73,8 +83,7 @@ class LevelState(Copied):
 
     def _allocate(self) -> None:
         rows, ints = self.max_batch * self.num_heads_kv, dict(dtype=torch.int32, device=self.device)
-        wanted = WINDOW + PAGE - 1 + self.manage_every * self.max_q_len
-        self.slots = -(-wanted // RING_ALIGN) * RING_ALIGN
+        self.slots = ring_slots(self.max_q_len, self.manage_every)
 
         def tokens(count: int) -> torch.Tensor:
             return torch.zeros((rows, count, self.head_dim), dtype=self.dtype, device=self.device)
@@ -85,13 +94,18 @@ class LevelState(Copied):
         self.n_stage, self.new = (torch.zeros((2, rows), **ints) for _ in range(2))
         self.n_sink, self.n_out, self.n_tok = (torch.zeros(self.max_batch, **ints) for _ in range(3))
         self.n_drop, self.starved = torch.zeros(rows, **ints), torch.zeros(1, **ints)
-        self.waits = torch.zeros(self.max_batch, dtype=torch.bool, device=self.device)
+        self.waits, self.faults = torch.zeros(self.max_batch, dtype=torch.bool, device=self.device), self.n_tok.clone()
+        self.all_rows = torch.arange(self.max_batch, device=self.device)
         self.hi_k, self.hi_v, self.lo_k, self.lo_v = (tokens(n) for n in (*(self.sinks + PAGE,) * 2, PAGE, PAGE))
         self.ring_k, self.ring_v = tokens(self.slots), tokens(self.slots)
         self.score = torch.zeros((rows, self.slots), dtype=torch.float32, device=self.device)
         self.seen = torch.zeros((self.max_batch, self.slots), **ints)
         self.order = torch.zeros((rows, PAGE), dtype=torch.uint8, device=self.device)
         self.limit = torch.full((self.max_batch,), min(self.max_seqlen, self.sinks + self.slots), **ints)
+        if self.device.type == "cuda":  # constants of packing, which no captured step may be the first to make
+            block = torch.zeros((1, PAGE, self.head_dim), dtype=torch.float32, device=self.device)
+            for fmt in self.format.formats:
+                fmt.quantize(block, block, self.range_search)
 
     @torch.inference_mode(False)
     def extend(self, max_seqlen: int) -> None:
@@ -137,6 +151,18 @@ class LevelState(Copied):
             raise ValueError(f"seqs: got {rows}, supported: distinct rows 0 to max_batch - 1 = {self.max_batch - 1}"
                              + f", {count} of them" * (count is not None))
         return rows
+
+    def row_tensor(self, rows: list[int]) -> torch.Tensor:
+        """Rows as int64 on the device; of a captured step the first ones, whose numbers are there."""
+        if rows == list(range(len(rows))):
+            return self.all_rows[: len(rows)]
+        if self.is_capturing():
+            raise NotImplementedError(f"seqs: got {rows} while a CUDA graph is captured, supported there: None, for "
+                                      "rows 0 .. batch - 1")
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+    def is_capturing(self) -> bool:
+        return is_capturing(self.device)
 
     def heads_of(self, row: int) -> slice:
         """The (sequence, head) rows of a sequence."""
@@ -199,20 +225,6 @@ class LevelState(Copied):
         self.score[heads], self.seen[row] = 0, 0
         self.score[heads].index_copy_(1, slots, recent.score)
         self.seen[row].index_copy_(0, slots, recent.seen)
-
-    def store_new(self, rows: list[int], lengths: np.ndarray, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put new tokens [batch, tokens, num_heads_kv, head_dim] behind the ``lengths`` int [batch] tokens of these
-        rows: into sinks, then ring. Scores of free slots are 0, so the new tokens have none."""
-        at = lengths[:, None] + np.arange(k.shape[1])
-        for stores, first, slots, chosen in (((self.hi_k, self.hi_v), 0, self.hi_k.shape[1], at < self.sinks),
-                                             ((self.ring_k, self.ring_v), self.sinks, self.slots, at >= self.sinks)):
-            i, t = chosen.nonzero()
-            if not len(i):
-                continue
-            places = np.stack((np.asarray(rows)[i], (at[i, t] - first) % slots, i, t))
-            row, slot, i, t = torch.from_numpy(places).to(self.device)
-            for store, new in zip(stores, (k, v)):
-                store.unflatten(0, (self.max_batch, -1))[row, :, slot] = new[i, t]
 
     def store_sinks(self, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Append tokens [n, num_heads_kv, head_dim] to a row's sinks."""

@@ -12,7 +12,7 @@ from lowbit_attn.integrations.vllm.names import SERVED, VARIABLE, dtype_name, pa
 
 __all__ = ["TESTED", "register"]
 
-TESTED = ((0, 32), (0, 33))  # from this version of vLLM on, below that one
+TESTED = ((0, 32), (0, 34))  # from this version of vLLM on, below that one
 BACKEND = "lowbit_attn.integrations.vllm.adapter.LowBitBackend"
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own logger
 
@@ -37,8 +37,9 @@ def is_tested(version: str | None) -> bool:
 def register() -> None:
     """Make the backend and the dtypes known to vLLM; a second call changes nothing.
 
-    Outside the tested range of versions it warns and does nothing. On a CPU, where vLLM takes one backend alone, that
-    one is replaced, and only if the variable LOWBIT_ATTN_VLLM names a dtype.
+    Outside the tested range of versions it warns and does nothing. The backend is vLLM's CUSTOM: a name of its own is
+    unknown to the engine's process, which gets it before plug-ins are loaded. On a CPU vLLM takes one backend alone,
+    whatever --attention-backend says: that one is replaced if the variable LOWBIT_ATTN_VLLM names a dtype.
     """
     if not is_tested(installed()):
         logger.warning("lowbit_attn is not registered: vLLM %s was not tested with it, supported: %s", installed(),
@@ -50,11 +51,10 @@ def register() -> None:
     asked = os.environ.get(VARIABLE)
     if asked:
         parse(asked)  # an unknown name is told here, before a model is loaded
-    if current_platform.is_cpu():
-        if asked:
-            register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
-    elif "LOWBIT_ATTN" not in AttentionBackendEnum.__members__:
-        register_backend("LOWBIT_ATTN", BACKEND)
+    if current_platform.is_cpu() and asked:
+        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    if asked or not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     _register_dtypes()
 
 

@@ -4,15 +4,19 @@ Pages: a block of vLLM is a whole number of 128-token pages; it hands them over 
 (page, head) one record. Rings: a pseudo layer beside each attention layer asks for one block a request
 (``CircularBufferSpec``), which vLLM's own manager allocates, frees and preempts. vLLM stores new tokens
 (``do_kv_cache_update``) before it asks for attention (``forward``).
+
+A draft model runs inside a step, over the same rows, with metadata of its attention layers alone. So its rings are made
+with those of the target model, and each ring keeps the table that the step gave it.
 """
 
+import logging
 import os
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
@@ -32,12 +36,14 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from lowbit_attn import paged
 from lowbit_attn.cache.attached import Attached
 from lowbit_attn.codebooks import Codebooks
-from lowbit_attn.integrations.vllm import names
+from lowbit_attn.integrations.vllm import books, names
 from lowbit_attn.paged import PAGE, PagedStore, Step
 from lowbit_attn.paged_attention import attention
 from lowbit_attn.reference import Attention
 
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own logger
 RING = "lowbit_ring.layers."  # names of the rings' pseudo layers: one number, as vLLM wants
+DRAFT_RING = "lowbit_draft_ring.layers."
 
 
 def layout() -> str:
@@ -54,8 +60,10 @@ def engine_of(config: VllmConfig) -> names.Engine:
         prefix_caching=bool(cache.enable_prefix_caching),
         hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
         dcp=parallel.decode_context_parallel_size, pcp=parallel.prefill_context_parallel_size,
-        tp=parallel.tensor_parallel_size, connector=config.kv_transfer_config is not None,
-        drafts=drafts.method if drafts else None, num_drafts=drafts.num_speculative_tokens if drafts else 0)
+        tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size,
+        connector=config.kv_transfer_config is not None,
+        drafts=drafts.method if drafts else None, num_drafts=drafts.num_speculative_tokens if drafts else 0,
+        skips_layers=bool(cache.kv_cache_dtype_skip_layers))
 
 
 def served_by(config: VllmConfig) -> names.Served:
@@ -65,6 +73,29 @@ def served_by(config: VllmConfig) -> names.Served:
         raise ValueError(f"--kv-cache-dtype: got {served} after {LowBitBackend.served}, supported: one in a process")
     LowBitBackend.served = served
     return served
+
+
+def codebooks_of(config: VllmConfig, served: names.Served) -> Codebooks | None:
+    """The model's codebooks, found once for all of its layers; None for formats without.
+
+    Bytes of pages must mean the same on all ranks, which share one prefix cache: ValueError if they do not.
+    """
+    model, place = config.model_config, os.environ.get(names.BOOKS)
+    if LowBitBackend.found_for == (model.model, place):
+        return LowBitBackend.codebooks
+    found = None
+    if served.format.needs_codebooks:
+        found = books.find(place, model.model, model.hf_text_config, served.format)
+    identity, group = books.identity(served.format, found), get_tp_group()
+    theirs = [identity] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(theirs, identity, group.cpu_group)
+    if len(set(theirs)) > 1:
+        raise ValueError(f"lowbit_attn: the ranks' pages are of {', '.join(theirs)}, supported: one version of "
+                         "lowbit_attn and one codebook file on all ranks")
+    LowBitBackend.codebooks, LowBitBackend.found_for = found, (model.model, place)
+    logger.info("lowbit_attn serves %s, pages of identity %s", served.format, identity)
+    return found
 
 
 @dataclass
@@ -92,11 +123,13 @@ class LowBitBackend(AttentionBackend):
     forward_includes_kv_cache_update = False
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     served: names.Served | None = None  # in this process, once a layer was made
+    codebooks: Codebooks | None = None
+    found_for: tuple[str, str | None] | None = None  # the model that has them, and the place that it was told
     supported_kv_cache_dtypes = []  # any: what is not served is told by LowBitImpl, with what to change
 
     @staticmethod
     def get_name() -> str:
-        return "CPU_ATTN" if current_platform.is_cpu() else "LOWBIT_ATTN"
+        return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
 
     @staticmethod
     def get_impl_cls():
@@ -126,10 +159,28 @@ class LowBitBackend(AttentionBackend):
         return replace(spec, dtype=torch.uint8, state_content_bytes=record.nbytes // PAGE)
 
 
+class RingBuilder(LowBitBuilder):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        context = vllm_config.compilation_config.static_forward_context
+        self.rings = [context[name] for name in layer_names]
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
+              fast_build: bool = False) -> LowBitMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        for ring in self.rings:
+            ring.table = metadata.table
+        return metadata
+
+
 class RingBackend(LowBitBackend):
     @staticmethod
     def get_name() -> str:
         return "LOWBIT_RING"
+
+    @staticmethod
+    def get_builder_cls():
+        return RingBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
@@ -143,25 +194,54 @@ class RingBackend(LowBitBackend):
 class Ring(nn.Module, AttentionLayerBase):
     """The 16-bit tokens of every request in one layer, a block each."""
 
-    def __init__(self, index: int, served: names.Served, layer: names.Layer, dtype: torch.dtype):
+    def __init__(self, name_of: str, index: int, served: names.Served, layer: names.Layer, dtype: torch.dtype):
         super().__init__()
-        self.layer_name, self.served, self.layer, self.dtype = f"{RING}{index}", served, layer, dtype
+        self.name_of, self.index, self.served, self.layer = name_of, index, served, layer
+        self.dtype = torch.float16 if dtype == torch.float32 else dtype
         self.kv_cache = torch.tensor([])
+        self.nbytes = 0  # of a request
+        self.table: torch.Tensor | None = None  # of the step: column 0 is each request's block
+        self.is_taken = False
 
     def get_attn_backend(self):
         return RingBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CircularBufferSpec:
-        engine = engine_of(vllm_config)
-        nbytes = names.ring_bytes(self.served, engine, self.layer)
-        return CircularBufferSpec(block_size=engine.block_size, num_kv_heads=1, head_size=1, head_size_v=0,
-                                  dtype=torch.uint8, state_content_bytes=nbytes // engine.block_size)
+        tokens = engine_of(vllm_config).block_size
+        return CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=1, head_size_v=0, dtype=torch.uint8,
+                                  state_content_bytes=self.nbytes // tokens)
 
     def rings(self) -> torch.Tensor:
         """[blocks, 2, heads, tokens, head_dim]."""
         raw, (heads, head_dim) = self.kv_cache.flatten(1), (self.layer.num_heads_kv, self.layer.head_dim)
         tokens = names.ring_tokens(self.served, raw.shape[1], self.layer)
         return raw[:, : 4 * heads * tokens * head_dim].view(self.dtype).unflatten(1, (2, heads, tokens, head_dim))
+
+
+def rings_of_layer(config: VllmConfig, served: names.Served, layer: names.Layer) -> list[Ring]:
+    """The ring of the layer that is being made, and with the first one those of a draft model.
+
+    All have one size, so that vLLM groups them as it likes.
+    """
+    context, model, drafts = (config.compilation_config.static_forward_context, config.model_config,
+                              config.speculative_config)
+    if model.runner_type == "draft":
+        free = (x for x in context.values() if isinstance(x, Ring) and x.name_of == DRAFT_RING and not x.is_taken)
+        ring = next(free, None)
+        if ring is None or ring.layer != layer:
+            raise NotImplementedError(f"lowbit_attn: a layer of the draft model is {layer}, expected: "
+                                      f"{ring and ring.layer}; supported: models whose layers are alike")
+        return [ring]
+    index, engine = sum(isinstance(getattr(x, "impl", None), LowBitImpl) for x in context.values()), engine_of(config)
+    rings = [Ring(RING, index, served, layer, model.dtype)]
+    if drafts and drafts.method == names.DRAFT_MODEL:
+        model, parallel = drafts.draft_model_config, drafts.draft_parallel_config
+        layer = names.Layer(model.get_head_size(), model.get_num_kv_heads(parallel))
+        rings += [Ring(DRAFT_RING, i, served, layer, model.dtype) for i in range(model.get_num_layers(parallel))]
+    nbytes = max(names.ring_bytes(served, engine, ring.layer) for ring in rings)
+    for ring in rings:
+        ring.nbytes = nbytes
+    return rings if not index else rings[:1]
 
 
 class LowBitImpl(AttentionImpl):
@@ -179,30 +259,35 @@ class LowBitImpl(AttentionImpl):
         self.served, self.engine = served_by(config), engine_of(config)
         self.layer = names.Layer(head_size, self.num_kv_heads, sliding_window, alibi_slopes is not None,
                                  AttentionType(attn_type).value, kv_sharing_target_layer_name is not None)
-        reasons = names.why_not(self.served, self.engine, self.layer, bool(os.environ.get(names.BOOKS)))
+        reasons = names.why_not(self.served, self.engine, self.layer)
         if reasons:
             raise NotImplementedError(f"lowbit_attn cannot serve this model: {'; '.join(reasons)}")
-        context = config.compilation_config.static_forward_context
-        index = sum(isinstance(layer, Ring) for layer in context.values())
-        dtype = config.model_config.dtype
-        self.ring = Ring(index, self.served, self.layer, torch.float16 if dtype == torch.float32 else dtype)
-        context[self.ring.layer_name] = self.ring
-        self.attached = self._books(index)
+        codebooks = codebooks_of(config, self.served)
+        rings = rings_of_layer(config, self.served, self.layer)
+        self.ring, self.ring.is_taken = rings[0], True
+        self.entering = config.compilation_config.static_forward_context, rings
+        self.attached = None if codebooks is None else self._attached(codebooks)
         self.before: torch.Tensor | None = None  # rings of chunks, from the update of a step to its attention
 
-    def _books(self, index: int) -> Attached | None:
-        if not self.served.format.needs_codebooks:
-            return None
-        books = _codebooks(os.environ[names.BOOKS]).layer(index)
-        return Attached(books, self.served.format, self.num_kv_heads, self.head_size, self.engine.device)
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Enter the rings among the layers: behind those of the model, whose group of blocks vLLM then has first and
+        gives to drafts; before those of a draft model, all of which vLLM takes to be of one group."""
+        context, rings = self.entering
+        context.update({f"{ring.name_of}{ring.index}": ring for ring in rings})
+
+    def _attached(self, codebooks: Codebooks) -> Attached:
+        """The codebooks of this rank's heads of the ring's layer."""
+        group, layer = get_tp_group(), codebooks.layer(self.ring.index)
+        return Attached(books.of_rank(layer, group.rank_in_group, group.world_size), self.served.format,
+                        self.num_kv_heads, self.layer.head_dim, self.engine.device)
 
     def _store(self, kv_cache: torch.Tensor) -> PagedStore:
         return PagedStore(self.served.format, kv_cache.flatten(2), self.ring.rings(), self.served.sinks, self.attached,
                           null_pages=self.engine.block_size // PAGE)
 
     def _step(self, metadata: LowBitMetadata) -> Step:
-        rings = get_forward_context().attn_metadata[self.ring.layer_name].table[:, 0]
-        return Step(metadata.table, metadata.seq_lens, metadata.query_start_loc, rings)
+        return Step(metadata.table, metadata.seq_lens, metadata.query_start_loc,
+                    self.ring.table[: len(metadata.seq_lens), 0])
 
     def do_kv_cache_update(self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
                            slot_mapping: torch.Tensor) -> None:
@@ -223,8 +308,3 @@ class LowBitImpl(AttentionImpl):
         attention(self._store(kv_cache), self._step(attn_metadata), query, key, value, before,
                   output.view(query.shape), options)
         return output
-
-
-@lru_cache(maxsize=1)
-def _codebooks(path: str) -> Codebooks:
-    return Codebooks.load(path)

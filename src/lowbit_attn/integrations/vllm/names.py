@@ -10,10 +10,11 @@ from lowbit_attn.formats.levels import PRESETS as LEVELS
 
 PREFIX = "lowbit_"
 VARIABLE = "LOWBIT_ATTN_VLLM"  # the dtype, where vLLM's --kv-cache-dtype takes no names of others: 0.32, and its CPU
-BOOKS = "LOWBIT_ATTN_CODEBOOKS"  # path of the codebook file of the model
-SERVED = ("k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "k2v2-s32", "k4tv4", "kitty", "kitty-pro")
+BOOKS = "LOWBIT_ATTN_CODEBOOKS"  # path of a codebook file, or of a folder of such files
+SERVED = ("k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "k2v2-s32", "k4tv4", "kitty", "kitty-pro", "cq4", "cq2", "kcq4vcq2")
 LAYOUTS = ("BLHNC", "LBHNC")
-DRAFTS = ("ngram",)
+DRAFT_MODEL = "draft_model"
+DRAFTS = ("ngram", DRAFT_MODEL)
 PAGE = paged.PAGE
 
 _SINKS = re.compile(r"-s(\d+)$")
@@ -71,9 +72,16 @@ class Engine:
     dcp: int = 1
     pcp: int = 1
     tp: int = 1
+    pp: int = 1
     connector: bool = False
     drafts: str | None = None
     num_drafts: int = 0
+    skips_layers: bool = False
+
+    @property
+    def max_q_len(self) -> int:
+        """New tokens of a decoding row: its drafts and one; a draft model's rows have one more behind those."""
+        return 1 + self.num_drafts + (self.drafts == DRAFT_MODEL)
 
 
 @dataclass(frozen=True)
@@ -88,27 +96,36 @@ class Layer:
     shares_kv: bool = False
 
 
-def why_not(served: Served, engine: Engine, layer: Layer, has_books: bool = False) -> list[str]:
-    """Why an engine cannot serve a dtype, each reason with what to change; empty if it can."""
+def why_not(served: Served, engine: Engine, layer: Layer) -> list[str]:
+    """Why an engine cannot serve a dtype, each reason with what to change; empty if it can.
+
+    Whether a codebook format has a file that fits is not looked at here: ``books.find`` does.
+    """
     fmt, name = served.format, f"{served.format}{f' with {served.sinks} sinks' if served.sinks else ''}"
     reasons = paged.why_not(fmt, layer.head_dim)
     for is_wrong, reason in (
         (engine.device != "cpu", f"device {engine.device}: no kernel stores an engine's steps yet, supported: cpu"),
         (engine.block_size % PAGE, f"--block-size {engine.block_size}: supported: multiples of {PAGE}"),
         (served.is_private and engine.prefix_caching,
-         f"{name}: tokens in 16 bit outside the pages cannot be shared, pass --no-enable-prefix-caching"),
+         f"{name}: tokens in 16 bit outside the pages cannot be shared, pass --no-enable-prefix-caching"
+         f"{f' or serve {dtype_name(fmt.name)}-s0' if served.sinks and not fmt.window_v else ''}"),
         (not engine.hybrid, "the 16-bit ring of each request needs the hybrid cache manager, drop "
                             "--disable-hybrid-kv-cache-manager"),
         (engine.layout not in LAYOUTS, f"VLLM_KV_CACHE_LAYOUT={engine.layout}: supported: {', '.join(LAYOUTS)}"),
-        (engine.dcp > 1, f"--decode-context-parallel-size {engine.dcp}: supported: 1"),
+        (engine.dcp > 1, f"--decode-context-parallel-size {engine.dcp}: not run, since vLLM has it on GPUs only, "
+                         "supported: 1"),
         (engine.pcp > 1, f"--prefill-context-parallel-size {engine.pcp}: supported: 1"),
+        (engine.pp > 1, f"--pipeline-parallel-size {engine.pp}: not run, supported: 1"),
         (engine.connector, "--kv-transfer-config: no connector was run with these pages, drop it"),
         (engine.drafts and engine.drafts not in DRAFTS,
          f"--speculative-config with method {engine.drafts}: supported: {', '.join(DRAFTS)}"),
-        (fmt.needs_codebooks and not has_books, f"{name}: needs codebooks, set {BOOKS} to the file of "
-                                                "lowbit-attn calibrate"),
-        (fmt.needs_codebooks and engine.tp > 1, f"{name}: --tensor-parallel-size {engine.tp}: supported with "
-                                                "codebooks: 1"),
+        (engine.drafts == DRAFT_MODEL and engine.layout != LAYOUTS[0],
+         f"--speculative-config with method {DRAFT_MODEL}: pages of two models have two sizes, which needs "
+         f"VLLM_KV_CACHE_LAYOUT={LAYOUTS[0]}"),
+        (fmt.needs_codebooks and engine.drafts == DRAFT_MODEL,
+         f"{name}: --speculative-config with method {DRAFT_MODEL}: its model has no codebooks, supported: ngram"),
+        (fmt.needs_codebooks and engine.skips_layers,
+         f"{name}: --kv-cache-dtype-skip-layers: codebooks are counted by layers, drop it"),
         (layer.sliding_window, f"sliding window {layer.sliding_window}: these layers stay in 16 bit, pass "
                                "--kv-cache-dtype-skip-layers sliding_window, which a CPU's one backend cannot serve"),
         (layer.alibi, "ALiBi: supported: positions in the keys"),
@@ -123,7 +140,7 @@ def _no_room(served: Served, engine: Engine, layer: Layer) -> list[str]:
     """Why a ring does not fit a block of layout LBHNC, where all blocks have one size."""
     if engine.layout != "LBHNC":
         return []
-    needed = served.sinks + paged.ring_slots(served.format, 1 + engine.num_drafts)
+    needed = served.sinks + paged.ring_slots(served.format, engine.max_q_len)
     room = engine.block_size * served.format.record(layer.head_dim).nbytes // PAGE // (4 * layer.head_dim)
     if room >= needed:
         return []
@@ -133,11 +150,12 @@ def _no_room(served: Served, engine: Engine, layer: Layer) -> list[str]:
 
 
 def ring_bytes(served: Served, engine: Engine, layer: Layer) -> int:
-    """Bytes of a request's ring of one layer: as many as needed, or in layout LBHNC as a block has."""
+    """Bytes of a request's ring of one layer, a whole number for each token of a block: as many as needed, or in layout
+    LBHNC as a block has."""
     if engine.layout == "LBHNC":
         return engine.block_size * served.format.record(layer.head_dim).nbytes // PAGE * layer.num_heads_kv
-    tokens = served.sinks + paged.ring_slots(served.format, 1 + engine.num_drafts)
-    return tokens * 4 * layer.num_heads_kv * layer.head_dim
+    tokens = served.sinks + paged.ring_slots(served.format, engine.max_q_len)
+    return -(-tokens * 4 * layer.num_heads_kv * layer.head_dim // engine.block_size) * engine.block_size
 
 
 def ring_tokens(served: Served, nbytes: int, layer: Layer) -> int:

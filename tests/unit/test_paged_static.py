@@ -1,0 +1,100 @@
+"""Fixed-shape steps over an engine's pages: the bytes of ``paged.append``, and no look at a value by the host."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lowbit_attn import FORMATS
+from lowbit_attn.cache.attached import Attached
+from lowbit_attn.paged import PagedStore, Step, append, ring_slots
+from lowbit_attn.paged_static import append_static
+from lowbit_attn.testing import assert_same_bytes, normal_codebooks
+
+HEADS, DIM, ROWS, PAGES, Q_LEN, NULL_PAGES = 2, 64, 6, 30, 4, 2
+STORES = [("k8v8", 0), ("k4v4", 0), ("k2v2", 32), ("k4tv4-g32", 5), ("kitty", 32), ("cq2", 32), ("k4vcq2", 0)]
+
+
+def store_of(name: str, sinks: int, seed: int = 0) -> PagedStore:
+    """Pages and rings with bytes of others."""
+    fmt, draw = FORMATS[name], torch.Generator().manual_seed(seed)
+    pool = torch.randint(0, 256, (PAGES, HEADS, fmt.record(DIM).nbytes), dtype=torch.uint8, generator=draw)
+    rings = torch.randn(ROWS + 1, 2, HEADS, sinks + ring_slots(fmt, Q_LEN), DIM, generator=draw).half()
+    books = normal_codebooks(name, 1, HEADS, DIM).layer(0) if fmt.needs_codebooks else None
+    return PagedStore(fmt, pool, rings, sinks, books and Attached(books, fmt, HEADS, DIM, "cpu"), NULL_PAGES)
+
+
+def random_step(sinks: int, draw: torch.Generator) -> tuple[Step, torch.Tensor, torch.Tensor]:
+    """Rows that end a block, or do not, a padded one, one of an unknown page and one of no ring; tokens behind them."""
+    def number(low, high, *shape):
+        return torch.randint(low, high, shape, generator=draw, dtype=torch.int32)
+
+    q_lens = number(1, Q_LEN + 1, ROWS)
+    q_lens[number(0, ROWS, 1)] = 0
+    ends = sinks + 128 * number(0, 3, ROWS) + number(-2, Q_LEN + 2, ROWS)
+    lens = torch.where(number(0, 2, ROWS).bool(), torch.maximum(ends, q_lens), number(Q_LEN, 380, ROWS))
+    table = (torch.randperm(PAGES - NULL_PAGES, generator=draw)[: ROWS * 4].view(ROWS, 4) + NULL_PAGES).int()
+    table[number(0, ROWS, 1)] = number(0, NULL_PAGES, 1)
+    rings = torch.randperm(ROWS, generator=draw).int() + 1
+    rings[number(0, ROWS, 1)] = 0
+    starts = torch.cat((torch.zeros(1), q_lens.cumsum(0))).int()
+    k, v = (torch.randn(int(starts[-1]) + 3, HEADS, DIM, generator=draw) for _ in range(2))
+    table[rings == 0] = 0  # an engine that has no ring for a row has no pages for it
+    return Step(table, lens, starts, rings), k, v
+
+
+def longer(x: torch.Tensor) -> torch.Tensor:
+    """Tokens with more padding behind them: as many for every step."""
+    return torch.cat((x, x.new_zeros(40 - len(x), HEADS, DIM)))
+
+
+@pytest.mark.parametrize("name,sinks", STORES)
+def test_the_bytes_are_those_of_append(name, sinks, seed):
+    mine, theirs, packed = store_of(name, sinks), store_of(name, sinks), 0
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(60 if "cq" not in name else 15):
+        step, k, v = random_step(sinks, draw)
+        before = mine.pool.clone()
+        append_static(mine, step, k, v, Q_LEN)
+        assert append(theirs, step, k, v) is None
+        assert_same_bytes("pool", mine.pool, theirs.pool)
+        assert_same_bytes("rings", mine.rings, theirs.rings)
+        packed += int((mine.pool != before).any(2).any(1).sum())
+        assert torch.equal(mine.pool[:NULL_PAGES], before[:NULL_PAGES])
+    assert packed > 2
+
+
+@pytest.mark.parametrize("name,sinks", STORES)
+def test_no_value_is_looked_at(name, sinks):
+    """Tensors without values go through it, and one trace serves every step of its shapes."""
+    step, k, v = (x := random_step(sinks, torch.Generator().manual_seed(1)))[0], *map(longer, x[1:])
+    store = store_of(name, sinks)
+    append_static(store, step, k, v, Q_LEN)  # what is kept for later calls is made of values
+    graph = make_fx(lambda pool, rings, *rest: append_static(
+        PagedStore(store.format, pool, rings, sinks, store.attached, NULL_PAGES), Step(*rest[:4]), *rest[4:], Q_LEN),
+        tracing_mode="fake", _allow_non_fake_inputs=True)(store.pool, store.rings, *step, k, v)
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert not [name for name in names if "_local_scalar_dense" in name or "nonzero" in name]
+    mine, theirs = store_of(name, sinks), store_of(name, sinks)
+    for seed in range(2, 8):
+        step, k, v = random_step(sinks, torch.Generator().manual_seed(seed))
+        graph(mine.pool, mine.rings, *step, longer(k), longer(v))
+        append(theirs, step, k, v)
+        assert_same_bytes("pool", mine.pool, theirs.pool)
+        assert_same_bytes("rings", mine.rings, theirs.rings)
+
+
+def test_a_look_at_a_value_would_be_seen():
+    """The steps that the host reads cannot go without values."""
+    step, k, v = random_step(0, torch.Generator().manual_seed(1))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(Exception, match="_local_scalar_dense"):
+        fakes = [mode.from_tensor(x) for x in (*step, k, v)]
+        append(store_of("k4v4", 0), Step(*fakes[:4]), *fakes[4:])
+
+
+def test_chunks_are_refused():
+    store = store_of("k4v4", 0)
+    step, k, v = random_step(0, torch.Generator().manual_seed(1))
+    for q_len in (0, store.max_q_len + 1):
+        with pytest.raises(ValueError, match=f"q_len: got {q_len}, supported: 1 to {store.max_q_len} tokens a row"):
+            append_static(store, step, k, v, q_len)
