@@ -118,10 +118,11 @@ def _append(k, v, rows, ring_rows, *arguments) -> None:
 def _append_in_torch(cache: HeldCache, rows: torch.Tensor, ring_rows: torch.Tensor, k: torch.Tensor,
                      v: torch.Tensor) -> None:
     """What the kernels do, marks in ``faults`` included."""
-    if len(ring_rows) and not (0 <= ring_rows.min() and ring_rows.max() < len(cache.ring_k)):
+    is_row = (rows >= 0) & (rows < len(cache.n_tok))
+    if (is_row & ((ring_rows < 0) | (ring_rows >= len(cache.ring_k)))).any():
         raise IndexError(f"ring_rows: got {ring_rows.tolist()}, supported: 0 to {len(cache.ring_k) - 1}")
     for i, (row, ring_row) in enumerate(zip(rows.tolist(), ring_rows.tolist())):
-        if not 0 <= row < len(cache.n_tok):
+        if not is_row[i]:
             cache.faults[-1] = 1
         elif cache.n_tok[row] + k.shape[1] > cache.limit[row]:
             cache.faults[row] = 1
