@@ -59,7 +59,7 @@ class Fp16(Arithmetic):
         255 registers fall a few short; in 16 rows also for boosted channels, for groups of V with one of these two, and
         by one for K per token with every feature.
         """
-        if cfg.col_blocks > 1 and cfg.k.is_per_token and {"softcap", "window"} <= set(cfg.features):
+        if cfg.col_blocks > 1 and cfg.k.is_per_token and cfg.has_softcap and cfg.has_window:
             return True
         is_full = cfg.has_mixed or (cfg.v.groups > 1 and bool(cfg.features))
         if cfg.col_blocks > 1 and (cfg.boost or (is_full and cfg.v.groups > 1)):
