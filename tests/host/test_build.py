@@ -146,7 +146,7 @@ def test_built_kernel_has_no_spills_and_fits(key):
     if not built:
         pytest.skip("not built here: make hopper, make ampere")
     entry = built.facts
-    may_spill = not kernels.checks(key).forbid  # packing: Kitty and boosted values at head_dim 256, codebooks
+    may_spill = not set(sass.SPILLS) & set(kernels.checks(key).forbid)  # of all checks of its machine code
     assert (entry["spills"] == 0 or may_spill) and 0 < entry["registers"] <= 255
     assert entry["smem_total_bytes"] <= kernels.SMEM_LIMIT_BYTES[key.target]
 
