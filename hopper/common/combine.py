@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from lowbit_attn import _private
+from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.common.numbers import LOWEST, NEG_INF
@@ -322,11 +322,8 @@ def access(element, at: Int64, count: int) -> cute.Tensor:
 
 
 def load(at: Int64, count: int) -> list[Uint32]:
-    """Several words that other CTAs may be writing: each is an old value or a new one."""
-    kind = _private.vector_type(Uint32, count)
-    words = cute.arch.load(access(Uint32, at, count).iterator, kind, sem="relaxed", scope="gpu")
-    words = cute.TensorSSA(words, (count,), Uint32)
-    return [words[i] for i in range(count)]
+    """Several words that other CTAs may be writing."""
+    return ptx.load_relaxed(access(Uint32, at, count).iterator, count)
 
 
 def store(at: Int64, values: cute.Tensor) -> None:

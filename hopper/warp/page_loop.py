@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from lowbit_attn import _private
+from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common.abi import Rows, View, block_rows, first_token
 from lowbit_attn.hopper.common.scratch import LINE_WORDS
 from lowbit_attn.hopper.common.tuning import FAR, FEW_PAGES, Rule
@@ -148,7 +148,7 @@ def is_behind(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: In
                 is_near = cutlass.max(found, 0 - found) <= FAR * cfg.page_warps
                 cute.arch.atomic_exch(pace.words + LEAD, found * Int32(is_near), sem="relaxed", scope="cta")
     if knows & (lag < -(pace.total // rule.ahead)):
-        _private.nanosleep(wait_ns(rule, pace, lag))
+        ptx.nanosleep(wait_ns(rule, pace, lag))
     return knows & (lag > pace.total // rule.behind)
 
 

@@ -1,7 +1,6 @@
-"""Private names of torch, Python and CuTe-DSL: all that are used, each beside the public way to the same answer.
+"""Private names of torch and Python: all that are used, each beside the public way to the same answer.
 
-They save microseconds of a decode call, or are the only ones with a setting that kernels need. Where a version lacks
-one, the public way is taken.
+They save microseconds of a decode call. Where a version lacks one, the public way is taken. Of the DSLs none is used.
 """
 
 import os
@@ -62,31 +61,3 @@ def environment(name: str) -> Callable[[], bytes | None]:
     """
     get, encode = _find(os.environ, "_data.get"), _find(os.environ, "encodekey")
     return partial(get, encode(name)) if get and encode else partial(os.environb.get, os.fsencode(name))
-
-
-def nanosleep(ns) -> None:
-    """Let a warp sleep for about so many nanoseconds; in a kernel. Without the name it goes on at once: only the time
-    of its copies changes."""
-    try:
-        from cutlass._mlir.dialects.nvvm import nanosleep as sleep
-    except ImportError:
-        return
-    sleep(ns.ir_value())
-
-
-def vector_type(element: type, count: int):
-    """The DSL's type of ``count`` numbers, which its loads with an order of memory take; in a kernel."""
-    try:
-        from cutlass._mlir.ir import VectorType
-    except ImportError:
-        return public_vector_type(element, count)
-    return VectorType.get([count], element.mlir_type)
-
-
-def public_vector_type(element: type, count: int):
-    """The type of a vector that is loaded from registers; the compiler drops the load."""
-    import cutlass.cute as cute
-
-    registers = cute.make_rmem_tensor(count, element)
-    registers.fill(0)
-    return registers.load().ir_value().type

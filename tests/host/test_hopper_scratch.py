@@ -8,7 +8,12 @@ import torch
 
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
+import cutlass.cute as cute  # noqa: E402
+from cutlass import Int32, Uint32  # noqa: E402
+from cutlass.cute.runtime import make_fake_compact_tensor  # noqa: E402
+
 from host.integers import replace_integers  # noqa: E402
+from lowbit_attn.device import ptx  # noqa: E402
 from lowbit_attn.hopper import scratch  # noqa: E402
 from lowbit_attn.hopper.common import combine  # noqa: E402
 from lowbit_attn.hopper.common.abi import Rows  # noqa: E402
@@ -45,3 +50,25 @@ def test_slots_of_scratch_lie_apart(monkeypatch, splits, rows, live, head_dim):
     used = {8 * (acc // 8) for acc, _ in found} | {8 * (pair // 8) for _, pair in found}
     assert len(found) == 2 * count and len(used) == 3 * count, "8 bytes of a slot in another"
     assert place_bytes <= min(used) and max(used) + 8 <= 2 * place_bytes
+
+
+def test_a_slot_is_read_in_two_accesses_of_whole_numbers(tmp_path):
+    """Relaxed ones, of GPU scope: others may be writing there; and a sleep is the hardware's."""
+    @cute.kernel
+    def copy(x: cute.Tensor):
+        words, at = cute.make_rmem_tensor(combine.SLOT_WORDS, Uint32), x.iterator.toint()
+        combine.load_slot(combine.Slot(at, at + 4 * combine.CHANNELS), words)
+        ptx.nanosleep(Int32(words[0]))
+        for i in range(combine.SLOT_WORDS):
+            x[i] = words[i] + Uint32(1)
+
+    @cute.jit
+    def launch(x: cute.Tensor):
+        copy(x).launch(grid=(1, 1, 1), block=(1, 1, 1))
+
+    tensor = make_fake_compact_tensor(Uint32, (8,), assumed_align=16)
+    made = cute.compile(launch, tensor, options=f"--gpu-arch sm_90a --keep-ptx --dump-dir {tmp_path}").artifacts.PTX
+    lines = (made if isinstance(made, str) else made.decode()).splitlines()
+    loads = [line.split()[0] for line in lines if line.strip().startswith("ld.") and ".param" not in line]
+    assert loads == ["ld.relaxed.gpu.global.v4.b32", "ld.relaxed.gpu.global.v2.b32"]
+    assert sum("nanosleep.u32" in line for line in lines) == 1

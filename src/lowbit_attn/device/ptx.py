@@ -8,6 +8,16 @@ OR_OF_AND = 0xEA  # lop3 table of (a & b) | c
 EVICT_FIRST, EVICT_UNCHANGED = 0x12F00000, 0x10F00000
 
 
+def one_word(text: str, *operands) -> Uint32:
+    """The word {$w0} that an instruction makes of operands {$r0}, {$r1}, ..."""
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=list(operands))
+
+
+def some_words(text: str, count: int, *operands) -> list[Uint32]:
+    """The words {$w0}, {$w1}, ... of an instruction that makes ``count``, at least two."""
+    return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * count, read_only_args=list(operands)))
+
+
 def bulk_copy(target, source, nbytes: int, barrier, policy) -> None:
     """Start a bulk copy from global memory to this CTA's shared memory; barrier: counts its bytes; policy: high word of
     L2's. The DSL's own copy compiles without its policy."""
@@ -18,72 +28,76 @@ def bulk_copy(target, source, nbytes: int, barrier, policy) -> None:
         read_only_args=[target, source, barrier, policy])
 
 
+def load_relaxed(source, count: int) -> list[Uint32]:
+    """``count`` (2 or 4) words of global memory that other CTAs may be writing, in one access: each is an old value or
+    a new one."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    return some_words(f"ld.relaxed.gpu.global.v{count}.b32 {{{names}}}, [{{$r0}}];", count, source)
+
+
+def nanosleep(ns) -> None:
+    """Let a warp sleep for about so many nanoseconds."""
+    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[ns])
+
+
 def load_words(source, policy) -> list[Uint32]:
     """16 bytes of global memory; policy: L2's, 64 bits."""
-    return list(cute.arch.inline_ptx("ld.global.L2::cache_hint.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}], {$r1};",
-                                     write_only_types=[Uint32] * 4, read_only_args=[source, policy]))
+    return some_words("ld.global.L2::cache_hint.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}], {$r1};", 4,
+                      source, policy)
 
 
 def fma_f16x2(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
     """a * b + c on both fp16 halves, one rounding; subnormals kept. No operand may be a constant."""
-    return cute.arch.inline_ptx("fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32],
-                                read_only_args=[a, b, c])
+    return one_word("fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};", a, b, c)
 
 
 def fma_f16x2_const(a: Uint32, b: int, c: int) -> Uint32:
     """a * b + c on both fp16 halves, where b and c are the constants' bits, both halves of 32."""
-    return cute.arch.inline_ptx(
-        f"{{ .reg .b32 b, c; mov.b32 b, {b:#x}; mov.b32 c, {c:#x}; fma.rn.f16x2 {{$w0}}, {{$r0}}, b, c; }}",
-        write_only_types=[Uint32], read_only_args=[a])
+    text = f"mov.b32 b, {b:#x}; mov.b32 c, {c:#x}; fma.rn.f16x2 {{$w0}}, {{$r0}}, b, c;"
+    return one_word(f"{{ .reg .b32 b, c; {text} }}", a)
 
 
 def low_halves(a: Uint32, b: Uint32) -> Uint32:
     """Low half of a in the low half, low half of b in the high half."""
-    return cute.arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x5410;", write_only_types=[Uint32],
-                                read_only_args=[a, b])
+    return one_word("prmt.b32 {$w0}, {$r0}, {$r1}, 0x5410;", a, b)
 
 
 def high_halves(a: Uint32, b: Uint32) -> Uint32:
     """High half of a in the low half, high half of b in the high half."""
-    return cute.arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32],
-                                read_only_args=[a, b])
+    return one_word("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", a, b)
 
 
 def mul_f16x2(a: Uint32, b: Uint32) -> Uint32:
     """a * b on both fp16 halves, one rounding; subnormals kept. No operand may be a constant."""
-    return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+    return one_word("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", a, b)
 
 
 def max_u16x2(a: Uint32, b: Uint32) -> Uint32:
     """Maximum of both unsigned 16-bit halves: of fp16 and of bf16 without sign bits, where a NaN is the largest."""
-    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+    return one_word("max.u16x2 {$w0}, {$r0}, {$r1};", a, b)
 
 
 def movmatrix(a: Uint32) -> Uint32:
     """Transpose an 8x8 matrix of 16-bit values of which each lane holds two: by the whole warp."""
-    return cute.arch.inline_ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Uint32],
-                                read_only_args=[a])
+    return one_word("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", a)
 
 
 def permute(a: Uint32, b: Uint32, selector) -> Uint32:
     """Bytes of a (0 .. 3) and b (4 .. 7), chosen by the selector's nibbles, lowest first; selector: int or Uint32."""
-    return cute.arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32],
-                                read_only_args=[a, b, Uint32(selector)])
+    return one_word("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", a, b, Uint32(selector))
 
 
 def lookup(address, offset: int, words: int) -> list[Uint32]:
     """``words`` (1 or 2) words of shared memory that does not change while lookups run, ``offset`` bytes behind an
     address: free to be moved between other accesses, unlike the DSL's loads."""
-    names = ", ".join(f"{{$w{i}}}" for i in range(words))
-    load = f"ld.shared.v2.b32 {{{names}}}" if words == 2 else f"ld.shared.b32 {names}"
-    found = cute.arch.inline_ptx(f"{load}, [{{$r0}}+{offset}];", write_only_types=[Uint32] * words,
-                                 read_only_args=[address])
-    return list(found) if words > 1 else [found]
+    if words == 1:
+        return [one_word(f"ld.shared.b32 {{$w0}}, [{{$r0}}+{offset}];", address)]
+    return some_words(f"ld.shared.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}}+{offset}];", words, address)
 
 
 def add_f16x2(a: Uint32, b: Uint32) -> Uint32:
     """a + b on both fp16 halves."""
-    return cute.arch.inline_ptx("add.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+    return one_word("add.rn.f16x2 {$w0}, {$r0}, {$r1};", a, b)
 
 
 def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signed: bool) -> list[Uint32]:
@@ -94,22 +108,18 @@ def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signe
     kind = "s8" if is_signed else "u8"
     names = iter(range(len(a) + len(b) + len(acc)))
     operands = ", ".join(f"{{ {', '.join(f'{{$r{next(names)}}}' for _ in registers)} }}" for registers in (a, b, acc))
-    return list(cute.arch.inline_ptx(
-        f"mma.sync.aligned.m16n8k{16 * len(b)}.row.col.s32.u8.{kind}.s32 "
-        f"{{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, {operands};",
-        write_only_types=[Uint32] * 4, read_only_args=[*a, *b, *acc]))
+    return some_words(f"mma.sync.aligned.m16n8k{16 * len(b)}.row.col.s32.u8.{kind}.s32 "
+                      f"{{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, {operands};", 4, *a, *b, *acc)
 
 
 def of_cta(address, rank) -> Uint32:
     """Where this CTA's shared address is in CTA ``rank`` of its cluster."""
-    return cute.arch.inline_ptx("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32],
-                                read_only_args=[address, rank])
+    return one_word("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", address, rank)
 
 
 def load_of_cta(address) -> Uint32:
     """A word at an address of ``of_cta``."""
-    return cute.arch.inline_ptx("ld.shared::cluster.b32 {$w0}, [{$r0}];", write_only_types=[Uint32],
-                                read_only_args=[address])
+    return one_word("ld.shared::cluster.b32 {$w0}, [{$r0}];", address)
 
 
 def trap() -> None:
@@ -119,12 +129,11 @@ def trap() -> None:
 
 def opaque(x) -> Uint32:
     """x, of which the compiler knows nothing."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[Uint32(x)])
+    return one_word("mov.b32 {$w0}, {$r0};", Uint32(x))
 
 
 def any_of(barrier, threads: int, flag: Uint32) -> Uint32:
     """1 if ``flag`` is not 0 in any of the ``threads`` that meet at a named barrier, else 0; by whole warps."""
-    return cute.arch.inline_ptx(
-        "{ .reg .pred own, any; setp.ne.u32 own, {$r1}, 0;"
-        f" barrier.cta.red.or.pred any, {{$r0}}, {threads}, own; selp.u32 {{$w0}}, 1, 0, any; }}",
-        write_only_types=[Uint32], read_only_args=[barrier, flag])
+    return one_word("{ .reg .pred own, any; setp.ne.u32 own, {$r1}, 0;"
+                    f" barrier.cta.red.or.pred any, {{$r0}}, {threads}, own; selp.u32 {{$w0}}, 1, 0, any; }}",
+                    barrier, flag)
