@@ -7,8 +7,9 @@
     decode.py, config.py   the kernel of a key
 """
 
-from lowbit_attn.hopper.common.scratch import CLUSTERS, EMPTY
+
 from lowbit_attn.hopper.common.support import PATHS
+from lowbit_attn.hopper.common.tuning import CLUSTERS, EMPTY
 from lowbit_attn.hopper.scratch import cluster_scratch, even_scratch, fits_clusters, scratch
 
 SPLITS_COOPERATE = True  # all splits of a call must run at once

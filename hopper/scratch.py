@@ -1,6 +1,6 @@
 """Scratch of a decode call: how many words its splits, clusters or CTAs of an even share exchange."""
 
-from lowbit_attn.hopper.common.scratch import (
+from lowbit_attn.hopper.common.tuning import (
     CHUNK_CHANNELS,
     CLUSTER_WORDS,
     EMPTY,

@@ -20,8 +20,14 @@ from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.common.numbers import LOWEST, NEG_INF
-from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, EMPTY, LINE_WORDS, SLOT_WORDS
-from lowbit_attn.hopper.common.tuning import MOST_LANES_LOG2, SLOTS_AT_ONCE
+from lowbit_attn.hopper.common.tuning import (
+    CHUNK_CHANNELS,
+    EMPTY,
+    LINE_WORDS,
+    MOST_LANES_LOG2,
+    SLOT_WORDS,
+    SLOTS_AT_ONCE,
+)
 from lowbit_attn.registers import LN_2, LOG2_E
 
 CHANNELS = CHUNK_CHANNELS  # of one thread: 16 bytes of a split's o

@@ -14,7 +14,7 @@ class Splits(Schedule):
     may_cluster = True
 
     def kernel(self, cfg: WarpConfig):
-        if cfg.has_books:
+        if cfg.arithmetic.has_books:
             from lowbit_attn.hopper.schedule.book_splits import BookSplitsSm90
 
             return BookSplitsSm90(cfg)

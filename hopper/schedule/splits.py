@@ -19,14 +19,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from lowbit_attn import layout
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import DecodeKernel, Grid, Options, Results, Rows, View, guess_counts, right_counts
 from lowbit_attn.hopper.common.tuning import FEW_PAGES
 from lowbit_attn.hopper.warp import fetch, merge, residual, softmax, unpack, walk
-from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
+from lowbit_attn.hopper.warp.config import WARP, WarpConfig
 from lowbit_attn.hopper.warp.page_loop import Call, load_base, make_pace, packed_pages, rows_of, token_rows
 
+SMEM_ALIGN = layout.RECORD_ALIGN  # of each piece of shared memory
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
 
 
@@ -40,28 +42,12 @@ class SplitsSm90(DecodeKernel):
 
     def storage(self):
         """Shared memory in the order of ``WarpConfig.smem_plan``."""
-        words = {name: nbytes // WORD for name, nbytes in self.cfg.smem_plan.items()}
-        buffer_words, plan_words, query_words, barriers = (words[x] for x in ("buffer", "plans", "query", "barriers"))
-        pace_words, channel_words, sum_words = words["pace"], words.get("channels"), words.get("sums")
-        inbox_words, book_words = words.get("inbox"), words.get("books")
-
-        @cute.struct
-        class Smem:
-            buffer: cute.struct.Align[cute.struct.MemRange[Uint32, buffer_words], 128]
-            if book_words:
-                books: cute.struct.Align[cute.struct.MemRange[Uint32, book_words], 128]
-            plans: cute.struct.Align[cute.struct.MemRange[Int32, plan_words], 128]
-            query: cute.struct.Align[cute.struct.MemRange[Uint32, query_words], 128]
-            if channel_words:
-                channels: cute.struct.Align[cute.struct.MemRange[Uint32, channel_words], 128]
-            if sum_words:
-                sums: cute.struct.Align[cute.struct.MemRange[Float32, sum_words], 128]
-            if inbox_words:
-                inbox: cute.struct.Align[cute.struct.MemRange[Uint32, inbox_words], 128]
-            pace: cute.struct.Align[cute.struct.MemRange[Int32, pace_words], 128]
-            bars: cute.struct.Align[cute.struct.MemRange[Int64, barriers // 2], 128]
-
-        return Smem
+        kinds = {"plans": Int32, "sums": Float32, "pace": Int32, "barriers": Int64}
+        fields = {}
+        for name, nbytes in self.cfg.smem_plan.items():
+            kind = kinds.get(name, Uint32)
+            fields[name] = cute.struct.Align[cute.struct.MemRange[kind, 8 * nbytes // kind.width], SMEM_ALIGN]
+        return cute.struct(type("Smem", (), {"__annotations__": fields}))
 
     def launch(self, q: cute.Tensor, view: View, results: Results, options: Options, grid: Grid, stream) -> None:
         splits, in_clusters = results.partials.shape[1], merge.is_cluster(self.cfg, results.partials)
@@ -87,7 +73,7 @@ class SplitsSm90(DecodeKernel):
         ids, place, counts, words = load_inputs(cfg, call, rows, results.sink_logits, me,
                                                 walk.page_place(block[2], partials.shape[1], me.warp), apart)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
-        ring = make_ring(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me, view, rows)
+        ring = make_ring(cfg, smem.buffer.data_ptr(), smem.barriers.data_ptr(), me, view, rows)
         ids, counts = right_inputs(cfg, view, rows, place, counts, ids,
                                    walk.page_place(block[2], partials.shape[1], me.warp), apart, me)
         work = walk.plan(*counts, rows.q_len, limits.window if cfg.has_window else None, block[2], partials.shape[1],
@@ -108,13 +94,13 @@ class SplitsSm90(DecodeKernel):
         outputs = combine.Outputs(*results, combine.block_of(block), block[2])
         inbox = None
         if cutlass.const_expr(cfg.has_clusters):
-            inbox = merge.Inbox(smem.inbox.data_ptr(), smem.bars.data_ptr() + cfg.warps * cfg.warp_barriers)
+            inbox = merge.Inbox(smem.inbox.data_ptr(), smem.barriers.data_ptr() + cfg.warps * cfg.warp_barriers)
             merge.begin_cluster(cfg, inbox, outputs, rows)
         if ~merge.is_cluster(cfg, partials):
             combine.prefetch(outputs, rows, WARP * me.warp + own_lane)
         state = softmax.make_state(cfg)
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
-        if cutlass.const_expr(cfg.has_books):
+        if cutlass.const_expr(cfg.arithmetic.has_books):
             channels = ring.books
         queries = cfg.arithmetic.steps.prepare_query(cfg, words, scale_log2, me, smem.query.data_ptr(), channels)
         cute.arch.sync_threads()
@@ -127,7 +113,7 @@ class SplitsSm90(DecodeKernel):
         cfg.arithmetic.steps.finish(cfg, state, me, ring)
         # values of their own, as unpack.fresh has them
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
-        own_query = smem.query.data_ptr() if cutlass.const_expr(cfg.has_books) else None
+        own_query = smem.query.data_ptr() if cutlass.const_expr(cfg.arithmetic.has_books) else None
         me, rows = token_units(cfg, call, pages, plans, ring, me, queries, rows, state, scale_log2, limits,
                                partials.shape[1], own_query)
         merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(*results, combine.block_of(block), block[2]))
@@ -140,7 +126,8 @@ def make_ring(cfg: cutlass.Constexpr[WarpConfig], buffer: cute.Pointer, barriers
     ring = fetch.ring_of(cfg, buffer, barriers, me.warp)
     with cute.arch.elect_one():
         fetch.init(cfg, ring)
-    if cutlass.const_expr(cfg.has_books):
+    if cutlass.const_expr(cfg.arithmetic.has_books):
+        ring = ring._replace(books=cfg.arithmetic.steps.place_books(cfg, buffer, barriers))
         if cute.arch.thread_idx()[0] == 0:
             cfg.arithmetic.steps.start_books(cfg, view.books, rows, ring.books)
     cute.arch.mbarrier_init_fence()
@@ -150,11 +137,9 @@ def make_ring(cfg: cutlass.Constexpr[WarpConfig], buffer: cute.Pointer, barriers
 
 def pages_of(cfg: WarpConfig, view: View, row: Int32, rows: Rows, work: walk.Walk, apart: Int32) -> fetch.Pages:
     """The warp's pages, or pieces of pages, of a row of the table."""
-    first, number = view.first_entry(row, rows.head_idx), 0
+    first, number = view.first_entry(row, rows.head_idx), work.first_page
     if cfg.k.cut == 1:
-        first = first + work.first_page
-    else:
-        number = work.first_page
+        first, number = first + number, 0
     return fetch.Pages(view.pool, view.table, first, work.num_pages, view.page_stride,
                        Int64(rows.head_idx) * Int64(view.head_stride), apart, Int32(ptx.EVICT_FIRST), number)
 

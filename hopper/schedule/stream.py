@@ -55,7 +55,7 @@ class StreamSm90(SplitsSm90):
         base = load_base(on_pace)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
-        own = Own(fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.bars.data_ptr(), me.warp),
+        own = Own(fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.barriers.data_ptr(), me.warp),
                   smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
                   channels + me.warp * (cfg.channel_bytes // WORD),
                   walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),

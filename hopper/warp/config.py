@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from lowbit_attn import layout, registers
-from lowbit_attn.formats.spec import Kind, SideSpec
-from lowbit_attn.hopper.common.scratch import CHUNK_CHANNELS, CLUSTERS, SLOT_WORDS
-from lowbit_attn.hopper.common.tuning import MAX_WARPS, MIN_SLOTS, PAGE_WARPS, UNDER_WAY, Rule
+from lowbit_attn.formats.spec import SideSpec
+from lowbit_attn.hopper.common import tuning
+from lowbit_attn.hopper.common.tuning import MAX_WARPS, MIN_SLOTS, PAGE_WARPS, Rule
 from lowbit_attn.registers import WIDE_HEAD_DIM
 
 TARGET = "sm_90a"
@@ -25,7 +25,6 @@ UNIT_TOKENS = 16  # 16-bit tokens that a warp takes at a time
 PLAN_WORDS = 20  # of shared memory in which a warp keeps its rows and its walk, in whole accesses
 PIECES = 2  # of a page: the K part, then the V part
 ROW_TILES = layout.PAGE_TOKENS // layout.TILE  # of K
-BOOK_BARRIERS = 2  # of a CTA: codebooks of K, of V
 BOOST_BITS = 2  # of both planes of boosted K: rows then have the same powers, and S takes both
 BOOST_WEIGHT = float(1 << BOOST_BITS)  # of a high code
 
@@ -52,7 +51,7 @@ class Arithmetic:
     query_width = 2  # bytes of an element of q's operand in shared memory
     merge_pad = 4  # floats between query rows of O at the merge, beside a row, so that writes have no bank conflict
     query_parts = 1  # 16-bit numbers whose sum is an element of q for 16-bit tokens
-    most_warps = 0  # of a CTA, where shared memory alone would allow more; 0: as ``make_config`` has it for others
+    has_books = False  # codebooks of the KV head are in shared memory: see arith/codebook/config.py
     has_true_scale = False  # O is in its own units all along, and zero-points join it at the merge
     sass_need: tuple[str, ...]
 
@@ -85,18 +84,13 @@ class Arithmetic:
         """Whether q's operand is read from shared memory for every page instead of staying in registers."""
         raise NotImplementedError
 
-    def book_bytes(self, cfg) -> int:
-        """Shared memory for codebooks of the KV head and what comes with them; 0: there are none.
+    def sides(self, k: "SidePlan", v: "SidePlan") -> tuple["SidePlan", "SidePlan"]:
+        """Sides as its warps take them: other ones where a page comes in pieces."""
+        return k, v
 
-        With some, a module has two steps more:
-            start_books(cfg, books, rows, place)     start their copies; one thread calls it, at the kernel's start
-            token_query(cfg, shared, ring, me)       (words, [column] factor) of q for 16-bit tokens, as B operand
-        """
-        return 0
-
-    def page_cut(self, k, v) -> int:
-        """In how many pieces of consecutive tokens a warp takes a page with these sides; 0: as a whole, always."""
-        return 0
+    def config(self, *fields) -> "WarpConfig":
+        """A configuration that has it: of a subclass where shared memory has more in it."""
+        return WarpConfig(*fields)
 
     def has_halves(self, cfg) -> bool:
         """Whether V of a warp's one page comes in two halves (fetch.is_single)."""
@@ -138,22 +132,13 @@ class Schedule:
 class SidePlan(SideSpec):
     """One side of a record as the multiplies read it: 16x16 tiles whose columns are their reduction side."""
 
-    cut: int = 1  # pieces of consecutive tokens in which a page comes; nbytes, meta and rows are of a piece in its slot
+    cut = 1  # pieces of consecutive tokens in which a page comes to a warp
     first_col: int = 0  # of one of ``runs``: its first column, and how many; 0: all
     num_cols: int = 0
 
     @property
-    def tokens(self) -> int:
-        """Tokens that a warp takes at a time."""
-        return layout.PAGE_TOKENS // self.cut
-
-    @property
-    def rows(self) -> int:
-        return self.head_dim if self.transposed else self.tokens
-
-    @property
     def cols(self) -> int:
-        return self.num_cols or (self.tokens if self.transposed else self.head_dim)
+        return self.num_cols or super().cols
 
     @property
     def runs(self) -> tuple["SidePlan", ...]:
@@ -167,24 +152,6 @@ class SidePlan(SideSpec):
     def early_tiles(self) -> int:
         """Column tiles of the last run that are in the first half of all columns."""
         return self.col_tiles // 2 - self.runs[-1].first_col // layout.TILE
-
-    @property
-    def groups(self) -> int:
-        """Groups of scales and zero-points; a codebook's page has one of what takes their place."""
-        return 1 if self.kind is Kind.CODEBOOK else super().groups
-
-    @property
-    def has_meta(self) -> bool:
-        """Whether something stands beside the codes; not in V of a codebook without norms."""
-        return self.meta < self.nbytes
-
-    @property
-    def copies(self) -> list[tuple[int, int, int, int]]:
-        """(offset in the slot, bytes, offset in the record, bytes from there to the next piece's) of a piece's runs."""
-        codes, meta = self.meta, self.nbytes - self.meta
-        found = [(0, codes, self.start, codes)]
-        behind = (codes, meta, self.start + self.cut * codes, meta * self.transposed)  # K's mean is of all
-        return [*found, behind] if meta else found
 
     @property
     def middle(self) -> int:
@@ -240,15 +207,6 @@ class WarpConfig:
         return (layout.PAGE_TOKENS // self.k.cut).bit_length() - 1
 
     @property
-    def book_bytes(self) -> int:
-        """Shared memory of codebooks and of what comes with them; 0: of a format without."""
-        return self.arithmetic.book_bytes(self)
-
-    @property
-    def has_books(self) -> bool:
-        return self.book_bytes > 0
-
-    @property
     def query_width(self) -> int:
         """Bytes of an element of q's operand in shared memory."""
         return self.arithmetic.query_width
@@ -265,7 +223,7 @@ class WarpConfig:
     @property
     def has_clusters(self) -> bool:
         """Whether its splits may be a cluster: above WIDE_HEAD_DIM their sums would take a warp's shared memory."""
-        return self.head_dim <= WIDE_HEAD_DIM and self.schedule.may_cluster and not self.has_books
+        return self.head_dim <= WIDE_HEAD_DIM and self.schedule.may_cluster
 
     @property
     def has_halves(self) -> bool:
@@ -278,11 +236,23 @@ class WarpConfig:
         return self.slots + 1 + self.has_halves
 
     @property
+    def barriers(self) -> int:
+        """Barriers of a CTA: those of its warps, then the cluster's."""
+        return self.warps * self.warp_barriers + 1
+
+    @property
     def mixed_steps(self) -> ModuleType:
         """The module of units whose K is packed while their V is in 16 bit (mixed.py); imports the DSL."""
         from lowbit_attn.hopper.warp import mixed
 
         return mixed
+
+    @property
+    def masks(self) -> ModuleType:
+        """The module of what ``features`` do to scores (masks.py); imports the DSL."""
+        from lowbit_attn.hopper.warp import masks
+
+        return masks
 
     @property
     def has_softcap(self) -> bool:
@@ -325,7 +295,7 @@ class WarpConfig:
         if self.own_queries:
             return self.warps
         few = PAGE_WARPS // self.ctas_per_sm
-        has_large_pages = PAGE_WARPS * (self.k.nbytes + self.v.nbytes) >= 2 * UNDER_WAY
+        has_large_pages = PAGE_WARPS * (self.k.nbytes + self.v.nbytes) >= 2 * tuning.UNDER_WAY
         return few if has_large_pages and few < self.warps else self.warps
 
     @property
@@ -334,8 +304,7 @@ class WarpConfig:
 
     @property
     def slot_bytes(self) -> int:
-        least = -(-self.unit_bytes // MIN_SLOTS) if self.has_books else 0  # rings of two slots must hold a unit
-        return max(self.k.nbytes, self.v.nbytes, least)
+        return max(self.k.nbytes, self.v.nbytes)
 
     @property
     def warp_bytes(self) -> int:
@@ -375,20 +344,18 @@ class WarpConfig:
     @property
     def inbox_slots(self) -> int:
         """Chunks that a split gets from the others of its cluster, at most."""
-        warps = -(-self.rows * self.head_dim // (CHUNK_CHANNELS * WARP))
-        return max((splits - 1) * -(-warps // splits) * WARP for splits in CLUSTERS)
+        warps = -(-self.rows * self.head_dim // (tuning.CHUNK_CHANNELS * WARP))
+        return max((splits - 1) * -(-warps // splits) * WARP for splits in tuning.CLUSTERS)
 
     @property
     def smem_plan(self) -> dict[str, int]:
         """Bytes of each piece of shared memory, in order."""
         first = {"buffer": layout.align_record(self.warps * self.warp_bytes)}
-        first |= {"books": layout.align_record(self.book_bytes)} if self.has_books else {}
-        barriers = self.warps * self.warp_barriers + 1 + BOOK_BARRIERS * self.has_books
-        last = {"pace": layout.RECORD_ALIGN, "barriers": layout.align_record(8 * barriers)}
+        last = {"pace": layout.RECORD_ALIGN, "barriers": layout.align_record(8 * self.barriers)}
         if own := self.schedule.own_plan(self):
             return first | {name: layout.align_record(self.warps * nbytes) for name, nbytes in own.items()} | last
         channels = {"channels": self.channel_bytes} if self.boost else {}
-        inbox = {"inbox": layout.align_record(WORD * SLOT_WORDS * self.inbox_slots)} if self.has_clusters else {}
+        inbox = {"inbox": layout.align_record(WORD * tuning.SLOT_WORDS * self.inbox_slots)} if self.has_clusters else {}
         return first | {
             "plans": layout.align_record(WORD * PLAN_WORDS * self.warps),
             "query": layout.align_record(max(1, self.query_bytes)), **channels, **inbox,

@@ -14,8 +14,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common.scratch import LINE_WORDS
-from lowbit_attn.hopper.common.tuning import PASSING_BYTES
+from lowbit_attn.hopper.common.tuning import LINE_WORDS, PASSING_BYTES
 from lowbit_attn.hopper.warp.config import PIECES, WARP, WORD, SidePlan, WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane
 
@@ -28,20 +27,13 @@ class Pages(NamedTuple):
 
     pool: cute.Tensor  # (units, 32) uint32
     table: cute.Tensor  # (entries) int32
-    first: Int32  # entry of the warp's first page
+    first: Int32  # entry of the warp's first page, or of the sequence's where pages come in pieces
     count: Int32
     page_stride: Int32
     head_units: Int64  # head_idx * head_stride
     apart: Int32 | int  # entries from a page of the warp to its next
     policy: Int32 | None  # of L2 for what is copied
-    number: Int32 | int = 0  # of the warp's first piece in the sequence, where pages come in pieces; first: page 0's
-
-
-class BookPlace(NamedTuple):
-    """Shared memory of the CTA's codebooks, uint32: K's, then V's; and a barrier for each."""
-
-    buffer: cute.Pointer
-    full: cute.Pointer
+    number: Int32 | int = 0  # from there to the warp's first piece, where pages come in pieces
 
 
 class Ring(NamedTuple):
@@ -52,7 +44,7 @@ class Ring(NamedTuple):
     full: cute.Pointer  # of this warp
     unit_full: cute.Pointer
     half_full: cute.Pointer
-    books: BookPlace | None = None
+    books: tuple | None = None  # of an arithmetic with codebooks: books.BookPlace
 
 
 class Arrival(NamedTuple):
@@ -67,10 +59,7 @@ class Arrival(NamedTuple):
 def ring_of(cfg: WarpConfig, buffer: cute.Pointer, barriers: cute.Pointer, warp: Int32) -> Ring:
     """buffer, barriers: of the CTA."""
     own = barriers + warp * cfg.warp_barriers
-    books = None
-    if cfg.has_books:
-        books = BookPlace(buffer + cfg.smem_plan["buffer"] // WORD, barriers + (cfg.warps * cfg.warp_barriers + 1))
-    return Ring(buffer, own, own + cfg.slots, own + cfg.slots + 1, books)
+    return Ring(buffer, own, own + cfg.slots, own + cfg.slots + 1)
 
 
 def init(cfg: WarpConfig, ring: Ring) -> None:
@@ -145,7 +134,7 @@ def issue(cfg: cutlass.Constexpr[WarpConfig], side: cutlass.Constexpr[SidePlan],
           warp: Int32, slot: Int32, page_id: Int32, more_bytes: cutlass.Constexpr[int] = 0):
     """Start one bulk copy: a part of a page's record into a slot. more_bytes: what else the barrier shall wait for."""
     if cutlass.const_expr(side.cut > 1):
-        copy_runs(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot)
+        cfg.arithmetic.steps.copy_piece(cfg, side, pages, ring, warp, slot, page_id)
     else:
         copy(cfg, side, pages, ring, warp, slot, page_id, ring.full + slot, range(side.nbytes), more_bytes)
 
@@ -178,18 +167,6 @@ def copy(cfg: WarpConfig, side: SidePlan, pages: Pages, ring: Ring, warp: Int32,
                       words_at(target, len(part), "smem"), mbar_ptr=full)
         else:
             ptx.bulk_copy(target, source, len(part), full.toint(), pages.policy)
-
-
-def copy_runs(cfg: WarpConfig, side: SidePlan, pages: Pages, ring: Ring, warp: Int32, slot: Int32, piece_id: Int32,
-              full: cute.Pointer) -> None:
-    """``copy`` of a piece of a page, whose codes and what stands beside them are runs of their own."""
-    page, piece = piece_id >> side.cut.bit_length() - 1, piece_id % side.cut
-    source = pages.pool.iterator.toint() + (Int64(page) * Int64(pages.page_stride) + pages.head_units) * UNIT_BYTES
-    target = ring.buffer.toint() + (warp * cfg.warp_bytes + slot * cfg.slot_bytes)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, side.nbytes)
-        for to, nbytes, start, step in side.copies:
-            ptx.bulk_copy(target + to, source + (start + piece * step), nbytes, full.toint(), pages.policy)
 
 
 def words_at(address, nbytes: int, space: str) -> cute.Tensor:
@@ -264,10 +241,10 @@ def wait(cfg: cutlass.Constexpr[WarpConfig], side_idx: cutlass.Constexpr[int], p
 
 
 @cute.jit
-def wait_half(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, slot: Int32, phase: Int32, is_single):
+def wait_half(cfg: cutlass.Constexpr[WarpConfig], arrival: Arrival, slot: Int32):
     """Wait for the other half of V."""
-    if is_single:
-        cute.arch.mbarrier_wait(ring.full + slot, phase)
+    if arrival.is_single:
+        cute.arch.mbarrier_wait(arrival.ring.full + slot, arrival.phase)
 
 
 def advance(cfg: WarpConfig, slot: Int32, phase: Int32) -> tuple[Int32, Int32]:

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from lowbit_attn import layout
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.warp import fetch, residual, softmax, unpack
-from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WORD, WarpConfig
+from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WORD, SidePlan, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Pages, Ring
 from lowbit_attn.hopper.warp.softmax import State
 from lowbit_attn.hopper.warp.unpack import Lane
@@ -35,7 +35,8 @@ def run(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, work: Walk, source: re
         phase = phase ^ 1
         piece = unpack.Piece(ring.buffer, me.warp, Int32(0))
         found = cfg.arithmetic.steps.scores(cfg, piece, me, queries, tile)
-        found = softmax.mask_tokens(cfg, found, first_token, work, rows, limits, me)
+        if cutlass.const_expr(cfg.features):
+            found = cfg.masks.mask_tokens(cfg, found, work.first_seen - first_token, rows, limits, me)
         probabilities(cfg, found, state)
         operand = residual.probabilities(cfg, found.acc, 0)
         residual.add_values(cfg, ring, me, operand, cfg.mixed_row, cfg.mixed_row + UNIT_TOKENS, state, None)
@@ -50,7 +51,7 @@ def unit_place(i):
 def probabilities(cfg: WarpConfig, found: softmax.Scores, state: State) -> None:
     """S becomes P; O and the sums go to the new maximum."""
     for column, top in enumerate(softmax.exponentiate(cfg, found, state)):
-        softmax.apply_alpha(cfg, state, column, top, None)
+        softmax.apply_alpha(cfg, state, column, top)
     softmax.add_sums(cfg, state, found.acc)
 
 
@@ -75,3 +76,28 @@ def load_unit(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, source: residual
 def value_row(first_token, slots, lane):
     """Slot of token ``first_token`` + lane: rings hold whole blocks of 64 tokens, so 16 aligned ones never wrap."""
     return first_token % slots + lane
+
+
+def tile_codes(cfg: WarpConfig, side: SidePlan, piece: unpack.Piece, me: Lane, first_tile: int, tile: Uint32,
+               skip=0) -> dict[int, Uint32]:
+    """``unpack.codes`` of one row tile, chosen at run time, of the column tile from ``first_tile`` on.
+
+    They stand where those of row tile 0 would: ``operand`` of first_tile, and the powers of row tile 0.
+    """
+    first, width = side.words_of(first_tile), max(1, side.words_of(1))
+    view = unpack.part_view(cfg, piece, side.codes, width,
+                     layout.plane_bytes(side.rows, side.cols, side.bits) // (width * WORD))
+    at = tile_access(side, first_tile, tile, width) + side.code_access(0, width, me.lane)
+    values = unpack.read(view, Int32(at) + skip * side.block_accesses(width))
+    return {first + i: value >> tile_shift(side, tile) if side.bits < 4 else value for i, value in enumerate(values)}
+
+
+def tile_access(side: SidePlan, first_tile: int, tile, width: int):
+    """Index of lane 0's access of ``width`` words with row tile ``tile`` of the column tile from ``first_tile`` on."""
+    own = tile // layout.tiles_per_word(side.bits) * width  # within the column tile: whole blocks, or of one block
+    return side.code_access(side.words_of(first_tile), width, 0) + side.code_access(own, width, 0)
+
+
+def tile_shift(side: SidePlan, tile):
+    """How far to the right the tile's codes go, to where the word has its first tile's."""
+    return tile % layout.tiles_per_word(side.bits) * (2 * side.bits)

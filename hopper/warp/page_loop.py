@@ -19,8 +19,7 @@ from cutlass import Boolean, Float32, Int32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common.abi import Rows, View, block_rows, first_token
-from lowbit_attn.hopper.common.scratch import LINE_WORDS
-from lowbit_attn.hopper.common.tuning import FAR, FEW_PAGES, Rule
+from lowbit_attn.hopper.common.tuning import FAR, FEW_PAGES, LINE_WORDS, Rule
 from lowbit_attn.hopper.warp import fetch, residual, softmax, unpack, walk
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.unpack import Lane
@@ -173,8 +172,9 @@ def packed_pages(cfg: cutlass.Constexpr[WarpConfig], pages: fetch.Pages, work: w
         # S = K Q^T
         found = cfg.arithmetic.steps.scores(cfg, piece, me, queries)
         slot, phase = fetch.advance(cfg, slot, phase)
-        first_token = (work.first_page + page * pages.apart) * (1 << cfg.page_log2)
-        found = softmax.mask_tokens(cfg, found, first_token, work, rows, limits, me)
+        if cutlass.const_expr(cfg.features):
+            first_token = (work.first_page + page * pages.apart) * (1 << cfg.page_log2)
+            found = cfg.masks.mask_tokens(cfg, found, work.first_seen - first_token, rows, limits, me)
         is_early = behind | fetch.has_come(ring, slot, phase)
         ids = fetch.refill_early(cfg, 1, pages, ring, me, page, slot, ids, is_early)
         maxima = softmax.exponentiate(cfg, found, state)  # hides behind V's way

@@ -29,15 +29,6 @@ def smem_limit(ctas_per_sm: int) -> int:
     return min(SMEM_LIMIT, SM_SMEM // ctas_per_sm - BLOCK_SMEM)
 
 
-def cut_side(side: SidePlan, cut: int) -> SidePlan:
-    """A codebook side whose pages come in ``cut`` pieces, each with K's mean or with its own tokens' norms of V."""
-    if cut == 1:
-        return side
-    codes = side.meta // cut
-    meta = (side.nbytes - side.meta) // (cut if side.transposed else 1)
-    return replace(side, nbytes=codes + meta, meta=codes, cut=cut)
-
-
 def plan_boost(k: SidePlan) -> SidePlan | None:
     """The high codes of boosted channels of K as a matrix of their own, whose columns are slots; or None."""
     if not (high := k.high):
@@ -54,8 +45,7 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, arithmetic: A
     k, v = (SidePlan(**vars(spec)) for spec in fmt.specs(head_dim))
     if v.wide:
         v = replace(v, nbytes=v.wide.positions)  # the last plane, which is not read
-    if cut := arithmetic.page_cut(k, v):
-        k, v = cut_side(k, cut), cut_side(v, cut)
+    k, v = arithmetic.sides(k, v)
     boost = plan_boost(k)
     slot = max(k.nbytes, v.nbytes)
     queries = rows * head_dim * arithmetic.query_width * (2 if boost else 1)  # once more by channel
@@ -64,11 +54,12 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int, arithmetic: A
     has_mixed = fmt.window_v > fmt.window_k
     is_slim = not features and rows <= COLUMNS and head_dim <= 128 and k.groups == v.groups == 1
     is_slim = is_slim and not (has_mixed and k.is_per_token)  # would spill 5 words
-    found = WarpConfig(k, v, head_dim, rows, arithmetic, schedule, dtype, 1, MIN_SLOTS, has_mixed, features, boost)
+    found = arithmetic.config(k, v, head_dim, rows, arithmetic, schedule, dtype, 1, MIN_SLOTS, has_mixed, features,
+                              boost)
     free -= found.smem_plan.get("inbox", 0) + found.smem_plan.get("books", 0)
     fitting, many = free // (MIN_SLOTS * slot + own_bytes(found)), MANY_WARPS // schedule.ctas_per_sm
     warps = many if is_slim and many <= fitting else max(1, min(MAX_WARPS // schedule.ctas_per_sm, fitting))
-    if found.has_books:
+    if arithmetic.has_books:
         slot = found.slot_bytes
         warps = min(arithmetic.most_warps, (free - layout.RECORD_ALIGN) // (MIN_SLOTS * slot + PLAN_WORDS * WORD))
     found = replace(found, warps=warps)

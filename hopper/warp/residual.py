@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.abi import Rows
+from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.warp import softmax, unpack
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WARP, WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import CHUNK_BYTES, Ring
@@ -90,7 +90,7 @@ def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring:
             operand_words.store(words.load())
         else:
             operand_words.store(unpack.load_query(cfg, q, rows, me).load())
-        queries = softmax.queries_of(cfg, rows, me)
+        queries = queries_of(cfg, rows, me)
         for i in cutlass.range(walk.first_unit, walk.num_units, apart, unroll=1):
             now = unit(walk, i, rows.q_len)
             load_unit(cfg, tokens, walk, now, ring, me)
@@ -121,17 +121,32 @@ def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: S
         at = softmax.places(acc, column, blocks)
         logits = [acc[place] * scales[column] for place in at]
         if cfg.has_softcap:
-            logits = [softmax.capped(limits, logit) for logit in logits]
-        seen = [softmax.is_seen(cfg, now, queries[column], Int32(me.g) + 8 * half, limits) for half in (0, 1)]
+            logits = [cfg.masks.capped(limits, logit) for logit in logits]
+        seen = [is_seen(cfg, now, queries[column], Int32(me.g) + 8 * half, limits) for half in (0, 1)]
         # -inf for a token that is dead or not seen, whatever its K holds
         logits = [cutlass.select_(is_seen, logit, Float32(numbers.NEG_INF)) for logit, is_seen in zip(logits, seen)]
         top = numbers.over_lanes(cute.arch.fmax(*logits), numbers.OVER_G, cute.arch.fmax)
         top = cute.arch.fmax(state.row_max[column], top)
-        softmax.apply_alpha(cfg, state, column, top, None)
+        softmax.apply_alpha(cfg, state, column, top)
         for place, logit in zip(at, logits):
             acc[place] = cute.math.exp2(logit - top, fastmath=True)
             state.row_sum[column] = state.row_sum[column] + acc[place]
     add_values(cfg, ring, me, probabilities(cfg, acc, 0), UNIT_TOKENS, 2 * UNIT_TOKENS, state, Uint32(now.live))
+
+
+def queries_of(cfg: WarpConfig, rows: Rows, me: Lane) -> list[Int32]:
+    """[column] the query of each row of this lane."""
+    return [query_and_head(rows, Int32(cfg.arithmetic.column_row(me.t, column)))[0] for column in range(cfg.lane_rows)]
+
+
+def is_seen(cfg: WarpConfig, unit: Unit, query: Int32, token: Int32, limits: softmax.Limits):
+    """Whether a query sees token ``token`` of a 16-bit unit."""
+    stop = unit.reach + query
+    seen = (token < unit.live) & (token < stop)
+    if cfg.has_window:
+        window = limits.window + (limits.sink_window - limits.window) * unit.is_sink
+        seen = seen & (token >= stop - window)
+    return seen
 
 
 def row_view(cfg: WarpConfig, ring: Ring, element, width: int, count: int) -> cute.Tensor:

@@ -1,7 +1,4 @@
-"""Online softmax in base 2 of one warp, by accumulator columns: a lane has columns 2t, 2t + 1 of each 8 query rows.
-
-Before it stand the masks: the window on packed pages, the causal limit too on 16-bit units; and the logits' soft cap.
-"""
+"""Online softmax in base 2 of one warp, by accumulator columns: a lane has columns 2t, 2t + 1 of each 8 query rows."""
 
 from typing import NamedTuple
 
@@ -11,13 +8,9 @@ from cutlass import Float32, Int32
 
 from lowbit_attn import registers
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.warp.config import WarpConfig
-from lowbit_attn.hopper.warp.unpack import Lane
-from lowbit_attn.hopper.warp.walk import Unit, Walk
 
 LAST_PLACE = 2.0**-23  # of fp32, relative
-MIN_SLOPE = 2.0**-100  # far below any slope that matters; -inf times a slope that underflowed to 0 would be NaN
 
 
 class Scores(NamedTuple):
@@ -102,42 +95,36 @@ def add_sums(cfg: WarpConfig, state: State, p: cute.Tensor) -> None:
 
 
 @cute.jit
-def rescale(cfg: cutlass.Constexpr[WarpConfig], state: State, new_max: tuple, scale: Float32 | None):
-    """Bring O, z and the sums to a new maximum and to E with a page's V, if either moves in any lane of the warp.
-
-    scale: V's largest of this lane's share of the page; None: E stays.
-    """
+def rescale(cfg: cutlass.Constexpr[WarpConfig], state: State, new_max: tuple):
+    """Bring O, z and the sums to new maxima, if one moves in any lane of the warp."""
     moved = Int32(0)
-    if cutlass.const_expr(scale is not None):
-        moved = Int32(scale > numbers.pow2(-state.exponent[0]))
     for column in cutlass.range_constexpr(cfg.lane_rows):
         moved = moved | Int32(new_max[column] > state.row_max[column])
     if cute.arch.vote_any_sync(moved != 0):
-        exponent = state.exponent[0]
-        if cutlass.const_expr(scale is not None):
-            own = -numbers.ceil_log2(numbers.warp_max(scale), registers.MIN_SCALE_LOG2)
-            exponent = cutlass.min(exponent, own)
-        down = numbers.pow2(cutlass.max(exponent - state.exponent[0], Int32(-126)))
         for column in cutlass.range_constexpr(cfg.lane_rows):
-            apply_alpha(cfg, state, column, new_max[column], down)
-        state.exponent[0] = exponent
+            apply_alpha(cfg, state, column, new_max[column])
 
 
-def apply_alpha(cfg: WarpConfig, state: State, column: int, new_max: Float32, down) -> None:
-    """One column; down: 2^(change of E), or None behind the last page. O takes the zero-points there at once on the
-    register path, at the end on the integer path."""
+def apply_alpha(cfg: WarpConfig, state: State, column: int, new_max: Float32) -> None:
+    """One column, O in true scale. O takes the zero-points at the end on the integer path, has them on the others."""
+    alpha = raise_max(state, column, new_max)
+    if cfg.arithmetic.has_true_scale:
+        for group in range(cfg.v.groups):
+            state.zeros[column, group] = state.zeros[column, group] * alpha
+    scale_column(cfg, state.acc_o, column, alpha)
+
+
+def raise_max(state: State, column: int, new_max: Float32) -> Float32:
+    """A column's maximum becomes the new one, and its sum follows; returns alpha, by which all sums shrink."""
     alpha = cute.math.exp2(state.row_max[column] - new_max, fastmath=True)
     state.row_max[column] = new_max
     state.row_sum[column] = state.row_sum[column] * alpha
-    factor = alpha if down is None else alpha * down
-    if down is not None or cfg.arithmetic.has_true_scale:
-        for group in range(cfg.v.groups):
-            state.zeros[column, group] = state.zeros[column, group] * alpha
-    for at in places(state.acc_o, column, cfg.col_blocks):
-        state.acc_o[at] = state.acc_o[at] * factor
-    if down is not None and cfg.arithmetic.recentred_pages(cfg) > 1:
-        for at in places(state.rounded, column, cfg.col_blocks):
-            state.rounded[at] = state.rounded[at] * factor
+    return alpha
+
+
+def scale_column(cfg: WarpConfig, sums: cute.Tensor, column: int, factor: Float32) -> None:
+    for at in places(sums, column, cfg.col_blocks):
+        sums[at] = sums[at] * factor
 
 
 class Limits(NamedTuple):
@@ -152,55 +139,3 @@ class Limits(NamedTuple):
 def cap_constants(softcap_log2: Float32) -> tuple[Float32, Float32]:
     """(growth, span) of ``Limits``: on the host, so that they are constants that take no registers."""
     return Float32(2 * registers.LOG2_E) / softcap_log2, Float32(2.0) * softcap_log2
-
-
-def capped(limits: Limits, logit: Float32) -> Float32:
-    """cap * tanh(logit / cap), base 2, as 2 cap (1/2 - 1 / (exp2(2 log2(e) y) + 1)): +-cap where exp2 is 0 or inf."""
-    grown = cute.math.exp2(logit * limits.growth, fastmath=True)
-    return (Float32(0.5) - cute.arch.rcp_approx(grown + Float32(1.0))) * limits.span
-
-
-def mask_tokens(cfg: WarpConfig, found: Scores, first_token: Int32, walk: Walk, rows: Rows, limits: Limits,
-              me: Lane) -> Scores:
-    """The scores of a run of packed tokens, from number ``first_token`` on, with the kernel's features."""
-    if cfg.has_softcap:
-        found = cap_page(cfg, found, limits)
-    elif cfg.has_window and found.slope is not None:
-        found = found._replace(slope=tuple(cute.arch.fmax(s, Float32(MIN_SLOPE)) for s in found.slope))
-    if cfg.has_window:
-        hide(cfg, found.acc, walk.first_seen - first_token, rows, me)
-    return found
-
-
-def cap_page(cfg: WarpConfig, found: Scores, limits: Limits) -> Scores:
-    """The accumulator becomes capped logits."""
-    for column in range(cfg.lane_rows):
-        for at, power in zip(places(found.acc, column, cfg.col_blocks), found.powers):
-            found.acc[at] = capped(limits, logit(found, column, found.acc[at], power))
-    return Scores(found.acc, (0,) * len(found.powers), None, None)
-
-
-@cute.jit
-def hide(cfg: cutlass.Constexpr[WarpConfig], acc: cute.Tensor, first_seen: Int32, rows: Rows, me: Lane):
-    """Tokens of a page below number first_seen + j become -inf for query j; pages without any such token skip this."""
-    if first_seen + rows.q_len > 1:
-        for column in cutlass.range_constexpr(cfg.lane_rows):
-            query, _ = query_and_head(rows, Int32(cfg.arithmetic.column_row(me.t, column)))
-            hidden = first_seen + query - Int32(me.g)
-            for row, at in enumerate(places(acc, column, cfg.col_blocks)):
-                acc[at] = cutlass.select_(8 * row < hidden, Float32(numbers.NEG_INF), acc[at])
-
-
-def queries_of(cfg: WarpConfig, rows: Rows, me: Lane) -> list[Int32]:
-    """[column] the query of each row of this lane."""
-    return [query_and_head(rows, Int32(cfg.arithmetic.column_row(me.t, column)))[0] for column in range(cfg.lane_rows)]
-
-
-def is_seen(cfg: WarpConfig, unit: Unit, query: Int32, token: Int32, limits: Limits):
-    """Whether a query sees token ``token`` of a 16-bit unit."""
-    stop = unit.reach + query
-    seen = (token < unit.live) & (token < stop)
-    if cfg.has_window:
-        window = limits.window + (limits.sink_window - limits.window) * unit.is_sink
-        seen = seen & (token >= stop - window)
-    return seen

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, Uint32
 
 from lowbit_attn import layout
 from lowbit_attn.hopper.common.abi import Rows, query_and_head
-from lowbit_attn.hopper.common.scratch import LINE_WORDS
+from lowbit_attn.hopper.common.tuning import LINE_WORDS
 from lowbit_attn.hopper.warp.config import META_BYTES, WORD, SidePlan, WarpConfig
 
 BLOCK_WORDS = layout.BLOCK_WORDS
@@ -74,31 +74,6 @@ def codes(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, first_tile: i
         values = read(view, side.code_access(word, width, Int32(me.lane)) + skip * side.block_accesses(width))
         found |= {word + i: value for i, value in enumerate(values)}
     return found
-
-
-def tile_codes(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, first_tile: int, tile: Uint32,
-               skip=0) -> dict[int, Uint32]:
-    """``codes`` of one row tile, chosen at run time, of the column tile from ``first_tile`` on.
-
-    They stand where those of row tile 0 would: ``operand`` of first_tile, and the powers of row tile 0.
-    """
-    first, width = side.words_of(first_tile), max(1, side.words_of(1))
-    view = part_view(cfg, piece, side.codes, width,
-                     layout.plane_bytes(side.rows, side.cols, side.bits) // (width * WORD))
-    at = tile_access(side, first_tile, tile, width) + side.code_access(0, width, me.lane)
-    values = read(view, Int32(at) + skip * side.block_accesses(width))
-    return {first + i: value >> tile_shift(side, tile) if side.bits < 4 else value for i, value in enumerate(values)}
-
-
-def tile_access(side: SidePlan, first_tile: int, tile, width: int):
-    """Index of lane 0's access of ``width`` words with row tile ``tile`` of the column tile from ``first_tile`` on."""
-    own = tile // layout.tiles_per_word(side.bits) * width  # within the column tile: whole blocks, or of one block
-    return side.code_access(side.words_of(first_tile), width, 0) + side.code_access(own, width, 0)
-
-
-def tile_shift(side: SidePlan, tile):
-    """How far to the right the tile's codes go, to where the word has its first tile's."""
-    return tile % layout.tiles_per_word(side.bits) * (2 * side.bits)
 
 
 def meta_view(cfg: WarpConfig, side: SidePlan, piece: Piece) -> cute.Tensor:

@@ -15,11 +15,11 @@ from lowbit_attn.formats import FORMATS, packing
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from lowbit_attn.hopper import PATHS, decode  # noqa: E402
-from lowbit_attn.hopper.arith.int8 import boost, config, multiply, steps  # noqa: E402
+from lowbit_attn.hopper.arith.int8 import boost, config, steps  # noqa: E402
 from lowbit_attn.hopper.common import tuning  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.warp import config as register  # noqa: E402
-from lowbit_attn.hopper.warp import plan, unpack  # noqa: E402
+from lowbit_attn.hopper.warp import mixed, plan  # noqa: E402
 
 BOOSTED = ("kitty", "kitty-pro", "kitty-b8-bf16", "kitty-b40-vg64", "kitty-b64")
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16", *BOOSTED)
@@ -62,8 +62,8 @@ def unpacked(side: register.SidePlan, part: np.ndarray) -> np.ndarray:
 
 
 def lane_words(side: register.SidePlan, part: np.ndarray, col_tile: int, row_tiles: range) -> dict[int, np.ndarray]:
-    """What multiply.tile_words brings each lane; every access lies on a multiple of its size."""
-    first_tile, tiles = multiply.run_of(side, col_tile, row_tiles)
+    """What steps.tile_words brings each lane; every access lies on a multiple of its size."""
+    first_tile, tiles = steps.run_of(side, col_tile, row_tiles)
     first, count = side.words_of(first_tile), side.words_of(tiles)
     width = math.gcd(count, layout.BLOCK_WORDS)
     assert first % width == 0
@@ -83,7 +83,7 @@ def test_lanes_read_the_codes_of_their_rows_group_by_group(name, head_dim):
             row_tiles = range(first, min(first + tiles, side.row_tiles))
             words = lane_words(side, part, col_tile, row_tiles)
             for rt in row_tiles:
-                for row8, (word, mask) in enumerate(multiply.masks_of(side, rt, col_tile)):
+                for row8, (word, mask) in enumerate(steps.masks_of(side, rt, col_tile)):
                     found = (words[word] & np.uint32(mask)).view(np.uint8).reshape(32, 4) >> side.power(rt, row8)
                     for byte in range(4):
                         column = 16 * col_tile + 2 * T + registers.byte_column(byte)
@@ -98,9 +98,9 @@ def test_codes_of_a_row_tile_chosen_at_run_time_take_the_masks_of_the_first(name
         accesses = codes_of(side, part).view(np.uint32).reshape(-1, width)
         for ct, tile in itertools.product(range(side.col_tiles), range(side.row_tiles)):
             first = ct * side.row_tiles
-            values = accesses[unpack.tile_access(side, first, tile, width) + side.code_access(0, width, LANES)]
-            values = values >> np.uint32(unpack.tile_shift(side, tile))
-            for row8, (word, mask) in enumerate(multiply.masks_of(side, 0, ct)):
+            values = accesses[mixed.tile_access(side, first, tile, width) + side.code_access(0, width, LANES)]
+            values = values >> np.uint32(mixed.tile_shift(side, tile))
+            for row8, (word, mask) in enumerate(steps.masks_of(side, 0, ct)):
                 found = values[:, word - side.words_of(first)] & np.uint32(mask)
                 found = found.view(np.uint8).reshape(32, 4) >> side.power(0, row8)
                 for byte in range(4):
@@ -184,7 +184,7 @@ def test_selectors_order_the_digits():
     def fixed(i: int) -> list:  # bytes of start + X
         return [f"low{i}", f"high{i}", "", ""]
 
-    pairs = [permute(fixed(i), fixed(i + 1), multiply.DIGITS_OF_TWO) for i in (0, 2)]
+    pairs = [permute(fixed(i), fixed(i + 1), steps.DIGITS_OF_TWO) for i in (0, 2)]
     assert permute(*pairs, steps.LOW_HALVES) == [f"high{i}" for i in range(4)]
     assert permute(*pairs, steps.HIGH_HALVES) == [f"low{i}" for i in range(4)]
     flips = [steps.SIGN_FLIPS >> 8 * i & 0xFF for i in range(4)]

@@ -14,7 +14,7 @@ OWN_STEPS = ("prepare_own_query",)
 OF_WARPS = {path: support for path, support in PATHS.items() if support.arithmetic != "tile"}
 
 
-BOOK_STEPS = ("start_books", "token_query")  # of arithmetics that read codebooks
+BOOK_STEPS = ("copy_piece", "place_books", "start_books", "token_query")  # of arithmetics that read codebooks
 
 
 def test_a_path_is_an_arithmetic_on_a_schedule():
@@ -46,7 +46,7 @@ def test_an_arithmetic_has_every_step(name):
     of_books = BOOK_STEPS * any(support.codebooks for support in OF_WARPS.values() if support.arithmetic == name)
     wanted = STEPS + OWN_STEPS * any(SCHEDULES[schedule].own_queries for schedule in serves)
     assert set(wanted + of_books) == set(steps.__all__)
-    text += inspect.getdoc(Arithmetic.book_bytes)
+    text += inspect.getdoc(type(ARITHMETICS["codebook"]))
     for step in wanted + of_books:
         shown = text[text.index(f"    {step}(") :].split("(")[1].split(")")[0].split(", ")
         taken = list(inspect.signature(getattr(steps, step)).parameters)

@@ -27,7 +27,7 @@ from lowbit_attn.hopper.arith.fp16 import config as fp16  # noqa: E402
 from lowbit_attn.hopper.common import tuning  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.schedule.config import SPLITS  # noqa: E402
-from lowbit_attn.hopper.warp import config, fetch, plan, unpack  # noqa: E402
+from lowbit_attn.hopper.warp import config, fetch, mixed, plan  # noqa: E402
 
 NAMES = ("k4v4", "k8v8", "k2v2", "k1v1", "k4v2-g32-vg32", "k2v8-g64-vg64-bf16", "k8v1-g32", "k1v4-g64-bf16",
          "k4tv4", "k2tv1-g32-vg64", "k8tv2-g64-vg32-bf16", "k1tv8-g32")
@@ -293,8 +293,8 @@ def test_codes_of_a_row_tile_stand_where_those_of_the_first_would(name, head_dim
         accesses = plane.view(np.uint32).reshape(-1, width)
         for ct, tile in itertools.product(range(side.col_tiles), range(side.row_tiles)):
             first, whole = ct * side.row_tiles, lane_words(side, part, ct * side.row_tiles, side.row_tiles)
-            values = accesses[value(unpack.tile_access(side, first, tile, width)) + side.code_access(0, width, LANES)]
-            down = np.uint32(unpack.tile_shift(side, tile))
+            values = accesses[value(mixed.tile_access(side, first, tile, width)) + side.code_access(0, width, LANES)]
+            down = np.uint32(mixed.tile_shift(side, tile))
             for register, (word, shift, mask) in enumerate(operands.register_sources(side, first)):
                 got = values[:, word - side.words_of(first)] >> down >> np.uint32(shift) & np.uint32(mask)
                 at, want_shift, want_mask = operands.register_sources(side, first + tile)[register]

@@ -13,6 +13,7 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 from lowbit_attn.hopper.arith.fp16 import config as fp16  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.warp import config, mixed, softmax, walk  # noqa: E402
+from lowbit_attn.hopper.warp.residual import is_seen  # noqa: E402
 
 
 def value(x) -> int:
@@ -103,7 +104,7 @@ def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_
             unit = walk.Unit(*(value(x) for x in walk.unit(w, i, q_len)))
             start = unit.start + (0 if unit.is_sink else n_sink + n_qk)
             for j, token in itertools.product(range(q_len), range(config.UNIT_TOKENS)):
-                if softmax.is_seen(cfg, unit, j, token, limits):
+                if is_seen(cfg, unit, j, token, limits):
                     seen[j].append(start + token)
     for j, positions in seen.items():
         high = n_tok - q_len + j

@@ -14,7 +14,7 @@ from lowbit_attn.api import ready
 from lowbit_attn.cache.view import STATE, Strides
 from lowbit_attn.dispatch import LOG2_E, NO_WINDOW
 from lowbit_attn.hopper import EMPTY
-from lowbit_attn.hopper.common.scratch import CLUSTER_WORDS
+from lowbit_attn.hopper.common.tuning import CLUSTER_WORDS
 from lowbit_attn.plan import Buffer, Plans
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import permute_pages

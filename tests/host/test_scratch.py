@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit_attn import hopper, scratch
-from lowbit_attn.hopper.common.scratch import LINE_WORDS, PACE_COUNTS
+from lowbit_attn.hopper.common.tuning import LINE_WORDS, PACE_COUNTS
 from lowbit_attn.hopper.config import SCHEDULES
 
 CPU = torch.device("cpu")

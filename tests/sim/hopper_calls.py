@@ -9,7 +9,7 @@ import torch
 
 from lowbit_attn import dispatch, hopper, kernels, testing
 from lowbit_attn.hopper import EMPTY
-from lowbit_attn.hopper.common import scratch as sizes
+from lowbit_attn.hopper.common import tuning as sizes
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case

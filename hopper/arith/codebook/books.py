@@ -14,15 +14,22 @@ from cutlass import Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.formats import codebook_order as order
-from lowbit_attn.hopper.arith.codebook.config import BOOK_SIDES, TABLE_BYTES, groups
+from lowbit_attn.hopper.arith.codebook.config import BOOK_SIDES, TABLE_BYTES, BookSide, groups
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.common.book_abi import Books
 from lowbit_attn.hopper.warp.config import WORD, SidePlan, WarpConfig
-from lowbit_attn.hopper.warp.fetch import Arrival, BookPlace
+from lowbit_attn.hopper.warp.fetch import UNIT_BYTES, Arrival, Pages, Ring
 from lowbit_attn.hopper.warp.unpack import Piece, read
 
 PAIR = 2  # offsets in a register
 RUN_WORDS = order.RUN // WORD
+
+
+class BookPlace(NamedTuple):
+    """Shared memory of the CTA's codebooks, uint32: K's, then V's; and a barrier for each."""
+
+    buffer: cute.Pointer
+    full: cute.Pointer
 
 
 class Lookups(NamedTuple):
@@ -60,6 +67,11 @@ def second_copy(side: SidePlan) -> int:
     return (size + size // 2) * (size < order.BOOK_ROW_BYTES)
 
 
+def place_of(cfg: WarpConfig, buffer: cute.Pointer, barriers: cute.Pointer) -> BookPlace:
+    """buffer, barriers: of the CTA; codebooks are behind its rings, their barriers behind all others."""
+    return BookPlace(buffer + cfg.smem_plan["buffer"] // WORD, barriers + (cfg.barriers - len(BOOK_SIDES)))
+
+
 def start(cfg: WarpConfig, books: Books, rows: Rows, place: BookPlace) -> None:
     """Make the barriers of both sides and start the copies; one thread does it."""
     shared, full = place
@@ -71,6 +83,18 @@ def start(cfg: WarpConfig, books: Books, rows: Rows, place: BookPlace) -> None:
         source = side.iterator.toint() + Int64(rows.head_idx) * TABLE_BYTES
         ptx.bulk_copy(shared.toint() + i * TABLE_BYTES, source, TABLE_BYTES, (full + i).toint(),
                       Int32(ptx.EVICT_UNCHANGED))
+
+
+def copy_piece(cfg: WarpConfig, side: BookSide, pages: Pages, ring: Ring, warp: Int32, slot: Int32,
+               piece_id: Int32) -> None:
+    """Start copies of a piece of a page, whose codes and what stands beside them are runs of their own."""
+    page, piece = piece_id >> side.cut.bit_length() - 1, piece_id % side.cut
+    source = pages.pool.iterator.toint() + (Int64(page) * Int64(pages.page_stride) + pages.head_units) * UNIT_BYTES
+    target, full = ring.buffer.toint() + (warp * cfg.warp_bytes + slot * cfg.slot_bytes), ring.full + slot
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, side.nbytes)
+        for to, nbytes, start, apart in side.copies:
+            ptx.bulk_copy(target + to, source + (start + piece * apart), nbytes, full.toint(), pages.policy)
 
 
 @cute.jit

@@ -1,7 +1,10 @@
 """Lookups in codebooks that lie in shared memory, up to 2, 4 or 8 query rows; what follows from it for a kernel."""
 
+from dataclasses import dataclass
+
+from lowbit_attn import layout
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES
-from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, PACE_INT8, Rule
+from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, MIN_SLOTS, PACE_INT8, Rule
 from lowbit_attn.hopper.warp.config import WORD, Arithmetic, SidePlan, WarpConfig
 
 TWO, FEW, MANY = 2, 4, 8  # query rows: of a lane t // 2, or t, as on the integer path, or 2t and the next
@@ -33,9 +36,83 @@ def lane_bytes(side: SidePlan) -> int:
     return groups(side) // (2 if side.transposed else 4)
 
 
-class Codebook(Arithmetic):
-    """fp16 entries, or products with them, gathered from shared memory into operands of m16n8k16."""
+@dataclass(frozen=True)
+class BookSide(SidePlan):
+    """A side in codes of a codebook. nbytes, meta and the matrix of codes are of a piece of a page in its slot."""
 
+    cut: int = 1
+
+    @property
+    def rows(self) -> int:
+        return super().rows if self.transposed else layout.PAGE_TOKENS // self.cut
+
+    @property
+    def cols(self) -> int:
+        return layout.PAGE_TOKENS // self.cut if self.transposed else super().cols
+
+    @property
+    def groups(self) -> int:
+        """A page has one of what takes the place of scales and zero-points."""
+        return 1
+
+    @property
+    def has_meta(self) -> bool:
+        """Whether something stands beside the codes; not in V without norms."""
+        return self.meta < self.nbytes
+
+    @property
+    def copies(self) -> list[tuple[int, int, int, int]]:
+        """(offset in the slot, bytes, offset in the record, bytes from there to the next piece's) of a piece's runs."""
+        codes, meta = self.meta, self.nbytes - self.meta
+        found = [(0, codes, self.start, codes)]
+        behind = (codes, meta, self.start + self.cut * codes, meta * self.transposed)  # K's mean is of all
+        return [*found, behind] if meta else found
+
+
+def cut_side(side: SidePlan, cut: int) -> BookSide:
+    """Each of ``cut`` pieces has K's mean, or its own tokens' norms of V."""
+    codes, meta = side.meta // cut, (side.nbytes - side.meta) // (cut if side.transposed else 1)
+    return BookSide(**vars(side) | {"nbytes": codes + meta, "meta": codes, "cut": cut})
+
+
+@dataclass(frozen=True)
+class BookConfig(WarpConfig):
+    """Constants of a kernel whose CTAs have the codebooks of their KV head in shared memory."""
+
+    has_clusters = False
+
+    @property
+    def book_bytes(self) -> int:
+        """Shared memory for the codebooks and what comes with them."""
+        return len(BOOK_SIDES) * TABLE_BYTES + (self.rows * FACTORS + self.head_dim) * WORD
+
+    @property
+    def barriers(self) -> int:
+        """Others, then one of each codebook."""
+        return super().barriers + len(BOOK_SIDES)
+
+    @property
+    def slot_bytes(self) -> int:
+        return max(super().slot_bytes, -(-self.unit_bytes // MIN_SLOTS))  # rings of two slots must hold a unit
+
+    @property
+    def smem_plan(self) -> dict[str, int]:
+        buffer, *others = super().smem_plan.items()
+        return dict([buffer, ("books", layout.align_record(self.book_bytes)), *others])
+
+
+class Codebook(Arithmetic):
+    """fp16 entries, or products with them, gathered from shared memory into operands of m16n8k16.
+
+    Its module has steps more:
+        copy_piece(cfg, side, pages, ring, warp, slot, piece_id)
+                                                 start bulk copies of a piece of a page to a slot
+        place_books(cfg, buffer, barriers)       where the codebooks are: buffer, barriers of the CTA
+        start_books(cfg, books, rows, place)     start their copies; one thread calls it, at the kernel's start
+        token_query(cfg, shared, ring, me)       (words, [column] factor) of q for 16-bit tokens, as B operand
+    """
+
+    has_books = True
     query_width = 4  # q of stored keys in fp32
     query_parts = 2  # weights leave no 16-bit number
     merge_pad = 8
@@ -43,7 +120,7 @@ class Codebook(Arithmetic):
 
     def __init__(self, name: str, rows: int):
         self.name, self.rows = name, rows
-        self.most_warps = MAX_WARPS if rows == MANY else BOOK_WARPS  # MANY need more registers
+        self.most_warps = MAX_WARPS if rows == MANY else BOOK_WARPS  # of a CTA: MANY need more registers
 
     @property
     def steps(self):
@@ -69,16 +146,18 @@ class Codebook(Arithmetic):
     def has_shared_query(self, cfg: WarpConfig) -> bool:
         return True
 
-    def book_bytes(self, cfg: WarpConfig) -> int:
-        return len(BOOK_SIDES) * TABLE_BYTES + (self.rows * FACTORS + cfg.head_dim) * WORD
-
     def may_spill(self, cfg: WarpConfig) -> bool:
         """A word, where a window's masks come beside q' as an operand."""
         return cfg.has_window and not uses_table(cfg)
 
-    def page_cut(self, k: SidePlan, v: SidePlan) -> int:
-        """2 where parts are large, and few rings would fit beside the codebooks, or where S takes many registers."""
-        return 2 if self.rows == MANY or max(k.nbytes, v.nbytes) > LARGE_PART else 1
+    def sides(self, k: SidePlan, v: SidePlan) -> tuple[BookSide, BookSide]:
+        """Pages in two pieces where they are large, and few rings would fit beside the codebooks, or where S takes many
+        registers."""
+        cut = 2 if self.rows == MANY or max(k.nbytes, v.nbytes) > LARGE_PART else 1
+        return cut_side(k, cut), cut_side(v, cut)
+
+    def config(self, *fields) -> BookConfig:
+        return BookConfig(*fields)
 
     def pace(self, cfg: WarpConfig) -> Rule:
         return PACE_INT8

@@ -4,6 +4,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from lowbit_attn.hopper.arith.codebook import books, query, values
+from lowbit_attn.hopper.arith.codebook.books import copy_piece
+from lowbit_attn.hopper.arith.codebook.books import place_of as place_books
 from lowbit_attn.hopper.arith.codebook.books import start as start_books
 from lowbit_attn.hopper.arith.codebook.query import prepare as prepare_query
 from lowbit_attn.hopper.arith.codebook.query import token_words as token_query
@@ -16,8 +18,8 @@ from lowbit_attn.hopper.warp.fetch import Arrival
 from lowbit_attn.hopper.warp.page_loop import Call
 from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
-__all__ = ["add_values", "before_values", "finish", "load_query", "prefetch_query", "prepare_query", "scores",
-           "start_books", "token_query"]
+__all__ = ["add_values", "before_values", "copy_piece", "finish", "load_query", "place_books", "prefetch_query",
+           "prepare_query", "scores", "start_books", "token_query"]
 
 
 def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> None:

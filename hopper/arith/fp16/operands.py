@@ -20,7 +20,7 @@ def column_codes(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, col_ti
     first = col_tile * side.row_tiles
     if tile is None:
         return unpack.codes(cfg, side, piece, me, first, side.row_tiles)
-    return unpack.tile_codes(cfg, side, piece, me, first, tile)
+    return cfg.mixed_steps.tile_codes(cfg, side, piece, me, first, tile)
 
 
 def codes_operand(side: SidePlan, words: dict[int, Uint32], tile: int) -> list[Uint32]:

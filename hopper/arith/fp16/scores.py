@@ -216,7 +216,7 @@ def add_group(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, acc: cute.T
         for i_ct in range(tiles):
             start = i_ct * ROW_TILES + first
             words = (unpack.codes(cfg, side, piece, me, start, chunk, j * group_blocks) if tile is None else
-                     unpack.tile_codes(cfg, side, piece, me, start, tile, j * group_blocks))
+                     cfg.mixed_steps.tile_codes(cfg, side, piece, me, start, tile, j * group_blocks))
             b, _ = query_operand(cfg, query, me, j * tiles + i_ct)
             for i in range(chunk):
                 a = numbers.operand_a(operands.codes_operand(side, words, start + i))

@@ -35,5 +35,5 @@ def finish(cfg: WarpConfig, state: softmax.State, me: Lane, ring: Ring) -> None:
 
 def add_values(cfg: WarpConfig, piece: Piece, me: Lane, state: softmax.State, p: cute.Tensor,
                maxima: tuple[Float32, ...], arrival: Arrival) -> None:
-    softmax.rescale(cfg, state, maxima, values.largest_scale(cfg, piece, me))
+    values.rescale(cfg, state, maxima, values.largest_scale(cfg, piece, me))
     values.accumulate(cfg, piece, me, state, p, arrival.page)

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn import layout, subnormals
+from lowbit_attn import layout, registers, subnormals
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.fp16 import boosted_values, operands
 from lowbit_attn.hopper.common import numbers
@@ -24,6 +24,30 @@ def largest_scale(cfg: WarpConfig, piece: Piece, me: Lane) -> Float32:
     """The largest scale of this lane's share of the page's tokens."""
     largest = numbers.tree(operands.all_token_meta(cfg, cfg.v, piece, me), ptx.max_u16x2)
     return numbers.widen(largest & Uint32(operands.LOW_HALF), cfg.v.storage)[0]
+
+
+@cute.jit
+def rescale(cfg: cutlass.Constexpr[WarpConfig], state: State, new_max: tuple, scale: Float32):
+    """Bring O, z and the sums to new maxima and to E with a page's V, if either moves in any lane of the warp.
+
+    scale: V's largest of this lane's share of the page.
+    """
+    moved = Int32(scale > numbers.pow2(-state.exponent[0]))
+    for column in cutlass.range_constexpr(cfg.lane_rows):
+        moved = moved | Int32(new_max[column] > state.row_max[column])
+    if cute.arch.vote_any_sync(moved != 0):
+        own = -numbers.ceil_log2(numbers.warp_max(scale), registers.MIN_SCALE_LOG2)
+        exponent = cutlass.min(state.exponent[0], own)
+        down = numbers.pow2(cutlass.max(exponent - state.exponent[0], Int32(-126)))
+        for column in cutlass.range_constexpr(cfg.lane_rows):
+            alpha = softmax.raise_max(state, column, new_max[column])
+            factor = alpha * down
+            for group in cutlass.range_constexpr(cfg.v.groups):
+                state.zeros[column, group] = state.zeros[column, group] * alpha
+            softmax.scale_column(cfg, state.acc_o, column, factor)
+            if cutlass.const_expr(cfg.arithmetic.recentred_pages(cfg) > 1):
+                softmax.scale_column(cfg, state.rounded, column, factor)
+        state.exponent[0] = exponent
 
 
 def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, page: Int32) -> None:

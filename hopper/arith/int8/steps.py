@@ -15,9 +15,7 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.arith.int8 import multiply
 from lowbit_attn.hopper.arith.int8.config import MAX_TILES, STEP_TILES
-from lowbit_attn.hopper.arith.int8.multiply import Step
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.warp import fetch, softmax, unpack
@@ -32,8 +30,23 @@ __all__ = ["add_values", "before_values", "finish", "load_query", "prefetch_quer
 OVER_ROW = (*numbers.OVER_T, 4)  # lane distances of the eight lanes that share a query row
 SIGN_FLIPS = 0x8080_0000  # low + 128 as a byte, its highest bit flipped, is low; of the two low digits of a pair
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors
+DIGITS_OF_TWO = 0x4051  # of words a, b whose low halves are X: high digits of a, b, then their low digits
+ALL_BITS = 0xFFFF_FFFF
 QUAD_BYTES = 16  # (scale, zero-point) of four tokens
 SPAN = 32  # tokens over which a lane's four lie
+
+
+class Step(NamedTuple):
+    """One multiply's column tiles of a matrix of codes: STEP_TILES of them, or the last one alone."""
+
+    side: SidePlan
+    index: int
+    digits: list[Uint32]  # the B operand: a register a column tile
+
+    @property
+    def col_tiles(self) -> range:
+        first = STEP_TILES * self.index
+        return range(first, min(first + STEP_TILES, self.side.col_tiles))
 
 
 def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> cute.Tensor:
@@ -120,9 +133,9 @@ def page_sums(cfg: WarpConfig, piece: Piece, me: Lane, steps: list[Step], row_ti
     """[row tile][row8] sum over all channels, in runs that the accumulators hold."""
     total = None
     for run in registers.signed_runs(len(steps), cfg.k.bits):
-        acc = multiply.begin(row_tiles, True)
-        multiply.add(cfg, acc, piece, me, [steps[i] for i in run], row_tiles, True, tile)
-        part = multiply.found_in(acc, True)
+        acc = begin_sums(row_tiles, True)
+        add_columns(cfg, acc, piece, me, [steps[i] for i in run], row_tiles, True, tile)
+        part = sums_in(acc, True)
         total = part if total is None else [[x + y for x, y in zip(*pairs)] for pairs in zip(total, part)]
     return total
 
@@ -150,11 +163,11 @@ def query_steps(cfg: WarpConfig, piece: Piece, me: Lane, queries: Query,
             bias = rows[step][i] * zeros[step][i] + bias
     bias = numbers.over_lanes(bias, OVER_ROW, numbers.add)
     largest, offset = (cute.arch.shuffle_sync(x, Int32(8 * me.t)) for x in (largest, bias))  # row t has lane 4 * 2t
-    return found, multiply.down(largest, fixed_point(largest)), offset
+    return found, two_to_minus(largest, fixed_point(largest)), offset
 
 
 def fixed_point(largest: Float32) -> Int32:
-    return multiply.exponent(largest, registers.SIGNED_GUARD, registers.SIGNED_TOP)
+    return digit_exponent(largest, registers.SIGNED_GUARD, registers.SIGNED_TOP)
 
 
 def own_metadata(cfg: WarpConfig, piece: Piece, me: Lane, group, is_zero: int, step: int) -> list[Float32]:
@@ -174,7 +187,7 @@ def own_access(side: SidePlan, group, is_zero: int, step: int, g, t):
 def operand(cfg: WarpConfig, me: Lane, values: list[Float32]) -> list[Uint32]:
     """B operand of a step from the lane's share of its products, as start + 128 + X."""
     words = [x.bitcast(Uint32) for x in values]
-    pairs = [ptx.permute(*words[i : i + 2], multiply.DIGITS_OF_TWO) ^ Uint32(SIGN_FLIPS)
+    pairs = [ptx.permute(*words[i : i + 2], DIGITS_OF_TWO) ^ Uint32(SIGN_FLIPS)
              for i in range(0, len(words), 2)]
     return cfg.arithmetic.boost.joined(me, *pairs) if len(pairs) == 1 else exchanged(me, pairs)
 
@@ -191,24 +204,12 @@ def exchanged(me: Lane, pairs: list[Uint32]) -> list[Uint32]:
 
 def before_values(cfg: WarpConfig, state: State, maxima: tuple) -> None:
     """O is in its own units: it goes to the new maxima while V is on its way."""
-    softmax.rescale(cfg, state, maxima, None)
+    softmax.rescale(cfg, state, maxima)
 
 
 def add_values(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor,
                maxima: tuple[Float32, ...], arrival: fetch.Arrival) -> None:
-    accumulate(cfg, piece, me, state, p, arrival.ring, arrival.phase, arrival.is_single)
-
-
-def finish(cfg: WarpConfig, state: State, me: Lane, ring: fetch.Ring) -> None:
-    """O is in its own units already."""
-
-
-def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, ring: fetch.Ring,
-               phase: Int32, is_single) -> None:
-    """p: fp32 (4, token tile), elements 0 and 2: tokens g and g + 8 of the lane's row.
-
-    is_single: of V, only the second half of the tokens and the metadata have come; ring, phase: to wait for the rest.
-    """
+    """O += P V. p: fp32 (4, token tile), elements 0 and 2: tokens g and g + 8 of the lane's row."""
     side = cfg.v
     softmax.add_sums(cfg, state, p)
     tiles = side.group_size // layout.TILE
@@ -218,15 +219,19 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
         middle = side.early_tiles // STEP_TILES if cfg.has_halves else 0
         for first in range(j * tiles, (j + 1) * tiles, MAX_TILES):
             row_tiles = range(first, min(first + MAX_TILES, (j + 1) * tiles))
-            acc = multiply.begin(row_tiles, False)
-            multiply.add(cfg, acc, piece, me, late.steps[middle:], row_tiles, False)
-            fetch.wait_half(cfg, ring, piece.slot, phase, is_single)
-            multiply.add(cfg, acc, piece, me, late.steps[:middle], row_tiles, False)
+            acc = begin_sums(row_tiles, False)
+            add_columns(cfg, acc, piece, me, late.steps[middle:], row_tiles, False)
+            fetch.wait_half(cfg, arrival, piece.slot)
+            add_columns(cfg, acc, piece, me, late.steps[:middle], row_tiles, False)
             add_sums(state, late, acc, row_tiles)
             for run in early:
-                acc = multiply.begin(row_tiles, False)
-                multiply.add(cfg, acc, piece, me, run.steps, row_tiles, False)
+                acc = begin_sums(row_tiles, False)
+                add_columns(cfg, acc, piece, me, run.steps, row_tiles, False)
                 add_sums(state, run, acc, row_tiles)
+
+
+def finish(cfg: WarpConfig, state: State, me: Lane, ring: fetch.Ring) -> None:
+    """O is in its own units already."""
 
 
 class RunDigits(NamedTuple):
@@ -239,7 +244,7 @@ class RunDigits(NamedTuple):
 
 def add_sums(state: State, run: RunDigits, acc: list, row_tiles: range) -> None:
     """The sums of a run to O."""
-    for rt, pair in zip(row_tiles, multiply.found_in(acc, False)):
+    for rt, pair in zip(row_tiles, sums_in(acc, False)):
         for row8, value in enumerate(pair):
             at = 2 * row8, rt
             state.acc_o[at] = value * (run.down * Float32(2.0 ** -run.side.power(rt, row8))) + state.acc_o[at]
@@ -264,13 +269,13 @@ def probability_digits(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p:
 
 def run_digits(side: SidePlan, products: list[Float32], largest: Float32) -> RunDigits:
     """products: p s of tokens g, g + 8, g + 16, ... of a run; largest: of all lanes'."""
-    a = multiply.exponent(largest, registers.UNSIGNED_GUARD, registers.UNSIGNED_TOP)
+    a = digit_exponent(largest, registers.UNSIGNED_GUARD, registers.UNSIGNED_TOP)
     up = numbers.pow2(a)
     words = [(x * up + Float32(registers.UNSIGNED_START)).bitcast(Uint32) for x in products]
     # both tokens' digits in halves, one a column: their transpose has two tokens of one column
-    columns = [ptx.movmatrix(ptx.permute(*words[i : i + 2], multiply.DIGITS_OF_TWO)) for i in range(0, len(words), 2)]
+    columns = [ptx.movmatrix(ptx.permute(*words[i : i + 2], DIGITS_OF_TWO)) for i in range(0, len(words), 2)]
     steps = [Step(side, i // STEP_TILES, columns[i : i + STEP_TILES]) for i in range(0, len(columns), STEP_TILES)]
-    return RunDigits(side, steps, multiply.down(largest, a))
+    return RunDigits(side, steps, two_to_minus(largest, a))
 
 
 def token_pairs(cfg: WarpConfig, piece: Piece, me: Lane, group: int) -> list[tuple[Float32, Float32]]:
@@ -285,3 +290,75 @@ def quad_access(group: int, first: int, g):
     """Index of the 16 bytes with the pairs of tokens first + g, first + g + 8, + 16, + 24; first: a multiple of 32."""
     lanes_apart = layout.token_meta_offset(0, 0, 1) // QUAD_BYTES
     return layout.token_meta_offset(group, 0, first) // QUAD_BYTES + g * lanes_apart
+
+
+# ---- codes times digits: m16n8k32 on masked bytes, and from its s32 sums to fp32
+
+
+def digit_exponent(largest: Float32, guard: float, top: int) -> Int32:
+    """a, so that rounding x * 2^a gives two digits for every |x| <= largest."""
+    clamped = cute.arch.fmax(largest * Float32(guard), Float32(registers.MIN_FIXED_POINT))
+    return top - registers.floor_log2(clamped.bitcast(Int32))
+
+
+def two_to_minus(largest: Float32, a: Int32) -> Float32:
+    """2^-a; NaN where largest is infinite, so that it stays visible."""
+    return largest * Float32(0.0) + numbers.pow2(-a)
+
+
+def masks_of(side: SidePlan, row_tile: int, col_tile: int) -> list[tuple[int, int]]:
+    """[row8] (word, mask) of a tile's two A registers."""
+    found = []
+    for row8 in (0, 1):
+        row = layout.TILE * row_tile + 8 * row8
+        word, _, _, _ = layout.code_slot(row, layout.TILE * col_tile, side.rows, side.bits)
+        found.append((word, registers.byte_mask(row, side.bits)))
+    return found
+
+
+def masked(words: dict[int, Uint32], word: int, mask: int) -> Uint32:
+    return words[word] if mask == ALL_BITS else words[word] & Uint32(mask)
+
+
+def tile_words(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, col_tile: int, row_tiles: range,
+               tile: Uint32 | None) -> dict[int, Uint32]:
+    """The lane's words with the codes of consecutive row tiles of a column tile; tile: of this one, as row tile 0."""
+    if tile is not None:
+        return cfg.mixed_steps.tile_codes(cfg, side, piece, me, col_tile * side.row_tiles, tile)
+    return unpack.codes(cfg, side, piece, me, *run_of(side, col_tile, row_tiles))
+
+
+def run_of(side: SidePlan, col_tile: int, row_tiles: range) -> tuple[int, int]:
+    """(first tile, tiles) of the whole words that hold consecutive row tiles of a column tile."""
+    n = layout.tiles_per_word(side.bits)
+    first, stop = row_tiles.start // n * n, -(-row_tiles.stop // n) * n
+    return col_tile * side.row_tiles + first, stop - first
+
+
+def begin_sums(row_tiles: range, is_signed: bool) -> list[list[Uint32]]:
+    """[row tile] accumulators."""
+    start = registers.SIGNED_START_BITS if is_signed else registers.UNSIGNED_START_BITS
+    return [[Uint32(start)] * 4 for _ in row_tiles]
+
+
+def add_columns(cfg: WarpConfig, acc: list, piece: Piece, me: Lane, steps: list[Step], row_tiles: range,
+                is_signed: bool, tile: Uint32 | None = None) -> None:
+    """The columns of ``steps`` to ``acc``; tile: one row tile alone, chosen at run time, as that of ``row_tiles``."""
+    for step in steps:
+        words = [tile_words(cfg, step.side, piece, me, ct, row_tiles, tile) for ct in step.col_tiles]
+        for at, row_tile in enumerate(row_tiles):
+            a = [masked(found, *place) for found, ct in zip(words, step.col_tiles)
+                 for place in masks_of(step.side, row_tile, ct)]
+            acc[at] = ptx.multiply_bytes(a, step.digits, acc[at], is_signed)
+
+
+def sums_in(acc: list, is_signed: bool) -> list[list[Float32]]:
+    """[row tile][row8] of this lane's row t: sum of code * 2^k * X, from accumulators."""
+    return [[joined(*tile[2 * row8 : 2 * row8 + 2], is_signed) for row8 in (0, 1)] for tile in acc]
+
+
+def joined(high: Uint32, low: Uint32, is_signed: bool) -> Float32:
+    """256 high + low of two accumulators, read as start + sum."""
+    start = registers.SIGNED_START if is_signed else registers.UNSIGNED_START
+    base = registers.DIGIT_BASE
+    return high.bitcast(Float32) * Float32(base) - Float32((base + 1) * start) + low.bitcast(Float32)
