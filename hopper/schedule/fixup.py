@@ -19,9 +19,9 @@ from lowbit_attn.hopper.schedule.config import CURSOR_WORDS, RECORD_WORDS
 from lowbit_attn.hopper.schedule.items import Cursor
 from lowbit_attn.hopper.warp import merge as warps
 from lowbit_attn.hopper.warp.config import PLAN_WORDS, WARP, WarpConfig
+from lowbit_attn.hopper.warp.fetch import Lane
 from lowbit_attn.hopper.warp.page_loop import Call, rows_of
 from lowbit_attn.hopper.warp.softmax import State
-from lowbit_attn.hopper.warp.unpack import Lane
 
 CHANNELS = combine.CHANNELS
 TAILS = 0xAAAA_AAAA  # parts that are tails

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.hopper.common.abi import View, at_most, clamp_unit, load_counts
 from lowbit_attn.hopper.warp.config import WARP
-from lowbit_attn.hopper.warp.walk import MIXED_UNITS, PAGE_LOG2, Walk, units_of
+from lowbit_attn.hopper.warp.page_loop import MIXED_UNITS, PAGE_LOG2, Walk, units_of
 
 PAIRS = 2 * WARP  # sequences that a warp looks at together, two a lane
 

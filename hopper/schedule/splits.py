@@ -1,8 +1,8 @@
 """Decode attention over packed pages, by warps: the kernel whose CTAs are splits.
 
 One CTA serves one (split, row block, KV head, sequence); more than ``cfg.rows`` query rows make several row blocks,
-each of which reads the pages. Its warps share nothing but the query rows: each walks over its own pages (walk.py) with
-a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
+each of which reads the pages. Its warps share nothing but the query rows: each walks over its own pages (page_loop.py)
+with a ring, a softmax and accumulators of its own, and they meet once, in merge.py.
 
     for each page:  wait K part, refill last slot -> S^T = K Q^T (scores) -> maximum, P (softmax)
                     wait V part, refill last slot -> O^T += V^T P^T (values)
@@ -24,9 +24,9 @@ from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import DecodeKernel, Grid, Options, Results, Rows, View, guess_counts, right_counts
 from lowbit_attn.hopper.common.tuning import FEW_PAGES
-from lowbit_attn.hopper.warp import fetch, merge, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp import fetch, merge, page_loop, residual, softmax
 from lowbit_attn.hopper.warp.config import WARP, WarpConfig
-from lowbit_attn.hopper.warp.page_loop import Call, load_base, make_pace, packed_pages, rows_of, token_rows
+from lowbit_attn.hopper.warp.page_loop import CacheRow, Call, Plans, Walk
 
 SMEM_ALIGN = layout.RECORD_ALIGN  # of each piece of shared memory
 ALL_SMEM = 100  # percent of an SM's shared memory and L1; asked for by name, else the DSL asks the driver
@@ -64,33 +64,32 @@ class SplitsSm90(DecodeKernel):
                splits: cute.FastDivmodDivisorV2):
         cfg = self.cfg
         call, partials = Call(q, view, ratio, row_blocks), results.partials
-        me = unpack.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
+        me = fetch.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         block = cute.arch.block_idx()
-        rows = rows_of(cfg, call, block)
-        on_pace = make_pace(cfg, partials)
-        base = load_base(on_pace)
-        apart = walk.pages_apart(partials.shape[1], cfg.page_warps)
-        ids, place, counts, words = load_inputs(cfg, call, rows, results.sink_logits, me,
-                                                walk.page_place(block[2], partials.shape[1], me.warp), apart)
+        rows = page_loop.rows_of(cfg, call, block)
+        on_pace = page_loop.make_pace(cfg, partials)
+        base = page_loop.load_base(on_pace)
+        first = page_loop.page_place(block[2], partials.shape[1], me.warp)
+        apart = page_loop.pages_apart(partials.shape[1], cfg.page_warps)
+        ids, place, counts, words = load_inputs(cfg, call, rows, results.sink_logits, me, first, apart)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         ring = make_ring(cfg, smem.buffer.data_ptr(), smem.barriers.data_ptr(), me, view, rows)
-        ids, counts = right_inputs(cfg, view, rows, place, counts, ids,
-                                   walk.page_place(block[2], partials.shape[1], me.warp), apart, me)
-        work = walk.plan(*counts, rows.q_len, limits.window if cfg.has_window else None, block[2], partials.shape[1],
-                         me.warp, cfg.warps, cfg.page_warps, splits, cfg.page_log2)
+        ids, counts = right_inputs(cfg, view, rows, place, counts, ids, first, apart, me)
+        work = page_loop.plan_walk(*counts, rows.q_len, limits.window if cfg.has_window else None, block[2],
+                                   partials.shape[1], me.warp, cfg.warps, cfg.page_warps, splits, cfg.page_log2)
         pages = pages_of(cfg, view, place.row, rows, work, apart)
         if cutlass.const_expr(cfg.has_window):
             ids = fetch.page_ids(cfg, pages, Int32(0), me.lane)
         pages = start_pages(cfg, call, work, pages, ring, me, ids)
         words = cfg.arithmetic.steps.load_query(cfg, call, rows, me, words)
 
-        plans = walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps)
+        plans = page_loop.plans_of(smem.plans.data_ptr(), me.warp, cfg.warps)
         with cute.arch.elect_one():
             plans.store(rows, work, place)
         on_pace = on_pace._replace(words=smem.pace.data_ptr())
         if cute.arch.thread_idx()[0] == 0:
             on_pace.begin(base)
-        own_lane = Int32(unpack.fresh(me).lane)  # the merge works with the other
+        own_lane = Int32(fetch.fresh(me).lane)  # the merge works with the other
         outputs = combine.Outputs(*results, combine.block_of(block), block[2])
         inbox = None
         if cutlass.const_expr(cfg.has_clusters):
@@ -109,9 +108,10 @@ class SplitsSm90(DecodeKernel):
         # V behind all warps' first K: S is formed while it comes
         if (pages.count < FEW_PAGES) & ~fetch.is_single(cfg, pages):
             fetch.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
-        packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
+        page_loop.packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0),
+                               Int32(0))
         cfg.arithmetic.steps.finish(cfg, state, me, ring)
-        # values of their own, as unpack.fresh has them
+        # values of their own, as fetch.fresh has them
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
         own_query = smem.query.data_ptr() if cutlass.const_expr(cfg.arithmetic.has_books) else None
         me, rows = token_units(cfg, call, pages, plans, ring, me, queries, rows, state, scale_log2, limits,
@@ -120,7 +120,7 @@ class SplitsSm90(DecodeKernel):
 
 
 @cute.jit
-def make_ring(cfg: cutlass.Constexpr[WarpConfig], buffer: cute.Pointer, barriers: cute.Pointer, me: unpack.Lane,
+def make_ring(cfg: cutlass.Constexpr[WarpConfig], buffer: cute.Pointer, barriers: cute.Pointer, me: fetch.Lane,
               view: View, rows: Rows) -> fetch.Ring:
     """The warp's ring, with barriers that its own lanes see; codebooks, if there are any, start on their way."""
     ring = fetch.ring_of(cfg, buffer, barriers, me.warp)
@@ -135,7 +135,7 @@ def make_ring(cfg: cutlass.Constexpr[WarpConfig], buffer: cute.Pointer, barriers
     return ring
 
 
-def pages_of(cfg: WarpConfig, view: View, row: Int32, rows: Rows, work: walk.Walk, apart: Int32) -> fetch.Pages:
+def pages_of(cfg: WarpConfig, view: View, row: Int32, rows: Rows, work: Walk, apart: Int32) -> fetch.Pages:
     """The warp's pages, or pieces of pages, of a row of the table."""
     first, number = view.first_entry(row, rows.head_idx), work.first_page
     if cfg.k.cut == 1:
@@ -145,8 +145,8 @@ def pages_of(cfg: WarpConfig, view: View, row: Int32, rows: Rows, work: walk.Wal
 
 
 @cute.jit
-def start_pages(cfg: cutlass.Constexpr[WarpConfig], call: Call, work: walk.Walk, pages: fetch.Pages, ring: fetch.Ring,
-                me: unpack.Lane, ids: Int32) -> fetch.Pages:
+def start_pages(cfg: cutlass.Constexpr[WarpConfig], call: Call, work: Walk, pages: fetch.Pages, ring: fetch.Ring,
+                me: fetch.Lane, ids: Int32) -> fetch.Pages:
     """Fill the ring, or of few pages only the first slot; returns the pages with L2's policy for them."""
     if pages.count < FEW_PAGES:
         fetch.start(cfg, pages, ring, me, ids, range(1))
@@ -159,16 +159,16 @@ def start_pages(cfg: cutlass.Constexpr[WarpConfig], call: Call, work: walk.Walk,
 
 
 @cute.jit
-def token_units(cfg: cutlass.Constexpr[WarpConfig], call: Call, pages: fetch.Pages, plans: walk.Plans,
-                ring: fetch.Ring, me: unpack.Lane, queries: unpack.Query, rows: Rows, state: softmax.State,
+def token_units(cfg: cutlass.Constexpr[WarpConfig], call: Call, pages: fetch.Pages, plans: Plans,
+                ring: fetch.Ring, me: fetch.Lane, queries: fetch.Query, rows: Rows, state: softmax.State,
                 scale_log2: Float32, limits: softmax.Limits, splits: Int32,
-                own_query: cute.Pointer | None) -> tuple[unpack.Lane, Rows]:
+                own_query: cute.Pointer | None) -> tuple[fetch.Lane, Rows]:
     """Attend to this warp's 16-bit units, behind its last page; returns (me, rows), made again."""
     if cutlass.const_expr(cfg.arithmetic.has_true_scale and cfg.has_mixed):
-        me = unpack.fresh(me)
+        me = fetch.fresh(me)
     cute.arch.sync_warp()
     rows, work, place = plans.load(rows)
-    source, warps = token_rows(cfg, call, place.ring_row, rows.head_idx), cfg.warps * splits
+    source, warps = residual.token_rows(cfg, call, place.ring_row, rows.head_idx), cfg.warps * splits
     if cutlass.const_expr(cfg.has_mixed):
         pages = pages._replace(first=call.view.first_entry(place.row, rows.head_idx) + work.mixed_page)
         cfg.mixed_steps.run(cfg, pages, work, source, ring, me, queries, rows, state, limits, Int32(0), warps)
@@ -176,15 +176,15 @@ def token_units(cfg: cutlass.Constexpr[WarpConfig], call: Call, pages: fetch.Pag
     return me, rows
 
 
-def policy_of(cfg: WarpConfig, call: Call, work: walk.Walk) -> Int32:
+def policy_of(cfg: WarpConfig, call: Call, work: Walk) -> Int32:
     """L2's policy for this CTA's pages, as if all sequences were as long as its own."""
     blocks, batch, _ = cute.arch.grid_dim()
     return fetch.policy_of(cfg, (work.ring_start >> cfg.page_log2) * blocks * batch, call.row_blocks.divisor)
 
 
 @cute.jit
-def load_inputs(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: unpack.Lane,
-                place: Int32, apart: Int32) -> tuple[Int32, walk.CacheRow, tuple, cute.Tensor | None]:
+def load_inputs(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink_logits: cute.Tensor, me: fetch.Lane,
+                place: Int32, apart: Int32) -> tuple[Int32, CacheRow, tuple, cute.Tensor | None]:
     """(page ids, rows of the cache, counters, q words of the integer path), ids and counters as most calls have them
     (``right_inputs``). Page ids and pages are two reads in a row; all others go beside them. With a window, pages
     depend on the counters, so there are no ids yet.
@@ -201,20 +201,20 @@ def load_inputs(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, sink
     words = cfg.arithmetic.steps.prefetch_query(cfg, call.q, rows, me, thread)
     fetch.prefetch(view.table, first, entries, thread)
     fetch.prefetch(sink_logits, rows.head_idx * rows.ratio * Int32(sink_logits.shape[0] > 1), 1, thread)
-    unpack.fence()  # before the counters are waited for
+    fetch.fence()  # before the counters are waited for
     ring_row = view.ring_rows[rows.batch_idx]
     row, counts = guess_counts(view, rows.batch_idx)
-    return ids, walk.CacheRow(row, ring_row), counts, words
+    return ids, CacheRow(row, ring_row), counts, words
 
 
 @cute.jit
-def right_inputs(cfg: cutlass.Constexpr[WarpConfig], view: View, rows: Rows, where: walk.CacheRow, counts: tuple,
-                 ids: Int32, place: Int32, apart: Int32, me: unpack.Lane) -> tuple[Int32, tuple]:
+def right_inputs(cfg: cutlass.Constexpr[WarpConfig], view: View, rows: Rows, where: CacheRow, counts: tuple,
+                 ids: Int32, place: Int32, apart: Int32, me: fetch.Lane) -> tuple[Int32, tuple]:
     """Page ids and counters of the row that the call reads, for those that were guessed."""
     counts = right_counts(view, rows.batch_idx, where.row, counts)
     if cutlass.const_expr(not cfg.has_window):
         if where.row != rows.batch_idx:
-            pages = counts[2] >> walk.PAGE_LOG2
+            pages = counts[2] >> page_loop.PAGE_LOG2
             first = view.first_entry(where.row, rows.head_idx)
             ids = fetch.early_ids(cfg, view.table, first, pages, place, apart, me.lane)
     return ids, counts

@@ -16,17 +16,19 @@ from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import Grid, Options, Results, Rows, View, load_counts
 from lowbit_attn.hopper.schedule import fixup, items
 from lowbit_attn.hopper.schedule.splits import SplitsSm90
-from lowbit_attn.hopper.warp import fetch, residual, softmax, unpack, walk
+from lowbit_attn.hopper.warp import fetch, residual, softmax
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.page_loop import (
     COUNT,
+    CacheRow,
     Call,
     Pace,
+    Plans,
     load_base,
     make_pace,
     packed_pages,
+    plans_of,
     rows_of,
-    token_rows,
 )
 
 
@@ -43,7 +45,7 @@ class StreamSm90(SplitsSm90):
                ratio: cute.FastDivmodDivisorV2, row_blocks: cute.FastDivmodDivisorV2, parts: cute.FastDivmodDivisorV2):
         cfg = self.cfg
         call, table = Call(q, view, ratio, row_blocks), view.table
-        me = unpack.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
+        me = fetch.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         # each CTA a part of the page table and of q: they are small, and who needs what is not known yet
         for x, count in ((table, table.shape[0]), (q, cute.size(q))):
@@ -58,7 +60,7 @@ class StreamSm90(SplitsSm90):
         own = Own(fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.barriers.data_ptr(), me.warp),
                   smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
                   channels + me.warp * (cfg.channel_bytes // WORD),
-                  walk.plans(smem.plans.data_ptr(), me.warp, cfg.warps),
+                  plans_of(smem.plans.data_ptr(), me.warp, cfg.warps),
                   fixup.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()),
                   on_pace._replace(words=smem.pace.data_ptr()))
         with cute.arch.elect_one():
@@ -76,7 +78,7 @@ class StreamSm90(SplitsSm90):
         common = Common(blocks, parts, scale_log2)
         left, slot, phase = cursor.left, Int32(0), Int32(0)
         while left > 0:
-            now = unpack.fresh(me)  # for every item
+            now = fetch.fresh(me)  # for every item
             left, slot, phase = attend(cfg, call, common, own, now, out_to, slot, phase)
         cute.arch.sync_threads()
         fixup.merge(cfg, call, own.runs, out_to)
@@ -88,7 +90,7 @@ class Own(NamedTuple):
     ring: fetch.Ring
     query: cute.Pointer
     channels: cute.Pointer
-    plans: walk.Plans
+    plans: Plans
     runs: fixup.RunSums
     pace: Pace
 
@@ -102,7 +104,7 @@ class Common(NamedTuple):
 
 
 @cute.jit
-def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: Own, me: unpack.Lane,
+def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: Own, me: fetch.Lane,
            out: combine.Outputs, slot: Int32, phase: Int32) -> tuple[Int32, Int32, Int32]:
     """The item at which the warp's cursor is; (positions left, slot and phase of the ring)."""
     cursor = own.runs.cursor(me.warp)
@@ -117,9 +119,9 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
                         fetch.policy_of(cfg, cursor.total, call.row_blocks.divisor))
     ids = fetch.page_ids(cfg, pages, Int32(0), me.lane)
     fetch.start(cfg, pages, own.ring, me, ids, range(cfg.slots), slot)
-    words = unpack.load_query(cfg, call.q, rows, me)
+    words = fetch.load_query(cfg, call.q, rows, me)
     with cute.arch.elect_one():
-        own.plans.store(rows, work, walk.CacheRow(row, ring_row))
+        own.plans.store(rows, work, CacheRow(row, ring_row))
     state = softmax.make_state(cfg)
     queries = cfg.arithmetic.steps.prepare_own_query(cfg, words, common.scale_log2, me, own.query, own.channels)
     cute.arch.sync_warp()
@@ -129,11 +131,11 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
     slot, phase = packed_pages(cfg, pages, work, own.ring, me, ids, queries, rows, state, limits,
                                on_pace, slot, phase)
 
-    me = unpack.fresh(me)
+    me = fetch.fresh(me)
     cute.arch.sync_warp()
     rows, work, place = own.plans.load(rows)
     cursor = own.runs.cursor(me.warp)
-    source = token_rows(cfg, call, place.ring_row, rows.head_idx)
+    source = residual.token_rows(cfg, call, place.ring_row, rows.head_idx)
     if cutlass.const_expr(cfg.has_mixed):
         pages = pages._replace(first=view.first_entry(place.row, rows.head_idx) + work.mixed_page)
         cursor = cursor._replace(unit_phase=cfg.mixed_steps.run(cfg, pages, work, source, own.ring, me, queries, rows,
@@ -143,7 +145,7 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
 
 
 @cute.jit
-def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: Own, me: unpack.Lane, rows: Rows,
+def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: Own, me: fetch.Lane, rows: Rows,
            cursor: items.Cursor, num_pages: Int32, state: softmax.State, out: combine.Outputs) -> Int32:
     """Leave an item's sums, or write its result if the run has all of it; returns the positions left.
 
@@ -174,7 +176,7 @@ def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
 
 
 @cute.jit
-def count_positions(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: unpack.Lane, first: Int32, positions: Int32):
+def count_positions(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: fetch.Lane, first: Int32, positions: Int32):
     """So many positions that are no pages, from number ``first`` of the warp on; by one lane."""
     cute.arch.atomic_add(pace.words + COUNT, positions, sem="relaxed", scope="cta")
     if cutlass.const_expr(pace.common is not None):

@@ -207,11 +207,6 @@ class WarpConfig:
         return (layout.PAGE_TOKENS // self.k.cut).bit_length() - 1
 
     @property
-    def query_width(self) -> int:
-        """Bytes of an element of q's operand in shared memory."""
-        return self.arithmetic.query_width
-
-    @property
     def ctas_per_sm(self) -> int:
         return self.schedule.ctas_per_sm
 
@@ -273,18 +268,15 @@ class WarpConfig:
         return self.arithmetic.lane_rows(self.rows)
 
     @property
-    def has_shared_query(self) -> bool:
-        """Whether q's operand is read from shared memory for every page instead of staying in registers."""
-        return self.arithmetic.has_shared_query(self)
-
-    @property
     def query_bytes(self) -> int:
-        return self.rows * self.head_dim * self.query_width if self.has_shared_query else 0
+        """q's operand in shared memory; 0: it stays in registers."""
+        is_shared = self.arithmetic.has_shared_query(self)
+        return self.rows * self.head_dim * self.arithmetic.query_width if is_shared else 0
 
     @property
     def channel_bytes(self) -> int:
         """q' by channel, from where boosted channels are gathered."""
-        return self.rows * self.head_dim * self.query_width if self.boost else 0
+        return self.rows * self.head_dim * self.arithmetic.query_width if self.boost else 0
 
     @property
     def page_warps(self) -> int:

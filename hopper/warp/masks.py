@@ -8,8 +8,8 @@ from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
+from lowbit_attn.hopper.warp.fetch import Lane
 from lowbit_attn.hopper.warp.softmax import Limits, Scores
-from lowbit_attn.hopper.warp.unpack import Lane
 
 MIN_SLOPE = 2.0**-100  # far below any slope that matters; -inf times a slope that underflowed to 0 would be NaN
 

@@ -18,9 +18,8 @@ from lowbit_attn.hopper.common.numbers import LOWEST
 from lowbit_attn.hopper.common.tuning import CHUNK_CHANNELS, CLUSTER_WORDS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
-from lowbit_attn.hopper.warp.fetch import Ring
+from lowbit_attn.hopper.warp.fetch import Lane, Ring, read
 from lowbit_attn.hopper.warp.softmax import State
-from lowbit_attn.hopper.warp.unpack import Lane, read
 
 CHANNELS = combine.CHANNELS
 PAIR_WORDS = SLOT_WORDS - CHUNK_CHANNELS  # maximum and sum

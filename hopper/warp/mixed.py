@@ -11,17 +11,16 @@ from cutlass.cute.nvgpu import cpasync
 
 from lowbit_attn import layout
 from lowbit_attn.hopper.common.abi import Rows
-from lowbit_attn.hopper.warp import fetch, residual, softmax, unpack
+from lowbit_attn.hopper.warp import fetch, residual, softmax
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WORD, SidePlan, WarpConfig
-from lowbit_attn.hopper.warp.fetch import Pages, Ring
+from lowbit_attn.hopper.warp.fetch import Lane, Pages, Ring
+from lowbit_attn.hopper.warp.page_loop import MIXED_UNITS, Walk
 from lowbit_attn.hopper.warp.softmax import State
-from lowbit_attn.hopper.warp.unpack import Lane
-from lowbit_attn.hopper.warp.walk import MIXED_UNITS, Walk
 
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, work: Walk, source: residual.TokenRows, ring: Ring, me: Lane,
-        queries: unpack.Query, rows: Rows, state: State, limits: softmax.Limits, phase: Int32,
+        queries: fetch.Query, rows: Rows, state: State, limits: softmax.Limits, phase: Int32,
         apart: Int32 | int) -> Int32:
     """Units first_mixed, first_mixed + apart, ...; returns the parity that ring.unit_full waits for next.
 
@@ -33,7 +32,7 @@ def run(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, work: Walk, source: re
         load_unit(cfg, pages, source, Int32(page), first_token, ring, me)
         cute.arch.mbarrier_wait(ring.unit_full, phase)
         phase = phase ^ 1
-        piece = unpack.Piece(ring.buffer, me.warp, Int32(0))
+        piece = fetch.Piece(ring.buffer, me.warp, Int32(0))
         found = cfg.arithmetic.steps.scores(cfg, piece, me, queries, tile)
         if cutlass.const_expr(cfg.features):
             found = cfg.masks.mask_tokens(cfg, found, work.first_seen - first_token, rows, limits, me)
@@ -78,17 +77,17 @@ def value_row(first_token, slots, lane):
     return first_token % slots + lane
 
 
-def tile_codes(cfg: WarpConfig, side: SidePlan, piece: unpack.Piece, me: Lane, first_tile: int, tile: Uint32,
+def tile_codes(cfg: WarpConfig, side: SidePlan, piece: fetch.Piece, me: Lane, first_tile: int, tile: Uint32,
                skip=0) -> dict[int, Uint32]:
-    """``unpack.codes`` of one row tile, chosen at run time, of the column tile from ``first_tile`` on.
+    """``fetch.codes`` of one row tile, chosen at run time, of the column tile from ``first_tile`` on.
 
     They stand where those of row tile 0 would: ``operand`` of first_tile, and the powers of row tile 0.
     """
     first, width = side.words_of(first_tile), max(1, side.words_of(1))
-    view = unpack.part_view(cfg, piece, side.codes, width,
+    view = fetch.part_view(cfg, piece, side.codes, width,
                      layout.plane_bytes(side.rows, side.cols, side.bits) // (width * WORD))
     at = tile_access(side, first_tile, tile, width) + side.code_access(0, width, me.lane)
-    values = unpack.read(view, Int32(at) + skip * side.block_accesses(width))
+    values = fetch.read(view, Int32(at) + skip * side.block_accesses(width))
     return {first + i: value >> tile_shift(side, tile) if side.bits < 4 else value for i, value in enumerate(values)}
 
 

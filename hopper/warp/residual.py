@@ -13,13 +13,12 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.abi import Rows, query_and_head
-from lowbit_attn.hopper.warp import softmax, unpack
+from lowbit_attn.hopper.common.abi import Rows, first_token, query_and_head
+from lowbit_attn.hopper.warp import fetch, softmax
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WARP, WORD, WarpConfig
-from lowbit_attn.hopper.warp.fetch import CHUNK_BYTES, Ring
+from lowbit_attn.hopper.warp.fetch import CHUNK_BYTES, Lane, Ring
+from lowbit_attn.hopper.warp.page_loop import Call, Unit, Walk, unit
 from lowbit_attn.hopper.warp.softmax import State
-from lowbit_attn.hopper.warp.unpack import Lane
-from lowbit_attn.hopper.warp.walk import Unit, Walk, unit
 from lowbit_attn.registers import CHUNK, lane_place
 
 
@@ -32,6 +31,12 @@ class TokenRows(NamedTuple):
     ring_v: Int64
     slots_k: Int32
     slots_v: Int32
+
+
+def token_rows(cfg: WarpConfig, call: Call, ring_row: Int32, head_idx: Int32) -> TokenRows:
+    view = call.view
+    starts = (first_token(x, ring_row, head_idx) for x in (view.sink_k, view.sink_v, view.ring_k, view.ring_v))
+    return TokenRows(*starts, view.ring_k.shape[2], view.ring_v.shape[2])
 
 
 @cute.jit
@@ -89,7 +94,7 @@ def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring:
             words, scales = cfg.arithmetic.steps.token_query(cfg, own_query, ring, me)
             operand_words.store(words.load())
         else:
-            operand_words.store(unpack.load_query(cfg, q, rows, me).load())
+            operand_words.store(fetch.load_query(cfg, q, rows, me).load())
         queries = queries_of(cfg, rows, me)
         for i in cutlass.range(walk.first_unit, walk.num_units, apart, unroll=1):
             now = unit(walk, i, rows.q_len)

@@ -11,8 +11,8 @@ def numpy_walk(monkeypatch):
     """Hopper's walks compute in numpy's int32, where overflows raise: the DSL's integers take 100 times longer."""
     from lowbit_attn.hopper.schedule import items
     from lowbit_attn.hopper.tile import walk as tile_walk
-    from lowbit_attn.hopper.warp import walk as warp_walk
+    from lowbit_attn.hopper.warp import page_loop
 
-    replace_integers(monkeypatch, np.int32, items, tile_walk, warp_walk)
+    replace_integers(monkeypatch, np.int32, items, tile_walk, page_loop)
     with np.errstate(over="raise"):
         yield

@@ -65,7 +65,7 @@ def halves(words: np.ndarray, storage: str) -> np.ndarray:
 
 
 def lane_words(side: config.SidePlan, part: np.ndarray, first_tile: int, tiles: int) -> dict[int, np.ndarray]:
-    """What unpack.codes brings each lane: word -> uint32 [32]."""
+    """What fetch.codes brings each lane: word -> uint32 [32]."""
     first, count = side.words_of(first_tile), side.words_of(tiles)
     width = math.gcd(count, layout.BLOCK_WORDS)
     plane = part[side.codes : side.codes + layout.plane_bytes(side.rows, side.cols, side.bits)]

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 
 from lowbit_attn.hopper.arith.fp16 import config as fp16  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
-from lowbit_attn.hopper.warp import config, mixed, softmax, walk  # noqa: E402
+from lowbit_attn.hopper.warp import config, mixed, page_loop, softmax  # noqa: E402
 from lowbit_attn.hopper.warp.residual import is_seen  # noqa: E402
 
 
@@ -21,7 +21,7 @@ def value(x) -> int:
     return int(getattr(x, "value", x))
 
 
-def mixed_units(w: walk.Walk, takers: int) -> list[tuple[int, int]]:
+def mixed_units(w: page_loop.Walk, takers: int) -> list[tuple[int, int]]:
     """(page, row tile) of a warp's units of the mixed segment."""
     places = [mixed.unit_place(i) for i in range(w.first_mixed, w.num_mixed, takers)]
     return [(w.mixed_page + page, tile) for page, tile in places]
@@ -37,19 +37,19 @@ def test_walk_visits_every_token_once(n_sink, n_qk, residual, third_pages, num_s
     visited, dealt, pages, takers = [], {}, [], warps * num_splits
     n_qv = max(0, n_qk - third_pages * layout.PAGE_TOKENS)
     for split, warp in itertools.product(range(num_splits), range(warps)):
-        w = walk.plan(n_sink, n_qk, n_qv, n_sink + n_qk + residual, n_qk, 1, None, split, num_splits, warp, warps,
-                      page_warps)
-        w = walk.Walk(*(value(x) for x in w))
-        apart = walk.pages_apart(num_splits, page_warps)
+        w = page_loop.plan_walk(n_sink, n_qk, n_qv, n_sink + n_qk + residual, n_qk, 1, None, split, num_splits, warp,
+                                warps, page_warps)
+        w = page_loop.Walk(*(value(x) for x in w))
+        apart = page_loop.pages_apart(num_splits, page_warps)
         assert apart == page_warps * num_splits
         visited += [("page", w.first_page + i * apart) for i in range(w.num_pages)]
-        assert w.first_page == walk.page_place(split, num_splits, warp), "the kernel asks for its id at once"
+        assert w.first_page == page_loop.page_place(split, num_splits, warp), "the kernel asks for its id at once"
         pages.append(w.num_pages)
         units = mixed_units(w, takers)
         visited += [("third", *unit) for unit in units]
         dealt[split, warp] = len(units) + len(range(w.first_unit, w.num_units, takers))
         for i in range(w.first_unit, w.num_units, takers):
-            start, live, is_sink, _ = (value(x) for x in walk.unit(w, i, 1))
+            start, live, is_sink, _ = (value(x) for x in page_loop.unit(w, i, 1))
             assert 1 <= live <= config.UNIT_TOKENS and start % config.UNIT_TOKENS == 0
             visited += [("sink" if is_sink else "residual", start + j) for j in range(live)]
         assert w.ring_start == n_qk, "the residual starts where K is no longer packed"
@@ -77,11 +77,11 @@ def test_window_leaves_out_the_pages_that_no_query_sees(n_sink, n_qk, residual, 
     for num_splits, warps in ((1, 8), (3, 4), (7, 2), (40, 8)):
         visited = []
         for split, warp in itertools.product(range(num_splits), range(warps)):
-            w = walk.plan(n_sink, n_qk, packed_v * layout.PAGE_TOKENS, n_tok, n_qk, q_len, window, split, num_splits,
-                          warp, warps, warps)
-            w = walk.Walk(*(value(x) for x in w))
+            w = page_loop.plan_walk(n_sink, n_qk, packed_v * layout.PAGE_TOKENS, n_tok, n_qk, q_len, window, split,
+                                    num_splits, warp, warps, warps)
+            w = page_loop.Walk(*(value(x) for x in w))
             assert w.first_seen == lowest - n_sink
-            packed = [w.first_page + i * walk.pages_apart(num_splits, warps) for i in range(w.num_pages)]
+            packed = [w.first_page + i * page_loop.pages_apart(num_splits, warps) for i in range(w.num_pages)]
             units = mixed_units(w, warps * num_splits)
             assert all(p < packed_v for p in packed) and all(p >= packed_v for p, _ in units)
             visited += [(p, tile) for p in packed for tile in range(8)] + units
@@ -98,10 +98,10 @@ def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_
     limits, n_tok, warps, splits = softmax.Limits(None, None, window, sink_window), n_sink + n_qk + residual, 4, 2
     seen = {j: [] for j in range(q_len)}
     for split, warp in itertools.product(range(splits), range(warps)):
-        w = walk.plan(n_sink, n_qk, n_qk, n_tok, n_qk, q_len, window, split, splits, warp, warps, warps)
-        w = walk.Walk(*(value(x) for x in w))
+        w = page_loop.plan_walk(n_sink, n_qk, n_qk, n_tok, n_qk, q_len, window, split, splits, warp, warps, warps)
+        w = page_loop.Walk(*(value(x) for x in w))
         for i in range(w.first_unit, w.num_units, warps * splits):
-            unit = walk.Unit(*(value(x) for x in walk.unit(w, i, q_len)))
+            unit = page_loop.Unit(*(value(x) for x in page_loop.unit(w, i, q_len)))
             start = unit.start + (0 if unit.is_sink else n_sink + n_qk)
             for j, token in itertools.product(range(q_len), range(config.UNIT_TOKENS)):
                 if is_seen(cfg, unit, j, token, limits):
@@ -141,9 +141,9 @@ def test_values_beside_packed_keys_come_once_and_from_their_slots(name, head_dim
     found, pages, start = [], 3, 5 * layout.PAGE_TOKENS
     for warp in range(cfg.warps):
         barrier, phase = UnitBarrier(), 0
-        w = walk.plan(0, start + pages * 128, start, *2 * (start + pages * 128,), 1, None, 0, 1, warp, cfg.warps,
-                      cfg.page_warps)
-        w = walk.Walk(*(value(x) for x in w))
+        w = page_loop.plan_walk(0, start + pages * 128, start, *2 * (start + pages * 128,), 1, None, 0, 1, warp,
+                                cfg.warps, cfg.page_warps)
+        w = page_loop.Walk(*(value(x) for x in w))
         for i in range(w.first_mixed, w.num_mixed, cfg.warps):
             first_token = w.mixed_page * layout.PAGE_TOKENS + i * config.UNIT_TOKENS
             page, tile = mixed.unit_place(i)

@@ -16,7 +16,7 @@ from lowbit_attn.hopper import decode  # noqa: E402
 from lowbit_attn.hopper.common import tuning  # noqa: E402
 from lowbit_attn.hopper.config import make_config  # noqa: E402
 from lowbit_attn.hopper.schedule import items, stream  # noqa: E402
-from lowbit_attn.hopper.warp import mixed, plan, walk  # noqa: E402
+from lowbit_attn.hopper.warp import mixed, page_loop, plan  # noqa: E402
 
 COUNTS = [(0, 0, 0, 0), (4, 0, 0, 3), (0, 128, 0, 0), (130, 1280, 2, 255), (0, 640, 5, 128), (32, 4096, 1, 129)]
 pytestmark = pytest.mark.usefixtures("numpy_walk", "windowed_formats")
@@ -35,12 +35,12 @@ def test_pieces_of_an_item_visit_every_token_once(counts):
         cuts = sorted({0, size, *(draw.randrange(size) for _ in range(pieces - 1))})
         visited, left = [], 0
         for first, end in itertools.pairwise(cuts):
-            w = walk.Walk(*map(int, items.walk_of(n_sink, n_qk, n_qv, n_tok, n_qk, first, end - first)))
+            w = page_loop.Walk(*map(int, items.walk_of(n_sink, n_qk, n_qv, n_tok, n_qk, first, end - first)))
             visited += [("page", w.first_page + i) for i in range(w.num_pages)]
             visited += [("third", w.mixed_page + page, tile) for page, tile in (
                 mixed.unit_place(i) for i in range(w.first_mixed, w.num_mixed))]
             for i in range(w.first_unit, w.num_units):
-                start, live, is_sink, _ = map(int, walk.unit(w, i, 1))
+                start, live, is_sink, _ = map(int, page_loop.unit(w, i, 1))
                 visited += [("sink" if is_sink else "residual", start + j) for j in range(live)]
             left += w.num_pages + len(range(w.first_mixed, w.num_mixed)) + len(range(w.first_unit, w.num_units))
         want = [("page", i) for i in range(n_qv // layout.PAGE_TOKENS)]

@@ -11,16 +11,16 @@ from host.integers import modules_used, replace_integers  # noqa: E402
 from lowbit_attn.hopper.common import abi, combine, numbers, tuning  # noqa: E402
 from lowbit_attn.hopper.schedule import items  # noqa: E402
 from lowbit_attn.hopper.tile import walk as tile_walk  # noqa: E402
-from lowbit_attn.hopper.warp import walk as warp_walk  # noqa: E402
+from lowbit_attn.hopper.warp import page_loop  # noqa: E402
 
 
 def test_modules_are_found_through_imports():
-    assert {warp_walk, abi} <= set(modules_used(items)) and combine not in modules_used(items)
+    assert {page_loop, abi} <= set(modules_used(items)) and combine not in modules_used(items)
     assert {abi, numbers} <= set(modules_used(combine))
 
 
 def test_walks_compute_in_numpy_integers(numpy_walk):
-    for module in (items, tile_walk, warp_walk, abi):
+    for module in (items, tile_walk, page_loop, abi):
         assert module.Int32 is np.int32
     assert combine.Int32 is Int32, "no walk calls it"
     with pytest.raises(FloatingPointError, match="overflow"):

@@ -18,8 +18,7 @@ from lowbit_attn.hopper.arith.codebook.config import BOOK_SIDES, TABLE_BYTES, Bo
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.common.book_abi import Books
 from lowbit_attn.hopper.warp.config import WORD, SidePlan, WarpConfig
-from lowbit_attn.hopper.warp.fetch import UNIT_BYTES, Arrival, Pages, Ring
-from lowbit_attn.hopper.warp.unpack import Piece, read
+from lowbit_attn.hopper.warp.fetch import UNIT_BYTES, Arrival, Pages, Piece, Ring, read
 
 PAIR = 2  # offsets in a register
 RUN_WORDS = order.RUN // WORD

@@ -17,11 +17,10 @@ from lowbit_attn.hopper.arith.codebook.config import FACTORS, TABLE_BYTES, uses_
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.common.book_abi import BOOK_CHANNEL_PLANES
-from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import WARP, WarpConfig
-from lowbit_attn.hopper.warp.fetch import Ring
+from lowbit_attn.hopper.warp.fetch import Lane, Ring, read
 from lowbit_attn.hopper.warp.page_loop import Call
-from lowbit_attn.hopper.warp.unpack import Lane, read
 
 ORDER, RECIPROCAL, MEAN, REACH = range(BOOK_CHANNEL_PLANES)  # planes of abi.Books.channels
 SLOPE, TOKEN_SLOPE, OFFSET, UP = range(FACTORS)  # of a row: see prepare
@@ -89,7 +88,7 @@ def load(cfg: cutlass.Constexpr[WarpConfig], call: Call, rows: Rows, me: Lane) -
         for i in cutlass.range_constexpr(BOOK_CHANNEL_PLANES):
             for j in cutlass.range_constexpr(count):
                 own[j, i] = planes[rows.head_idx, i, count * Int32(me.lane) + j]
-        start = call.q.iterator.toint() + unpack.query_offset(cfg, call.q, rows, me.warp)
+        start = call.q.iterator.toint() + fetch.query_offset(cfg, call.q, rows, me.warp)
         row = cute.make_tensor(cute.make_ptr(numbers.ELEMENT[cfg.dtype], start, cute.AddressSpace.gmem,
                                              assumed_align=2), cute.make_layout(cfg.head_dim))
         for j in cutlass.range_constexpr(count):

@@ -17,8 +17,8 @@ from lowbit_attn.hopper.arith.codebook import books, query, table
 from lowbit_attn.hopper.arith.codebook.config import TWO, lane_bytes, rotations, uses_table
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
+from lowbit_attn.hopper.warp.fetch import Lane, Piece
 from lowbit_attn.hopper.warp.softmax import Scores
-from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 STEPS = 4  # bytes of a word
 ONE, HIGH_ONE = 0x3C00, 0x3C00_0000  # fp16 1 in the low or the high half

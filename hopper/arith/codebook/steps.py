@@ -12,11 +12,10 @@ from lowbit_attn.hopper.arith.codebook.query import token_words as token_query
 from lowbit_attn.hopper.arith.codebook.scores import of_page as scores
 from lowbit_attn.hopper.arith.codebook.values import finish
 from lowbit_attn.hopper.common.abi import Rows
-from lowbit_attn.hopper.warp import softmax, unpack
+from lowbit_attn.hopper.warp import fetch, softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
-from lowbit_attn.hopper.warp.fetch import Arrival
+from lowbit_attn.hopper.warp.fetch import Arrival, Lane, Piece
 from lowbit_attn.hopper.warp.page_loop import Call
-from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 __all__ = ["add_values", "before_values", "copy_piece", "finish", "load_query", "place_books", "prefetch_query",
            "prepare_query", "scores", "start_books", "token_query"]
@@ -24,7 +23,7 @@ __all__ = ["add_values", "before_values", "copy_piece", "finish", "load_query", 
 
 def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> None:
     """q is read behind the first pages' copies: bring it to L2."""
-    unpack.prefetch_query(cfg, q, rows, thread)
+    fetch.prefetch_query(cfg, q, rows, thread)
 
 
 def load_query(cfg: WarpConfig, call: Call, rows: Rows, me: Lane, early: None) -> query.Loaded:

@@ -13,7 +13,7 @@ from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.arith.codebook.config import FEW, TWO, groups, lane_bytes, rotations
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
-from lowbit_attn.hopper.warp.unpack import Lane, read
+from lowbit_attn.hopper.warp.fetch import Lane, read
 
 ENTRY_WORDS = 2  # of four channels, and of four products
 SECOND_COPY = 192  # the offset of a word's copy differs in these bits

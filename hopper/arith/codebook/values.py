@@ -22,9 +22,8 @@ from lowbit_attn.hopper.arith.codebook.config import COLUMNS, groups, lane_bytes
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
-from lowbit_attn.hopper.warp.fetch import Ring
+from lowbit_attn.hopper.warp.fetch import Lane, Piece, Ring, read
 from lowbit_attn.hopper.warp.softmax import State
-from lowbit_attn.hopper.warp.unpack import Lane, Piece, read
 
 SPAN = 32  # tokens whose norms a lane reads at once
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors

@@ -18,9 +18,9 @@ from lowbit_attn import layout, subnormals
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.fp16 import operands
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import BOOST_WEIGHT, COLUMNS, WarpConfig
-from lowbit_attn.hopper.warp.unpack import Lane, Piece
+from lowbit_attn.hopper.warp.fetch import Lane, Piece
 
 
 class PageSums(NamedTuple):
@@ -60,7 +60,7 @@ def add(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, up, e_s
     atom = numbers.multiply_atom()
     for step in range(cfg.boost.col_tiles):
         if step and step % (2 // blocks) == 0:
-            unpack.fence()  # between these steps' multiplies and the next steps' loads
+            fetch.fence()  # between these steps' multiplies and the next steps' loads
         queries, query_words, scales = gather(cfg, piece, me, channels, step)
         scaled, scaled_words = numbers.fragments(blocks)
         for col8, word in enumerate(scales):
@@ -94,14 +94,14 @@ def gather(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer, step
     Scales are those of slots 2t, 2t + 1 of each 8, or None where these are not in use.
     """
     blocks = cfg.col_blocks
-    indices = unpack.elements(cfg, piece, cfg.boost.high.index, cfg.boost.cols, Uint8)
+    indices = fetch.elements(cfg, piece, cfg.boost.high.index, cfg.boost.cols, Uint8)
     channel = Uint32(indices[layout.TILE * step + Int32(me.lane % layout.TILE)])
     operand, words = numbers.fragments(blocks)
     flat = cute.make_tensor(operand.iterator, cute.make_layout((4 * blocks,)))
     block = Int32(me.lane // layout.TILE) if blocks > 1 else 0
     read = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 2 * blocks), Float16)
     cute.copy_atom_call(read, channel_view(cfg, channels, Float16)[None, Int32(channel), block], flat)
-    scales = unpack.elements(cfg, piece, cfg.k.meta, cfg.head_dim, Uint16)
+    scales = fetch.elements(cfg, piece, cfg.k.meta, cfg.head_dim, Uint16)
     own = Uint32(scales[Int32(layout.channel_meta_index(channel))])
     pair = own | cute.arch.shuffle_sync_bfly(own, offset=1) << Uint32(16)  # in lanes of even slots
     return operand, words, [

@@ -5,9 +5,9 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, subnormals
 from lowbit_attn.hopper.common.numbers import LOW_HALF, pack, widen
-from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import META_BYTES, WARP, SidePlan, WarpConfig
-from lowbit_attn.hopper.warp.unpack import Lane, Piece
+from lowbit_attn.hopper.warp.fetch import Lane, Piece
 
 ONES = 0x3C00_3C00  # fp16 1.0 in both halves
 NO_SIGNS = 0x7FFF_7FFF
@@ -19,7 +19,7 @@ def column_codes(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, col_ti
     """Words of a column tile: of all its row tiles, or of ``tile`` alone."""
     first = col_tile * side.row_tiles
     if tile is None:
-        return unpack.codes(cfg, side, piece, me, first, side.row_tiles)
+        return fetch.codes(cfg, side, piece, me, first, side.row_tiles)
     return cfg.mixed_steps.tile_codes(cfg, side, piece, me, first, tile)
 
 
@@ -44,13 +44,13 @@ def channel_meta(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, group,
                  col_tile: int) -> list[Uint32]:
     """[col8] words of a token group's scales or zero-points: channels 2t, 2t + 1 of each 8 of a column tile."""
     at = side.channel_access(Int32(group), is_zero, col_tile, Int32(me.t))
-    return unpack.read(unpack.meta_view(cfg, side, piece), at)
+    return fetch.read(fetch.meta_view(cfg, side, piece), at)
 
 
 def all_scales(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, group) -> list[Uint32]:
     """This lane's share of a token group's scales, in no useful order; with few channels lanes share a share."""
-    view = unpack.meta_view(cfg, side, piece)
-    return [word for index in scale_accesses(side, Int32(group), me.lane) for word in unpack.read(view, Int32(index))]
+    view = fetch.meta_view(cfg, side, piece)
+    return [word for index in scale_accesses(side, Int32(group), me.lane) for word in fetch.read(view, Int32(index))]
 
 
 def scale_accesses(side: SidePlan, group, lane) -> list:
@@ -62,7 +62,7 @@ def scale_accesses(side: SidePlan, group, lane) -> list:
 
 def token_meta(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, group: int, tile) -> list[Uint32]:
     """[half] (scale, zero) words of tokens 16 * tile + 8 * half + g: scale in the low half."""
-    return unpack.read(unpack.meta_view(cfg, side, piece), Int32(token_access(group, tile, Int32(me.g))))
+    return fetch.read(fetch.meta_view(cfg, side, piece), Int32(token_access(group, tile, Int32(me.g))))
 
 
 def token_access(group: int, token_tile: int, g):
@@ -76,8 +76,8 @@ def token_access(group: int, token_tile: int, g):
 def all_token_meta(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane) -> list[Uint32]:
     """This lane's share of all (scale, zero) words, in no useful order: each word is read by one lane."""
     accesses = side.groups * layout.PAGE_TOKENS // layout.BLOCK_WORDS
-    view = unpack.part_view(cfg, piece, side.meta, layout.BLOCK_WORDS, accesses)
-    return [word for first in range(0, accesses, WARP) for word in unpack.read(view, Int32(me.lane) + first)]
+    view = fetch.part_view(cfg, piece, side.meta, layout.BLOCK_WORDS, accesses)
+    return [word for first in range(0, accesses, WARP) for word in fetch.read(view, Int32(me.lane) + first)]
 
 
 def rounded(word: Uint32, storage: str, up: Float32) -> Uint32:

@@ -10,7 +10,7 @@ from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.fp16 import boost, operands
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WARP, WarpConfig
-from lowbit_attn.hopper.warp.unpack import Lane, Query, read
+from lowbit_attn.hopper.warp.fetch import Lane, Query, read
 
 
 @cute.jit
@@ -25,7 +25,7 @@ def prepare(cfg: cutlass.Constexpr[WarpConfig], words: cute.Tensor, scale_log2: 
     if cutlass.const_expr(cfg.boost is not None):
         if me.warp == 0:
             boost.store_channels(cfg, cute.recast_tensor(operand, Uint32), me, channels)
-    if cutlass.const_expr(cfg.has_shared_query):
+    if cutlass.const_expr(cfg.query_bytes > 0):
         view = shared_view(cfg, shared)
         if me.warp == 0:
             flat = cute.recast_tensor(operand, Uint32)
@@ -48,7 +48,7 @@ def shared_view(cfg: WarpConfig, shared: cute.Pointer) -> cute.Tensor:
 def query_operand(cfg: WarpConfig, query: Query, me: Lane, col_tile: int) -> tuple[cute.Tensor, cute.Tensor]:
     """q' of one column tile as B operand: (fp16 (4, block), words (2, block))."""
     operand, words = numbers.fragments(cfg.col_blocks)
-    if cfg.has_shared_query:
+    if cfg.query_bytes:
         found = read(query.operand[None, None, col_tile], Int32(me.lane))
     else:
         flat = cute.recast_tensor(query.operand, Uint32)

@@ -15,10 +15,10 @@ from lowbit_attn.hopper.arith.fp16 import boost, operands
 from lowbit_attn.hopper.arith.fp16.config import chunk_tiles, loops_over_groups
 from lowbit_attn.hopper.arith.fp16.query import query_operand
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import ROW_TILES, WarpConfig
+from lowbit_attn.hopper.warp.fetch import Lane, Piece, Query
 from lowbit_attn.hopper.warp.softmax import Scores
-from lowbit_attn.hopper.warp.unpack import Lane, Piece, Query
 
 POST_SHIFT = subnormals.SUBNORMAL_SHIFT - subnormals.SCALE_SHIFT  # 24 of the codes less what s brought
 MAX_POW2 = 127  # bf16 scales beyond 2^105 would ask for more
@@ -50,7 +50,7 @@ def per_channel(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, tile: Uin
     ups = [scale_up(side.storage, e) for e in e_s]
     for ct in range(side.col_tiles):
         if groups > 1:
-            unpack.fence()  # between this tile's multiplies and the next tiles' loads
+            fetch.fence()  # between this tile's multiplies and the next tiles' loads
         words = operands.column_codes(cfg, side, piece, me, ct, tile)
         scaled, scaled_words = numbers.fragments(groups * blocks)
         _, query_words = query_operand(cfg, query, me, ct)
@@ -210,12 +210,12 @@ def add_group(cfg: WarpConfig, piece: Piece, me: Lane, query: Query, acc: cute.T
     sums = [x * Float32(2.0**-subnormals.SUBNORMAL_SHIFT) for x in query_sums(cfg, me, query, j)]
     for first in range(0, row_tiles, chunk):
         if chunk < row_tiles:
-            unpack.fence()  # between this chunk's multiplies and the next chunk's loads
+            fetch.fence()  # between this chunk's multiplies and the next chunk's loads
         part = cute.make_rmem_tensor((4, chunk * blocks), Float32)
         part.fill(0.0)
         for i_ct in range(tiles):
             start = i_ct * ROW_TILES + first
-            words = (unpack.codes(cfg, side, piece, me, start, chunk, j * group_blocks) if tile is None else
+            words = (fetch.codes(cfg, side, piece, me, start, chunk, j * group_blocks) if tile is None else
                      cfg.mixed_steps.tile_codes(cfg, side, piece, me, start, tile, j * group_blocks))
             b, _ = query_operand(cfg, query, me, j * tiles + i_ct)
             for i in range(chunk):

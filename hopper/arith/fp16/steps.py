@@ -7,22 +7,21 @@ from lowbit_attn.hopper.arith.fp16 import values
 from lowbit_attn.hopper.arith.fp16.query import prepare as prepare_query
 from lowbit_attn.hopper.arith.fp16.scores import of_page as scores
 from lowbit_attn.hopper.common.abi import Rows
-from lowbit_attn.hopper.warp import softmax, unpack
+from lowbit_attn.hopper.warp import fetch, softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
-from lowbit_attn.hopper.warp.fetch import Arrival, Ring
+from lowbit_attn.hopper.warp.fetch import Arrival, Lane, Piece, Ring
 from lowbit_attn.hopper.warp.page_loop import Call
-from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 __all__ = ["add_values", "prefetch_query", "before_values", "finish", "load_query", "prepare_query", "scores"]
 
 
 def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> None:
     """All warps need all of q, and read it behind their first pages: bring it to L2."""
-    unpack.prefetch_query(cfg, q, rows, thread)
+    fetch.prefetch_query(cfg, q, rows, thread)
 
 
 def load_query(cfg: WarpConfig, call: Call, rows: Rows, me: Lane, early: None) -> cute.Tensor:
-    return unpack.load_query(cfg, call.q, rows, me)
+    return fetch.load_query(cfg, call.q, rows, me)
 
 
 def before_values(cfg: WarpConfig, state: softmax.State, maxima: tuple) -> None:

@@ -14,10 +14,10 @@ from lowbit_attn import layout, registers, subnormals
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.fp16 import boosted_values, operands
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp import softmax, unpack
+from lowbit_attn.hopper.warp import fetch, softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
+from lowbit_attn.hopper.warp.fetch import Lane, Piece
 from lowbit_attn.hopper.warp.softmax import State
-from lowbit_attn.hopper.warp.unpack import Lane, Piece
 
 
 def largest_scale(cfg: WarpConfig, piece: Piece, me: Lane) -> Float32:
@@ -59,8 +59,8 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     group_tiles = side.group_size // layout.TILE
     for ct, (run, own) in enumerate((run, own) for run in side.runs for own in range(run.col_tiles)):
         if side.groups > 1:
-            unpack.fence()  # between this tile's multiplies and the next tiles' loads
-        words = unpack.codes(cfg, run, piece, me, own * side.row_tiles, side.row_tiles)
+            fetch.fence()  # between this tile's multiplies and the next tiles' loads
+        words = fetch.codes(cfg, run, piece, me, own * side.row_tiles, side.row_tiles)
         for j in range(side.groups):
             operand = scaled_p(cfg, state, p, ct, j, up, operands.token_meta(cfg, side, piece, me, j, ct), run.steps)
             ones = numbers.operand_a([Uint32(boosted_values.weight(side, run) * (side.groups == 1 or row8 == j % 2))

@@ -16,9 +16,9 @@ from lowbit_attn import layout
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.int8.config import ROWS, STEP_TILES
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.warp import unpack
+from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import BOOST_WEIGHT, WarpConfig
-from lowbit_attn.hopper.warp.unpack import Lane, Piece
+from lowbit_attn.hopper.warp.fetch import Lane, Piece
 
 PAIRS = 0x5140  # selector: bytes of words (x0, x1), (y0, y1) -> x0, y0, x1, y1: the byte order of a column tile
 # bits of a channel that layout.channel_meta_index has in their places, or shifts to these: by two, left and right
@@ -54,7 +54,7 @@ def products(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer) ->
     Slots that are not in use repeat the last one's channel, and their codes are zero.
     """
     queries = queries_view(cfg, channels)
-    scales = unpack.elements(cfg, piece, cfg.k.meta, cfg.head_dim, Uint16)
+    scales = fetch.elements(cfg, piece, cfg.k.meta, cfg.head_dim, Uint16)
     found = []
     for first in range(0, cfg.boost.col_tiles, STEP_TILES):
         word, count = own_channels(cfg, piece, me, first)
@@ -66,7 +66,7 @@ def products(cfg: WarpConfig, piece: Piece, me: Lane, channels: cute.Pointer) ->
 
 def own_channels(cfg: WarpConfig, piece: Piece, me: Lane, first: int) -> tuple[Uint32, int]:
     """(channels of the lane's slots as bytes, how many) of the step from column tile ``first`` on."""
-    pairs = unpack.elements(cfg, piece, cfg.boost.high.index, cfg.boost.cols // 2, Uint16)
+    pairs = fetch.elements(cfg, piece, cfg.boost.high.index, cfg.boost.cols // 2, Uint16)
     at = [Int32(i) for i in own_accesses(first, cfg.boost.col_tiles, me.lane)]
     words = [Uint32(pairs[i]) for i in at]
     return (words[0], 2) if len(words) == 1 else (ptx.permute(*words, PAIRS), 4)

@@ -18,11 +18,11 @@ from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.int8.config import MAX_TILES, STEP_TILES
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows
-from lowbit_attn.hopper.warp import fetch, softmax, unpack
+from lowbit_attn.hopper.warp import fetch, softmax
 from lowbit_attn.hopper.warp.config import ROW_TILES, WARP, WORD, SidePlan, WarpConfig
+from lowbit_attn.hopper.warp.fetch import Lane, Piece, Query
 from lowbit_attn.hopper.warp.page_loop import Call
 from lowbit_attn.hopper.warp.softmax import Scores, State
-from lowbit_attn.hopper.warp.unpack import Lane, Piece, Query
 
 __all__ = ["add_values", "before_values", "finish", "load_query", "prefetch_query", "prepare_own_query",
            "prepare_query", "scores"]
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> cute.Tensor:
     """q words for ``prepare_query``, by the last warp: none has fewer pages."""
-    return unpack.load_query(cfg, q, rows._replace(count=rows.count * Int32(me.warp == cfg.warps - 1)), me)
+    return fetch.load_query(cfg, q, rows._replace(count=rows.count * Int32(me.warp == cfg.warps - 1)), me)
 
 
 def load_query(cfg: WarpConfig, call: Call, rows: Rows, me: Lane, early: cute.Tensor) -> cute.Tensor:
@@ -145,7 +145,7 @@ def query_steps(cfg: WarpConfig, piece: Piece, me: Lane, queries: Query,
     """(multiplies of all channels, then of boosted ones; slope, offset) of a token group; the last two of row t."""
     steps = range(cfg.k.col_tiles // STEP_TILES)
     scales, zeros = ([own_metadata(cfg, piece, me, group, is_zero, step) for step in steps] for is_zero in (0, 1))
-    rows = [unpack.read(queries.operand[None, None, step], Int32(me.lane)) for step in steps]
+    rows = [fetch.read(queries.operand[None, None, step], Int32(me.lane)) for step in steps]
     products = [[x * scale for x, scale in zip(rows[step], scales[step])] for step in steps]
     sides = [(cfg.k, step) for step in steps]
     if cfg.boost:
@@ -174,7 +174,7 @@ def own_metadata(cfg: WarpConfig, piece: Piece, me: Lane, group, is_zero: int, s
     """Scales or zero-points of the lane's column tile of a step, in the order of a word's bytes."""
     side = cfg.k
     at = own_access(side, group, is_zero, step, Int32(me.g), Int32(me.t))
-    words = unpack.read(unpack.meta_view(cfg, side, piece), at)
+    words = fetch.read(fetch.meta_view(cfg, side, piece), at)
     halves = [numbers.widen(word, side.storage) for word in words]
     return [halves[i % 2][i // 2] for i in range(layout.WORD_BYTES)]  # byte i: word col8 = i % 2, half e = i // 2
 
@@ -281,8 +281,8 @@ def run_digits(side: SidePlan, products: list[Float32], largest: Float32) -> Run
 def token_pairs(cfg: WarpConfig, piece: Piece, me: Lane, group: int) -> list[tuple[Float32, Float32]]:
     """(scale, zero-point) of tokens g, g + 8, g + 16, ... of the page."""
     side, count = cfg.v, (cfg.v.nbytes - cfg.v.meta) // QUAD_BYTES
-    view = unpack.part_view(cfg, piece, side.meta, QUAD_BYTES // WORD, count)
-    quads = [unpack.read(view, quad_access(group, first, Int32(me.g))) for first in range(0, layout.PAGE_TOKENS, SPAN)]
+    view = fetch.part_view(cfg, piece, side.meta, QUAD_BYTES // WORD, count)
+    quads = [fetch.read(view, quad_access(group, first, Int32(me.g))) for first in range(0, layout.PAGE_TOKENS, SPAN)]
     return [numbers.widen(word, side.storage) for quad in quads for word in quad]
 
 
@@ -325,7 +325,7 @@ def tile_words(cfg: WarpConfig, side: SidePlan, piece: Piece, me: Lane, col_tile
     """The lane's words with the codes of consecutive row tiles of a column tile; tile: of this one, as row tile 0."""
     if tile is not None:
         return cfg.mixed_steps.tile_codes(cfg, side, piece, me, col_tile * side.row_tiles, tile)
-    return unpack.codes(cfg, side, piece, me, *run_of(side, col_tile, row_tiles))
+    return fetch.codes(cfg, side, piece, me, *run_of(side, col_tile, row_tiles))
 
 
 def run_of(side: SidePlan, col_tile: int, row_tiles: range) -> tuple[int, int]:
