@@ -36,7 +36,7 @@ class Stream(Schedule):
     """Stream-K: a warp attends to a run of pages, of one sequence or of several (items.py)."""
 
     name = "stream"
-    own_queries = is_even = True
+    own_queries = True
     pace = PACE_STREAM
 
     def kernel(self, cfg: WarpConfig):

@@ -100,10 +100,6 @@ class Arithmetic:
         """Whether registers may be a few short."""
         return False
 
-    def recentred_pages(self, cfg) -> int:
-        """So many pages add up before O is centred; 1: no sums are carried from page to page."""
-        return 1
-
     def pace(self, cfg) -> Rule:
         """When its warps hurry or wait."""
         raise NotImplementedError
@@ -115,7 +111,6 @@ class Schedule:
     name: str
     ctas_per_sm = 1
     own_queries = False  # a warp has its own, and its own sums: it attends to other rows than the next one
-    is_even = False  # all CTAs share all sequences' pages, so that a sequence has no splits
     may_cluster = False  # splits of a block of rows may be a cluster of CTAs
     pace: Rule | None = None  # when its warps hurry or wait; None: as the arithmetic has it
 

@@ -32,11 +32,17 @@ def mask_tokens(cfg: WarpConfig, found: Scores, first_seen: Int32, rows: Rows, l
     return found
 
 
+def logit(scores: Scores, column: int, value: Float32, power: int) -> Float32:
+    """The base-2 logit of an accumulator value."""
+    value = value * softmax.slope_of(scores, column, power)
+    return value if scores.offset is None else value + scores.offset[column]
+
+
 def cap_page(cfg: WarpConfig, found: Scores, limits: Limits) -> Scores:
     """The accumulator becomes capped logits."""
     for column in range(cfg.lane_rows):
         for at, power in zip(softmax.places(found.acc, column, cfg.col_blocks), found.powers):
-            found.acc[at] = capped(limits, softmax.logit(found, column, found.acc[at], power))
+            found.acc[at] = capped(limits, logit(found, column, found.acc[at], power))
     return Scores(found.acc, (0,) * len(found.powers), None, None)
 
 

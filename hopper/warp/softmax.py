@@ -59,12 +59,6 @@ def slope_of(scores: Scores, column: int, power: int) -> Float32:
     return Float32(1.0) if scores.slope is None else scores.slope[column] * Float32(2.0**-power)
 
 
-def logit(scores: Scores, column: int, value: Float32, power: int) -> Float32:
-    """The base-2 logit of an accumulator value."""
-    value = value * slope_of(scores, column, power)
-    return value if scores.offset is None else value + scores.offset[column]
-
-
 def exponentiate(cfg: WarpConfig, scores: Scores, state: State) -> tuple[Float32, ...]:
     """S becomes P <= 1: operands made of it cannot overflow, however large the logits. Returns the new maxima."""
     maxima = []

@@ -67,7 +67,8 @@ class Fp16(Arithmetic):
         return cfg.k.groups > 1 and (cfg.head_dim > 128 or (cfg.col_blocks > 1 and is_full))
 
     def recentred_pages(self, cfg: WarpConfig) -> int:
-        """1 where registers are short: the weights' sums take some until then."""
+        """So many pages add up before O is centred; 1 where registers are short: the weights' sums take some until
+        then."""
         return subnormals.RECENTRED_PAGES if cfg.v.groups == 1 and not cfg.k.is_per_token else 1
 
     def pace(self, cfg: WarpConfig) -> Rule:
