@@ -81,7 +81,7 @@ class Call:
         self.scratch = torch.full((scratch.header + math.prod(scratch.shapes[0]),), EMPTY, dtype=torch.int32)
         partials = self.scratch[scratch.header:].view(scratch.shapes[0])
         self.results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
-        names = ["table", "n_sink", "n_qk", *["n_qv"] * cfg.has_mixed, "n_tok", "ring_start"]
+        names = ["table", "n_sink", "n_qk", *["n_qv"] * getattr(cfg, "has_mixed", True), "n_tok", "ring_start"]
         rows, ring_rows = cache.batch_rows(batch)
         state = [getattr(cache, name) for name in names]
         tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
@@ -135,9 +135,13 @@ def run(program, cfg, problem: testing.Problem, options: Attention, splits: int,
     call = Call(cfg, problem, options, None, splits, in_clusters, scattered)
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
     window = dispatch.NO_WINDOW if options.window is None else options.window
-    parameters = call.tensors + packed("f", call.scale, 2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
-    parameters += packed("i", window, window)
-    parameters += [argument for n in (call.ratio, call.row_blocks, splits) for argument in divisor(n)]
+    is_tile = not hasattr(cfg, "arithmetic")
+    caps = (cap,) if is_tile else (2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
+    parameters = call.tensors + packed("f", call.scale, *caps) + packed("i", window, window)
+    if is_tile:
+        parameters += packed("i", call.ratio, call.row_blocks)
+    else:
+        parameters += [argument for n in (call.ratio, call.row_blocks, splits) for argument in divisor(n)]
     for x, y in np.ndindex(call.grid[:2]):
         ctas = [ptx.Cta(program, parameters, call.memory.memory, (x, y, z), call.grid, COUNTS) for z in range(splits)]
         for cta in ctas:

@@ -53,9 +53,9 @@ def parameter_place(operand: str) -> tuple[int, int]:
 def store(warp, suffixes, operands, active):
     if suffixes[0] == "async":
         return store_async(warp, suffixes, operands, active)
-    memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
     words = np.stack([x.astype(f"u{width(suffixes) // 8}") for x in warp.values(operands[1])], 1)
-    memory.write(warp.address(operands[0])[active], words.view(np.uint8)[active])
+    write = warp.write_shared if suffixes[0] == "shared" else warp.cta.memory.write
+    write(warp.address(operands[0])[active], words.view(np.uint8)[active])
 
 
 def atomic(warp, suffixes, operands, active):
@@ -103,12 +103,16 @@ def copy(warp, suffixes, operands, active):
             warp.copies = []
         while len(warp.groups) > int((*operands, 0)[0]):
             for target, data in warp.groups.pop(0):
-                warp.cta.shared.write(target, data)
+                warp.write_shared(target, data)
     else:
         assert suffixes[-2:] == ("shared", "global") and operands[2] == "16", (suffixes, operands)
         target, source = (warp.address(x)[active] for x in operands[:2])
         assert (target % 16 == 0).all() and (source % 16 == 0).all()
-        warp.copies.append((target, warp.cta.memory.read(source, 16)))
+        count = warp.value(operands[3])[active] if len(operands) > 3 else np.full(len(target), 16, U64)  # the rest is 0
+        assert set(count.tolist()) <= {0, 16}, count
+        data = np.zeros((len(target), 16), np.uint8)
+        data[count > 0] = warp.cta.memory.read(source[count > 0], 16)
+        warp.copies.append((target, data))
 
 
 def mbarrier(warp, suffixes, operands, active):
@@ -120,7 +124,9 @@ def mbarrier(warp, suffixes, operands, active):
         if what == "init":
             barriers[int(at[lane])] = warp.cta.new_barrier(int(value[lane]))
         elif what == "arrive":
-            barriers[int(at[lane])].arrive(int(value[lane]))
+            is_counted = "expect_tx" not in suffixes
+            for _ in range(int(value[lane]) if is_counted else 1):
+                barriers[int(at[lane])].arrive(0 if is_counted else int(value[lane]))
         else:
             passed[lane] = barriers[int(at[lane])].phases % 2 != int(value[lane])
     return passed if what in ("try_wait", "test_wait") else None

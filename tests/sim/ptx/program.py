@@ -48,10 +48,11 @@ class Program:
 
     def __init__(self, text: str):
         body = re.sub(r"//[^\n]*|\n\s*\.loc[^\n]*", "", text[text.index("\n{", text.index(".entry")) + 2 :])
+        body = re.sub(r"\{([^{};\n]*)\}", r"<\1>", body)  # lists of registers
         body = re.sub(r"\{\s*\.reg[^{}]*\}", _with_own_names, body)
         body = re.sub(r"\{\s*([a-z][^{};]*;)\s*\}", r"\1", body)  # one instruction of inline assembly
-        self.instructions, self.labels = [], {}
-        for statement in re.split(r"[;{}](?=\s)|(?<=:)\s", re.sub(r"\{([^{}\n]*)\}", r"<\1>", body)):
+        self.instructions, self.labels, self.shared = [], {}, _shared_places(text)
+        for statement in re.split(r"[;{}](?=\s)|(?<=:)\s", body):
             statement = statement.strip()
             if re.fullmatch(r"\$?\w+:", statement):
                 assert self.labels.setdefault(statement[:-1], len(self.instructions)) == len(self.instructions)
@@ -60,10 +61,21 @@ class Program:
                 self.instructions.append(Instruction.parse(statement))
 
 
+def _shared_places(text: str) -> dict[str, int]:
+    """Addresses of what a kernel has in shared memory, by name; dynamic shared memory comes last."""
+    at, found = 0, {}
+    for align, name, size in sorted(re.findall(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d*)\]", text),
+                                    key=lambda x: not x[2]):
+        found[name] = at = -(-at // int(align)) * int(align)
+        at += int(size or 0)
+    return found
+
+
 def _with_own_names(block: re.Match) -> str:
     """What is in a block of inline assembly, whose registers and labels hide others of their names."""
     text = block[0][1:-1]
-    for name in re.findall(r"\.reg\s+\.\w+\s+(%?\w+);", text) + re.findall(r"^\s*(\w+):", text, re.M):
+    lists = re.findall(r"\.reg\s+\.\w+\s+(%?\w+(?:\s*,\s*%?\w+)*);", text)
+    for name in [*re.findall(r"%?\w+", " ".join(lists)), *re.findall(r"^\s*(\w+):", text, re.M)]:
         text = re.sub(rf"(?<![\w%]){name}\b", f"{name}_{block.start()}", text)
     return text
 
@@ -166,6 +178,8 @@ class Cta:
     threads: int = 0
     arrived: int = 0  # threads, at all barriers of the cluster
     policies: set[int] = field(default_factory=set)  # of L2, of all bulk copies
+    # the warp, counted from 1, that wrote a byte of shared memory and has not fenced it for wgmma since; 0: none
+    unfenced: np.ndarray = field(default_factory=lambda: np.zeros(SHARED_BYTES, np.uint8))
     has_poison: bool = False  # a register that is read before it is written is no number; else that is an error
 
     @staticmethod
@@ -242,11 +256,12 @@ class Warp:
     """Registers as uint64 or bool [32]; each lane has its own place, and those at the lowest place go first."""
 
     def __init__(self, cta: Cta, warp: int):
-        self.cta = cta
+        self.cta, self.index = cta, warp
         self.met = 0  # how often it has waited for its cluster
         self.copies, self.groups = [], []  # cp.async: those that no group has, and groups that are under way
-        self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64), "__dynamic_shmem__0": _all(0),
-                          "buf_dyn_shmem": _all(0), "tile": _all(0),
+        self.multiplies, self.multiply_groups = [], []  # the same of wgmma
+        self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64),
+                          **{name: _all(at) for name, at in cta.program.shared.items()},
                           "%cluster_ctarank": _all(cta.rank), "%nsmid": _all(SMS),
                           "%tid.x": np.arange(LANES * warp, LANES * (warp + 1), dtype=np.uint64)}
         for name, values in (("ctaid", cta.index), ("nctaid", cta.grid)):
@@ -267,7 +282,7 @@ class Warp:
                 places[active] = end if opcode.startswith("ret") else program.labels[operands[0]]
                 at, here, next_group = _lowest(places, end)
                 continue
-            if opcode in ("bar.sync", "bar.red.or.pred"):
+            if opcode in ("bar.sync", "bar.red.or.pred", "barrier.cta.red.or.pred"):
                 assert active.all()
                 found = yield self.barrier_stop(instruction, at)
                 if opcode != "bar.sync":
@@ -313,6 +328,10 @@ class Warp:
     def address(self, operand: str) -> np.ndarray:
         base, offset = _base_and_offset(operand)
         return self.value(base) + offset
+
+    def write_shared(self, address: np.ndarray, data: np.ndarray) -> None:
+        self.cta.shared.write(address, data)
+        self.cta.unfenced[self.cta.shared.places(address, data.shape[1])] = self.index + 1
 
     def set(self, operand: str, value: np.ndarray, active: np.ndarray) -> None:
         value = value if value.dtype == bool else value.astype(np.uint64)
