@@ -74,6 +74,7 @@ def atomic(warp, suffixes, operands, active):
 
 
 def bulk_copy(warp, suffixes, operands, active):
+    """What is copied comes when someone looks at the barrier; until then the target is no number."""
     cta = warp.cta
     target, source, size, barrier = (read(x) for read, x in zip((warp.address, warp.address, warp.value, warp.address),
                                                                 operands))
@@ -86,12 +87,20 @@ def bulk_copy(warp, suffixes, operands, active):
         start = int(source[lane]) - cta.memory.base
         assert first % 16 == start % 16 == size[lane] % 16 == 0 and start >= 0
         assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
-        cta.shared.data[first:last] = cta.memory.data[start : start + int(size[lane])]
-        cta.barriers[int(barrier[lane])].bring(int(size[lane]))
+        cta.shared.data[first:last] = 0xFF
+        cta.under_way.setdefault(int(barrier[lane]), []).append((first, start, int(size[lane])))
+
+
+def bulk_copies_come(cta, barrier: int) -> None:
+    """All that were started until now and count at this barrier."""
+    for first, start, size in cta.under_way.pop(barrier, ()):
+        cta.shared.data[first : first + size] = cta.memory.data[start : start + size]
+        cta.barriers[barrier].bring(size)
 
 
 def copy(warp, suffixes, operands, active):
-    """cp.async: what a lane copies may come any time before its group is waited for; here, when it is."""
+    """cp.async: what a lane copies may come any time before its group is waited for; here, when it is. Until then the
+    target is no number."""
     if "bulk" in suffixes:
         bulk_copy(warp, suffixes, operands, active)
     elif "commit_group" in suffixes:
@@ -112,6 +121,7 @@ def copy(warp, suffixes, operands, active):
         assert set(count.tolist()) <= {0, 16}, count
         data = np.zeros((len(target), 16), np.uint8)
         data[count > 0] = warp.cta.memory.read(source[count > 0], 16)
+        warp.cta.shared.write(target, np.full_like(data, 0xFF))
         warp.copies.append((target, data))
 
 
@@ -128,6 +138,7 @@ def mbarrier(warp, suffixes, operands, active):
             for _ in range(int(value[lane]) if is_counted else 1):
                 barriers[int(at[lane])].arrive(0 if is_counted else int(value[lane]))
         else:
+            bulk_copies_come(warp.cta, int(at[lane]))
             passed[lane] = barriers[int(at[lane])].phases % 2 != int(value[lane])
     return passed if what in ("try_wait", "test_wait") else None
 

@@ -1,9 +1,9 @@
 """Runs the PTX of a compiled kernel on the CPU: parsing, memory, barriers, and the warps of several CTAs in turns.
 
 What the instructions do is in instructions.py. A warp runs until it ends or needs others: at a barrier, before it
-reads what other CTAs may be writing (ld.relaxed), where an mbarrier lets it wait. Bulk copies complete at once: what is
-checked is what each thread computes and touches, not the timing. Shared memory starts as NaN; every access must be
-aligned and in bounds.
+reads what other CTAs may be writing (ld.relaxed), where an mbarrier lets it wait. Copies to shared memory come as late
+as they may, and what was there goes as early: what is read without a wait, or written too early, is NaN. Shared memory
+starts as NaN; every access must be aligned and in bounds.
 """
 
 import re
@@ -177,6 +177,7 @@ class Cta:
     cluster: list["Cta"] = field(default_factory=list)  # its CTAs by rank; none: this one alone
     threads: int = 0
     arrived: int = 0  # threads, at all barriers of the cluster
+    under_way: dict[int, list] = field(default_factory=dict)  # by barrier: bulk copies that have not come
     policies: set[int] = field(default_factory=set)  # of L2, of all bulk copies
     # the warp, counted from 1, that wrote a byte of shared memory and has not fenced it for wgmma since; 0: none
     unfenced: np.ndarray = field(default_factory=lambda: np.zeros(SHARED_BYTES, np.uint8))
