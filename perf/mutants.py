@@ -1,0 +1,178 @@
+"""Whether the tests see deliberate faults in kernels, one at a time, each in a copy of the tree.
+
+    make mutants                                      every fault of perf/mutants/, about an hour
+    python perf/mutants.py --only tile --output /tmp/mutants.jsonl
+
+A fault is a text of one file and what takes its place: a sign, a bound, a power of two, a packing order, a barrier. It
+names the test that should fail then, and only that one is run, under a time limit; a test that hangs has seen it too.
+The text must be in its folder exactly once, else the command ends: the fault is out of date. Before, all tests that are
+named must pass without a fault. What only a GPU's test can see names that one, and is left out without a GPU. Results,
+the last of each fault, go to perf/results/mutants.jsonl; printed is the part that was seen, folder by folder.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from provenance import ROOT, provenance
+
+FAULTS = ROOT / "perf/mutants"
+RESULTS = "perf/results/mutants.jsonl"
+KINDS = ("sign", "bound", "power", "packing", "barrier")
+SECONDS = 300  # of a test; a busy machine compiles slowly
+GPU_TESTS = "tests/gpu/"
+
+
+@dataclass(frozen=True)
+class Fault:
+    what: str
+    kind: str
+    folder: str
+    old: str
+    new: str
+    test: str  # a pytest id
+    timeout: int = SECONDS
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.test.startswith(GPU_TESTS)
+
+    def file(self, tree: Path) -> str:
+        """The file with the fault's text, relative to the tree; ValueError unless the text is there exactly once."""
+        found = Counter({path: path.read_text().count(self.old) for path in sorted((tree / self.folder).rglob("*"))
+                         if path.suffix in (".py", ".c")})
+        if found.total() != 1:
+            raise ValueError(f"{self.what}: its text is {found.total()} times in {self.folder}/, must be once:\n{self.old}")
+        return next(found.elements()).relative_to(tree).as_posix()
+
+
+def faults() -> list[Fault]:
+    """All of perf/mutants/, whose tests have names of their own in each file."""
+    found = []
+    for path in sorted(FAULTS.glob("*.toml")):
+        given = tomllib.loads(path.read_text())
+        for fault in given["fault"]:
+            found.append(Fault(**(fault | {"folder": given["folder"],
+                                           "test": given["tests"].get(fault["test"], fault["test"])})))
+    names = Counter(fault.what for fault in found)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"faults of one name: {', '.join(twice)}")
+    if others := {fault.kind for fault in found} - {*KINDS}:
+        raise ValueError(f"kind: got {', '.join(sorted(others))}, supported: {', '.join(KINDS)}")
+    return found
+
+
+def copy_tree(target: Path) -> None:
+    """The working tree's files that git knows or would add, with the kernels' folders inside the package."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
+        if name.endswith((".py", ".c", ".toml", ".json")) and (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+    for folder in ("hopper", "ampere"):
+        (target / "src/lowbit_attn" / folder).symlink_to(target / folder)
+
+
+def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[bool, str]:
+    """(whether all passed, how it ended) of tests of a tree."""
+    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "LOWBIT_ATTN_CACHE_DIR": str(tree / "build/cache"),
+                                "PYTHONDONTWRITEBYTECODE": "1"}
+    (tree / "build/cache").mkdir(parents=True, exist_ok=True, mode=0o700)
+    process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests],
+                               cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return False, f"{seconds:.0f} s were over"
+    last = output.strip().splitlines()[-1] if output.strip() else ""
+    if process.returncode == 0 and re.search(r"\d+ passed", last) and "skipped" not in last:
+        return True, "passed"
+    if process.returncode == 1 and re.search(r"\d+ (failed|error)", last):
+        return False, reason(output)
+    raise RuntimeError(f"{' '.join(tests)}: pytest ended with {process.returncode}\n{output[-2000:]}")
+
+
+def reason(output: str) -> str:
+    """What pytest says at last of a test that failed, in a few words."""
+    found = re.findall(r"^E\s+(\S.*)$", output, re.M)
+    return found[0][:120] if found else "failed"
+
+
+def try_fault(tree: Path, fault: Fault) -> dict:
+    """The result of one fault in a copy of the tree, which is as before afterwards."""
+    path = tree / (name := fault.file(tree))
+    text, start = path.read_text(), time.monotonic()
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        passed, how = run_tests(tree, [fault.test], fault.timeout)
+    finally:
+        path.write_text(text)
+    return {"fault": fault.what, "kind": fault.kind, "file": name, "test": fault.test, "seen": not passed, "how": how,
+            "seconds": round(time.monotonic() - start, 1), **provenance()}
+
+
+def table(lines: list[dict], left_out: list[tuple[str, Fault]]) -> str:
+    """The part of the faults that was seen, by folder; left_out: (file, fault) of those that need a GPU."""
+    folders = sorted({os.path.dirname(line["file"]) for line in lines} | {os.path.dirname(file) for file, _ in left_out})
+    rows = []
+    for folder in (*folders, ""):
+        own = [line["seen"] for line in lines if not folder or os.path.dirname(line["file"]) == folder]
+        without = sum(not folder or os.path.dirname(file) == folder for file, _ in left_out)
+        score = f"{100 * sum(own) / (len(own) + without):.0f} %"
+        rows.append((folder or "all", len(own) + without, sum(own), len(own) - sum(own), without, score))
+    head = ("folder", "faults", "seen", "not seen", "need a GPU", "score")
+    widths = [max(len(str(row[i])) for row in (head, *rows)) for i in range(len(head))]
+    return "\n".join("  ".join(str(x).ljust(w) if i == 0 else str(x).rjust(w) for i, (x, w) in enumerate(zip(row, widths)))
+                     for row in (head, *rows))
+
+
+def main(only: Annotated[str, typer.Option(help="a part of the name, file or test of a fault")] = "",
+         left: Annotated[bool, typer.Option(help="only faults that have no result yet")] = False,
+         baseline: Annotated[bool, typer.Option(help="run the named tests without a fault before")] = True,
+         output: Annotated[str, typer.Option(help="results, a line a fault")] = RESULTS) -> None:
+    """Try every fault; exit code 1 if one was not seen."""
+    known, target = faults(), ROOT / output
+    old = [json.loads(line) for line in target.read_text().splitlines()] if target.exists() else []
+    results = {line["fault"]: line for line in old}
+    has_gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = Path(folder) / "tree"
+        copy_tree(tree)
+        files = {fault.what: fault.file(tree) for fault in known}
+        chosen = [fault for fault in known if (has_gpu or not fault.needs_gpu) and not (left and fault.what in results)
+                  and any(only in text for text in (fault.what, files[fault.what], fault.test))]
+        if baseline and chosen:
+            passed, how = run_tests(tree, sorted({fault.test for fault in chosen}), SECONDS * len(chosen))
+            if not passed:
+                raise typer.BadParameter(f"a test fails without a fault: {how}")
+        for i, fault in enumerate(chosen):
+            line = results[fault.what] = try_fault(tree, fault)
+            seen = "seen    " if line["seen"] else "NOT SEEN"
+            print(f"{i + 1:3} of {len(chosen)}  {seen} {line['seconds']:5.0f} s  {line['file']}: {fault.what} "
+                  f"({line['how']})", flush=True)
+            kept = [results[one.what] for one in known if one.what in results]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    lines = [results[fault.what] for fault in known if fault.what in results]
+    print(table(lines, [(files[fault.what], fault) for fault in known if fault.needs_gpu and fault.what not in results]))
+    raise typer.Exit(not all(line["seen"] for line in lines))
+
+
+if __name__ == "__main__":
+    typer.run(main)
