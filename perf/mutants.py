@@ -114,8 +114,8 @@ def reason(output: str) -> str:
     return found[0][:120] if found else "failed"
 
 
-def try_fault(tree: Path, fault: Fault) -> dict:
-    """The result of one fault in a copy of the tree, which is as before afterwards."""
+def try_fault(tree: Path, fault: Fault, origin: dict) -> dict:
+    """The result of one fault in a copy of the tree, which is as before afterwards; origin: of the copy."""
     path = tree / (name := fault.file(tree))
     text, start = path.read_text(), time.monotonic()
     path.write_text(text.replace(fault.old, fault.new))
@@ -124,7 +124,7 @@ def try_fault(tree: Path, fault: Fault) -> dict:
     finally:
         path.write_text(text)
     return {"fault": fault.what, "kind": fault.kind, "file": name, "test": fault.test, "seen": not passed, "how": how,
-            "seconds": round(time.monotonic() - start, 1), **provenance()}
+            "seconds": round(time.monotonic() - start, 1), **origin}
 
 
 def table(lines: list[dict], left_out: list[tuple[str, Fault]]) -> str:
@@ -154,6 +154,7 @@ def main(only: Annotated[str, typer.Option(help="a part of the name, file or tes
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder) / "tree"
         copy_tree(tree)
+        origin = provenance()
         files = {fault.what: fault.file(tree) for fault in known}
         chosen = [fault for fault in known if (has_gpu or not fault.needs_gpu) and not (left and fault.what in results)
                   and any(only in text for text in (fault.what, files[fault.what], fault.test))]
@@ -162,7 +163,7 @@ def main(only: Annotated[str, typer.Option(help="a part of the name, file or tes
             if not passed:
                 raise typer.BadParameter(f"a test fails without a fault: {how}")
         for i, fault in enumerate(chosen):
-            line = results[fault.what] = try_fault(tree, fault)
+            line = results[fault.what] = try_fault(tree, fault, origin)
             seen = "seen    " if line["seen"] else "NOT SEEN"
             print(f"{i + 1:3} of {len(chosen)}  {seen} {line['seconds']:5.0f} s  {line['file']}: {fault.what} "
                   f"({line['how']})", flush=True)
