@@ -10,6 +10,8 @@ named must pass without a fault. What only a GPU's test can see names that one, 
 the last of each fault, go to perf/results/mutants.jsonl; printed is the part that was seen, folder by folder.
 """
 
+import contextlib
+import importlib
 import json
 import os
 import re
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import pytest
 import torch
 import typer
 from provenance import ROOT, provenance
@@ -87,25 +90,51 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[bool, str]:
-    """(whether all passed, how it ended) of tests of a tree."""
-    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "LOWBIT_ATTN_CACHE_DIR": str(tree / "build/cache"),
-                                "PYTHONDONTWRITEBYTECODE": "1"}
-    (tree / "build/cache").mkdir(parents=True, exist_ok=True, mode=0o700)
-    process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests],
-                               cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               start_new_session=True)
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    """(whether all passed, how it ended) of tests of a tree, in a process that has imported the compilers before."""
+    log = tree / "build/tests.log"
+    child = os.fork()
+    if child == 0:
+        in_child(tree, tests, log)
+    end = time.monotonic() + seconds
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.1)
+    if ended == (0, 0):
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         return False, f"{seconds:.0f} s were over"
+    code, output = os.waitstatus_to_exitcode(ended[1]), log.read_text()
     last = output.strip().splitlines()[-1] if output.strip() else ""
-    if process.returncode == 0 and re.search(r"\d+ passed", last) and "skipped" not in last:
+    if code == 0 and re.search(r"\d+ passed", last) and "skipped" not in last:
         return True, "passed"
-    if process.returncode == 1 and re.search(r"\d+ (failed|error)", last):
+    if code == 1 and re.search(r"\d+ (failed|error)", last):
         return False, reason(output)
-    raise RuntimeError(f"{' '.join(tests)}: pytest ended with {process.returncode}\n{output[-2000:]}")
+    raise RuntimeError(f"{' '.join(tests)}: pytest ended with {code}\n{output[-2000:]}")
+
+
+def in_child(tree: Path, tests: list[str], log: Path) -> None:
+    """Run tests and end: the package and the tests are those of the tree, and all output goes to a file."""
+    os.setsid()
+    os.chdir(tree)
+    (tree / "build/cache").mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.environ["LOWBIT_ATTN_CACHE_DIR"] = str(tree / "build/cache")
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.path.insert(0, str(tree / "src"))
+    code = 3
+    try:
+        code = int(pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def import_compilers() -> None:
+    """What takes tests seconds to import, where it is there; nothing of the package itself."""
+    for name in ("cutlass.cute", "tilelang", "hypothesis"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    assert "lowbit_attn" not in sys.modules
 
 
 def reason(output: str) -> str:
@@ -114,15 +143,22 @@ def reason(output: str) -> str:
     return found[0][:120] if found else "failed"
 
 
+def rewrite(path: Path, text: str) -> None:
+    """A new text, and no compiled one: Python compares times and sizes, which two texts may share."""
+    path.write_text(text)
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
+
+
 def try_fault(tree: Path, fault: Fault, origin: dict) -> dict:
     """The result of one fault in a copy of the tree, which is as before afterwards; origin: of the copy."""
     path = tree / (name := fault.file(tree))
     text, start = path.read_text(), time.monotonic()
-    path.write_text(text.replace(fault.old, fault.new))
+    rewrite(path, text.replace(fault.old, fault.new))
     try:
         passed, how = run_tests(tree, [fault.test], fault.timeout)
     finally:
-        path.write_text(text)
+        rewrite(path, text)
     return {"fault": fault.what, "kind": fault.kind, "file": name, "test": fault.test, "seen": not passed, "how": how,
             "seconds": round(time.monotonic() - start, 1), **origin}
 
@@ -154,6 +190,8 @@ def main(only: Annotated[str, typer.Option(help="a part of the name, file or tes
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder) / "tree"
         copy_tree(tree)
+        (tree / "build").mkdir()
+        import_compilers()
         origin = provenance()
         files = {fault.what: fault.file(tree) for fault in known}
         chosen = [fault for fault in known if (has_gpu or not fault.needs_gpu) and not (left and fault.what in results)

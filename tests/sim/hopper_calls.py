@@ -62,8 +62,9 @@ class Call:
     """One call of a kernel as dispatch makes it, on the CPU."""
 
     def __init__(self, cfg, problem: testing.Problem, options: Attention, places: int | None, splits: int,
-                 in_clusters: bool = False, scattered: bool = False):
+                 in_clusters: bool = False, scattered: bool = False, others: dict[int, int] | None = None):
         """places: of scratch; None: one for each block of query rows. in_clusters: a block's splits are a cluster.
+        others: rows of the cache that batch rows read in place of their own.
         scattered: rows of counters and table, and those of sinks and rings, are in orders of their own, the latter
         apart from each other."""
         cache, q = problem.cache, problem.q.to(problem.cache.dtype)
@@ -83,6 +84,8 @@ class Call:
         self.results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
         names = ["table", "n_sink", "n_qk", *["n_qv"] * getattr(cfg, "has_mixed", True), "n_tok", "ring_start"]
         rows, ring_rows = cache.batch_rows(batch)
+        for at, row in (others or {}).items():
+            rows[at] = row
         state = [getattr(cache, name) for name in names]
         tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
         if scattered:
@@ -121,18 +124,18 @@ def packed(kind: str, *values) -> list[bytes]:
 
 
 def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool = False,
-           in_clusters: bool = False, scattered: bool = False):
+           in_clusters: bool = False, scattered: bool = False, others: dict[int, int] | None = None):
     """What dispatch does, on the CPU: (o, lse)."""
-    return run(program, cfg, problem, options, splits, reverse, in_clusters, scattered).found()
+    return run(program, cfg, problem, options, splits, reverse, in_clusters, scattered, others).found()
 
 
 def run(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool,
-        in_clusters: bool = False, scattered: bool = False) -> Call:
+        in_clusters: bool = False, scattered: bool = False, others: dict[int, int] | None = None) -> Call:
     """A call that has ended. The splits of a row block run at once.
 
     reverse: the last CTA and the last warp have the first turn.
     """
-    call = Call(cfg, problem, options, None, splits, in_clusters, scattered)
+    call = Call(cfg, problem, options, None, splits, in_clusters, scattered, others)
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
     window = dispatch.NO_WINDOW if options.window is None else options.window
     is_tile = not hasattr(cfg, "arithmetic")
