@@ -58,7 +58,8 @@ class Fault:
         found = Counter({path: path.read_text().count(self.old) for path in sorted((tree / self.folder).rglob("*"))
                          if path.suffix in (".py", ".c")})
         if found.total() != 1:
-            raise ValueError(f"{self.what}: its text is {found.total()} times in {self.folder}/, must be once:\n{self.old}")
+            raise ValueError(f"{self.what}: its text is {found.total()} times in {self.folder}/, must be once:\n"
+                             f"{self.old}")
         return next(found.elements()).relative_to(tree).as_posix()
 
 
@@ -165,7 +166,8 @@ def try_fault(tree: Path, fault: Fault, origin: dict) -> dict:
 
 def table(lines: list[dict], left_out: list[tuple[str, Fault]]) -> str:
     """The part of the faults that was seen, by folder; left_out: (file, fault) of those that need a GPU."""
-    folders = sorted({os.path.dirname(line["file"]) for line in lines} | {os.path.dirname(file) for file, _ in left_out})
+    files = [line["file"] for line in lines] + [file for file, _ in left_out]
+    folders = sorted(set(map(os.path.dirname, files)))
     rows = []
     for folder in (*folders, ""):
         own = [line["seen"] for line in lines if not folder or os.path.dirname(line["file"]) == folder]
@@ -174,7 +176,7 @@ def table(lines: list[dict], left_out: list[tuple[str, Fault]]) -> str:
         rows.append((folder or "all", len(own) + without, sum(own), len(own) - sum(own), without, score))
     head = ("folder", "faults", "seen", "not seen", "need a GPU", "score")
     widths = [max(len(str(row[i])) for row in (head, *rows)) for i in range(len(head))]
-    return "\n".join("  ".join(str(x).ljust(w) if i == 0 else str(x).rjust(w) for i, (x, w) in enumerate(zip(row, widths)))
+    return "\n".join("  ".join([str(row[0]).ljust(widths[0]), *(str(x).rjust(w) for x, w in zip(row[1:], widths[1:]))])
                      for row in (head, *rows))
 
 
@@ -209,7 +211,8 @@ def main(only: Annotated[str, typer.Option(help="a part of the name, file or tes
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text("".join(json.dumps(line) + "\n" for line in kept))
     lines = [results[fault.what] for fault in known if fault.what in results]
-    print(table(lines, [(files[fault.what], fault) for fault in known if fault.needs_gpu and fault.what not in results]))
+    left_out = [(files[fault.what], fault) for fault in known if fault.needs_gpu and fault.what not in results]
+    print(table(lines, left_out))
     raise typer.Exit(not all(line["seen"] for line in lines))
 
 

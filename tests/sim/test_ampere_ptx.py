@@ -18,7 +18,7 @@ FEATURES = Attention(None, 20.0, 200)
     (replace(ONE_HEAD, num_heads_kv=2, lengths=(0, 300)), "register", 8, 3,
      Attention(sink_logits=torch.linspace(-3, 3, 4))),
     (replace(ONE_HEAD, format="k2v2-g64-vg32-bf16", dtype=torch.bfloat16, q_len=3), "register", 16, 1, FEATURES),
-    (replace(ONE_HEAD, format="kitty"), "register", 8, 1, Attention()),
+    (replace(ONE_HEAD, format="kitty", q_len=2), "register", 8, 1, Attention()),
     (replace(ONE_HEAD, format="k4v2-boost", lengths=(560,)), "register", 8, 1, Attention()),
     (replace(ONE_HEAD, format="k8tv8"), "register", 8, 1, Attention()),
     (replace(ONE_HEAD, q_len=5, lengths=(560,)), "register", 64, 1, FEATURES),

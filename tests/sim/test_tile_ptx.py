@@ -26,7 +26,7 @@ def scratch(tmp_path_factory):
 @pytest.mark.parametrize("case, rows, splits, options", [
     (replace(ONE_HEAD, lengths=(1100,)), 8, 1, Attention()),
     (RAGGED, 8, 3, Attention(sink_logits=torch.linspace(-3, 3, 4))),
-    (replace(ONE_HEAD, format="k2v2-g64-vg32-bf16", dtype=torch.bfloat16, q_len=2), 8, 1, FEATURES),
+    (replace(ONE_HEAD, format="k2v2-g64-vg32-bf16", dtype=torch.bfloat16, q_len=2, lengths=(340,)), 8, 1, FEATURES),
     (replace(ONE_HEAD, lengths=(700,)), 64, 1, Attention()),
     (replace(ONE_HEAD, format="k8tv8", head_dim=96, q_len=4), 64, 2, FEATURES),
     (replace(ONE_HEAD, format="k4v4+w128", head_dim=256), 64, 1, Attention()),

@@ -23,6 +23,7 @@ OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 SHARED_BYTES = 232_448
 SMS = 132
 GLOBAL_BASE = 1 << 20
+OF_ALL_LANES = ("shfl", "vote", "redux", "movmatrix", "ldmatrix", "mma")  # lanes wait there for those elsewhere
 EVERY_LANE = np.ones(LANES, bool)
 POISON = np.full(LANES, 0x7FFD_7FFD_7FFD_7FFD, np.uint64)  # not a number in any type
 
@@ -33,6 +34,10 @@ class Instruction:
     operands: tuple[str, ...]
     predicate: str | None
     negated: bool
+
+    @property
+    def kind(self) -> str:
+        return self.opcode.partition(".")[0]
 
     @classmethod
     def parse(cls, text: str) -> "Instruction":
@@ -178,6 +183,8 @@ class Cta:
     threads: int = 0
     arrived: int = 0  # threads, at all barriers of the cluster
     under_way: dict[int, list] = field(default_factory=dict)  # by barrier: bulk copies that have not come
+    # bytes of shared memory that have a barrier
+    guarded: np.ndarray = field(default_factory=lambda: np.zeros(SHARED_BYTES, bool))
     policies: set[int] = field(default_factory=set)  # of L2, of all bulk copies
     # the warp, counted from 1, that wrote a byte of shared memory and has not fenced it for wgmma since; 0: none
     unfenced: np.ndarray = field(default_factory=lambda: np.zeros(SHARED_BYTES, np.uint8))
@@ -234,17 +241,28 @@ class Cta:
 
 
 def run_grid(ctas: list[Cta], threads: int, reverse: bool = False) -> Counter:
-    """CTAs that run at once, the first one's turn before the next one's; returns how often each barrier was passed.
+    """CTAs that run at once, the first one as far as it comes before the next one; returns how often each barrier was
+    passed.
 
     reverse: of the warps of each CTA, the last has the first turn.
     """
-    turns, seen = [cta.turns(threads, reverse) for cta in ctas], Counter()
+    turns, seen = [(cta, cta.turns(threads, reverse)) for cta in ctas], Counter()
     with np.errstate(all="ignore"):
-        while turns := [cta for cta in turns if next(cta, False)]:
+        while turns := [(cta, turn) for cta, turn in turns if _goes_on(cta, turn)]:
             state = (ctas[0].memory.changes, *(cta.state for cta in ctas))
             seen[state] += 1  # a second round: of what a warp looks at in turn, the first was not there yet
             assert seen[state] <= 2, f"deadlock: {_describe(ctas, threads // LANES)}"
     return sum((cta.passed for cta in ctas), Counter())
+
+
+def _goes_on(cta: Cta, turns) -> bool:
+    """Let a CTA take turns until its warps do nothing but look; whether one of them has not ended."""
+    seen = set()
+    while cta.state not in seen:
+        seen.add(cta.state)
+        if not next(turns, False):
+            return False
+    return True
 
 
 def _describe(ctas: list[Cta], count: int) -> str:
@@ -254,7 +272,8 @@ def _describe(ctas: list[Cta], count: int) -> str:
 
 
 class Warp:
-    """Registers as uint64 or bool [32]; each lane has its own place, and those at the lowest place go first."""
+    """Registers as uint64 or bool [32]; each lane has its own place, and those at the lowest place go first, but where
+    an instruction is of all lanes."""
 
     def __init__(self, cta: Cta, warp: int):
         self.cta, self.index = cta, warp
@@ -273,8 +292,17 @@ class Warp:
         program, end = self.cta.program, len(self.cta.program.instructions)
         places = np.zeros(LANES, np.int64)
         at, here, next_group = _lowest(places, end)
+        waits = 0
         while at < end:
             instruction = program.instructions[at]
+            if here is not EVERY_LANE and instruction.kind in OF_ALL_LANES and (places[~here] < end).any():
+                waits += 1
+                assert waits < LANES, f"lanes wait for each other at {instruction.opcode}"
+                places[here] = at
+                at, here, next_group = _lowest(np.where(here, end, places), end)
+                next_group = min(next_group, int(places[places > at].min(initial=end)))
+                continue
+            waits = 0
             active, opcode, operands = here, instruction.opcode, instruction.operands
             if instruction.predicate:
                 active = here & (self.registers[instruction.predicate].astype(bool) != instruction.negated)
@@ -331,8 +359,10 @@ class Warp:
         return self.value(base) + offset
 
     def write_shared(self, address: np.ndarray, data: np.ndarray) -> None:
+        places = self.cta.shared.places(address, data.shape[1])
+        assert not self.cta.guarded[places].any(), "a barrier is there"
         self.cta.shared.write(address, data)
-        self.cta.unfenced[self.cta.shared.places(address, data.shape[1])] = self.index + 1
+        self.cta.unfenced[places] = self.index + 1
 
     def set(self, operand: str, value: np.ndarray, active: np.ndarray) -> None:
         value = value if value.dtype == bool else value.astype(np.uint64)
