@@ -140,7 +140,7 @@ def import_compilers() -> None:
 
 def reason(output: str) -> str:
     """What pytest says at last of a test that failed, in a few words."""
-    found = re.findall(r"^E\s+(\S.*)$", output, re.M)
+    found = re.findall(r"^E\s+((?!File)\S.*)$", output, re.M)
     return found[0][:120] if found else "failed"
 
 
