@@ -14,7 +14,7 @@ ARCH ?=
 # what needs transformers: its integration, the commands, the examples and the documented code
 HF_TESTS = $(shell grep -rlE 'importorskip..transformers|import transformers|CACHE_ARGUMENT' tests --include='test_*.py')
 
-.PHONY: demo test test-hf-old lint hopper ampere all-kernels kernel-wheel same-sass gpu-kernels gpu-tests gpu-sanitize perf profile
+.PHONY: demo test test-hf-old lint hopper ampere all-kernels kernel-wheel same-sass mutants gpu-kernels gpu-tests gpu-sanitize perf profile
 
 $(PY):
 	$(PYTHON) -m venv --system-site-packages $(VENV)
@@ -82,6 +82,11 @@ kernel-wheel: | $(PY)
 same-sass: | $(PY)
 	$(call need,$(DSLS) typer rich,kernels,$(COMPILERS))
 	$(PY) perf/same_sass.py $(BASE) --keys '$(KEYS)' --sample $(SAMPLE) --seed $(SEED)
+
+# One deliberate fault at a time in the kernels, and the test that should see it: an hour, in a copy of the tree.
+mutants: | $(PY)
+	$(call need,pytest xdist hypothesis pytest_timeout typer $(DSLS),test$(COMMA)kernels,pytest and $(COMPILERS))
+	$(PY) perf/mutants.py
 
 # N=0: the fast subset; else N decode calls drawn by SEED. gpu-kernels needs no GPU: build there, test where one is.
 gpu-kernels: | $(PY)

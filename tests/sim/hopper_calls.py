@@ -62,8 +62,9 @@ class Call:
     """One call of a kernel as dispatch makes it, on the CPU."""
 
     def __init__(self, cfg, problem: testing.Problem, options: Attention, places: int | None, splits: int,
-                 in_clusters: bool = False, scattered: bool = False):
+                 in_clusters: bool = False, scattered: bool = False, others: dict[int, int] | None = None):
         """places: of scratch; None: one for each block of query rows. in_clusters: a block's splits are a cluster.
+        others: rows of the cache that batch rows read in place of their own.
         scattered: rows of counters and table, and those of sinks and rings, are in orders of their own, the latter
         apart from each other."""
         cache, q = problem.cache, problem.q.to(problem.cache.dtype)
@@ -81,8 +82,10 @@ class Call:
         self.scratch = torch.full((scratch.header + math.prod(scratch.shapes[0]),), EMPTY, dtype=torch.int32)
         partials = self.scratch[scratch.header:].view(scratch.shapes[0])
         self.results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
-        names = ["table", "n_sink", "n_qk", *["n_qv"] * cfg.has_mixed, "n_tok", "ring_start"]
+        names = ["table", "n_sink", "n_qk", *["n_qv"] * getattr(cfg, "has_mixed", True), "n_tok", "ring_start"]
         rows, ring_rows = cache.batch_rows(batch)
+        for at, row in (others or {}).items():
+            rows[at] = row
         state = [getattr(cache, name) for name in names]
         tokens = [cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v]
         if scattered:
@@ -121,23 +124,27 @@ def packed(kind: str, *values) -> list[bytes]:
 
 
 def decode(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool = False,
-           in_clusters: bool = False, scattered: bool = False):
+           in_clusters: bool = False, scattered: bool = False, others: dict[int, int] | None = None):
     """What dispatch does, on the CPU: (o, lse)."""
-    return run(program, cfg, problem, options, splits, reverse, in_clusters, scattered).found()
+    return run(program, cfg, problem, options, splits, reverse, in_clusters, scattered, others).found()
 
 
 def run(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool,
-        in_clusters: bool = False, scattered: bool = False) -> Call:
+        in_clusters: bool = False, scattered: bool = False, others: dict[int, int] | None = None) -> Call:
     """A call that has ended. The splits of a row block run at once.
 
     reverse: the last CTA and the last warp have the first turn.
     """
-    call = Call(cfg, problem, options, None, splits, in_clusters, scattered)
+    call = Call(cfg, problem, options, None, splits, in_clusters, scattered, others)
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
     window = dispatch.NO_WINDOW if options.window is None else options.window
-    parameters = call.tensors + packed("f", call.scale, 2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
-    parameters += packed("i", window, window)
-    parameters += [argument for n in (call.ratio, call.row_blocks, splits) for argument in divisor(n)]
+    is_tile = not hasattr(cfg, "arithmetic")
+    caps = (cap,) if is_tile else (2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
+    parameters = call.tensors + packed("f", call.scale, *caps) + packed("i", window, window)
+    if is_tile:
+        parameters += packed("i", call.ratio, call.row_blocks)
+    else:
+        parameters += [argument for n in (call.ratio, call.row_blocks, splits) for argument in divisor(n)]
     for x, y in np.ndindex(call.grid[:2]):
         ctas = [ptx.Cta(program, parameters, call.memory.memory, (x, y, z), call.grid, COUNTS) for z in range(splits)]
         for cta in ctas:

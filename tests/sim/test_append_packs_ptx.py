@@ -74,7 +74,7 @@ def test_a_step_whose_rings_are_elsewhere(name, lengths):
     new = new_tokens(k, v, lengths, 3)
     want = copy.deepcopy(cache)
     want.append(*new, seqs=[1, 0])
-    gone = torch.tensor([2, 1], dtype=torch.int32) * layout.PAGE_TOKENS  # packed by someone else
+    gone = torch.tensor([1, 2], dtype=torch.int32) * layout.PAGE_TOKENS  # packed by someone else: blocks wrap around
     apart = {"n_tok": cache.n_tok + gone, "limit": cache.limit + gone, "ring_start": cache.n_qk + gone}
     ring_rows = torch.tensor([0, 2], dtype=torch.int32)  # of the batch's rows 1 and 0
     for ring in RINGS:
@@ -99,18 +99,19 @@ def moved(held: torch.Tensor, gone: torch.Tensor, ring: str) -> torch.Tensor:
 
 def test_a_step_that_packs_in_an_order_by_significance():
     """Two rows, one of which packs: K, V and positions in the order that scores gave, which then are forgotten."""
-    lengths = (262, 150)
+    lengths = (390, 150)
     cache, k, v = filled("k4v2-boost", 2, lengths)
     cache.order.copy_(torch.stack([torch.randperm(layout.PAGE_TOKENS) for _ in range(4)]).view(2, 2, -1))
-    open_tokens = [(row, i) for row, length in enumerate(lengths) for i in range(length - cache.sinks)]
+    open_tokens = [(row, i % cache.score.shape[2]) for row, length in enumerate(lengths)
+                   for i in range(int(cache.n_qk[row]), length - cache.sinks)]
     for row, slot in open_tokens:
         cache.score[row, :, slot] = torch.rand(2)
         cache.seen[row, slot] = 1 + slot % 7
     new = new_tokens(k, v, lengths, 3)
     want = copy.deepcopy(cache)
     want.append(*new, seqs=[1, 0])
-    assert want.n_qk.tolist() == want.n_qv.tolist() == [layout.PAGE_TOKENS, 0]
-    page = int(want.table[0, 0])
+    assert want.n_qk.tolist() == want.n_qv.tolist() == [2 * layout.PAGE_TOKENS, 0]
+    page = int(want.table[0, 1])
     assert torch.equal(want.pool_positions[page], cache.order[0])
     found = step(cache, *new, torch.tensor([1, 0], dtype=torch.int32), order=cache.order, score=cache.score,
                  seen=cache.seen)

@@ -35,10 +35,11 @@ class Cache:
         rings = seqs + 2
         self.ring_rows = draw.permutation(rings)[:batch].astype(np.int32)
         n_tok = draw.integers(0, 120, seqs).astype(np.int32)
+        room = draw.choice([ROOM, tokens, tokens - 1, -1], seqs, p=(0.6, 0.2, 0.1, 0.1))  # -1: a freed row
         self.state = {
             "n_tok": n_tok, "n_sink": np.minimum(n_tok, SINKS), "n_qk": np.zeros(seqs, **ints),
             "n_qv": np.zeros(seqs, **ints), "ring_start": np.zeros(seqs, **ints), "faults": np.zeros(seqs + 1, **ints),
-            "arrivals": np.zeros(seqs, **ints), "limit": np.where(draw.random(seqs) < 0.85, ROOM, 0).astype(np.int32),
+            "arrivals": np.zeros(seqs, **ints), "limit": np.where(room < 0, 0, n_tok + room).astype(np.int32),
             "table": np.zeros((seqs, ENTRIES), **ints), "pool": np.zeros(64, np.uint32),
             **{name: np.zeros((rings, heads + 1, SINKS if name in RINGS[:2] else SLOTS, head_dim), np.uint16)
                for name in RINGS}}

@@ -1,7 +1,7 @@
 """The compiled quantize kernels without a GPU: their PTX, run on the CPU, packs the reference's bytes.
 
-The groups are those whose factor of range search hinges on the last bit of a quotient: a rule that the reference and
-the kernel round differently shows here, and in random data in a few of a hundred thousand groups.
+With range search groups are those whose factor hinges on the last bit of a quotient: a rule that the reference and the
+kernel round differently shows here, and in random data in a few of a hundred thousand groups.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.kitty import Boosted
 from lowbit_attn.formats.uniform import PerChannel
 from sim.ptx import build
-from sim.ptx.pack import packed
+from sim.ptx.pack import GUARD, packed, unpacked
 from sim.search_rule import hinging_groups
 
 HEAD_DIM = 128
@@ -53,3 +53,35 @@ def test_search_packs_the_bytes_of_the_reference(name, dtype):
     planes = side.quantize(x[0].float(), True)
     want = torch.cat([planes[plane].flatten().view(torch.uint8) for plane in sizes])
     assert torch.equal(packed(code, matrix.threads, matrix.parts, x, sum(sizes.values())), want)
+
+
+def hard_block(head_dim: int) -> torch.Tensor:
+    """Tokens fp16 [128, head_dim]: columns of many sizes, of one value, of values at the midpoint, and equal ones."""
+    x = torch.randn(layout.PAGE_TOKENS, head_dim) * torch.logspace(-6, 3, head_dim)
+    x[:, 5], x[:, 6] = 0, -0.25
+    x[:, 9] = torch.arange(layout.PAGE_TOKENS) % 3 - 1.0
+    x[:, head_dim // 4 : head_dim // 2 : 2] = x[:, 3 * head_dim // 4 :: 2]  # large equal scores in two column tiles
+    return x.half()
+
+
+@pytest.mark.parametrize("name, side_name", [
+    ("k4v4-g32", "k"), ("k1v1", "k"), ("kitty", "k"), ("k8tv8", "k"), ("k4v4-vg32-bf16", "v"), ("k4v2-boost", "v")])
+def test_every_kind_of_matrix_packs_and_reads_as_the_reference(name, side_name):
+    """Without range search; both bits of two means, and boosted channels of which some have equal scores."""
+    from lowbit_attn.device.quantize import matrix_of
+
+    head_dim, fmt = 64, FORMATS[name]
+    side = getattr(fmt, side_name)
+    spec = side.spec(head_dim)
+    x = hard_block(head_dim)
+    planes = side.quantize(x[None].float(), False)
+    want = torch.cat([planes[plane].flatten().view(torch.uint8) for plane in side.plane_sizes(head_dim)])
+    written = spec.wide.positions if spec.wide else len(want)  # positions are not the kernel's to write
+    matrix = matrix_of(spec, "float16")
+    code = build.program(kernels.quantize_key("sm_90", "float16", head_dim, fmt, side_name, False))
+    found = packed(code, matrix.threads, matrix.parts, x[None, None], spec.nbytes)
+    assert torch.equal(found[:written], want[:written]) and (found[written:] == GUARD).all()
+    matrix = matrix_of(spec)
+    code = build.program(kernels.dequantize_key("sm_90", head_dim, fmt, side_name))
+    got = unpacked(code, matrix.threads, matrix.parts, want, head_dim)
+    assert torch.equal(got, side.dequantize(planes, head_dim)[0])

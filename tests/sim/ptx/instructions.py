@@ -1,4 +1,4 @@
-"""What the PTX instructions of Hopper's decode kernels, of append and of quantize do, on registers of 32 lanes.
+"""What the PTX instructions of decode kernels, of append and of quantize do, on registers of 32 lanes.
 
 Any other one is an error.
 """
@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from sim.ptx import memory
+from sim.ptx import memory, wgmma
 from sim.ptx.memory import LANES, names_of
 from sim.ptx.numbers import HALF, U64, bits, f32, halves_of, raw, signed, to_half, typed, unsigned, width
 
@@ -87,9 +87,9 @@ def half_product(x, y):
     return to_half(halves_of(x, False)[0] * halves_of(y, False)[0], False)
 
 
-def half_sum(x, y):
-    exact = sum(halves_of(half, False)[0].astype(np.float64) for half in (x, y))
-    return exact.astype(np.float16).view(np.uint16).astype(U64)
+def half_sum(x, y, sign=1):
+    x, y = (halves_of(half, False)[0].astype(np.float64) for half in (x, y))
+    return (x + sign * y).astype(np.float16).view(np.uint16).astype(U64)
 
 
 def half_maximum(warp, suffixes, operands, active):
@@ -107,7 +107,7 @@ def half_step(function, is_bf16: bool):
 
 
 PAIRS = {("max", "u16x2"): each_half(np.maximum), ("mul", "f16x2"): each_half(half_product),
-         ("add", "f16x2"): each_half(half_sum)} | {
+         ("add", "f16x2"): each_half(half_sum), ("sub", "f16x2"): each_half(lambda x, y: half_sum(x, y, -1))} | {
     (name, f"{kind}x2"): half_step(function, kind == "bf16") for kind in ("f16", "bf16")
     for name, function in (("min", np.fmin), ("max", np.fmax), ("fma", lambda x, y, z: x * y + z))}
 HALVES = {("max", "f16"): half_maximum}
@@ -131,7 +131,7 @@ def bitwise(name):
 def multiply(warp, suffixes, operands, active):
     product = operator.mul(*(typed(warp.value(x), suffixes) for x in operands[1:]))
     if suffixes[0] == "wide":
-        return raw(product)
+        return unsigned(raw(product), 2 * width(suffixes))
     return unsigned(raw(product >> product.dtype.type(32) if suffixes[0] == "hi" else product), width(suffixes))
 
 
@@ -182,7 +182,7 @@ def convert(warp, suffixes, operands, active):
     if kinds[1] == "f32":
         parts = [to_half(f32(x), "bf16" in kinds[0]) for x in values]
         return parts[0] << U64(16) | parts[1] if "x2" in kinds[0] else parts[0]
-    return raw(typed(values[0], kinds[1:]))
+    return unsigned(raw(typed(values[0], kinds[1:])), width(kinds[:1]))
 
 
 def negate(warp, suffixes, operands, active):
@@ -213,9 +213,10 @@ def shuffle(warp, suffixes, operands, active):
 
 
 def reduce(warp, suffixes, operands, active):
-    assert active.all() and suffixes[1:] in (("max", "u32"), ("add", "s32")), suffixes
-    value = warp.value(operands[1])
-    return np.full(LANES, value.max() if suffixes[1] == "max" else value.sum() & U64(0xFFFF_FFFF))
+    assert active.all() and suffixes[1:] in (("max", "u32"), ("max", "s32"), ("add", "s32")), suffixes
+    value = typed(warp.value(operands[1]), suffixes)
+    found = value.max(keepdims=True) if suffixes[1] == "max" else value.sum(keepdims=True)
+    return np.repeat(unsigned(raw(found), 32), LANES)
 
 
 def vote(warp, suffixes, operands, active):
@@ -237,6 +238,17 @@ def match(warp, suffixes, operands, active):
 
 def count_ones(warp, suffixes, operands, active):
     return np.array([int(x).bit_count() for x in unsigned(warp.value(operands[1]), width(suffixes))], U64)
+
+
+def table_of_bits(warp, suffixes, operands, active):
+    """lop3: bit 4a + 2b + c of the table."""
+    assert suffixes == ("b32",)
+    words, table = [unsigned(warp.value(x), 32) for x in operands[1:4]], int(operands[4], 0)
+    found = np.zeros(LANES, U64)
+    for i in np.flatnonzero([table >> i & 1 for i in range(8)]):
+        a, b, c = (word if i >> 2 - j & 1 else unsigned(~word, 32) for j, word in enumerate(words))
+        found |= a & b & c
+    return found
 
 
 def insert_bits(warp, suffixes, operands, active):
@@ -342,13 +354,20 @@ def nothing(warp, suffixes, operands, active):
     """Fences, prefetches, and the barrier of a warp that runs in lock step."""
 
 
+def fence(warp, suffixes, operands, active):
+    """What the warp wrote to shared memory is visible to wgmma; other fences do nothing here."""
+    if suffixes[:2] == ("proxy", "async"):
+        warp.cta.unfenced[warp.cta.unfenced == warp.index + 1] = 0
+
+
 WHOLE = {
     "mov": move, "cvt": convert, "selp": select, "setp": set_predicate,
     "ld": memory.load, "st": memory.store, "cp": memory.copy, "atom": memory.atomic, "mapa": memory.map_address,
     "barrier": memory.arrive_at_cluster, "mbarrier": memory.mbarrier,
     "shfl": shuffle, "vote": vote, "match": match, "redux": reduce, "elect": elect, "prmt": permute,
     "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
-    "fence": nothing, "bar": nothing, "prefetch": nothing, "nanosleep": nothing, "griddepcontrol": nothing,
+    "wgmma": wgmma.step, "stmatrix": wgmma.stmatrix, "setmaxnreg": nothing, "lop3": table_of_bits,
+    "fence": fence, "bar": nothing, "prefetch": nothing, "nanosleep": nothing, "griddepcontrol": nothing,
     "cvta": move,
     "popc": count_ones, "bfi": insert_bits, "shf": funnel_shift, "vabsdiff4": byte_distances, "dp4a": byte_products,
 }

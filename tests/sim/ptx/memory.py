@@ -53,9 +53,9 @@ def parameter_place(operand: str) -> tuple[int, int]:
 def store(warp, suffixes, operands, active):
     if suffixes[0] == "async":
         return store_async(warp, suffixes, operands, active)
-    memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
     words = np.stack([x.astype(f"u{width(suffixes) // 8}") for x in warp.values(operands[1])], 1)
-    memory.write(warp.address(operands[0])[active], words.view(np.uint8)[active])
+    write = warp.write_shared if suffixes[0] == "shared" else warp.cta.memory.write
+    write(warp.address(operands[0])[active], words.view(np.uint8)[active])
 
 
 def atomic(warp, suffixes, operands, active):
@@ -74,6 +74,7 @@ def atomic(warp, suffixes, operands, active):
 
 
 def bulk_copy(warp, suffixes, operands, active):
+    """What is copied comes when someone waits at the barrier; until then the target is no number."""
     cta = warp.cta
     target, source, size, barrier = (read(x) for read, x in zip((warp.address, warp.address, warp.value, warp.address),
                                                                 operands))
@@ -86,12 +87,21 @@ def bulk_copy(warp, suffixes, operands, active):
         start = int(source[lane]) - cta.memory.base
         assert first % 16 == start % 16 == size[lane] % 16 == 0 and start >= 0
         assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
-        cta.shared.data[first:last] = cta.memory.data[start : start + int(size[lane])]
-        cta.barriers[int(barrier[lane])].bring(int(size[lane]))
+        assert not cta.guarded[first:last].any(), "a barrier is there"
+        cta.shared.data[first:last] = 0xFF
+        cta.under_way.setdefault(int(barrier[lane]), []).append((first, start, int(size[lane])))
+
+
+def bulk_copies_come(cta, barrier: int) -> None:
+    """All that were started until now and count at this barrier."""
+    for first, start, size in cta.under_way.pop(barrier, ()):
+        cta.shared.data[first : first + size] = cta.memory.data[start : start + size]
+        cta.barriers[barrier].bring(size)
 
 
 def copy(warp, suffixes, operands, active):
-    """cp.async: what a lane copies may come any time before its group is waited for; here, when it is."""
+    """cp.async: what a lane copies may come any time before its group is waited for; here, when it is. Until then the
+    target is no number."""
     if "bulk" in suffixes:
         bulk_copy(warp, suffixes, operands, active)
     elif "commit_group" in suffixes:
@@ -103,12 +113,17 @@ def copy(warp, suffixes, operands, active):
             warp.copies = []
         while len(warp.groups) > int((*operands, 0)[0]):
             for target, data in warp.groups.pop(0):
-                warp.cta.shared.write(target, data)
+                warp.write_shared(target, data)
     else:
         assert suffixes[-2:] == ("shared", "global") and operands[2] == "16", (suffixes, operands)
         target, source = (warp.address(x)[active] for x in operands[:2])
         assert (target % 16 == 0).all() and (source % 16 == 0).all()
-        warp.copies.append((target, warp.cta.memory.read(source, 16)))
+        count = warp.value(operands[3])[active] if len(operands) > 3 else np.full(len(target), 16, U64)  # the rest is 0
+        assert set(count.tolist()) <= {0, 16}, count
+        data = np.zeros((len(target), 16), np.uint8)
+        data[count > 0] = warp.cta.memory.read(source[count > 0], 16)
+        warp.write_shared(target, np.full_like(data, 0xFF))
+        warp.copies.append((target, data))
 
 
 def mbarrier(warp, suffixes, operands, active):
@@ -119,9 +134,14 @@ def mbarrier(warp, suffixes, operands, active):
     for lane in np.flatnonzero(active):
         if what == "init":
             barriers[int(at[lane])] = warp.cta.new_barrier(int(value[lane]))
+            warp.cta.guarded[int(at[lane]) : int(at[lane]) + 8] = True
         elif what == "arrive":
-            barriers[int(at[lane])].arrive(int(value[lane]))
+            is_counted = "expect_tx" not in suffixes
+            for _ in range(int(value[lane]) if is_counted else 1):
+                barriers[int(at[lane])].arrive(0 if is_counted else int(value[lane]))
         else:
+            if what == "try_wait" or warp.index % 2:  # who only looks, may find them there or not
+                bulk_copies_come(warp.cta, int(at[lane]))
             passed[lane] = barriers[int(at[lane])].phases % 2 != int(value[lane])
     return passed if what in ("try_wait", "test_wait") else None
 

@@ -30,7 +30,7 @@ def unsigned(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def signed(x: np.ndarray, size: int) -> np.ndarray:
-    return x.view(np.int64) if size == 64 else x.astype(U32).view(np.int32).astype(np.int64)
+    return x.view(np.int64) if size == 64 else x.astype(f"u{size // 8}").view(f"i{size // 8}").astype(np.int64)
 
 
 def typed(x: np.ndarray, suffixes: tuple[str, ...]) -> np.ndarray:

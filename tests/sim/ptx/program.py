@@ -1,9 +1,9 @@
 """Runs the PTX of a compiled kernel on the CPU: parsing, memory, barriers, and the warps of several CTAs in turns.
 
 What the instructions do is in instructions.py. A warp runs until it ends or needs others: at a barrier, before it
-reads what other CTAs may be writing (ld.relaxed), where an mbarrier lets it wait. Bulk copies complete at once: what is
-checked is what each thread computes and touches, not the timing. Shared memory starts as NaN; every access must be
-aligned and in bounds.
+reads what other CTAs may be writing (ld.relaxed), where an mbarrier lets it wait. Copies to shared memory come as late
+as they may, and what was there goes as early: what is read without a wait, or written too early, is NaN. Shared memory
+starts as NaN; every access must be aligned and in bounds.
 """
 
 import re
@@ -23,6 +23,7 @@ OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 SHARED_BYTES = 232_448
 SMS = 132
 GLOBAL_BASE = 1 << 20
+OF_ALL_LANES = ("shfl", "vote", "redux", "movmatrix", "ldmatrix", "mma")  # lanes wait there for those elsewhere
 EVERY_LANE = np.ones(LANES, bool)
 POISON = np.full(LANES, 0x7FFD_7FFD_7FFD_7FFD, np.uint64)  # not a number in any type
 
@@ -33,6 +34,10 @@ class Instruction:
     operands: tuple[str, ...]
     predicate: str | None
     negated: bool
+
+    @property
+    def kind(self) -> str:
+        return self.opcode.partition(".")[0]
 
     @classmethod
     def parse(cls, text: str) -> "Instruction":
@@ -48,10 +53,11 @@ class Program:
 
     def __init__(self, text: str):
         body = re.sub(r"//[^\n]*|\n\s*\.loc[^\n]*", "", text[text.index("\n{", text.index(".entry")) + 2 :])
+        body = re.sub(r"\{([^{};\n]*)\}", r"<\1>", body)  # lists of registers
         body = re.sub(r"\{\s*\.reg[^{}]*\}", _with_own_names, body)
         body = re.sub(r"\{\s*([a-z][^{};]*;)\s*\}", r"\1", body)  # one instruction of inline assembly
-        self.instructions, self.labels = [], {}
-        for statement in re.split(r"[;{}](?=\s)|(?<=:)\s", re.sub(r"\{([^{}\n]*)\}", r"<\1>", body)):
+        self.instructions, self.labels, self.shared = [], {}, _shared_places(text)
+        for statement in re.split(r"[;{}](?=\s)|(?<=:)\s", body):
             statement = statement.strip()
             if re.fullmatch(r"\$?\w+:", statement):
                 assert self.labels.setdefault(statement[:-1], len(self.instructions)) == len(self.instructions)
@@ -60,10 +66,21 @@ class Program:
                 self.instructions.append(Instruction.parse(statement))
 
 
+def _shared_places(text: str) -> dict[str, int]:
+    """Addresses of what a kernel has in shared memory, by name; dynamic shared memory comes last."""
+    at, found = 0, {}
+    for align, name, size in sorted(re.findall(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d*)\]", text),
+                                    key=lambda x: not x[2]):
+        found[name] = at = -(-at // int(align)) * int(align)
+        at += int(size or 0)
+    return found
+
+
 def _with_own_names(block: re.Match) -> str:
     """What is in a block of inline assembly, whose registers and labels hide others of their names."""
     text = block[0][1:-1]
-    for name in re.findall(r"\.reg\s+\.\w+\s+(%?\w+);", text) + re.findall(r"^\s*(\w+):", text, re.M):
+    lists = re.findall(r"\.reg\s+\.\w+\s+(%?\w+(?:\s*,\s*%?\w+)*);", text)
+    for name in [*re.findall(r"%?\w+", " ".join(lists)), *re.findall(r"^\s*(\w+):", text, re.M)]:
         text = re.sub(rf"(?<![\w%]){name}\b", f"{name}_{block.start()}", text)
     return text
 
@@ -165,7 +182,12 @@ class Cta:
     cluster: list["Cta"] = field(default_factory=list)  # its CTAs by rank; none: this one alone
     threads: int = 0
     arrived: int = 0  # threads, at all barriers of the cluster
+    under_way: dict[int, list] = field(default_factory=dict)  # by barrier: bulk copies that have not come
+    # bytes of shared memory that have a barrier
+    guarded: np.ndarray = field(default_factory=lambda: np.zeros(SHARED_BYTES, bool))
     policies: set[int] = field(default_factory=set)  # of L2, of all bulk copies
+    # the warp, counted from 1, that wrote a byte of shared memory and has not fenced it for wgmma since; 0: none
+    unfenced: np.ndarray = field(default_factory=lambda: np.zeros(SHARED_BYTES, np.uint8))
     has_poison: bool = False  # a register that is read before it is written is no number; else that is an error
 
     @staticmethod
@@ -219,17 +241,28 @@ class Cta:
 
 
 def run_grid(ctas: list[Cta], threads: int, reverse: bool = False) -> Counter:
-    """CTAs that run at once, the first one's turn before the next one's; returns how often each barrier was passed.
+    """CTAs that run at once, the first one as far as it comes before the next one; returns how often each barrier was
+    passed.
 
     reverse: of the warps of each CTA, the last has the first turn.
     """
-    turns, seen = [cta.turns(threads, reverse) for cta in ctas], Counter()
+    turns, seen = [(cta, cta.turns(threads, reverse)) for cta in ctas], Counter()
     with np.errstate(all="ignore"):
-        while turns := [cta for cta in turns if next(cta, False)]:
+        while turns := [(cta, turn) for cta, turn in turns if _goes_on(cta, turn)]:
             state = (ctas[0].memory.changes, *(cta.state for cta in ctas))
             seen[state] += 1  # a second round: of what a warp looks at in turn, the first was not there yet
             assert seen[state] <= 2, f"deadlock: {_describe(ctas, threads // LANES)}"
     return sum((cta.passed for cta in ctas), Counter())
+
+
+def _goes_on(cta: Cta, turns) -> bool:
+    """Let a CTA take turns until its warps do nothing but look; whether one of them has not ended."""
+    seen = set()
+    while cta.state not in seen:
+        seen.add(cta.state)
+        if not next(turns, False):
+            return False
+    return True
 
 
 def _describe(ctas: list[Cta], count: int) -> str:
@@ -239,14 +272,16 @@ def _describe(ctas: list[Cta], count: int) -> str:
 
 
 class Warp:
-    """Registers as uint64 or bool [32]; each lane has its own place, and those at the lowest place go first."""
+    """Registers as uint64 or bool [32]; each lane has its own place, and those at the lowest place go first, but where
+    an instruction is of all lanes."""
 
     def __init__(self, cta: Cta, warp: int):
-        self.cta = cta
+        self.cta, self.index = cta, warp
         self.met = 0  # how often it has waited for its cluster
         self.copies, self.groups = [], []  # cp.async: those that no group has, and groups that are under way
-        self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64), "__dynamic_shmem__0": _all(0),
-                          "buf_dyn_shmem": _all(0), "tile": _all(0),
+        self.multiplies, self.multiply_groups = [], []  # the same of wgmma
+        self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64),
+                          **{name: _all(at) for name, at in cta.program.shared.items()},
                           "%cluster_ctarank": _all(cta.rank), "%nsmid": _all(SMS),
                           "%tid.x": np.arange(LANES * warp, LANES * (warp + 1), dtype=np.uint64)}
         for name, values in (("ctaid", cta.index), ("nctaid", cta.grid)):
@@ -257,8 +292,17 @@ class Warp:
         program, end = self.cta.program, len(self.cta.program.instructions)
         places = np.zeros(LANES, np.int64)
         at, here, next_group = _lowest(places, end)
+        waits = 0
         while at < end:
             instruction = program.instructions[at]
+            if here is not EVERY_LANE and instruction.kind in OF_ALL_LANES and (places[~here] < end).any():
+                waits += 1
+                assert waits < LANES, f"lanes wait for each other at {instruction.opcode}"
+                places[here] = at
+                at, here, next_group = _lowest(np.where(here, end, places), end)
+                next_group = min(next_group, int(places[places > at].min(initial=end)))
+                continue
+            waits = 0
             active, opcode, operands = here, instruction.opcode, instruction.operands
             if instruction.predicate:
                 active = here & (self.registers[instruction.predicate].astype(bool) != instruction.negated)
@@ -267,7 +311,7 @@ class Warp:
                 places[active] = end if opcode.startswith("ret") else program.labels[operands[0]]
                 at, here, next_group = _lowest(places, end)
                 continue
-            if opcode in ("bar.sync", "bar.red.or.pred"):
+            if opcode in ("bar.sync", "bar.red.or.pred", "barrier.cta.red.or.pred"):
                 assert active.all()
                 found = yield self.barrier_stop(instruction, at)
                 if opcode != "bar.sync":
@@ -313,6 +357,12 @@ class Warp:
     def address(self, operand: str) -> np.ndarray:
         base, offset = _base_and_offset(operand)
         return self.value(base) + offset
+
+    def write_shared(self, address: np.ndarray, data: np.ndarray) -> None:
+        places = self.cta.shared.places(address, data.shape[1])
+        assert not self.cta.guarded[places].any(), "a barrier is there"
+        self.cta.shared.write(address, data)
+        self.cta.unfenced[places] = self.index + 1
 
     def set(self, operand: str, value: np.ndarray, active: np.ndarray) -> None:
         value = value if value.dtype == bool else value.astype(np.uint64)

@@ -1,0 +1,38 @@
+"""Ampere's register and tile paths from their PTX on the CPU: see ampere_calls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowbit_attn import testing
+from lowbit_attn.reference import Attention
+from lowbit_attn.testing import Case
+from sim.ampere_calls import decode, key_of
+
+ONE_HEAD = Case("k4v4", head_dim=64, num_heads=4, num_heads_kv=1, lengths=(300,), sinks=5)
+FEATURES = Attention(None, 20.0, 200)
+
+
+@pytest.mark.parametrize("case, path, rows, splits, options", [
+    (replace(ONE_HEAD, num_heads_kv=2, lengths=(0, 300)), "register", 8, 3,
+     Attention(sink_logits=torch.linspace(-3, 3, 4))),
+    (replace(ONE_HEAD, format="k2v2-g64-vg32-bf16", dtype=torch.bfloat16, q_len=3), "register", 16, 1, FEATURES),
+    (replace(ONE_HEAD, format="kitty", q_len=2), "register", 8, 1, Attention()),
+    (replace(ONE_HEAD, format="k4v2-boost", lengths=(560,)), "register", 8, 1, Attention()),
+    (replace(ONE_HEAD, format="k8tv8"), "register", 8, 1, Attention()),
+    (replace(ONE_HEAD, q_len=5, lengths=(560,)), "register", 64, 1, FEATURES),
+    (ONE_HEAD, "tile", 8, 1, Attention()),
+], ids=("ragged", "groups-features", "kitty", "boosted-values", "per-token", "shared-pages", "tile"))
+def test_path(case, path, rows, splits, options):
+    problem, key = testing.build(case), key_of(case, options, path, rows)
+    testing.assert_decode(*decode(key, problem, options, splits), testing.expected(problem, options))
+
+
+def test_rings_turn():
+    """Warps with one page and with two. The order in which they and the blocks run changes nothing."""
+    case = replace(ONE_HEAD, format="k2v2", num_heads=2, lengths=(128 * 13 + 40,))
+    problem, key = testing.build(case), key_of(case, path="register")
+    found = decode(key, problem)
+    testing.assert_decode(*found, testing.expected(problem))
+    assert all(map(torch.equal, found, decode(key, problem, reverse=True)))
