@@ -9,6 +9,7 @@ import pytest
 import torch
 from perf_scripts import script
 from torch.utils._python_dispatch import TorchDispatchMode
+from unit.level_caches import check_equal, state
 
 from lowbit_attn import CacheFaultError, PageExhaustedError
 from lowbit_attn.cache.significance import Scores, means, observe
@@ -44,29 +45,6 @@ def run(cache, steps: int, q_len: int, seed: int = 0) -> None:
         q = torch.randn(cache.max_batch, q_len, H * R, D, generator=generator).half()
         cache.append(k, v)
         cache.manage(q, 8 + torch.randn(cache.max_batch, H * R, q_len, generator=generator))
-
-
-def state(cache) -> dict[str, torch.Tensor]:
-    """All tensors of a cache and its pool; of stages and rings what holds tokens."""
-    found = {name: x.clone() for name, x in vars(cache).items() if isinstance(x, torch.Tensor)}
-    for v in range(len(cache.half)):
-        row = v // cache.num_heads_kv
-        for name in ("hi_k", "hi_v"):
-            held = torch.arange(found[name].shape[1])
-            staged = (held >= cache.sinks) & (held < cache.sinks + cache.n_stage[0, v])
-            found[name][v, ~((held < cache.n_sink[row]) | staged)] = 0
-        ring = torch.ones(cache.slots, dtype=torch.bool)
-        ring[cache.slots_of(row)] = False
-        for name, empty in (("lo_k", slice(int(cache.n_stage[1, v]), None)), ("ring_k", ring)):
-            found[name][v, empty] = found[name.replace("_k", "_v")][v, empty] = 0
-    for i, (memory, free) in enumerate(zip(cache.pool.memory, cache.pool.lists)):
-        found |= {f"memory{i}": memory.clone(), f"ids{i}": free.ids.clone(), f"ends{i}": free.ends.clone()}
-    return found
-
-
-def check_equal(one: dict, other: dict) -> None:
-    for name, x in one.items():
-        assert torch.equal(x, other[name]), name
 
 
 @pytest.fixture
