@@ -6,13 +6,13 @@ import functools
 
 import pytest
 import torch
-
 from unit.level_caches import state
 
 from lowbit_attn import CacheFaultError, decode, dispatch, loader, why_not
 from lowbit_attn.cache import significance
 from lowbit_attn.formats.levels import parse
-from lowbit_attn.levels import LevelCache, manage, step
+from lowbit_attn.levels import LevelCache, manage
+from lowbit_attn.levels import step as torch_step
 from lowbit_attn.levels.frames import FramePool, frame_sizes
 from lowbit_attn.levels.policy import Cumulative, Shares
 from lowbit_attn.reference import Attention
@@ -210,18 +210,19 @@ def due(name: str, head_dim: int, dtype: torch.dtype, recent: tuple[int, ...], s
     return cache
 
 
-def check_manage(cache: LevelCache, rows: list[int], q: torch.Tensor, lse: torch.Tensor, **attention) -> step.Plan:
+def check_manage(cache: LevelCache, rows: list[int], q: torch.Tensor, lse: torch.Tensor,
+                 **attention) -> torch_step.Plan:
     """The kernels' scores are those of torch within a tolerance; given them, all else is bit for bit torch's."""
     index, before, options = torch.tensor(rows, device="cuda"), copy.deepcopy(cache), Attention(**attention)
     assert cache.why_torch(**attention) == []
     plan, pack = map(loader.load, manage.keys_of(cache, dispatch.target_of(cache.device)[1]))
     plan(*manage.plan_arguments(cache, index, q, lse, options).values())
     acts = before.n_tok[index] // cache.manage_every > (before.n_tok[index] - q.shape[1]) // cache.manage_every
-    want = step.observed(before, index, q, lse, acts, options)
+    want = torch_step.observed(before, index, q, lse, acts, options)
     scores = significance.Scores(cache.score.unflatten(0, (-1, H))[index], cache.seen[index])
     torch.testing.assert_close(scores.score, want.score, rtol=1e-4, atol=1e-5)
     assert torch.equal(scores.seen, want.seen)
-    twin = step.Plan(before, index, scores, acts | before.waits[index])
+    twin = torch_step.Plan(before, index, scores, acts | before.waits[index])
     twin.write()
     pack(*manage.pack_arguments(cache, index).values())
     theirs = state(before)
@@ -281,7 +282,7 @@ def test_calls_that_no_kernel_manages_say_so_and_stay_in_torch(monkeypatch):
     pool = FramePool("lean", head_dim=256, frames=4, device="cuda")
     wide = LevelCache(pool, 1, max_seqlen=300)
     assert wide.why_torch() == ["head_dim 256, supported: 64, 96, 128"]
-    monkeypatch.setitem(step.KERNELS, "cuda", step.KERNELS["cuda"]._replace(manage=None))
+    monkeypatch.setitem(torch_step.KERNELS, "cuda", torch_step.KERNELS["cuda"]._replace(manage=None))
     wide.append(*torch.zeros(2, 1, 1, 1, 256, device="cuda").half())
     wide.manage(torch.zeros(1, 1, 1, 256, device="cuda").half(), torch.zeros(1, 1, 1, device="cuda"))
 

@@ -1,12 +1,12 @@
-"""``manage`` of two levels by the compiled kernels on the CPU: scores within a tolerance of the twin in torch, and given
-those scores every counter, table entry, frame, stage and record bit for bit."""
+"""``manage`` of two levels by the compiled kernels on the CPU: scores within a tolerance of the twin in torch, and
+given those scores every counter, table entry, frame, stage and record bit for bit."""
 
 import copy
 
 import numpy as np
 import pytest
 import torch
-from unit.level_caches import SCRATCH, check_equal, state
+from unit.level_caches import check_equal, state
 
 from lowbit_attn.cache.significance import Scores
 from lowbit_attn.formats.levels import parse
@@ -124,7 +124,7 @@ def test_a_row_that_finds_no_frames_keeps_all_and_is_marked(name, frames):
 
 
 def test_several_queries_with_a_soft_cap_and_many_heads():
-    """Five query heads a KV head, three queries, in blocks of rows that no query ends with; a head of the ring alone."""
+    """Five query heads a KV head and three queries, in blocks of rows that do not end with a query's."""
     cache = make("lean", (185, 70), heads=1, max_q_len=4, manage_every=2)
     q, lse = call(cache, 2, 3, 5)
     assert check(cache, [1, 0], q, lse, Attention(softmax_scale=0.2, softcap=2.0)).tolist() == [False, True]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from perf_scripts import script
 from torch.utils._python_dispatch import TorchDispatchMode
-from unit.level_caches import check_equal, state
 
 from lowbit_attn import CacheFaultError, PageExhaustedError
 from lowbit_attn.cache.significance import Scores, means, observe
@@ -21,6 +20,7 @@ from lowbit_attn.levels.level_cache import LevelCache
 from lowbit_attn.levels.moves import LEVELS, Departure
 from lowbit_attn.levels.policy import PRUNED, Cumulative, Shares
 from lowbit_attn.reference import PLAIN
+from unit.level_caches import check_equal, state
 
 H, R, D = 3, 2, 64
 DEVICE_CONSTANTS = (packing._source, packing._code_source, affine._factors)

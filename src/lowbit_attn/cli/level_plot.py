@@ -50,8 +50,9 @@ def make(pair: Levels, plot: Path, model: str, text: Path | None, tokens: int, p
     counts = read(network, ids, dict(format=pair.name, policy=policy))
     if not counts:
         fail(f"model: no layer of {model!r} keeps its tokens in levels, supported: models with full attention")
-    about = (f"{'SmolLM2-135M-Instruct' if model == DEMO else model}, {ids.shape[1]:,} tokens of {text or 'help texts'} "
-             f"over {pair}, {policy or 'equal shares'}; {figures.where(network.device.type)}")
+    name = "SmolLM2-135M-Instruct" if model == DEMO else model
+    about = (f"{name}, {ids.shape[1]:,} tokens of {text or 'help texts'} over {pair}, {policy or 'equal shares'}; "
+             f"{figures.where(network.device.type)}")
     draw(plot, counts, about)
     console().print(f"Tokens by layer and head: {plot}", soft_wrap=True, markup=False)
 
@@ -81,7 +82,7 @@ def draw(path: Path, counts: dict[int, LevelCounts], about: str) -> None:
     figure, panels = pyplot.subplots(1, len(LevelCounts._fields), figsize=(12, 1.6 + 0.16 * len(counts)),
                                      layout="constrained", sharey=True)
     for name, axes in zip(LevelCounts._fields, panels):
-        grid = torch.stack([getattr(one, name) for one in counts.values()]).cpu()
+        grid = torch.stack([getattr(one, name) for one in counts.values()]).cpu().numpy()
         image = axes.imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=max(1, int(grid.max())))
         axes.set(title=f"{name}, {int(grid.sum()):,} in all", xlabel="KV head")
         axes.set_xticks(range(grid.shape[1]))

@@ -1,8 +1,8 @@
 """The end of the plan of a cache of levels: frames for all rows that are due, by prefix sums (LeanKV, 5.2).
 
     needs    of a row, by a warp of its last CTA: heads in order, of one head the high level first
-    grant    by the last CTA of all: a warp scans the rows in the call's order, sums of what they need; a row goes if its
-             inclusive sum is free, or it needs nothing
+    grant    by the last CTA of all: a warp sums what rows need, in the call's order; a row goes if its inclusive sum is
+             free, or it needs nothing
     then     its threads, a (row, head) each: frames from the circular list, table entries, and the counters as they are
              once ``level_pack`` has moved the tokens
 
@@ -48,12 +48,21 @@ class Frames(NamedTuple):
     is_shared: Any
 
 
+class Ends(NamedTuple):
+    """What the end of a plan says of rows."""
+
+    starved: Any
+    limit: Any
+    max_seqlen: Any
+    room: Any  # of sinks and ring
+
+
 class Wanted(NamedTuple):
     """Scratch: frames that heads and rows need, and what becomes of the rows of the call."""
 
     places: Any  # of a head's frame among its row's, -1: it takes none
     needs: Any  # [2, max_batch]: frames of each size, of rows of the cache
-    starts: Any  # [2, max_batch]: the first of them from the list's head on, -1: the row does not go; of rows of the call
+    starts: Any  # [2, max_batch]: where they begin behind the list's head, -1: it does not go; of rows of the call
     goes: Any  # of rows of the call
 
 
@@ -110,7 +119,7 @@ def inclusive_sum(value, lane):
 
 
 @T.macro
-def decide(call, wanted, frames, size, starved, limit, max_seqlen, room, lane, taken):
+def decide(call, wanted, frames, size, ends, lane, taken):
     """Which rows of the call go, by one warp -> starts, goes, the rows' counters; frames taken of each size."""
     found, from_high, from_low = row_in_registers(), T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
     sum_high, sum_low, high, low, row, at, is_due, goes, refused = (T.alloc_var("int32") for _ in range(9))
@@ -150,7 +159,7 @@ def decide(call, wanted, frames, size, starved, limit, max_seqlen, room, lane, t
                 wanted.goes[at] = goes
                 call.waits[row] = T.cast(1 - goes, "uint8")
                 call.n_out[row] = call.n_out[row] + PAGE * goes
-                limit[row] = T.min(max_seqlen, call.n_out[row] + room)
+                ends.limit[row] = T.min(ends.max_seqlen, call.n_out[row] + ends.room)
         taken[0] = taken[0] + T.if_then_else(goes != 0, high, 0)
         taken[1] = taken[1] + T.if_then_else(goes != 0, low, 0)
         refused = refused + is_due - goes
@@ -161,7 +170,7 @@ def decide(call, wanted, frames, size, starved, limit, max_seqlen, room, lane, t
         taken[1] = taken[1] + T.shfl_xor(taken[1], distance)
         refused = refused + T.shfl_xor(refused, distance)
     if T.And(lane == 0, refused > 0):
-        starved[0] = starved[0] + refused
+        ends.starved[0] = ends.starved[0] + refused
 
 
 @T.macro
@@ -219,11 +228,11 @@ def settle(call, heads, wanted, frames, size, num_heads, tx):
 
 
 @T.macro
-def grant(call, heads, wanted, frames, size, num_heads, starved, limit, max_seqlen, room, tx):
+def grant(call, heads, wanted, frames, size, num_heads, ends, tx):
     """Frames for the rows that are due, by the one CTA that has seen all of them; size: rows of the call."""
     taken = T.alloc_local((2,), "int32")
     if tx < LANES:
-        decide(call, wanted, frames, size, starved, limit, max_seqlen, room, tx, taken)
+        decide(call, wanted, frames, size, ends, tx, taken)
     T.sync_threads()
     settle(call, heads, wanted, frames, size, num_heads, tx)
     T.sync_threads()

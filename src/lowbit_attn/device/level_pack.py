@@ -138,7 +138,7 @@ def load_moved(side, moved, first, count, tile, tx, threads):
 
 @T.macro
 def pack_moved(side, moved, tile, tx, threads):
-    """The first 128 tokens that move -> the record, by the first ``threads`` threads, in turns if m.threads are more."""
+    """The first 128 tokens that move -> the record, by the first ``threads`` threads, in turns for m.threads."""
     m = side.m
     for part in T.serial(m.parts):
         load_moved(side, moved, part * m.part_rows, m.part_rows, tile, tx, threads)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from lowbit_attn.device.level_grant import Frames, Heads, Wanted, grant, note_needs
+from lowbit_attn.device.level_grant import Ends, Frames, Heads, Wanted, grant, note_needs
 from lowbit_attn.device.level_rows import (
     ACTS,
     DUE,
@@ -77,14 +77,14 @@ def age_of(slot, oldest, slots):
 
 
 @T.macro
-def load_keys(ring, v, first, oldest, held, row_accesses, keys, tx):
+def load_keys(ring_k, v, first, oldest, held, row_accesses, keys, tx):
     """Keys of the slots from ``first`` on that hold a token -> shared memory; waits, the caller synchronises."""
-    slots = ring.shape[1]
+    slots = ring_k.shape[1]
     for i in T.unroll(row_accesses):
         row, access = token_place(i * THREADS + tx, row_accesses)
         if T.And(first + row < slots, age_of(first + row, oldest, slots) < held):
             T.ptx_cp_async(T.access_ptr(keys[swizzled(row, access, row_accesses), 0], "w", ACCESS),
-                           T.access_ptr(ring[v, first + row, access * ACCESS], "r", ACCESS), ACCESS)
+                           T.access_ptr(ring_k[v, first + row, access * ACCESS], "r", ACCESS), ACCESS)
     T.ptx_commit_group()
     T.ptx_wait_group(0)
 
@@ -164,9 +164,9 @@ def observe(queries, at, head, ratio, behind, row_accesses, shared, tx, total):
 
 
 @T.macro
-def score_ring(batch, found, queries, at, head, num_heads, ring, score, seen, row_accesses, shared, tx):
+def score_ring(batch, found, queries, at, head, num_heads, ring_k, score, seen, row_accesses, shared, tx):
     """The ring's scores with the call's, if the row acts; means of the oldest 128 -> shared memory."""
-    slots, ratio = ring.shape[1], T.truncdiv(queries.x.shape[2], num_heads)
+    slots, ratio = ring_k.shape[1], T.truncdiv(queries.x.shape[2], num_heads)
     v, oldest, first, slot, age, given = (T.alloc_var("int32") for _ in range(6))
     mine, total = T.alloc_var("float32"), T.alloc_local((1,), "float32")
     v = found[ROW] * num_heads + head
@@ -178,9 +178,9 @@ def score_ring(batch, found, queries, at, head, num_heads, ring, score, seen, ro
         age = age_of(slot, oldest, slots)
         if found[ACTS] != 0:
             T.sync_threads()  # the keys before were read
-            load_keys(ring, v, first, oldest, found[LENGTH] - found[FIRST], row_accesses, shared.keys, tx)
-            observe(queries, at, head, ratio, found[LENGTH] - batch.q_len - found[FIRST] - age, row_accesses, shared, tx,
-                    total)
+            load_keys(ring_k, v, first, oldest, found[LENGTH] - found[FIRST], row_accesses, shared.keys, tx)
+            observe(queries, at, head, ratio, found[LENGTH] - batch.q_len - found[FIRST] - age, row_accesses, shared,
+                    tx, total)
         if slot < slots:
             mine = score[v, slot]
             given = seen[found[ROW], slot]
@@ -310,6 +310,33 @@ def is_last(arrivals, place, expected, tx, last):
     last[0] = T.syncthreads_or(arrived)
 
 
+@T.macro
+def manage_row(call, policy, heads, wanted, frames, queries, ring_k, score, seen, arrivals, ends, shared, row_accesses,
+               at, head, size, num_heads, tx):
+    """All that a CTA does for row ``at`` of the call and one KV head."""
+    found, last, due = row_in_registers(), T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
+    read_row(call, at, found)
+    last[0] = 0
+    due[0] = 0
+    if T.And(found[DUE] == 0, T.And(head == 0, tx == 0)):
+        wanted.goes[at] = 0
+    if T.Or(found[ACTS] != 0, found[DUE] != 0):
+        score_ring(call, found, queries, at, head, num_heads, ring_k, score, seen, row_accesses, shared, tx)
+        if found[DUE] != 0:
+            plan_block(policy, heads, found[ROW] * num_heads + head, shared, tx)
+        is_last(arrivals, found[ROW], num_heads, tx, last)
+        if last[0] != 0:
+            if found[ACTS] != 0:
+                add_seen(call, found, seen, tx)
+            if found[DUE] != 0:
+                if tx < LANES:
+                    note_needs(heads, wanted, frames, found[ROW], num_heads, tx)
+                    count_due(call, size, tx, due)
+                is_last(arrivals, arrivals.shape[0] - 1, due[0], tx, last)
+                if last[0] != 0:
+                    grant(call, heads, wanted, frames, size, num_heads, ends, tx)
+
+
 def plan_kernel(head_dim: int, dtype: str) -> TileKernel:
     """q [batch, q_len, num_heads, head_dim] and lse fp32 [batch, num_heads, q_len] of rows int64 [batch] -> the cache's
     scores, plans, frames and counters; tensors as LevelCache names them, ``fresh`` its ``new``, ``unit`` its ``half``.
@@ -382,33 +409,15 @@ def plan_kernel(head_dim: int, dtype: str) -> TileKernel:
             call = Batch(which, n_sink, n_out, n_tok, waits, every, due_at, q_len)
             policy = Policy(is_cumulative, high, kept, t_low, t_high)
             mine = Heads(order, fresh, n_stage, c_sink, c_out, c_pack, c_tok, n_drop, unit, table)
-            frames = Frames(ids_high, ids_low, ends_high, ends_low, size_high, size_low, size_record, per_low, is_shared)
+            frames = Frames(ids_high, ids_low, ends_high, ends_low, size_high, size_low, size_record, per_low,
+                            is_shared)
             wanted = Wanted(places, needs, starts, goes)
             shared = Shared(T.alloc_shared((THREADS * row_accesses, ACCESS), dtype),
                             T.alloc_shared((ROWS * head_dim,), "float32"), T.alloc_shared((ROWS,), "float32"),
                             T.alloc_shared((PAGE,), "float32"), T.alloc_shared((PAGE,), "int64"),
                             T.alloc_shared((2 * PAGE // LANES,), "uint32"))
-            found, last, due = row_in_registers(), T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
-            read_row(call, at, found)
-            last[0] = 0
-            due[0] = 0
-            if T.And(found[DUE] == 0, T.And(head == 0, tx == 0)):
-                goes[at] = 0
-            if T.Or(found[ACTS] != 0, found[DUE] != 0):
-                score_ring(call, found, Queries(q, lse, softmax_scale, softcap), at, head, num_heads, ring_k, score, seen,
-                           row_accesses, shared, tx)
-                if found[DUE] != 0:
-                    plan_block(policy, mine, found[ROW] * num_heads + head, shared, tx)
-                is_last(arrivals, found[ROW], num_heads, tx, last)
-                if last[0] != 0:
-                    if found[ACTS] != 0:
-                        add_seen(call, found, seen, tx)
-                    if found[DUE] != 0:
-                        if tx < LANES:
-                            note_needs(mine, wanted, frames, found[ROW], num_heads, tx)
-                            count_due(call, size, tx, due)
-                        is_last(arrivals, marks - 1, due[0], tx, last)
-                        if last[0] != 0:
-                            grant(call, mine, wanted, frames, size, num_heads, starved, limit, max_seqlen, room, tx)
+            manage_row(call, policy, mine, wanted, frames, Queries(q, lse, softmax_scale, softcap), ring_k, score, seen,
+                       arrivals, Ends(starved, limit, max_seqlen, room), shared, row_accesses, at, head, size, num_heads,
+                       tx)
 
     return TileKernel(plan)

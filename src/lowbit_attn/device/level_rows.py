@@ -9,7 +9,8 @@ from lowbit_attn.cache.state import MAX_Q_LEN
 
 PAGE, LANES = layout.PAGE_TOKENS, layout.LANES
 THREADS = 192  # of a CTA of the plan: slots of a default ring, and whole rows of 8, 12 or 16 accesses
-ROW, LENGTH, FIRST, ACTS, DUE = FIELDS = range(5)  # of what ``read_row`` finds; FIRST: position of the oldest recent token
+# of what ``read_row`` finds; FIRST: position of the oldest recent token
+ROW, LENGTH, FIRST, ACTS, DUE = FIELDS = range(5)
 
 
 class Batch(NamedTuple):

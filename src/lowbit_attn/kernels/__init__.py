@@ -62,10 +62,10 @@ from lowbit_attn.kernels.support import (
 )
 
 __all__ = [
-    "ARCH_TARGETS", "FEATURES", "PLAN_HEAD_DIMS", "QUANTIZE_HEAD_DIMS", "ROWS", "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS",
-    "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Checks",
-    "CuteKernel", "KernelKey", "Scratch", "Support", "append_key", "arch_package", "baselines", "checks", "clusters",
-    "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "manage_keys", "manage_missing", "merge_key", "needs_nvcc",
-    "no_codebooks", "other_ctas", "packing_keys", "path_name", "path_of", "pick", 
-    "quantize_key", "quantize_missing", "shipped_keys", "step_keys", "trace",
+    "ARCH_TARGETS", "Checks", "CuteKernel", "FEATURES", "KernelKey", "PLAN_HEAD_DIMS", "QUANTIZE_HEAD_DIMS", "ROWS",
+    "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS", "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL",
+    "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key", "arch_package", "baselines",
+    "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "manage_keys",
+    "manage_missing", "merge_key", "needs_nvcc", "no_codebooks", "other_ctas", "packing_keys", "path_name",
+    "path_of", "pick", "quantize_key", "quantize_missing", "shipped_keys", "step_keys", "trace",
 ]

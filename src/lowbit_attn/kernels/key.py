@@ -21,8 +21,8 @@ SPLITS, SMALL, STREAM = SCHEDULES = ("splits", "small", "stream")  # see Support
 class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
-    # "decode", "quantize", "dequantize", "append", "read"; of levels "merge", "plan", "pack"; "linear": of codebook weights
-    op: str
+    op: str  # "decode", "quantize", "dequantize", "append", "read"; "linear": of codebook weights; of levels "merge",
+    # and of their manage "plan", "pack"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str

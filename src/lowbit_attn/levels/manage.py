@@ -1,4 +1,4 @@
-"""``manage`` of a LevelCache by kernels: scores and plans, then what moves, in two launches (LeanKV, sections 4.1, 5.2).
+"""``manage`` of a LevelCache by kernels: scores and plans, then what moves, in two launches (LeanKV, 4.1, 5.2).
 
     plan    device/level_plan.py    scores, classes, frames by prefix sums, counters
     pack    device/level_pack.py    tokens of the rows that go -> pages and stages
@@ -80,7 +80,7 @@ def _dense(q: torch.Tensor) -> torch.Tensor:
 
 
 def manage(cache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, options: Attention) -> None:
-    """Score, plan and move: rows int64 [batch] of the cache, distinct. Both kernels are there before one is launched."""
+    """Score, plan and move: distinct rows int64 [batch]. Both kernels are there before one is launched."""
     with torch.no_grad(), torch.cuda.device(cache.device):
         plan, pack = map(loader.load, keys_of(cache, dispatch.target_of(cache.device)[1]))
         plan(*plan_arguments(cache, rows, q, lse, options).values())

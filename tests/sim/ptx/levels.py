@@ -42,10 +42,10 @@ def run_kernel(key: KernelKey, arguments: dict, sizes: dict[str, int], threads: 
 def sizes_of(cache: LevelCache, rows: torch.Tensor) -> dict[str, int]:
     """What the shapes of a call's tensors leave open; heads and q come from its arguments."""
     units = cache.pool.units
-    return {"batch": len(rows), "size": len(rows), "seqs": cache.max_batch, "marks": cache.max_batch + 1, "cache_rows": len(cache.half),
-            "slots": cache.slots, "pages": cache.table.shape[2], "frames_high": len(cache.pool.lists[0].ids),
-            "frames_low": len(cache.pool.lists[-1].ids), "high_slots": cache.hi_k.shape[1],
-            "units_high": len(units(0)), "units_low": len(units(1))}
+    return {"batch": len(rows), "size": len(rows), "seqs": cache.max_batch, "marks": cache.max_batch + 1,
+            "cache_rows": len(cache.half), "slots": cache.slots, "pages": cache.table.shape[2],
+            "frames_high": len(cache.pool.lists[0].ids), "frames_low": len(cache.pool.lists[-1].ids),
+            "high_slots": cache.hi_k.shape[1], "units_high": len(units(0)), "units_low": len(units(1))}
 
 
 def run_plan(cache: LevelCache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, options: Attention = PLAIN,
