@@ -1,11 +1,11 @@
-"""Times ``manage`` over two levels, by kernels and in torch, and its share of a step of Llama-3.1-8B's shape, on one GPU.
+"""Times ``manage`` over two levels, by kernels and in torch, and its share of a step of an 8B model, on one GPU.
 
     python perf/level_manage.py           one JSON line a case in perf/results/level_manage.jsonl
 
 A step is one of three: at rest, one that scores (every eighth), and one in which every row's block leaves (one in 128).
-Every time is a replay of a CUDA graph, L2 flushed, medians; that of a block that leaves is with the counters put back,
-less the time of that alone. The mean weighs them as often as they come. A step of the model is taken as 32 layers of
-decode and ``manage`` and a plain read of its weights; what else a model does is not in it, so a share is an upper bound.
+Every time is a replay of a CUDA graph, L2 flushed, medians, with the counters put back before, less the time of that
+alone. The mean weighs them as often as they come. A step of Llama-3.1-8B's shape is taken as 32 layers of decode and
+``manage`` and a plain read of its weights; what else a model does is not in it, so a share is an upper bound.
 """
 
 from typing import Annotated
@@ -23,7 +23,8 @@ LAYERS, WEIGHT_BYTES = 32, 16.06e9  # of Llama-3.1-8B in 16 bit
 READ_BYTES = 10**9  # of the read whose rate stands for the weights'
 TARGET = 0.01  # of a step
 RECENT = {"rest": 121, "score": 120, "flush": 184}  # tokens of the rings, behind multiples of 8
-STATE = ("n_out", "n_tok", "n_stage", "c_pack", "c_sink", "c_out", "c_tok", "half", "waits", "starved", "limit", "table")
+STATE = ("n_out", "n_tok", "n_stage", "c_pack", "c_sink", "c_out", "c_tok", "half", "waits", "starved", "limit",
+         "table")
 CASES = tuple(LevelCase(levels, 25, batch, 32, 8, seqlen, TARGET)
               for levels in ("lean", "lean-low") for batch, seqlen in ((64, 4096), (8, 32768)))
 

@@ -101,7 +101,7 @@ def ready(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int]
     _rows(rows, q, cache)
     if isinstance(cache, LevelCache):
         level_decode.ready(q, cache, options, num_splits, path, load)
-        if load and not level_manage.why_not(cache, options):
+        if load and path != "reference" and not level_manage.why_not(cache, options):
             level_manage.ready(cache)
     else:
         dispatch.ready(q, cache, options, num_splits, path, rows is not None, load)

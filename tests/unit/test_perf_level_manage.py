@@ -3,6 +3,7 @@
 import pytest
 import torch
 from perf_scripts import script
+
 from unit.level_caches import check_equal, state
 
 
