@@ -46,6 +46,7 @@ def promised(arch: str) -> list[KernelKey]:
                                                               HEAD_DIMS)]
     keys += [key for *common, name, search in product(
         kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, kernels.PLAN_HEAD_DIMS, LEVELS, (None, True, False))
+        if all(_has_record(fmt, common[-1]) for fmt in parse(name).formats)
         for key in kernels.manage_keys(*common, parse(name), search)]
     if arch == "hopper":
         keys += chain.from_iterable(map(linear_keys, kernels.SHIPPED_TARGETS[arch]))
