@@ -265,14 +265,13 @@ def test_rows_share_what_frames_there_are(arch):
     """40 rows in another order, more than a warp: those that find frames go, the others keep all and go with more."""
     cache = due("lean", 64, torch.float16, (184,) * 40, 8, frames=40 * 41 * H)
     q, lse = randn(40, 1, 4 * H, 64, seed=3).cuda(), torch.full((40, 4 * H, 1), 5.0, device="cuda")
-    ends = cache.pool.lists[0].ends
-    taken = int(ends[1] - ends[0]) - 30
-    ends[0] += taken  # by another cache
+    free = cache.pool.lists[0]
+    taken = free.take(free.n_free - 30)  # by another cache
     rows = torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist()
     plan = check_manage(cache, rows, q, lse)
     assert plan.go.any() and not plan.go.all() and int(cache.starved) == int((~plan.go).sum())
     assert cache.waits[rows].tolist() == (~plan.go).tolist()
-    ends[1] += taken  # given back
+    free.give(taken)
     assert torch.equal(check_manage(cache, rows, q, lse).go, ~plan.go)
 
 
@@ -280,7 +279,7 @@ def test_calls_that_no_kernel_manages_say_so_and_stay_in_torch(monkeypatch):
     cache = of_lengths("lean", 128, torch.float16)
     assert cache.why_torch() == [] and cache.why_torch(window=9) == ["window 9, supported: None"]
     pool = FramePool("lean", head_dim=256, frames=4, device="cuda")
-    wide = LevelCache(pool, 1, max_seqlen=300)
+    wide = LevelCache(pool, 1, max_seqlen=300, manage_every=1)
     assert wide.why_torch() == ["head_dim 256, supported: 64, 96, 128"]
     monkeypatch.setitem(torch_step.KERNELS, "cuda", torch_step.KERNELS["cuda"]._replace(manage=None))
     wide.append(*torch.zeros(2, 1, 1, 1, 256, device="cuda").half())

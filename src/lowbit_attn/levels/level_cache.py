@@ -135,9 +135,9 @@ class LevelCache(LevelState):
 
         q: [batch, q_len, num_heads, head_dim] and lse: fp32 [batch, num_heads, q_len], as ``decode`` took and gave;
         attention: softmax_scale and softcap; path: "reference" for torch, None for kernels where there are some
-        (``why_torch``). Call it after each decode: a row acts when its length comes to another
-        multiple of ``manage_every``. Rows that find no frames stay as they are, ``starved`` counts them, and any next
-        call tries again. In a captured step all rows take part in every call, those that are not due without a trace.
+        (``why_torch``). Call it after each decode: a row acts when its length comes to another multiple of
+        ``manage_every``. Rows that find no frames stay as they are, ``starved`` counts them, and any next call tries
+        again. In a captured step all rows take part in every call, those that are not due without a trace.
         """
         batch, q_len = check_rank("q", q, ("batch", "q_len", "num_heads", self.head_dim))[:2]
         one_of("path", path, (None, "reference"))

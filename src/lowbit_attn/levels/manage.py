@@ -23,6 +23,10 @@ def why_not(cache, options: Attention) -> list[str]:
     """Reasons why no kernel serves ``manage`` of this cache; empty if one does."""
     if cache.device.type != "cuda":
         return [f"device: {cache.device} has no kernels, supported: a CUDA device"]
+    try:
+        dispatch.target_of(cache.device)
+    except NotImplementedError as error:
+        return [str(error)]
     return why_not_on(cache, options)
 
 

@@ -179,7 +179,7 @@ def convert(warp, suffixes, operands, active):
         return raw(f32(values[0]).astype(np.int64))
     if suffixes == ("rni", "f32", "f32"):
         return bits(np.rint(f32(values[0])))
-    assert len(kinds) == 2 + ("x2" in kinds), suffixes  # no other rounding
+    assert len(kinds) == 2, suffixes  # no other rounding
     if kinds[0] == "f32" and kinds[1] in ("s32", "u32", "s64"):
         return bits(typed(values[0], kinds[1:]).astype(np.float32))
     if kinds[0] == "f32":
