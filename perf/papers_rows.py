@@ -210,6 +210,6 @@ PAPERS = {
         Row("Fig. 13", "nearly as much faster as bytes are fewer: 1.7x at K8V8, 2x fewer", _lean_speed,
             "two launches and a merge"),
         Row("Fig. 12", "memory management below 0.9 % of a step", lambda lines: "not measured yet",
-            "moves of levels are torch operations so far"),
+            "two kernels in each step, whose times are only predicted so far"),
     ),
 }

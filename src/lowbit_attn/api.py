@@ -15,6 +15,7 @@ from lowbit_attn.cache.state import CacheState
 from lowbit_attn.checks import LayoutMismatchError, check_rank, check_tensor, integer, is_truth
 from lowbit_attn.levels import LevelCache
 from lowbit_attn.levels import decode as level_decode
+from lowbit_attn.levels import manage as level_manage
 
 __all__ = ["LayoutMismatchError", "decode", "merge_states", "ready"]
 
@@ -100,6 +101,8 @@ def ready(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int]
     _rows(rows, q, cache)
     if isinstance(cache, LevelCache):
         level_decode.ready(q, cache, options, num_splits, path, load)
+        if load and path != "reference" and not level_manage.why_not(cache, options):
+            level_manage.ready(cache)
     else:
         dispatch.ready(q, cache, options, num_splits, path, rows is not None, load)
 

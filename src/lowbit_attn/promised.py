@@ -13,6 +13,7 @@ import torch
 
 from lowbit_attn import emit, kernels
 from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats.levels import PRESETS, parse
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.kernels.linear import linear_keys
 
@@ -24,6 +25,7 @@ OPTIONS = (  # of names, each with the bits of both sides that it stands for
     "kitty-b0", "kitty-b8", "kitty-b24", "kitty-b64", "kitty-variance", "kitty-weighted", "kitty-random",
     "kitty-pro-weighted", "kitty-vg32", "kitty-bf16",
 )
+LEVELS = (*PRESETS, "k4v4+k2v2", "k4v2+k4v1")  # pairs of which caches are managed by kernels
 HEAD_DIMS = kernels.QUANTIZE_HEAD_DIMS
 FEATURES = [names for count in range(len(kernels.FEATURES) + 1) for names in combinations(kernels.FEATURES, count)]
 SHUFFLE = 0  # seed of the order within a class: fixed, so that consecutive parts of a rotation do not overlap
@@ -42,6 +44,10 @@ def promised(arch: str) -> list[KernelKey]:
             for keys in (_packing, _decoding) for key in keys(arch, target, dtype, head_dim, fmt)]
     keys += [kernels.merge_key(*common) for common in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES,
                                                               HEAD_DIMS)]
+    keys += [key for *common, name, search in product(
+        kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, kernels.PLAN_HEAD_DIMS, LEVELS, (None, True, False))
+        if all(_has_record(fmt, common[-1]) for fmt in parse(name).formats)
+        for key in kernels.manage_keys(*common, parse(name), search)]
     if arch == "hopper":
         keys += chain.from_iterable(map(linear_keys, kernels.SHIPPED_TARGETS[arch]))
     return list(dict.fromkeys(keys))

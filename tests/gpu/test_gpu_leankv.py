@@ -6,12 +6,16 @@ import functools
 
 import pytest
 import torch
+from unit.level_caches import state
 
-from lowbit_attn import CacheFaultError, decode, why_not
+from lowbit_attn import CacheFaultError, decode, dispatch, loader, why_not
 from lowbit_attn.cache import significance
-from lowbit_attn.levels import LevelCache
-from lowbit_attn.levels.frames import FramePool
-from lowbit_attn.levels.policy import Cumulative
+from lowbit_attn.formats.levels import parse
+from lowbit_attn.levels import LevelCache, manage
+from lowbit_attn.levels import step as torch_step
+from lowbit_attn.levels.frames import FramePool, frame_sizes
+from lowbit_attn.levels.policy import Cumulative, Shares
+from lowbit_attn.reference import Attention
 
 pytestmark = pytest.mark.gpu
 H = 2
@@ -186,6 +190,102 @@ def test_a_captured_step_without_frames_is_told_of(arch):
     pool.check(cache)
 
 
+def due(name: str, head_dim: int, dtype: torch.dtype, recent: tuple[int, ...], sinks: int, frames: int = 60,
+        **options) -> LevelCache:
+    """Rows with so many tokens in their rings, heads with pages and stages of their own, random scores."""
+    levels = parse(name)
+    sizes = len(frame_sizes(*(fmt.record_bytes(head_dim) for fmt in levels.formats))[1])
+    pool = FramePool(levels, head_dim=head_dim, frames=(frames,) * sizes, device="cuda")
+    cache = LevelCache(pool, H, sinks=sinks, max_batch=len(recent), max_seqlen=9000, dtype=dtype, **options)
+    for row, held in enumerate(recent):
+        k, v = randn(2, sinks + 128 * (1 + row) + 56, H, head_dim, seed=row, dtype=dtype).cuda()
+        cache.prefill(row, k, v, randn(len(k), 4 * H, head_dim, seed=9 + row, dtype=dtype).cuda())
+        cache.n_tok[row] = cache.n_sink[row] + cache.n_out[row] + held
+    for tokens in (cache.hi_k[:, sinks:], cache.hi_v[:, sinks:], cache.lo_k, cache.lo_v, cache.ring_k, cache.ring_v):
+        tokens.normal_()
+    cache.n_stage.copy_(torch.randint(0, 128, cache.n_stage.shape))
+    cache.score.copy_(torch.rand(cache.score.shape))
+    cache.seen.copy_(torch.randint(0, 9, cache.seen.shape))
+    cache.recount()
+    return cache
+
+
+def check_manage(cache: LevelCache, rows: list[int], q: torch.Tensor, lse: torch.Tensor,
+                 **attention) -> torch_step.Plan:
+    """The kernels' scores are those of torch within a tolerance; given them, all else is bit for bit torch's."""
+    index, before, options = torch.tensor(rows, device="cuda"), copy.deepcopy(cache), Attention(**attention)
+    assert cache.why_torch(**attention) == []
+    plan, pack = map(loader.load, manage.keys_of(cache, dispatch.target_of(cache.device)[1]))
+    plan(*manage.plan_arguments(cache, index, q, lse, options).values())
+    acts = before.n_tok[index] // cache.manage_every > (before.n_tok[index] - q.shape[1]) // cache.manage_every
+    want = torch_step.observed(before, index, q, lse, acts, options)
+    scores = significance.Scores(cache.score.unflatten(0, (-1, H))[index], cache.seen[index])
+    torch.testing.assert_close(scores.score, want.score, rtol=1e-4, atol=1e-5)
+    assert torch.equal(scores.seen, want.seen)
+    twin = torch_step.Plan(before, index, scores, acts | before.waits[index])
+    twin.write()
+    pack(*manage.pack_arguments(cache, index).values())
+    theirs = state(before)
+    for part, x in state(cache).items():
+        assert torch.equal(x, theirs[part]), part
+    assert not cache.arrivals.any()
+    return twin
+
+
+@pytest.mark.parametrize("name, head_dim, dtype, q_len, options", [
+    ("lean", 128, torch.float16, 1, {}), ("lean", 64, torch.bfloat16, 4, {"policy": Cumulative(0.2, 0.6)}),
+    ("lean-low", 128, torch.bfloat16, 1, {"policy": Shares(0.3, 0.5)}), ("lean-low", 64, torch.float16, 1, {}),
+    ("lean-low", 128, torch.float16, 4, {"range_search": True}), ("lean", 96, torch.float16, 1, {}),
+    ("k4v4+k2v2", 128, torch.float16, 1, {}), ("k4v2+k4v1", 64, torch.float16, 1, {"range_search": False}),
+    ("k8v8+k4v4", 128, torch.bfloat16, 1, {})])
+def test_manage_by_kernels_is_manage_in_torch_given_the_scores(arch, name, head_dim, dtype, q_len, options):
+    """Rows that are due, that wait, that act and are not due, and at rest, in another order than the cache's."""
+    cache = due(name, head_dim, dtype, (184, 187, 96, 65), 8, max_q_len=4, manage_every=8, **options)
+    cache.waits[1] = True
+    q = randn(4, q_len, 4 * H, head_dim, seed=3, dtype=dtype).cuda()
+    lse = 4 + randn(4, 4 * H, q_len, seed=4, dtype=torch.float32).cuda()
+    plan = check_manage(cache, [3, 1, 0, 2], q, lse)
+    assert plan.go.tolist()[1:3] == [True, True] and not torch.equal(cache.order[0].sort()[0], cache.order[0])
+    check_manage(cache, [0, 1], q[:2], lse[:2], softcap=5.0, softmax_scale=0.2)
+
+
+@pytest.mark.parametrize("sinks", range(8))
+def test_a_flush_at_each_phase_has_an_order_that_came_from_scores(arch, sinks):
+    """Rings of 184 to 191 tokens when the row acts; the block goes round the ring's end."""
+    cache = due("lean", 128, torch.float16, (184 + -(sinks + 184) % 8,), sinks)
+    cache.n_out += 128 * sinks
+    cache.n_tok += 128 * sinks
+    cache.recount()
+    lse = 4 + randn(1, 4 * H, 1, seed=4, dtype=torch.float32).cuda()
+    assert check_manage(cache, [0], randn(1, 1, 4 * H, 128, seed=3).cuda(), lse).go.all()
+    assert not torch.equal(cache.order[0].sort()[0], cache.order[0])
+
+
+def test_rows_share_what_frames_there_are(arch):
+    """40 rows in another order, more than a warp: those that find frames go, the others keep all and go with more."""
+    cache = due("lean", 64, torch.float16, (184,) * 40, 8, frames=40 * 41 * H)
+    q, lse = randn(40, 1, 4 * H, 64, seed=3).cuda(), torch.full((40, 4 * H, 1), 5.0, device="cuda")
+    free = cache.pool.lists[0]
+    taken = free.take(free.n_free - 30)  # by another cache
+    rows = torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist()
+    plan = check_manage(cache, rows, q, lse)
+    assert plan.go.any() and not plan.go.all() and int(cache.starved) == int((~plan.go).sum())
+    assert cache.waits[rows].tolist() == (~plan.go).tolist()
+    free.give(taken)
+    assert torch.equal(check_manage(cache, rows, q, lse).go, ~plan.go)
+
+
+def test_calls_that_no_kernel_manages_say_so_and_stay_in_torch(monkeypatch):
+    cache = of_lengths("lean", 128, torch.float16)
+    assert cache.why_torch() == [] and cache.why_torch(window=9) == ["window 9, supported: None"]
+    pool = FramePool("lean", head_dim=256, frames=4, device="cuda")
+    wide = LevelCache(pool, 1, max_seqlen=300, manage_every=1)
+    assert wide.why_torch() == ["head_dim 256, supported: 64, 96, 128"]
+    monkeypatch.setitem(torch_step.KERNELS, "cuda", torch_step.KERNELS["cuda"]._replace(manage=None))
+    wide.append(*torch.zeros(2, 1, 1, 1, 256, device="cuda").half())
+    wide.manage(torch.zeros(1, 1, 1, 256, device="cuda").half(), torch.zeros(1, 1, 1, device="cuda"))
+
+
 @pytest.mark.parametrize("name", ("lean", "lean-low"))
 @pytest.mark.parametrize("pads", [(0, 0), (0, 60)])
 def test_a_model_reads_through_kernels_what_it_reads_through_the_reference(arch, name, pads):
@@ -210,7 +310,29 @@ def test_a_model_reads_through_kernels_what_it_reads_through_the_reference(arch,
     assert kv[0].pool.n_free == tuple(len(mine.ids) for mine in kv[0].pool.lists)
 
 
-def filled(device: str) -> LevelCache:
+@pytest.mark.parametrize("name", ("lean", "lean-low"))
+def test_greedy_tokens_of_smollm2_are_the_references_but_at_near_ties(arch, name):
+    """64 tokens after a prompt, over a flush; both paths see the tokens that the kernels chose."""
+    pytest.importorskip("transformers")
+    from perf_scripts import script
+
+    from lowbit_attn import quality
+    from lowbit_attn.demo import model as models
+    from lowbit_attn.demo import scoring
+
+    gguf = models.default_folder() / models.GGUF
+    if not gguf.exists():
+        pytest.skip("SmolLM2 is not there: make demo fetches it")
+    model, tokenizer = models.load(gguf, "cuda")
+    quality.use_cache_kind(model, dict(format=name))
+    with script("gpu_model") as gpu_model:
+        found = gpu_model.greedy_against_reference(model, scoring.question(tokenizer, 600).cuda(), dict(format=name),
+                                                   64)
+    assert found["differing"] <= 6 and all(margin <= 2 * found["max_logit_error"] for margin in found["margins"])
+    assert found["max_logit_error"] < 1.5
+
+
+def filled(device: str, path: str | None) -> LevelCache:
     pool = FramePool("lean", head_dim=128, frames=64, device=device)
     cache = LevelCache(pool, 2, max_seqlen=2000)
     generator = torch.Generator().manual_seed(0)
@@ -221,13 +343,14 @@ def filled(device: str) -> LevelCache:
         q = torch.randn(1, 1, 8, 128, generator=generator).half().to(device)
         cache.append(k, v)
         _, lse = decode(q, cache, path="reference")
-        cache.manage(q, lse)
+        cache.manage(q, lse, path=path)
     cache.pool.check(cache)
     return cache
 
 
-def test_levels_hold_what_they_hold_on_the_cpu():
-    there, here = filled("cuda"), filled("cpu")
+@pytest.mark.parametrize("path", (None, "reference"))
+def test_levels_hold_what_they_hold_on_the_cpu(arch, path):
+    there, here = filled("cuda", path), filled("cpu", None)
     for name in ("c_pack", "c_sink", "c_tok", "n_stage", "n_out", "table", "half", "new"):
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name)), name
     same = (there.order.cpu() == here.order).float().mean()

@@ -9,6 +9,8 @@ import torch
 
 from lowbit_attn import dispatch, emit, kernels, promised
 from lowbit_attn.formats import FORMATS
+from lowbit_attn.formats.levels import PRESETS as LEVELS
+from lowbit_attn.formats.levels import parse
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.linear import NAMES
 
@@ -32,7 +34,8 @@ def test_what_is_shipped_is_promised(arch):
 def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
     of_caches = [key for key in all_promised(arch) if key.op != "linear"]
     found = {name: {getattr(key, name) for key in of_caches} for name in ("op", "head_dim", "dtype")}
-    assert found == {"op": {"decode", "quantize", "dequantize", "append", "merge"}, "head_dim": {64, 96, 128, 256},
+    assert found == {"op": {"decode", "quantize", "dequantize", "append", "merge", "plan", "pack"},
+                     "head_dim": {64, 96, 128, 256},
                      "dtype": {"float16", "bfloat16", "float32"}}  # dequantize writes fp32
     decode = [key for key in all_promised(arch) if key.op == "decode"]
     assert {kernels.path_name(key) for key in decode} == set(kernels.arch_package(arch).PATHS)
@@ -64,6 +67,16 @@ def test_a_cache_of_a_preset_needs_shipped_kernels_only(arch, name):
             key = kernels.decode_key(arch, target, dtype, head_dim, name, *picked)
             needed |= {dispatch.for_shape(key, blocks, pages, SMS) for blocks, pages in SHAPES}
         assert needed <= shipped
+
+
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("arch", kernels.SHIPPED_TARGETS)
+def test_levels_of_a_preset_are_managed_by_shipped_kernels(arch, name):
+    shipped, levels = set(kernels.shipped_keys(arch)), parse(name)
+    for target, dtype, head_dim in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, (64, 128)):
+        assert kernels.manage_missing(levels, head_dim, getattr(torch, dtype)) == []
+        assert {*kernels.manage_keys(target, dtype, head_dim, levels), kernels.merge_key(target, dtype, head_dim)
+                } <= shipped
 
 
 @pytest.mark.parametrize("count", [1, 60, 10**6])

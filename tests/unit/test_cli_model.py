@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import WINDOW, build, stepwise, tokens  # noqa: E402
 
 from lowbit_attn import quality  # noqa: E402
-from lowbit_attn.cli import app, model  # noqa: E402
+from lowbit_attn.cli import app, level_plot, model  # noqa: E402
 
 TEXT = "the quick brown fox jumps over the lazy dog and then it sleeps " * 5
 
@@ -71,6 +71,29 @@ def test_measured_bits_are_those_of_the_whole_cache(folder):
     assert quality.sixteen_bit_bytes(network, 400) == 2 * (2 * 2 * 2 * 256 * 400)
 
 
+def test_info_draws_a_models_tokens_by_layer_and_head(folder, tmp_path, monkeypatch):
+    """Every token behind the sinks and before the window is high, low, staged or pruned in each head."""
+    pytest.importorskip("matplotlib")
+    text, plots, drawn, draw = tmp_path / "text.txt", (tmp_path / "a.png", tmp_path / "b.png"), [], level_plot.draw
+    text.write_text(TEXT * 3)
+
+    def seen(path, counts, about):
+        drawn.append((counts, about))
+        draw(path, counts, about)
+
+    monkeypatch.setattr(level_plot, "draw", seen)
+    for plot, more in zip(plots, ((), ("--thresholds", "0.2,0.6"))):
+        result = run("info", "lean", "--plot", plot, "--model", folder, "--text", text, "--tokens", 700, *more)
+        assert result.exit_code == 0 and str(plot) in result.output.replace("\n", ""), result.output
+        assert plot.read_bytes().startswith(b"\x89PNG")
+    for counts, about in drawn:
+        assert list(counts) == [0, 1] and "700 tokens" in about
+        for one in counts.values():
+            assert (torch.stack(one).sum(0) == (700 - 32 - 56) // 128 * 128).all()
+    shares, cumulative = (counts[0] for counts, _ in drawn)
+    assert not shares.pruned.any() and cumulative.pruned.any() and shares.low.any()
+
+
 def test_quality_prints_and_writes_what_compare_gives(folder, tmp_path):
     pytest.importorskip("matplotlib")
     text, lines, plot = tmp_path / "text.txt", tmp_path / "lines.jsonl", tmp_path / "plot.png"
@@ -110,6 +133,11 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     (("generate", "a", "--sinks", "-1"), "sinks: got -1"),
     (("quality", "--text", "/nowhere.txt"), "text: got '/nowhere.txt', supported: a text file"),
     (("quality", "--jsonl", "/nowhere/lines.jsonl"), "jsonl: got '/nowhere/lines.jsonl', supported: a file in"),
+    (("info", "k4v4", "--plot", "a.png"), "plot: got a file beside format k4v4, supported: levels"),
+    (("info", "lean", "--plot", "/nowhere/plot.png"), "plot: got '/nowhere/plot.png', supported: a file in a folder"),
+    (("info", "lean", "--plot", "a.png", "--text", "/nowhere"), "text: got '/nowhere', supported: a text file"),
+    (("info", "lean", "--plot", "a.png", "--thresholds", "0.5"), "thresholds: got '0.5'"),
+    (("info", "lean", "--plot", "a.png", "--thresholds", "0.5,0.2"), "supported: T_l,T_h, two numbers from 0 to 1"),
     (("quality", "--plot", "/nowhere/plot.png"), "plot: got '/nowhere/plot.png', supported: a file in a folder"),
     (("quality", "--jsonl", "/"), "jsonl: got '/', which cannot be written"),
 ])

@@ -14,12 +14,13 @@ from lowbit_attn import CacheFaultError, PageExhaustedError
 from lowbit_attn.cache.significance import Scores, means, observe
 from lowbit_attn.formats import affine, packing
 from lowbit_attn.formats.levels import parse
-from lowbit_attn.levels import step
+from lowbit_attn.levels import manage, step
 from lowbit_attn.levels.frames import FramePool, frame_sizes
 from lowbit_attn.levels.level_cache import LevelCache
 from lowbit_attn.levels.moves import LEVELS, Departure
 from lowbit_attn.levels.policy import PRUNED, Cumulative, Shares
 from lowbit_attn.reference import PLAIN
+from unit.level_caches import check_equal, state
 
 H, R, D = 3, 2, 64
 DEVICE_CONSTANTS = (packing._source, packing._code_source, affine._factors)
@@ -44,29 +45,6 @@ def run(cache, steps: int, q_len: int, seed: int = 0) -> None:
         q = torch.randn(cache.max_batch, q_len, H * R, D, generator=generator).half()
         cache.append(k, v)
         cache.manage(q, 8 + torch.randn(cache.max_batch, H * R, q_len, generator=generator))
-
-
-def state(cache) -> dict[str, torch.Tensor]:
-    """All tensors of a cache and its pool; of stages and rings what holds tokens."""
-    found = {name: x.clone() for name, x in vars(cache).items() if isinstance(x, torch.Tensor)}
-    for v in range(len(cache.half)):
-        row = v // cache.num_heads_kv
-        for name in ("hi_k", "hi_v"):
-            held = torch.arange(found[name].shape[1])
-            staged = (held >= cache.sinks) & (held < cache.sinks + cache.n_stage[0, v])
-            found[name][v, ~((held < cache.n_sink[row]) | staged)] = 0
-        ring = torch.ones(cache.slots, dtype=torch.bool)
-        ring[cache.slots_of(row)] = False
-        for name, empty in (("lo_k", slice(int(cache.n_stage[1, v]), None)), ("ring_k", ring)):
-            found[name][v, empty] = found[name.replace("_k", "_v")][v, empty] = 0
-    for i, (memory, free) in enumerate(zip(cache.pool.memory, cache.pool.lists)):
-        found |= {f"memory{i}": memory.clone(), f"ids{i}": free.ids.clone(), f"ends{i}": free.ends.clone()}
-    return found
-
-
-def check_equal(one: dict, other: dict) -> None:
-    for name, x in one.items():
-        assert torch.equal(x, other[name]), name
 
 
 @pytest.fixture
@@ -287,3 +265,37 @@ def test_random_steps_conserve_every_frame(name):
     with script("frames") as frames:
         done = frames.life(name, steps=300, seed=1)
     assert done.pages > 120 and done.refused > 20 and done.wraps and done.releases > 30 and done.checked > 120
+
+
+def test_manage_is_done_by_kernels_where_they_serve_and_says_where_not(monkeypatch):
+    """Stand-ins for kernels get the rows that act; torch does what they do not serve and what it is asked for."""
+    cache = make(max_batch=2)
+    cache.prefill(0, *tokens(87)[:2])
+    cache.prefill(1, *tokens(84)[:2])
+    cache.append(*tokens(2, 1)[:2])
+    q, lse = tokens(2, 1)[2], torch.zeros(2, H * R, 1)
+    assert cache.why_torch() == ["device: cpu has no kernels, supported: cuda"]
+    called = []
+    stand_in = step.Kernels(manage.why_not_on, lambda _, rows, q, lse, options: called.append((rows, q, options)), None)
+    monkeypatch.setitem(step.KERNELS, "cpu", stand_in)
+    assert cache.why_torch() == [] and cache.why_torch(window=9) == ["window 9, supported: None"]
+    cache.manage(q, lse, softcap=5.0)
+    (rows, asked, options), = called
+    assert rows.tolist() == [0] and torch.equal(asked, q[:1]) and options.softcap == 5.0 and not cache.seen.any()
+    cache.manage(q, lse, path="reference")
+    assert len(called) == 1 and cache.seen[0].any() and not cache.seen[1].any()
+    cache.manage(q, lse, window=60)
+    assert len(called) == 1
+    with pytest.raises(ValueError, match="path: got stream, supported: None, reference"):
+        cache.manage(q, lse, path="stream")
+
+
+def test_pairs_and_heads_that_no_kernel_manages():
+    wide = LevelCache(FramePool("lean", head_dim=256, frames=1), 1, max_seqlen=300)
+    assert manage.why_not_on(wide, PLAIN) == ["head_dim 256, supported: 64, 96, 128"]
+    single = LevelCache(FramePool("k8v4+k4v2-high10", head_dim=D, frames=1), 1, max_seqlen=300, dtype=torch.bfloat16)
+    assert manage.why_not_on(single, PLAIN) == []
+    plan, pack = manage.keys_of(single, "sm_89")
+    assert (plan.name, plan.target, pack.name) == ("plan-bfloat16-d64", "sm_80", "pack-k8v4+k4v2-bfloat16-d64")
+    low = LevelCache(FramePool("lean-low", head_dim=D, frames=(1, 1)), 1, max_seqlen=300)
+    assert manage.keys_of(low, "sm_90a")[1].name == "pack-search__k-k4v4+kitty-pro-float16-d64"

@@ -44,7 +44,7 @@ LAYERS = (
     ("loader", "build", "kernel_wheel"),
     ("plan",),
     ("dispatch",),
-    ("ops", "environment", "linear_kernels", "levels.decode"),
+    ("ops", "environment", "linear_kernels", "levels.decode", "levels.manage"),
     ("paged",),
     ("paged_attention", "paged_static"),
     ("api",),

@@ -10,8 +10,9 @@ from rich.markup import escape
 
 from lowbit_attn import KVCache, compile, dispatch, kernels
 from lowbit_attn.cache import attached
-from lowbit_attn.cli import books, level_info
+from lowbit_attn.cli import books, level_info, level_plot
 from lowbit_attn.cli.common import JsonOption, console, fail, format_named, table
+from lowbit_attn.cli.model import DEMO, ModelOption
 from lowbit_attn.formats import Format, levels, unnamed
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.layout import PAGE_TOKENS
@@ -50,11 +51,16 @@ def info(
     path: Annotated[str | None, typer.Option(help="Only this decode path; default: the dispatcher's pick.")] = None,
     feature: Annotated[list[str] | None, typer.Option(help="softcap or window; repeatable.")] = None,
     codebooks: books.BooksOption = None,
+    plot: level_plot.PlotOption = None,
+    model: ModelOption = DEMO,
+    text: level_plot.TextOption = None,
+    tokens: level_plot.TokensOption = 2048,
+    thresholds: level_plot.ThresholdsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show which kernel the dispatcher picks for a decode call, why not another, and a page's byte map.
 
-    Of levels: where a head's tokens are.
+    Of levels: where a head's tokens are; with --plot, where those of a model's heads are after a text.
     """
     try:
         pair = levels.parse(format)
@@ -62,6 +68,12 @@ def info(
             _check(heads, kv_heads, batch, q_len, seqlen, dtype, arch, feature or ())
     except ValueError as error:
         fail(error)
+    if plot is not None:
+        if pair is None:
+            fail(f"plot: got a file beside format {format}, supported: levels (lean, lean-low, ...)")
+        level_plot.check(plot, text)
+        level_plot.make(pair, plot, model, text, tokens, level_plot.thresholds_named(thresholds))
+        return
     if pair is not None:
         level_info.show(pair, kv_heads, head_dim, batch, seqlen, as_json)
         return

@@ -58,6 +58,11 @@ class Levels:
         return self.high, self.low
 
     @property
+    def pair(self) -> str:
+        """The name without a preset's or a share, as packing has neither."""
+        return f"{self.high}+{self.low}"
+
+    @property
     def layout_id(self) -> str:
         return "/".join(dict.fromkeys(fmt.layout_id for fmt in self.formats))
 

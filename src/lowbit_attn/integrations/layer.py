@@ -196,7 +196,7 @@ class LowBitLayer(CacheLayerMixin):
                 self.kv.append(k.transpose(1, 2), v.transpose(1, 2))
                 out, lse = self._decode(query.transpose(1, 2), options)
                 if self.format.orders_tokens:
-                    self.kv.manage(self._decodable(query.transpose(1, 2)), lse, **self._scored(options))
+                    self._manage(self._decodable(query.transpose(1, 2)), lse, options)
                 self._pack()
                 return out.to(query.dtype)
             return self._attend_several(query, k, v, options, held, skips)
@@ -239,6 +239,10 @@ class LowBitLayer(CacheLayerMixin):
         q = self._decodable(query[row, :, skip:].transpose(0, 1))
         lse = None if lse is None else lse[row, :, skip:].contiguous()
         return dict(q=q, lse=lse, **self._scored(options), sink_logits=options.sink_logits)
+
+    def _manage(self, query: torch.Tensor, lse: torch.Tensor, options: Attention) -> None:
+        """Have the tokens scored by the queries just decoded."""
+        self.kv.manage(query, lse, **self._scored(options))
 
     @staticmethod
     def _scored(options: Attention) -> dict:

@@ -71,6 +71,10 @@ class LevelLayer(LowBitLayer):
         for view in views_of(self.kv):
             plans_of(view).clear()
 
+    def _manage(self, query: torch.Tensor, lse: torch.Tensor, options: Attention) -> None:
+        path = "reference" if self.path == "reference" else None  # other names are of decode's kernels
+        self.kv.manage(query, lse, path=path, **self._scored(options))
+
     def _pack(self) -> None:
         """Nothing: ``manage`` moved what was due."""
 

@@ -24,6 +24,7 @@ from lowbit_attn.kernels.key import (
     dequantize_key,
     device_target,
     is_even,
+    manage_keys,
     merge_key,
     packing_keys,
     quantize_key,
@@ -52,13 +53,19 @@ from lowbit_attn.kernels.shipped import (
     baselines,
     shipped_keys,
 )
-from lowbit_attn.kernels.support import QUANTIZE_HEAD_DIMS, Support, quantize_missing
+from lowbit_attn.kernels.support import (
+    PLAN_HEAD_DIMS,
+    QUANTIZE_HEAD_DIMS,
+    Support,
+    manage_missing,
+    quantize_missing,
+)
 
 __all__ = [
-    "ARCH_TARGETS", "FEATURES", "QUANTIZE_HEAD_DIMS", "ROWS", "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS",
-    "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Checks",
-    "CuteKernel", "KernelKey", "Scratch", "Support", "append_key", "arch_package", "baselines", "checks", "clusters",
-    "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "merge_key", "needs_nvcc",
-    "no_codebooks", "other_ctas", "packing_keys", "path_name", "path_of", "pick", "quantize_key", "quantize_missing",
-    "shipped_keys", "step_keys", "trace",
+    "ARCH_TARGETS", "Checks", "CuteKernel", "FEATURES", "KernelKey", "PLAN_HEAD_DIMS", "QUANTIZE_HEAD_DIMS", "ROWS",
+    "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS", "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL",
+    "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key", "arch_package", "baselines",
+    "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "manage_keys",
+    "manage_missing", "merge_key", "needs_nvcc", "no_codebooks", "other_ctas", "packing_keys", "path_name",
+    "path_of", "pick", "quantize_key", "quantize_missing", "shipped_keys", "step_keys", "trace",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lowbit_attn.formats import Format
     from lowbit_attn.formats.contract import Side
+    from lowbit_attn.formats.levels import Levels
 
 # Shared memory a block may use (CUDA programming guide, "Technical specifications per compute capability").
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
@@ -20,14 +21,15 @@ SPLITS, SMALL, STREAM = SCHEDULES = ("splits", "small", "stream")  # see Support
 class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
-    op: str  # "decode", "quantize", "dequantize", "append", "merge" (of levels), "read"; "linear": of codebook weights
+    op: str  # "decode", "quantize", "dequantize", "append", "read"; "linear": of codebook weights; of levels "merge",
+    # and of their manage "plan", "pack"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
     head_dim: int  # 0: of no head
     format: str = ""  # "" where no packed data is touched (read)
-    # quantize: side, or side-search; append: search_<sides>; dequantize: side; read: threads x unroll; linear: what of
-    # the product (hopper/linear/config.py)
+    # quantize: side, or side-search; append: search_<sides>, pack: search_<sides>_<sides>; dequantize: side; read:
+    # threads x unroll; linear: what of the product (hopper/linear/config.py)
     variant: str = ""
     arithmetic: str = ""  # decode: see Support, as for the schedule
     schedule: str = ""
@@ -104,10 +106,14 @@ def _searches(side: Side, range_search: bool | None) -> bool:
     return side.kind is not Kind.CODEBOOK and (side.searches_range if range_search is None else range_search)
 
 
+def _searched(fmt: Format, range_search: bool | None) -> str:
+    """The sides of a format whose kernels search the range: "", "k", "v" or "kv"."""
+    return "".join(name for name, side in (("k", fmt.k), ("v", fmt.v)) if _searches(side, range_search))
+
+
 def append_key(target: str, dtype: str, head_dim: int, fmt: Format, range_search: bool | None = None) -> KernelKey:
     """The kernel that does a step of ``KVCache.append``; its variant names the sides with range search."""
-    searches = "".join(name for name, side in (("k", fmt.k), ("v", fmt.v))
-                       if _searches(side, range_search))
+    searches = _searched(fmt, range_search)
     return KernelKey("append", "device", device_target(target), dtype, head_dim, fmt.name,
                      f"search_{searches}" if searches else "")
 
@@ -121,6 +127,16 @@ def dequantize_key(target: str, head_dim: int, fmt: Format, side_name: str) -> K
 def merge_key(target: str, dtype: str, head_dim: int) -> KernelKey:
     """The kernel that merges what decode gave over two levels."""
     return KernelKey("merge", "device", device_target(target), dtype, head_dim)
+
+
+def manage_keys(target: str, dtype: str, head_dim: int, levels: Levels,
+                range_search: bool | None = None) -> tuple[KernelKey, KernelKey]:
+    """The kernels of ``LevelCache.manage``: scores and plans, whatever the levels, and what packs; its variant names
+    the sides with range search, high and low."""
+    searches = [_searched(fmt, range_search) for fmt in levels.formats]
+    common = "device", device_target(target), dtype, head_dim
+    return KernelKey("plan", *common), KernelKey("pack", *common, levels.pair,
+                                                 f"search_{'_'.join(searches)}" if any(searches) else "")
 
 
 def packing_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from lowbit_attn.formats import FORMATS, Format
+from lowbit_attn.formats.levels import parse
 from lowbit_attn.kernels.key import SPLITS, Checks, KernelKey
 from lowbit_attn.kernels.support import find_path
 from lowbit_attn.registers import WIDE_HEAD_DIM
@@ -27,6 +28,7 @@ MODULES = {
     "ampere.decode": "lowbit_attn.ampere.decode",
     "quantize": "lowbit_attn.device.quantize", "dequantize": "lowbit_attn.device.quantize",
     "append": "lowbit_attn.device.append", "merge": "lowbit_attn.device.merge", "read": "lowbit_attn.device.read",
+    "plan": "lowbit_attn.device.level_plan", "pack": "lowbit_attn.device.level_pack",
 }
 
 
@@ -55,6 +57,10 @@ def trace(key: KernelKey):
         return module(program(key.arch, key.op)).linear_kernel(key)
     if key.op == "merge":
         return module("merge").merge_kernel(key.head_dim, key.dtype)
+    if key.op == "plan":
+        return module("plan").plan_kernel(key.head_dim, key.dtype)
+    if key.op == "pack":
+        return module("pack").pack_kernel(parse(key.format), key.head_dim, key.dtype, searches_of(key))
     fmt = FORMATS[key.format]
     if key.op == "decode":
         return module(f"{key.arch}.decode").decode_kernel(fmt, key.head_dim, key.dtype, key.sizes or key.target,
@@ -66,6 +72,11 @@ def trace(key: KernelKey):
     if key.op == "quantize":
         return module("quantize").quantize_kernel(side, key.dtype, search == "search")
     return module("dequantize").dequantize_kernel(side)
+
+
+def searches_of(key: KernelKey) -> tuple[str, str]:
+    """The sides of the high and of the low level whose range a pack kernel searches."""
+    return tuple(key.variant.removeprefix("search_").split("_")) if key.variant else ("", "")
 
 
 def needs_nvcc(key: KernelKey) -> bool:

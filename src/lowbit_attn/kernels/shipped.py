@@ -5,10 +5,11 @@ from itertools import chain, product
 import torch
 
 from lowbit_attn.formats import FORMATS
-from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, merge_key, step_keys
+from lowbit_attn.formats.levels import PRESETS, parse
+from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, manage_keys, merge_key, step_keys
 from lowbit_attn.kernels.linear import linear_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, other_ctas, pick
-from lowbit_attn.kernels.support import quantize_missing
+from lowbit_attn.kernels.support import manage_missing, quantize_missing
 
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
 SHIPPED_FORMATS = tuple(FORMATS)  # presets
@@ -31,12 +32,19 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
     return sorted({shape for shape in shapes if shape})
 
 
+def levels_keys(target: str, dtype: str, head_dim: int) -> list[KernelKey]:
+    """What manages caches of the presets of levels."""
+    presets = [parse(name) for name in PRESETS]
+    return [key for levels in presets if not manage_missing(levels, head_dim, getattr(torch, dtype))
+            for key in manage_keys(target, dtype, head_dim, levels)]
+
+
 def shipped_keys(arch: str) -> list[KernelKey]:
     """Every kernel that ``make`` builds for an architecture."""
     keys = {}
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
-        keys[merge_key(*common)] = None
+        keys |= dict.fromkeys([merge_key(*common), *levels_keys(*common)])
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lowbit_attn.formats import Format
+from lowbit_attn.formats.levels import Levels
 from lowbit_attn.formats.spec import Kind
 from lowbit_attn.formats.uniform import dtype_name
 from lowbit_attn.kernels.key import FEATURES, SPLITS
@@ -13,6 +14,7 @@ from lowbit_attn.registers import WIDE_HEAD_DIM
 
 QUANTIZE_DTYPES = (torch.float16, torch.bfloat16)
 QUANTIZE_HEAD_DIMS = (64, 96, 128, 256)
+PLAN_HEAD_DIMS = (64, 96, 128)  # of levels' manage: the keys of a ring of wider heads do not fit shared memory
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,14 @@ def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str
         reasons.append(f"format {fmt}, supported: K per channel, per token, boosted or by codebooks, with V per token "
                        "or by codebooks")
     return reasons
+
+
+def manage_missing(levels: Levels, head_dim: int, dtype: torch.dtype) -> list[str]:
+    """Reasons why no kernels manage a cache of levels; empty if some do."""
+    if head_dim not in PLAN_HEAD_DIMS:
+        return [f"head_dim {head_dim}, supported: {listed(PLAN_HEAD_DIMS)}"]
+    return [f"{level} level: {reason}" for level, fmt in zip(("high", "low"), levels.formats)
+            for reason in quantize_missing(fmt, head_dim, dtype)]
 
 
 def find_path(paths: Mapping[str, Support], arithmetic: str, schedule: str) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from lowbit_attn import dispatch, kernels, loader
+from lowbit_attn.levels import step
 from lowbit_attn.levels.view import LevelView, views_of
 from lowbit_attn.plan import ACCESS_BYTES
 from lowbit_attn.reference import Attention
@@ -36,6 +37,7 @@ def decode(q: torch.Tensor, cache, out: torch.Tensor, lse: torch.Tensor, options
         raise NotImplementedError("; ".join(dispatch.why_not(cache, q.shape[2], q.shape[1], path)))
     with torch.no_grad(), torch.cuda.device(q.device):
         rows, asked = level_queries(q.to(cache.dtype), cache.num_heads_kv), _of_levels(options)
+        _prepare_manage(cache)
         found = [_decode_level(rows, view, asked, num_splits, path) for view in views_of(cache)]
         sinks = no_sink_logit(q.device) if options.sink_logits is None else options.sink_logits.contiguous()
         o, logsumexp = _written(out, cache.dtype), _written(lse, torch.float32)
@@ -43,6 +45,14 @@ def decode(q: torch.Tensor, cache, out: torch.Tensor, lse: torch.Tensor, options
         for given, written in ((out, o), (lse, logsumexp)):
             if given is not written:
                 given.copy_(written)
+
+
+def _prepare_manage(cache) -> None:
+    """Have the kernels of ``manage`` there once a step may be captured, which follows a call of decode."""
+    views = views_of(cache)
+    if not views.is_prepared and not cache.is_capturing():
+        step.KERNELS[cache.device.type].prepare(cache)
+        views.is_prepared = True
 
 
 def _written(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

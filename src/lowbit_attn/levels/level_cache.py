@@ -10,8 +10,8 @@ K per channel, and its stage holds what is not yet a page. ``append`` fills the 
 it gives each a class: high and low ones go behind their head's stages, a full stage becomes a page, pruned ones are
 gone. Classes are decided once. Heads end up with different numbers of tokens, so memory comes from a FramePool.
 
-All of this is in torch, on any device, the steps in fixed shapes (step.py); on a GPU decode has kernels (decode.py),
-which read each level as an ordinary cache (view.py).
+All of this is in torch, on any device, the steps in fixed shapes (step.py); on a GPU ``decode`` and ``manage`` have
+kernels (decode.py, manage.py), and decode reads each level as an ordinary cache (view.py).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ import torch
 from lowbit_attn.cache.pages import PageExhaustedError
 from lowbit_attn.cache.significance import Scores, means, observe, prompt_queries
 from lowbit_attn.cache.state import CacheFaultError
-from lowbit_attn.checks import check_rank, check_tensor, integer, is_sequence
+from lowbit_attn.checks import check_rank, check_tensor, integer, is_sequence, one_of
 from lowbit_attn.levels import step
 from lowbit_attn.levels.moves import Departure, head_tokens
 from lowbit_attn.levels.state import PAGE, WINDOW, LevelState
@@ -129,22 +129,25 @@ class LevelCache(LevelState):
         raise RuntimeError(f"append: sequence {row} has its ring of {self.slots} recent tokens full, supported: manage "
                            "after each decode, which moves them to the levels")
 
-    def manage(self, q: torch.Tensor, lse: torch.Tensor, seqs: Sequence[int] | None = None, **attention) -> None:
+    def manage(self, q: torch.Tensor, lse: torch.Tensor, seqs: Sequence[int] | None = None, path: str | None = None,
+               **attention) -> None:
         """Score the recent tokens by the queries just decoded; where 128 have left the window, move them to levels.
 
         q: [batch, q_len, num_heads, head_dim] and lse: fp32 [batch, num_heads, q_len], as ``decode`` took and gave;
-        attention: softmax_scale and softcap. Call it after each decode: a row acts when its length comes to another
-        multiple of ``manage_every``. Rows that find no frames stay as they are, ``starved`` counts them, and any next
-        call tries again. In a captured step all rows take part in every call, those that are not due without a trace.
+        attention: softmax_scale and softcap; path: "reference" for torch, None for kernels where there are some
+        (``why_torch``). Call it after each decode: a row acts when its length comes to another multiple of
+        ``manage_every``. Rows that find no frames stay as they are, ``starved`` counts them, and any next call tries
+        again. In a captured step all rows take part in every call, those that are not due without a trace.
         """
         batch, q_len = check_rank("q", q, ("batch", "q_len", "num_heads", self.head_dim))[:2]
+        one_of("path", path, (None, "reference"))
         rows, options = self.check_rows(seqs, batch), Attention(**attention)
         self.check_queries(q, (batch, q_len))
         check_tensor("lse", lse, (batch, q.shape[2], q_len), (torch.float32,), self.device)
         if not 1 <= q_len <= self.max_q_len:
             raise ValueError(f"q: got {q_len} queries, supported: 1 to max_q_len = {self.max_q_len}")
         if self.is_capturing():
-            self._manage(rows, q, lse, options)
+            self._manage(rows, q, lse, options, path)
             return
         n_sink, n_out, _, n_tok = (count[rows] for count in self.counts)
         if (n_tok < q_len).any():
@@ -153,18 +156,31 @@ class LevelCache(LevelState):
         picked = np.flatnonzero((n_tok // self.manage_every > (n_tok - q_len) // self.manage_every) | waits)
         if len(picked):
             any_due = bool((n_tok - n_sink - n_out)[picked].max() >= WINDOW + PAGE)
-            self._manage([rows[i] for i in picked], q[picked], lse[picked], options, any_due)
+            self._manage([rows[i] for i in picked], q[picked], lse[picked], options, path, any_due)
 
-    def _manage(self, rows: list[int], q: torch.Tensor, lse: torch.Tensor, options: Attention,
+    def _manage(self, rows: list[int], q: torch.Tensor, lse: torch.Tensor, options: Attention, path: str | None,
                 any_due: bool = True) -> None:
         """``manage`` from the device's counters alone; any_due: whether a row may have a block to move."""
         index, every = self.row_tensor(rows), self.manage_every
+        if path is None and not self._why_torch(options):
+            step.KERNELS[self.device.type].manage(self, index, q.detach(), lse, options)
+            return
         acts = self.n_tok[index] // every > (self.n_tok[index] - q.shape[1]) // every
         scores = step.observed(self, index, q.detach(), lse, acts, options)
         if any_due:
             step.Plan(self, index, scores, acts | self.waits[index]).write()
         else:
             step.store_scores(self, index, scores)
+
+    def why_torch(self, **attention) -> list[str]:
+        """Reasons why ``manage`` of this cache is done by torch operations; empty where kernels do it."""
+        return self._why_torch(Attention(**attention))
+
+    def _why_torch(self, options: Attention) -> list[str]:
+        device = self.device.type
+        if device not in step.KERNELS:
+            return [f"device: {self.device} has no kernels, supported: {', '.join(step.KERNELS) or 'none'}"]
+        return step.KERNELS[device].why_not(self, options)
 
     def check(self) -> None:
         """Raise CacheFaultError if a captured step found no room since the last such error; waits for the device."""

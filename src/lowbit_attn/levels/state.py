@@ -101,6 +101,9 @@ class LevelState(Copied):
         self.score = torch.zeros((rows, self.slots), dtype=torch.float32, device=self.device)
         self.seen = torch.zeros((self.max_batch, self.slots), **ints)
         self.order = torch.zeros((rows, PAGE), dtype=torch.uint8, device=self.device)
+        # scratch of the kernels of manage: see device/level_plan.py
+        self.places, self.needs, self.starts, self.goes, self.arrivals = (torch.zeros(shape, **ints) for shape in (
+            (2, rows), (2, self.max_batch), (2, self.max_batch), self.max_batch, self.max_batch + 1))
         self.limit = torch.full((self.max_batch,), min(self.max_seqlen, self.sinks + self.slots), **ints)
         if self.device.type == "cuda":  # constants of packing, which no captured step may be the first to make
             block = torch.zeros((1, PAGE, self.head_dim), dtype=torch.float32, device=self.device)

@@ -5,10 +5,12 @@
     Plan      the oldest 128 of the ring: classes, frames by prefix sums; written:  sections 4.2, 5.2
               whole records -> pages, the rest -> stages
 
-Rows that have nothing to do take part in every operation and write what was there before. In torch, on any device.
+Rows that have nothing to do take part in every operation and write what was there before. In torch, on any device;
+``KERNELS`` has what does the last two by kernels.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +20,18 @@ from lowbit_attn.levels.moves import LEVELS, PAGE, stage_stores
 from lowbit_attn.levels.policy import HIGH, LOW, PRUNED
 from lowbit_attn.levels.state import WINDOW
 from lowbit_attn.reference import Attention
+
+
+class Kernels(NamedTuple):
+    """Kernels that ``manage`` a LevelCache on one type of device; the first argument of each is the cache."""
+
+    why_not: Callable[[Any, Attention], list[str]]  # reasons why they do not serve a call; empty if they do
+    # (cache, rows int64 [batch], q, lse, options): as ``observed`` and a Plan of the rows that act or wait
+    manage: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, Attention], None]
+    prepare: Callable[[Any], None]  # makes what no captured step may be the first to make
+
+
+KERNELS: dict[str, Kernels] = {}  # by device type; levels/manage.py adds its own, so that this file knows of no kernel
 
 
 def append(cache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

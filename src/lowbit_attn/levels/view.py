@@ -65,6 +65,7 @@ class LevelViews(list):
 
     def __init__(self, cache=None):
         super().__init__([] if cache is None else [LevelView(cache, level) for level in (0, 1)])
+        self.is_prepared = False  # whether the kernels of manage were launched, as no captured step may be the first to
         self.owner, self.made_of = id(cache), () if cache is None else (*_made_of(cache), *cache.pool.memory)
 
     def __reduce__(self):

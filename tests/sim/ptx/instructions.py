@@ -1,4 +1,4 @@
-"""What the PTX instructions of decode kernels, of append and of quantize do, on registers of 32 lanes.
+"""What the PTX instructions of kernels of decode, append, quantize and manage do, on registers of 32 lanes.
 
 Any other one is an error.
 """
@@ -175,7 +175,12 @@ def convert(warp, suffixes, operands, active):
         return bits(np.fmin(np.fmax(f32(values[0]), np.float32(0)), np.float32(1)))
     if suffixes == ("rzi", "s32", "f32"):
         return unsigned(raw(f32(values[0]).astype(np.int64)), 32)
-    if kinds[0] == "f32" and kinds[1] in ("s32", "u32"):
+    if suffixes == ("rzi", "s64", "f32"):
+        return raw(f32(values[0]).astype(np.int64))
+    if suffixes == ("rni", "f32", "f32"):
+        return bits(np.rint(f32(values[0])))
+    assert len(kinds) == 2, suffixes  # no other rounding
+    if kinds[0] == "f32" and kinds[1] in ("s32", "u32", "s64"):
         return bits(typed(values[0], kinds[1:]).astype(np.float32))
     if kinds[0] == "f32":
         return bits(halves_of(values[0], kinds[1] == "bf16")[0])

@@ -1,0 +1,113 @@
+"""``manage`` of a LevelCache by kernels: scores and plans, then what moves, in two launches (LeanKV, 4.1, 5.2).
+
+    plan    device/level_plan.py    scores, classes, frames by prefix sums, counters
+    pack    device/level_pack.py    tokens of the rows that go -> pages and stages
+
+Both read the device's counters: a captured step launches them always, and they return at once where no row acts. What
+they do not serve stays in torch (step.py), and ``why_not`` says so.
+"""
+
+import torch
+
+from lowbit_attn import dispatch, kernels, loader
+from lowbit_attn.levels import step
+from lowbit_attn.levels.frames import FramePool
+from lowbit_attn.levels.level_cache import LevelCache
+from lowbit_attn.levels.policy import HIGH, LOW, Cumulative
+from lowbit_attn.levels.state import PAGE, WINDOW
+from lowbit_attn.plan import ACCESS_BYTES
+from lowbit_attn.reference import PLAIN, Attention
+
+
+def why_not(cache, options: Attention) -> list[str]:
+    """Reasons why no kernel serves ``manage`` of this cache; empty if one does."""
+    if cache.device.type != "cuda":
+        return [f"device: {cache.device} has no kernels, supported: a CUDA device"]
+    try:
+        dispatch.target_of(cache.device)
+    except NotImplementedError as error:
+        return [str(error)]
+    return why_not_on(cache, options)
+
+
+def why_not_on(cache, options: Attention) -> list[str]:
+    """``why_not``, whatever device there is."""
+    reasons = kernels.manage_missing(cache.format, cache.head_dim, cache.dtype)
+    if options.window is not None:
+        reasons.append(f"window {options.window}, supported: None")
+    return reasons
+
+
+def keys_of(cache, target: str) -> tuple[kernels.KernelKey, kernels.KernelKey]:
+    """The two kernels of a cache on an architecture."""
+    dtype = str(cache.dtype).removeprefix("torch.")
+    return kernels.manage_keys(target, dtype, cache.head_dim, cache.format, cache.range_search)
+
+
+def plan_arguments(cache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, options: Attention) -> dict:
+    """What the first kernel takes, by name and in its order; see ``LevelCache.manage``."""
+    pool, is_cumulative = cache.pool, isinstance(cache.policy, Cumulative)
+    high, low = pool.lists[0], pool.lists[-1]
+    counts = (0, 0) if is_cumulative else cache.policy.counts(PAGE)
+    limits = (cache.policy.T_l, cache.policy.T_h) if is_cumulative else (0.0, 0.0)
+    scale = cache.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    return dict(
+        q=_dense(q.to(cache.dtype)), lse=lse.contiguous(), which=rows, ring_k=cache.ring_k, score=cache.score,
+        seen=cache.seen, n_sink=cache.n_sink, n_out=cache.n_out, n_tok=cache.n_tok, limit=cache.limit,
+        waits=cache.waits.view(torch.uint8), starved=cache.starved, order=cache.order, fresh=cache.new,
+        n_stage=cache.n_stage, c_sink=cache.c_sink, c_out=cache.c_out, c_pack=cache.c_pack, c_tok=cache.c_tok,
+        n_drop=cache.n_drop, unit=cache.half, table=cache.table, ids_high=high.ids, ids_low=low.ids,
+        ends_high=high.ends, ends_low=low.ends, places=cache.places, needs=cache.needs, starts=cache.starts,
+        goes=cache.goes, arrivals=cache.arrivals, num_heads=cache.num_heads_kv, every=cache.manage_every,
+        due_at=WINDOW + PAGE, high=counts[0], kept=counts[1], is_cumulative=int(is_cumulative),
+        size_high=pool.frame_units(HIGH), size_low=pool.frame_units(LOW),
+        size_record=pool.record_bytes[LOW] // pool.units(LOW).shape[1], per_low=pool.per_low,
+        is_shared=int(pool.is_shared), max_seqlen=cache.max_seqlen, room=cache.sinks + cache.slots,
+        softmax_scale=float(scale), softcap=float(options.softcap or 0.0), t_low=float(limits[0]),
+        t_high=float(limits[1]))
+
+
+def pack_arguments(cache, rows: torch.Tensor) -> dict:
+    """What the second kernel takes, by name and in its order."""
+    high, low = (cache.pool.units(level) for level in (HIGH, LOW))
+    return dict(
+        which=rows, goes=cache.goes, n_out=cache.n_out, order=cache.order, fresh=cache.new, n_stage=cache.n_stage,
+        c_pack=cache.c_pack, table=cache.table, score=cache.score, seen=cache.seen, pool_high=high.view(torch.uint32),
+        meta_high=high.view(torch.uint16), pool_low=low.view(torch.uint32), meta_low=low.view(torch.uint16),
+        hi_k=cache.hi_k, hi_v=cache.hi_v, lo_k=cache.lo_k, lo_v=cache.lo_v, ring_k=cache.ring_k, ring_v=cache.ring_v,
+        heads=cache.num_heads_kv, sinks=cache.sinks)
+
+
+def _dense(q: torch.Tensor) -> torch.Tensor:
+    """Queries as the kernel loads them, in whole accesses."""
+    return q.contiguous() if not q.data_ptr() % ACCESS_BYTES else q.clone(memory_format=torch.contiguous_format)
+
+
+def manage(cache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, options: Attention) -> None:
+    """Score, plan and move: distinct rows int64 [batch]. Both kernels are there before one is launched."""
+    with torch.no_grad(), torch.cuda.device(cache.device):
+        plan, pack = map(loader.load, keys_of(cache, dispatch.target_of(cache.device)[1]))
+        plan(*plan_arguments(cache, rows, q, lse, options).values())
+        pack(*pack_arguments(cache, rows).values())
+
+
+def ready(cache) -> None:
+    """Load or build the kernels of a cache."""
+    for key in keys_of(cache, dispatch.target_of(cache.device)[1]):
+        loader.load(key)
+
+
+def prepare(cache) -> None:
+    """Launch the kernels of a cache once, on an empty one: the driver loads them at their first launch, which must not
+    be in a captured step. Nothing where no kernel serves it."""
+    if why_not(cache, PLAIN):
+        return
+    sizes = (1,) * len(cache.pool.lists)
+    with torch.inference_mode(False):
+        pool = FramePool(cache.format, head_dim=cache.head_dim, frames=sizes, device=cache.device)
+        empty = LevelCache(pool, 1, max_seqlen=PAGE, dtype=cache.dtype, range_search=cache.range_search)
+        q = torch.zeros((1, 1, 1, cache.head_dim), dtype=cache.dtype, device=cache.device)
+        manage(empty, empty.all_rows, q, torch.zeros((1, 1, 1), device=cache.device), PLAIN)
+
+
+step.KERNELS["cuda"] = step.Kernels(why_not, manage, prepare)
