@@ -192,6 +192,10 @@ class LowBitBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # steps are even by what the host knows
+
+    @classmethod
     def customize_spec(cls, spec):
         if not isinstance(spec, FullAttentionSpec):
             raise NotImplementedError(f"lowbit_attn: got {type(spec).__name__}, supported: full attention")
