@@ -10,7 +10,7 @@ from lowbit_attn.paged_attention import attention
 from lowbit_attn.paged_steps import MOVED, NEVER, LayerSteps, StepBuffers
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import assert_same_bytes
-from unit.test_paged_static import DIM, HEADS, NULL_PAGES, PAGES, Q_LEN, ROWS, STORES, store_of
+from unit.stores import DIM, HEADS, NULL_PAGES, PAGES, Q_LEN, ROWS, STORES, store_of
 
 RATIO, LAYERS = 2, 3
 
@@ -127,6 +127,19 @@ def test_steps_that_follow_use_the_same_memory():
         [getattr(LayerSteps(store, buffers, 1)._views(step).stored, name).data_ptr() for name in MOVED]
     with pytest.raises(ValueError, match="step: got a table of strides"):
         layer._views(step._replace(table=step.table[:, ::2]))
+
+
+def test_records_are_found_by_strides():
+    """A layer's pages among those of others: units count from its first record, whatever lies between."""
+    store, step = store_of("k4v4", 0), even_step(0, 1, torch.Generator().manual_seed(1))
+    blocks = torch.zeros(PAGES, 3, *store.pool.shape[1:], dtype=torch.uint8)
+    store = PagedStore(store.format, blocks[:, 1], store.rings, 0)
+    view = store.view(step, counters(store, step))
+    for page, head in ((0, 0), (0, 1), (7, 1), (PAGES - 1, HEADS - 1)):
+        record = view.units[page * view.strides.page + head * view.strides.head]
+        assert record.data_ptr() == store.pool[page, head].data_ptr()
+    last = view.units[-1]
+    assert last.data_ptr() + last.numel() == store.pool[-1, -1].data_ptr() + store.pool.shape[2]
 
 
 def test_chunks_are_refused():
