@@ -30,6 +30,7 @@ from lowbit_attn.reference import Attention
 
 MOVED = (*COUNTERS, "ring_start", "limit")  # what a step's kernel reads of a row, and moves
 NEVER = 1 << 30  # packed tokens behind which no block is ever full
+ALIGN = 32  # rows of a counter's memory: kernels take addresses of 128 bytes
 
 
 class StepBuffers:
@@ -40,12 +41,14 @@ class StepBuffers:
 
     def __init__(self, format: Format, sinks: int, layers: int, rows: int, device: torch.device, null_pages: int = 1):
         self.format, self.sinks, self.null_pages, self.rows = format, sinks, null_pages, rows
+        held = -(-rows // ALIGN) * ALIGN
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.read, self.moved = zeros(len(COUNTERS), rows), zeros(layers, 2, len(MOVED), rows)
-        self.faults, self.arrivals = zeros(rows + 1), zeros(rows)  # marks of rows without room say nothing here
+        with torch.inference_mode(False):  # written in either mode
+            self.read, self.moved = zeros(len(COUNTERS), held), zeros(layers, 2, len(MOVED), held)
+            self.faults, self.arrivals = zeros(held + 1), zeros(held)  # marks of rows without room say nothing here
 
     def fill(self, step: Step) -> None:
         """Enter a step, whose ring rows are not read. Rows without new tokens or pages are padding."""

@@ -121,6 +121,8 @@ def test_steps_that_follow_use_the_same_memory():
     assert first.read.n_tok.data_ptr() == buffers.read[3].data_ptr()
     assert places == [buffers.read.data_ptr(), buffers.moved.data_ptr()]
     assert layer._views(later) is not first
+    assert all(x.data_ptr() % 128 == buffers.moved.data_ptr() % 128 for x in buffers.state(2, 1, 3).values()
+               if x.data_ptr() != buffers.faults.data_ptr() and x.data_ptr() != buffers.arrivals.data_ptr())
     short = Step(step.table[:2], step.seq_lens[:2], step.query_start_loc[:3], step.ring_rows[:2])
     assert layer._views(short).read.n_tok.shape == (2,) and layer._views(short) is layer._views(short)
     assert [getattr(first.stored, name).data_ptr() for name in MOVED] != \

@@ -210,7 +210,8 @@ class RingBuilder(LowBitBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         self.rings = [context[name] for name in layer_names]
-        self.rows = torch.zeros(self.max_rows, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # written in either mode
+            self.rows = torch.zeros(self.max_rows, dtype=torch.int32, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
               fast_build: bool = False) -> LowBitMetadata:
