@@ -33,7 +33,8 @@ from lowbit_attn.formats import FORMATS
 
 PACKAGES = Path(__file__).with_name("engine_packages.txt")
 FORMATS_SERVED = ("k4v4", "k2v2", "kitty-pro", "kcq4vcq2")
-SHAPES = ((128, 4), (64, 3))  # (head_dim, query heads of a KV head): Llama-3.1-8B's, SmolLM2's
+# (head_dim, query rows of a KV head): Llama-3.1-8B's, with two drafts (tests/gpu/test_gpu_paged.py), and SmolLM2's
+SHAPES = ((128, 4), (128, 12), (64, 3))
 # compiled parts that are imported on a Hopper GPU, by the beginnings of their names; all others are guarded there
 COMPILED = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_vllm_fa3_C", "cumem_allocator", "fs_io_C", "spinloop")
 KEPT = (".py", ".json", ".jinja", ".txt", ".typed", ".ini", "METADATA", "LICENSE")
