@@ -4,6 +4,7 @@ import io
 import random
 import struct
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
@@ -82,3 +83,6 @@ def test_packages_have_one_version_each(bundle):
     assert len(lines) > 50 and len({line.split("==")[0] for line in lines}) == len(lines)
     assert all(line.count("==") == 1 for line in lines)
     assert not {"vllm", "torch", "triton"} & {line.split("==")[0] for line in lines}
+    config = tomllib.loads((bundle.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    ours = {line.split(">=")[0] for line in config} - {"torch", "numpy", "filelock", "safetensors"}  # come with torch
+    assert ours | {"uvicorn", "fastapi"} <= {line.split("==")[0] for line in lines}
