@@ -28,7 +28,7 @@ import typer
 from provenance import ROOT
 
 from lowbit_attn import compile, emit, kernels, toolchain
-from lowbit_attn.build import build_and_report, new_console
+from lowbit_attn.build import build_all
 from lowbit_attn.formats import FORMATS
 
 PACKAGES = Path(__file__).with_name("engine_packages.txt")
@@ -204,9 +204,10 @@ def main(
     unpack_engine(wheel, stage / "site", 90)
     unpack_packages(wheels, stage / "site")
     unpack_ourselves(out / "ours", stage / "site")
-    if keys:
-        build_and_report(keys, new_console(), with_table=False)
-        copy_kernels(keys, stage / "cache")
+    if failed := [f"{key}: {error}" for key, error in build_all([k for k in keys if not compile.find(k)]) if error]:
+        print("\n".join(failed))
+        raise typer.Exit(1)
+    copy_kernels(keys, stage / "cache")
     for folder in add or []:
         shutil.copytree(folder, stage / "models" / folder.name)
     _write(stage / "env.sh", ENVIRONMENT.replace("COMMIT", commit()).encode())
