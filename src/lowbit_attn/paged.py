@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lowbit_attn import layout
+from lowbit_attn import kernels, layout
 from lowbit_attn.cache.attached import Attached
-from lowbit_attn.cache.backend import BACKENDS
+from lowbit_attn.cache.backend import backend_of
 from lowbit_attn.cache.held import HeldCache
 from lowbit_attn.cache.state import DTYPES, RING_ALIGN
 from lowbit_attn.checks import check_rank, check_tensor, one_of
@@ -64,6 +64,18 @@ def why_not(fmt: Format, head_dim: int) -> list[str]:
         reasons.append(f"format {fmt}: a record of head_dim {head_dim} has {nbytes} bytes, supported: multiples of "
                        f"{PAGE}, so many for each token")
     return reasons
+
+
+def no_kernels(fmt: Format, arch: str, head_dim: int, dtype: torch.dtype, rows: int) -> list[str]:
+    """Why an architecture's kernels do not serve an engine's steps; empty if they do.
+
+    dtype: of tokens in 16 bit; rows: query heads of a KV head.
+    """
+    reasons = kernels.no_codebooks(arch, fmt, head_dim) or kernels.quantize_missing(fmt, head_dim, dtype)
+    if reasons:
+        return reasons
+    picked, passed_over = kernels.pick(arch, fmt, head_dim, dtype, rows)
+    return [] if picked else passed_over
 
 
 def ring_slots(fmt: Format, max_q_len: int) -> int:
@@ -123,25 +135,27 @@ class PagedStore:
     def dtype(self) -> torch.dtype:
         return self.rings.dtype
 
-    def view(self, step: Step, counts: dict[str, torch.Tensor], rings: torch.Tensor | None = None) -> HeldCache:
-        """The store as decode and the packers read a cache; rings: others that ``ring_rows`` counts in."""
+    def view(self, step: Step, counts: dict[str, torch.Tensor], rings: torch.Tensor | None = None,
+             **values) -> HeldCache:
+        """The store as decode and the packers read a cache; rings: others that ``ring_rows`` counts in; values: what
+        else a reader asks a cache for."""
         rings = self.rings if rings is None else rings
         sinks, ring = rings[:, :, :, : max(1, self.sinks)], rings[:, :, :, self.sinks :]
-        state = dict(pool=self.pool, table=step.table, **counts, ring_start=counts["n_qk"],
-                     sink_k=sinks[:, 0], sink_v=sinks[:, 1], ring_k=ring[:, 0], ring_v=ring[:, 1],
-                     rows=torch.arange(len(step.seq_lens), dtype=torch.int32, device=step.seq_lens.device),
-                     ring_rows=step.ring_rows)
+        state = dict(ring_start=counts["n_qk"]) | counts | dict(
+            pool=self.pool, table=step.table, sink_k=sinks[:, 0], sink_v=sinks[:, 1], ring_k=ring[:, 0],
+            ring_v=ring[:, 1], ring_rows=step.ring_rows,
+            rows=torch.arange(len(step.seq_lens), dtype=torch.int32, device=step.seq_lens.device))
         pages, heads = (self.pool.stride(i) // layout.RECORD_ALIGN for i in range(2))
         strides = [pages, heads, step.table.stride(0), 0]
         return HeldCache(self.format.name, strides, state, sinks=self.sinks, range_search=None, query_weights=None,
-                         attached=self.attached, first_positions=np.zeros(len(step.seq_lens), np.int64))
+                         attached=self.attached, first_positions=np.zeros(len(step.seq_lens), np.int64), **values)
 
 
 def counters(store: PagedStore, step: Step, is_after: bool = True) -> dict[str, torch.Tensor]:
     """Counters int32 [rows] under which the step's queries read each sequence: n_sink, n_qk, n_qv, n_tok.
 
-    Packed is what earlier steps filled, less the format's windows. is_after: n_tok and n_sink count the new tokens too,
-    else what was there before them.
+    store: or anything else with its format and sinks. Packed is what earlier steps filled, less the format's windows.
+    is_after: n_tok and n_sink count the new tokens too, else what was there before them.
     """
     before = torch.where(step.q_lens > 0, step.seq_lens - step.q_lens, 0)
     length = torch.where(step.q_lens > 0, step.seq_lens, 0) if is_after else before
@@ -201,7 +215,7 @@ def _pack(store: PagedStore, step: Step, pages: torch.Tensor, blocks: list[torch
     if not len(pages):
         return
     view = store.view(step, counters(store, step))
-    write = BACKENDS["cpu" if store.attached is not None else store.pool.device.type].write_blocks
+    write = backend_of(view).write_blocks
     for number, side in enumerate("kv"):
         write(view, pages, torch.cat([full[number] for full in blocks], 1).transpose(0, 1).contiguous(), side)
 

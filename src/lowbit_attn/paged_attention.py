@@ -6,18 +6,21 @@ before it from the store, attends to itself as the model gave it, and merges bot
 
 import torch
 
-from lowbit_attn import dispatch, reference
+from lowbit_attn import dispatch, paged_dense, reference
 from lowbit_attn.paged import PagedStore, Step, counters
+from lowbit_attn.paged_dense import Dense
 from lowbit_attn.reference import PLAIN, Attention
 
 
 def attention(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-              before: torch.Tensor | None, out: torch.Tensor, options: Attention = PLAIN) -> torch.Tensor:
+              before: torch.Tensor | None, out: torch.Tensor, options: Attention = PLAIN,
+              dense: Dense | None = None) -> torch.Tensor:
     """Attention of a step's queries, causal within each row.
 
     q: [tokens, num_heads, head_dim]; k, v: [tokens, num_heads_kv, head_dim], what ``append`` got; before: what it
-    returned; out: q's shape and dtype, written for the tokens of all rows. Windows are not supported. Returns lse fp32
-    [tokens, num_heads], natural log; -inf for tokens behind the last row.
+    returned; out: q's shape and dtype, written for the tokens of all rows; dense: attention to 16-bit tokens, by which
+    chunks go; None: the reference. Windows are not supported. Returns lse fp32 [tokens, num_heads], natural log; -inf
+    for tokens behind the last row.
     """
     if options.window is not None:
         raise NotImplementedError(f"window: got {options.window}, supported: None")
@@ -31,7 +34,8 @@ def attention(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v
     for number, row in enumerate((q_lens > store.max_q_len).nonzero().flatten().tolist()):
         tokens = slice(starts[row], starts[row + 1])
         chunk = _part(step, torch.tensor([row], device=q_lens.device))
-        o, row_lse = _chunk(store, chunk, q[tokens], k[tokens], v[tokens], before[number : number + 1], options)
+        arguments = store, chunk, q[tokens], k[tokens], v[tokens], before[number : number + 1], options
+        o, row_lse = _chunk(*arguments) if dense is None else paged_dense.chunk(*arguments, dense)
         out[tokens], lse[tokens] = o.to(out.dtype), row_lse.T
     return lse
 

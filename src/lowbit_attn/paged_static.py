@@ -41,11 +41,8 @@ def _store(store: PagedStore, step: Step, before: torch.Tensor, entered: torch.T
 
 def _pack(store: PagedStore, step: Step, before: torch.Tensor) -> None:
     """The last block of each row that is full, if this step filled it -> its page, both sides."""
-    blocks = (step.seq_lens - store.sinks).clamp(min=0) // PAGE
-    last = (blocks - 1).clamp(min=0).long()
+    last, named, ends = ended_blocks(store, step, before)
     position = store.sinks + last[:, None] * PAGE + torch.arange(PAGE, device=before.device)
-    named = step.table.gather(1, last.clamp(max=step.table.shape[1] - 1)[:, None])[:, 0].long()
-    ends = (blocks > (before - store.sinks).clamp(min=0) // PAGE) & (step.q_lens > 0) & (named >= store.null_pages)
     page = torch.where(ends, named, NULL)
     tokens = store.rings[step.ring_rows.long()[:, None], :, :, _slots(store, position)]  # [rows, 128, 2, heads, D]
     k, v = tokens.permute(2, 0, 3, 1, 4).flatten(1, 2).float()
@@ -55,6 +52,19 @@ def _pack(store: PagedStore, step: Step, before: torch.Tensor) -> None:
     store.format.write_k(records, k, entries=k_entries)
     store.format.write_v(records, v, entries=v_entries)
     store.pool[page] = torch.where(ends[:, None, None], records.view_as(old), old)
+
+
+def ended_blocks(store: PagedStore, step: Step, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The last block of each row that is full, the page that the table names for it, and whether this step filled it
+    and it is a page.
+
+    store: or anything else with its sinks and null_pages; before: tokens of the rows before the step.
+    """
+    blocks = (step.seq_lens - store.sinks).clamp(min=0) // PAGE
+    last = (blocks - 1).clamp(min=0).long()
+    named = step.table.gather(1, last.clamp(max=step.table.shape[1] - 1)[:, None])[:, 0].long()
+    ends = (blocks > (before - store.sinks).clamp(min=0) // PAGE) & (step.q_lens > 0) & (named >= store.null_pages)
+    return last, named, ends
 
 
 def _slots(store: PagedStore, position: torch.Tensor) -> torch.Tensor:

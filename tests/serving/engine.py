@@ -36,15 +36,18 @@ class EngineError(RuntimeError):
 
 
 def job(model: str | Path, rounds: list[list[list[int]]], dtype: str | None = None, layout: str | None = None,
-        tokens: int = 24, scored: bool = False, codebooks: str | Path | None = None, **options) -> dict:
+        tokens: int = 24, scored: bool = False, codebooks: str | Path | None = None, is_static: bool = False,
+        **options) -> dict:
     """An engine of its own, and what it is asked: rounds of prompts (token ids), one round after the other.
 
     dtype: a KV cache dtype of lowbit_attn; None: the engine's own cache. scored: also the perplexity of each prompt.
-    codebooks: a file or folder of them; None: what the model's folder has. options: of vllm.LLM.
+    codebooks: a file or folder of them; None: what the model's folder has. is_static: even steps go as they do on a
+    GPU. options: of vllm.LLM.
     """
     variables = dict(LOWBIT_ATTN_VLLM=dtype, VLLM_KV_CACHE_LAYOUT=layout,
                      LOWBIT_ATTN_CODEBOOKS=None if codebooks is None else str(codebooks))
-    return dict(model=str(model), rounds=rounds, variables=variables, tokens=tokens, scored=scored, options=options)
+    return dict(model=str(model), rounds=rounds, variables=variables, tokens=tokens, scored=scored, options=options,
+                is_static=is_static)
 
 
 def environment(release: Path | None = None) -> dict[str, str]:
@@ -76,6 +79,10 @@ def answer(asked: dict) -> dict:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+    if asked["is_static"]:
+        from lowbit_attn.integrations.vllm.adapter import LowBitBuilder
+
+        LowBitBuilder.is_static = True
     options = dict(dtype="float32", max_model_len=2048, enforce_eager=True, max_num_seqs=8, block_size=128,
                    max_num_batched_tokens=256, disable_log_stats=False, skip_tokenizer_init=True) | asked["options"]
     llm = LLM(asked["model"], **options)

@@ -27,6 +27,10 @@ def answers(tmp_path_factory):
                 k4v4_drafts=job(model, [REPEATING], "lowbit_k4v4", **DRAFTS),
                 k4v4_model=job(model, [REPEATING], "lowbit_k4v4", **model_drafts(model)),
                 kitty=job(model, [PROMPTS], "lowbit_kitty", **PRIVATE),
+                k4v4_static=job(model, [PROMPTS, PROMPTS, REPEATING], "lowbit_k4v4", is_static=True),
+                k4v4_static_drafts=job(model, [REPEATING], "lowbit_k4v4", is_static=True, **DRAFTS),
+                k4v4_static_model=job(model, [REPEATING], "lowbit_k4v4", is_static=True, **model_drafts(model)),
+                kitty_static=job(model, [PROMPTS], "lowbit_kitty", is_static=True, **PRIVATE),
                 cq4=job(model, [PROMPTS], "lowbit_cq4", codebooks=file, **PRIVATE))
     return dict(zip(jobs, engine.run(list(jobs.values()), release=RELEASE)))
 
@@ -48,6 +52,13 @@ def test_drafts_and_prefix_hits_of_0_33(answers, measured):
         assert answers[name]["tokens"][0] == answers["k4v4"]["tokens"][2] and measured[name][1] > 0
     measured["cached"] = answers["k4v4"]["cached"][1]
     assert measured["cached"] == [len(prompt) // 128 * 128 for prompt in PROMPTS]
+
+
+def test_steps_as_on_a_gpu_give_the_same_tokens(answers):
+    """Even steps in memory that stays, entered without a look at a value by the host."""
+    for name in ("k4v4", "k4v4_drafts", "k4v4_model", "kitty"):
+        static = answers[name.replace("k4v4", "k4v4_static").replace("kitty", "kitty_static")]
+        assert static["tokens"] == answers[name]["tokens"] and static["cached"] == answers[name]["cached"], name
 
 
 @pytest.mark.timeout(300)

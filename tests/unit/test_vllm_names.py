@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from lowbit_attn import FORMATS
 from lowbit_attn.integrations import vllm as plugin
@@ -16,6 +17,7 @@ from lowbit_attn.integrations.vllm.names import Engine, Layer
 
 ROOT = Path(__file__).parents[2]
 LAYER = Layer(head_dim=128, num_heads_kv=8)
+NO_KERNELS = {"hopper": set(), "ampere": set()}
 
 
 def refusal(dtype: str, engine=Engine(), layer=LAYER) -> str:
@@ -51,14 +53,17 @@ def test_a_dtype_comes_from_the_flag_or_from_the_variable():
 
 
 @pytest.mark.parametrize("engine,layer,change", [
-    (dict(device="cuda"), {}, "no kernel stores an engine's steps yet, supported: cpu"),
+    (dict(device="xpu"), {}, "device xpu: supported: cpu, cuda"),
+    (dict(device="cuda"), {}, "this GPU's compute capability has no kernels, supported: 8.0, 8.9, 9.0"),
+    (dict(device="cuda", arch="hopper"), dict(head_dim=32), "head_dim 32, supported: 64, 96, 128, 256"),
+    (dict(device="cuda", arch="ampere", dtype=torch.float32), {}, "dtype torch.float32, supported: float16, bfloat16"),
     (dict(block_size=16), {}, "--block-size 16: supported: multiples of 128"),
     (dict(hybrid=False), {}, "drop --disable-hybrid-kv-cache-manager"),
     (dict(layout="LBNHC"), {}, "VLLM_KV_CACHE_LAYOUT=LBNHC: supported: BLHNC, LBHNC"),
     (dict(dcp=2), {}, "--decode-context-parallel-size 2: not run, since vLLM has it on GPUs only, supported: 1"),
     (dict(pp=2), {}, "--pipeline-parallel-size 2: not run, supported: 1"),
     (dict(pcp=2), {}, "--prefill-context-parallel-size 2: supported: 1"),
-    (dict(connector=True), {}, "--kv-transfer-config"),
+    (dict(connector="NixlConnector"), {}, "--kv-transfer-config with NixlConnector: it was not run with these pages"),
     (dict(drafts="eagle"), {}, "--speculative-config with method eagle: supported: ngram, draft_model"),
     (dict(drafts="draft_model", layout="LBHNC", block_size=1024), {}, "needs VLLM_KV_CACHE_LAYOUT=BLHNC"),
     ({}, dict(sliding_window=64), "--kv-cache-dtype-skip-layers sliding_window"),
@@ -70,6 +75,21 @@ def test_a_dtype_comes_from_the_flag_or_from_the_variable():
 def test_what_cannot_be_served_says_what_to_change(engine, layer, change):
     assert not refusal("lowbit_k4v4")
     assert change in refusal("lowbit_k4v4", Engine(**engine), Layer(**dict(head_dim=128, num_heads_kv=8) | layer))
+
+
+@pytest.mark.parametrize("arch", ["hopper", "ampere"])
+def test_a_gpu_serves_what_has_kernels(arch):
+    """Each name is served or its format's kernels are missing, by name; the defaults of others are served."""
+    missing = {}
+    for name in names.SERVED:
+        for dtype in (torch.float16, torch.bfloat16):
+            engine = Engine(device="cuda", arch=arch, dtype=dtype, connector="DecodeBenchConnector")
+            if reason := refusal(names.dtype_name(name), engine, Layer(128, 8, num_heads=32)):
+                missing[name] = reason
+    assert set(missing) <= NO_KERNELS[arch], missing
+    assert not refusal("lowbit_k4v4", Engine(device="cuda", arch=arch), Layer(64, 1, num_heads=64))
+    for name in NO_KERNELS[arch]:
+        assert f"format {name}: no kernel on {arch} reads its codebooks yet" in missing[name]
 
 
 def test_every_refusal_is_documented():

@@ -9,6 +9,7 @@ from lowbit_attn.cache.kv_cache import KVCache
 from lowbit_attn.cache.state import Counts
 from lowbit_attn.cache.view import Strides
 from lowbit_attn.formats import FORMATS
+from lowbit_attn.layout import RECORD_ALIGN
 
 
 class HeldCache(KVCache):
@@ -22,6 +23,13 @@ class HeldCache(KVCache):
         self.device, self.dtype, self.rotate_keys = self.pool.device, self.ring_k.dtype, False
         self.max_batch, self.num_heads_kv, _, self.head_dim = self.ring_k.shape
         self.record, self.unnamed = self.format.record(self.head_dim), []
+
+    @cached_property
+    def units(self) -> torch.Tensor:
+        """The pool as uint8 [units, 128] from its first record to its last, with whatever an engine has between."""
+        pages, heads, record = self.pool.shape
+        last = (pages - 1) * self.strides.page + (heads - 1) * self.strides.head
+        return self.pool.as_strided((last + record // RECORD_ALIGN, RECORD_ALIGN), (RECORD_ALIGN, 1))
 
     def settle(self, call: str) -> None:
         """There is no copy of the counters to refresh: ``counts`` reads them."""

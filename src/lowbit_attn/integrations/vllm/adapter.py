@@ -5,6 +5,10 @@ Pages: a block of vLLM is a whole number of 128-token pages; it hands them over 
 (``CircularBufferSpec``), which vLLM's own manager allocates, frees and preempts. vLLM stores new tokens
 (``do_kv_cache_update``) before it asks for attention (``forward``).
 
+Steps whose rows have equally many new tokens, at most a token and its drafts, go through ``LayerSteps`` on a GPU: they
+read nothing on the host, and what they read stays in place, so that vLLM captures them in CUDA graphs. Others, with
+chunks of prompts in them, are looked at by the host.
+
 A draft model runs inside a step, over the same rows, with metadata of its attention layers alone. So its rings are made
 with those of the target model, and each ring keeps the table that the step gave it.
 """
@@ -12,6 +16,7 @@ with those of the target model, and each ring keeps the table that the step gave
 import logging
 import os
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -36,9 +41,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from lowbit_attn import paged
 from lowbit_attn.cache.attached import Attached
 from lowbit_attn.codebooks import Codebooks
-from lowbit_attn.integrations.vllm import books, names
-from lowbit_attn.paged import PAGE, PagedStore, Step
+from lowbit_attn.integrations.vllm import books, gpu, names
+from lowbit_attn.paged import NULL, PAGE, PagedStore, Step
 from lowbit_attn.paged_attention import attention
+from lowbit_attn.paged_steps import LayerSteps, StepBuffers
 from lowbit_attn.reference import Attention
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own logger
@@ -52,16 +58,22 @@ def layout() -> str:
     return os.environ.get("VLLM_KV_CACHE_LAYOUT") or names.LAYOUTS[0]
 
 
+def ring_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of tokens in 16 bit, for a model's."""
+    return torch.float16 if dtype == torch.float32 else dtype
+
+
 def engine_of(config: VllmConfig) -> names.Engine:
     """What of vLLM's configuration matters here."""
     parallel, drafts, cache = config.parallel_config, config.speculative_config, config.cache_config
     return names.Engine(
-        device=current_platform.device_type, block_size=cache.block_size or PAGE, layout=layout(),
+        device=current_platform.device_type, arch=gpu.arch(), dtype=ring_dtype(config.model_config.dtype),
+        block_size=cache.block_size or PAGE, layout=layout(),
         prefix_caching=bool(cache.enable_prefix_caching),
         hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
         dcp=parallel.decode_context_parallel_size, pcp=parallel.prefill_context_parallel_size,
         tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size,
-        connector=config.kv_transfer_config is not None,
+        connector=config.kv_transfer_config.kv_connector if config.kv_transfer_config else None,
         drafts=drafts.method if drafts else None, num_drafts=drafts.num_speculative_tokens if drafts else 0,
         skips_layers=bool(cache.kv_cache_dtype_skip_layers))
 
@@ -105,23 +117,51 @@ class LowBitMetadata(AttentionMetadata):
     table: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
+    even: "EvenStep | None" = None  # of a step for LayerSteps; None: the host looks at it
+
+
+class EvenStep(NamedTuple):
+    """A step of q_len new tokens in each row but padded ones."""
+
+    buffers: StepBuffers  # which hold it
+    q_len: int
 
 
 class LowBitBuilder(AttentionMetadataBuilder[LowBitMetadata]):
-    _cudagraph_support = AttentionCGSupport.NEVER  # steps are read by the host until a kernel stores them
+    """Metadata of attention layers, without a look at a value by the host."""
+
+    is_static = current_platform.is_cuda()  # whether even steps go through LayerSteps
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH if is_static else AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.engine, self.max_rows = engine_of(vllm_config), vllm_config.scheduler_config.max_num_seqs
+        self.layers = layers_in(vllm_config)  # all: vLLM gives metadata of one draft layer to others
+        self.buffers: StepBuffers | None = None  # made at a first step
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
               fast_build: bool = False) -> LowBitMetadata:
         common = common_attn_metadata
-        return LowBitMetadata(common.block_table_tensor, common.seq_lens, common.query_start_loc)
+        found = LowBitMetadata(common.block_table_tensor, common.seq_lens, common.query_start_loc)
+        if self.is_static and common.max_query_len <= self.engine.max_q_len and common.num_reqs <= self.max_rows:
+            found.even = self._even(found, common)
+        return found
+
+    def _even(self, metadata: LowBitMetadata, common: CommonAttentionMetadata) -> EvenStep | None:
+        """The step in buffers that captured launches read, whether it is even or not."""
+        if self.buffers is None:
+            served = LowBitBackend.served
+            self.buffers = StepBuffers(served.format, served.sinks, self.layers, self.max_rows, self.device,
+                                       self.engine.block_size // PAGE)
+        self.buffers.fill(Step(metadata.table, metadata.seq_lens, metadata.query_start_loc, None))
+        q_len = common.max_query_len
+        is_even = common.num_actual_tokens == common.num_reqs * q_len
+        return EvenStep(self.buffers, q_len) if is_even else None
 
 
 class LowBitBackend(AttentionBackend):
     forward_includes_kv_cache_update = False
-    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    supported_dtypes = [torch.float16, torch.bfloat16, *[torch.float32] * current_platform.is_cpu()]
     served: names.Served | None = None  # in this process, once a layer was made
     codebooks: Codebooks | None = None
     found_for: tuple[str, str | None] | None = None  # the model that has them, and the place that it was told
@@ -152,6 +192,10 @@ class LowBitBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # steps are even by what the host knows
+
+    @classmethod
     def customize_spec(cls, spec):
         if not isinstance(spec, FullAttentionSpec):
             raise NotImplementedError(f"lowbit_attn: got {type(spec).__name__}, supported: full attention")
@@ -160,16 +204,24 @@ class LowBitBackend(AttentionBackend):
 
 
 class RingBuilder(LowBitBuilder):
+    is_static = False  # rings have no step of their own
+
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         self.rings = [context[name] for name in layer_names]
+        with torch.inference_mode(False):  # written in either mode
+            self.rows = torch.zeros(self.max_rows, dtype=torch.int32, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
               fast_build: bool = False) -> LowBitMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        first = metadata.table[:, 0]
+        if len(first) > len(self.rows):
+            self.rows = self.rows.new_zeros(len(first))
+        torch.clamp(first, min=NULL, out=self.rows[: len(first)])
         for ring in self.rings:
-            ring.table = metadata.table
+            ring.rows = self.rows
         return metadata
 
 
@@ -197,10 +249,10 @@ class Ring(nn.Module, AttentionLayerBase):
     def __init__(self, name_of: str, index: int, served: names.Served, layer: names.Layer, dtype: torch.dtype):
         super().__init__()
         self.name_of, self.index, self.served, self.layer = name_of, index, served, layer
-        self.dtype = torch.float16 if dtype == torch.float32 else dtype
+        self.dtype = ring_dtype(dtype)
         self.kv_cache = torch.tensor([])
         self.nbytes = 0  # of a request
-        self.table: torch.Tensor | None = None  # of the step: column 0 is each request's block
+        self.rows: torch.Tensor | None = None  # int32: each request's block, of the last step
         self.is_taken = False
 
     def get_attn_backend(self):
@@ -218,6 +270,12 @@ class Ring(nn.Module, AttentionLayerBase):
         return raw[:, : 4 * heads * tokens * head_dim].view(self.dtype).unflatten(1, (2, heads, tokens, head_dim))
 
 
+def layers_in(config: VllmConfig) -> int:
+    """Layers of ours so far, those of a draft model behind the others."""
+    layers = config.compilation_config.static_forward_context.values()
+    return sum(isinstance(getattr(layer, "impl", None), LowBitImpl) for layer in layers)
+
+
 def rings_of_layer(config: VllmConfig, served: names.Served, layer: names.Layer) -> list[Ring]:
     """The ring of the layer that is being made, and with the first one those of a draft model.
 
@@ -232,7 +290,7 @@ def rings_of_layer(config: VllmConfig, served: names.Served, layer: names.Layer)
             raise NotImplementedError(f"lowbit_attn: a layer of the draft model is {layer}, expected: "
                                       f"{ring and ring.layer}; supported: models whose layers are alike")
         return [ring]
-    index, engine = sum(isinstance(getattr(x, "impl", None), LowBitImpl) for x in context.values()), engine_of(config)
+    index, engine = layers_in(config), engine_of(config)
     rings = [Ring(RING, index, served, layer, model.dtype)]
     if drafts and drafts.method == names.DRAFT_MODEL:
         model, parallel = drafts.draft_model_config, drafts.draft_parallel_config
@@ -247,6 +305,8 @@ def rings_of_layer(config: VllmConfig, served: names.Served, layer: names.Layer)
 class LowBitImpl(AttentionImpl):
     """Attention of one layer. Raises NotImplementedError, saying what to change, for what cannot be served."""
 
+    dense = staticmethod(gpu.dense) if current_platform.is_cuda() else None
+
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
                  alibi_slopes=None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
                  logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
@@ -258,7 +318,7 @@ class LowBitImpl(AttentionImpl):
         config = get_current_vllm_config()
         self.served, self.engine = served_by(config), engine_of(config)
         self.layer = names.Layer(head_size, self.num_kv_heads, sliding_window, alibi_slopes is not None,
-                                 AttentionType(attn_type).value, kv_sharing_target_layer_name is not None)
+                                 AttentionType(attn_type).value, kv_sharing_target_layer_name is not None, num_heads)
         reasons = names.why_not(self.served, self.engine, self.layer)
         if reasons:
             raise NotImplementedError(f"lowbit_attn cannot serve this model: {'; '.join(reasons)}")
@@ -266,7 +326,10 @@ class LowBitImpl(AttentionImpl):
         rings = rings_of_layer(config, self.served, self.layer)
         self.ring, self.ring.is_taken = rings[0], True
         self.entering = config.compilation_config.static_forward_context, rings
+        self.number = layers_in(config)
         self.attached = None if codebooks is None else self._attached(codebooks)
+        self.store: PagedStore | None = None
+        self.steps: LayerSteps | None = None
         self.before: torch.Tensor | None = None  # rings of chunks, from the update of a step to its attention
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -282,19 +345,35 @@ class LowBitImpl(AttentionImpl):
                         self.num_kv_heads, self.layer.head_dim, self.engine.device)
 
     def _store(self, kv_cache: torch.Tensor) -> PagedStore:
-        return PagedStore(self.served.format, kv_cache.flatten(2), self.ring.rings(), self.served.sinks, self.attached,
-                          null_pages=self.engine.block_size // PAGE)
+        """The layer's memory, which vLLM may exchange as long as it measures what it needs."""
+        pool, rings = kv_cache.flatten(2), self.ring.rings()
+        if self.store is None or not (_are_one(self.store.pool, pool) and _are_one(self.store.rings, rings)):
+            self.steps = None
+            self.store = PagedStore(self.served.format, pool, rings, self.served.sinks, self.attached,
+                                    null_pages=self.engine.block_size // PAGE)
+        return self.store
 
     def _step(self, metadata: LowBitMetadata) -> Step:
         return Step(metadata.table, metadata.seq_lens, metadata.query_start_loc,
-                    self.ring.table[: len(metadata.seq_lens), 0])
+                    self.ring.rows[: len(metadata.seq_lens)])
+
+    def _even(self, store: PagedStore, even: EvenStep) -> LayerSteps:
+        if self.steps is None or self.steps.buffers is not even.buffers:
+            self.steps = LayerSteps(store, even.buffers, self.number)
+        return self.steps
 
     def do_kv_cache_update(self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
                            slot_mapping: torch.Tensor) -> None:
         metadata = get_forward_context().attn_metadata
-        if metadata is not None:
-            step = self._step(metadata[layer.layer_name])
-            self.before = paged.append(self._store(kv_cache), step, key, value)
+        if metadata is None:
+            return
+        metadata = metadata[layer.layer_name]
+        step, store, even = self._step(metadata), self._store(kv_cache), metadata.even
+        if even is None:
+            self.before = paged.append(store, step, key, value)
+        else:
+            tokens = slice(len(step.seq_lens) * even.q_len)
+            self._even(store, even).append(step, key[tokens], value[tokens], even.q_len)
 
     def forward(self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
                 attn_metadata: LowBitMetadata | None, output: torch.Tensor, output_scale: torch.Tensor | None = None,
@@ -304,7 +383,17 @@ class LowBitImpl(AttentionImpl):
         if attn_metadata is None:
             return output.fill_(0)  # a run that measures memory
         options = Attention(self.scale, self.softcap, sink_logits=self.sink_logits)
-        before, self.before = self.before, None
-        attention(self._store(kv_cache), self._step(attn_metadata), query, key, value, before,
-                  output.view(query.shape), options)
+        step, store, even = self._step(attn_metadata), self._store(kv_cache), attn_metadata.even
+        out = output.view(query.shape)
+        if even is None:
+            before, self.before = self.before, None
+            attention(store, step, query, key, value, before, out, options, self.dense)
+        else:
+            tokens = slice(len(step.seq_lens) * even.q_len)
+            self._even(store, even).attention(step, query[tokens], out[tokens], options, even.q_len)
         return output
+
+
+def _are_one(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory in the same shape."""
+    return (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())

@@ -1,8 +1,10 @@
 """Names of KV cache dtypes for vLLM, ``lowbit_<format>[-s<sinks>]``, and why a configuration cannot be served."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import torch
 
 from lowbit_attn import paged
 from lowbit_attn.formats import FORMATS, Format
@@ -15,6 +17,7 @@ SERVED = ("k8v8", "k8v4", "k4v4", "k4v2", "k2v2", "k2v2-s32", "k4tv4", "kitty", 
 LAYOUTS = ("BLHNC", "LBHNC")
 DRAFT_MODEL = "draft_model"
 DRAFTS = ("ngram", DRAFT_MODEL)
+CONNECTORS = ("DecodeBenchConnector",)  # vLLM's own, which fills caches with dummy values to measure decode steps
 PAGE = paged.PAGE
 
 _SINKS = re.compile(r"-s(\d+)$")
@@ -65,6 +68,8 @@ class Engine:
     """What of an engine's configuration decides whether it can be served; the defaults can."""
 
     device: str = "cpu"
+    arch: str | None = None  # of a GPU, as kernels call it: "hopper" or "ampere"; None: none that has kernels
+    dtype: torch.dtype = torch.float16  # of tokens in 16 bit
     block_size: int = PAGE
     prefix_caching: bool = False
     hybrid: bool = True
@@ -73,7 +78,7 @@ class Engine:
     pcp: int = 1
     tp: int = 1
     pp: int = 1
-    connector: bool = False
+    connector: str | None = None
     drafts: str | None = None
     num_drafts: int = 0
     skips_layers: bool = False
@@ -94,6 +99,7 @@ class Layer:
     alibi: bool = False
     kind: str = "decoder"
     shares_kv: bool = False
+    num_heads: int | None = field(default=None, compare=False)  # query heads; None: as many as KV heads
 
 
 def why_not(served: Served, engine: Engine, layer: Layer) -> list[str]:
@@ -102,9 +108,9 @@ def why_not(served: Served, engine: Engine, layer: Layer) -> list[str]:
     Whether a codebook format has a file that fits is not looked at here: ``books.find`` does.
     """
     fmt, name = served.format, f"{served.format}{f' with {served.sinks} sinks' if served.sinks else ''}"
-    reasons = paged.why_not(fmt, layer.head_dim)
+    reasons = paged.why_not(fmt, layer.head_dim) or _no_kernels(fmt, engine, layer)
     for is_wrong, reason in (
-        (engine.device != "cpu", f"device {engine.device}: no kernel stores an engine's steps yet, supported: cpu"),
+        (engine.device not in ("cpu", "cuda"), f"device {engine.device}: supported: cpu, cuda"),
         (engine.block_size % PAGE, f"--block-size {engine.block_size}: supported: multiples of {PAGE}"),
         (served.is_private and engine.prefix_caching,
          f"{name}: tokens in 16 bit outside the pages cannot be shared, pass --no-enable-prefix-caching"
@@ -116,7 +122,9 @@ def why_not(served: Served, engine: Engine, layer: Layer) -> list[str]:
                          "supported: 1"),
         (engine.pcp > 1, f"--prefill-context-parallel-size {engine.pcp}: supported: 1"),
         (engine.pp > 1, f"--pipeline-parallel-size {engine.pp}: not run, supported: 1"),
-        (engine.connector, "--kv-transfer-config: no connector was run with these pages, drop it"),
+        (engine.connector and engine.connector not in CONNECTORS,
+         f"--kv-transfer-config with {engine.connector}: it was not run with these pages, drop it; supported: "
+         f"{', '.join(CONNECTORS)}, to measure decode steps"),
         (engine.drafts and engine.drafts not in DRAFTS,
          f"--speculative-config with method {engine.drafts}: supported: {', '.join(DRAFTS)}"),
         (engine.drafts == DRAFT_MODEL and engine.layout != LAYOUTS[0],
@@ -134,6 +142,16 @@ def why_not(served: Served, engine: Engine, layer: Layer) -> list[str]:
     ):
         reasons += [reason] if is_wrong else []
     return reasons or _no_room(served, engine, layer)
+
+
+def _no_kernels(fmt: Format, engine: Engine, layer: Layer) -> list[str]:
+    """Why no kernel of a GPU serves an engine's steps; empty if one does, and on a CPU."""
+    if engine.device != "cuda":
+        return []
+    if engine.arch is None:
+        return ["device cuda: this GPU's compute capability has no kernels, supported: 8.0, 8.9, 9.0"]
+    heads = layer.num_heads or layer.num_heads_kv
+    return paged.no_kernels(fmt, engine.arch, layer.head_dim, engine.dtype, heads // layer.num_heads_kv)
 
 
 def _no_room(served: Served, engine: Engine, layer: Layer) -> list[str]:

@@ -1,0 +1,284 @@
+"""vLLM's engine with random weights of Llama-3.1-8B's shape: its own KV caches and ours, on one GPU.
+
+    python3 perf/engine.py run --output engine.jsonl                    every row, each in a process of its own
+    python3 perf/engine.py run --part steps --dtype auto --dtype lowbit_k4v4 --seconds 560 --output engine.jsonl
+
+Parts. steps: time per output token by context and batch, and tokens/s of the largest batch that the cache holds of
+32K tokens each. quality: perplexity of a text that a model of --model reads. A line of JSON for each number is written
+as soon as it is there; a row that fails, or takes longer than --limit, leaves a line that says so, and the next begins.
+
+Blocks are filled without prompts by vLLM's DecodeBenchConnector, which writes a constant into them (--fill dummy), or
+by prompts of random tokens (--fill prompt). The time per token is that between two lengths of the same request.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096, intermediate_size=14336,
+             num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256,
+             max_position_embeddings=132096, rms_norm_eps=1e-5, hidden_act="silu", bos_token_id=1, eos_token_id=2,
+             tie_word_embeddings=False, attention_bias=False, mlp_bias=False, torch_dtype="bfloat16",
+             rope_parameters=dict(rope_theta=500000.0, rope_type="default"))
+TINY = LLAMA | dict(hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=64, vocab_size=512, max_position_embeddings=4096)
+DTYPES = ("auto", "lowbit_k4v4", "fp8", "lowbit_k2v2-s32", "lowbit_k2v2", "int4_per_token_head", "lowbit_kitty-pro",
+          "lowbit_kcq4vcq2")
+OWN_BYTES = {"auto": 2.0, "fp8": 1.0, "int4_per_token_head": 0.54}  # of an element, about: for the largest batch
+CONTEXTS, BATCHES, LARGEST_CONTEXT = (8192, 32768, 131072), (1, 8), 32768
+SHORT, LONG = 8, 72  # output tokens, between whose times the steps are counted
+SPARE = 128  # tokens that a request has room for behind its prompt
+SCORED = 1024  # tokens of the text
+MOST_ROWS = 256
+CAPTURED_FROM = 0.7  # of the most rows: between these and BATCHES no step is captured
+
+
+class Part(StrEnum):
+    steps = "steps"
+    quality = "quality"
+
+
+class Fill(StrEnum):
+    dummy = "dummy"
+    prompt = "prompt"
+
+
+app = typer.Typer(add_completion=False)
+Dtype = Annotated[str, typer.Option(help="Of the KV cache.")]
+Output = Annotated[Path, typer.Option(help="JSON lines, appended to.")]
+
+
+def write(output: Path, line: dict) -> None:
+    text = json.dumps(line)
+    print(text, flush=True)
+    with open(output, "a") as file:
+        file.write(text + "\n")
+
+
+@app.command()
+def run(
+    output: Output = Path("engine.jsonl"),
+    part: Annotated[list[Part] | None, typer.Option(help="Default: all.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Default: those of the part.")] = None,
+    seconds: Annotated[float, typer.Option(help="No row begins later than --limit before that.")] = 1e6,
+    limit: Annotated[float, typer.Option(help="Seconds of a row, at most.")] = 240.0,
+    model: Annotated[Path | None, typer.Option(help="For the part quality: a folder of a model.")] = None,
+    tiny: Annotated[bool, typer.Option(help="A model of two layers, short contexts: a trial on a CPU.")] = False,
+    fill: Annotated[Fill, typer.Option()] = Fill.dummy,
+    eager: Annotated[bool, typer.Option("--eager", help="Without CUDA graphs.")] = False,
+) -> None:
+    """Measure rows, one after the other; 0 if every one was measured, else 1."""
+    started, failed, done = time.monotonic(), 0, 0
+    for name in part or [one for one in Part if one is not Part.quality or model]:
+        for kind in dtype or DTYPES:
+            left = seconds - (time.monotonic() - started)
+            if done and left < min(limit, 60.0):
+                write(output, dict(part=name, dtype=kind, error="not begun: no time was left"))
+                failed += 1
+                continue
+            flags = [*["--tiny"] * tiny, *["--eager"] * eager, *(["--model", str(model)] if model else [])]
+            command = [sys.executable, __file__, "row", "--part", name, "--dtype", kind, "--fill", fill, "--output",
+                       str(output), *flags]
+            failed += not _row(command, min(limit, left), output, dict(part=name, dtype=kind))
+            done += 1
+    raise typer.Exit(int(failed > 0))
+
+
+def _row(command: list[str], limit: float, output: Path, about: dict) -> bool:
+    """Run a row's process; write a line if it fails or takes too long."""
+    try:
+        process = subprocess.run(command, env=os.environ | _variables(about["dtype"]), timeout=limit,
+                                 stderr=subprocess.PIPE, text=True, errors="replace")
+        reason, told = f"exit {process.returncode}", process.stderr
+    except subprocess.TimeoutExpired as error:
+        reason, told = f"stopped after {limit:.0f} s", (error.stderr or b"").decode(errors="replace")
+    if reason == "exit 0":
+        return True
+    write(output, about | dict(error=reason, told=told[-3000:]))
+    return False
+
+
+def _variables(dtype: str) -> dict[str, str]:
+    found = dict(HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
+                 VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+    if _is_cpu():
+        found |= dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        found |= dict(LOWBIT_ATTN_VLLM=dtype) if is_ours(dtype) else {}
+    return found
+
+
+def _is_cpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def is_ours(dtype: str) -> bool:
+    return dtype.startswith("lowbit_")
+
+
+@app.command()
+def row(
+    part: Annotated[Part, typer.Option()],
+    dtype: Dtype,
+    output: Output,
+    fill: Annotated[Fill, typer.Option()] = Fill.dummy,
+    model: Annotated[Path | None, typer.Option()] = None,
+    tiny: Annotated[bool, typer.Option()] = False,
+    eager: Annotated[bool, typer.Option("--eager")] = False,
+) -> None:
+    """Measure one row in this process."""
+    from provenance import provenance
+
+    began = time.perf_counter()
+    about = dict(part=part, dtype=dtype, fill=fill, is_eager=eager, model="tiny" if tiny else "llama-3.1-8b")
+    about |= provenance()
+    if part is Part.quality:
+        write(output, about | dict(model=str(model.name), perplexity=perplexity(model, dtype), tokens=SCORED))
+        return
+    contexts, batches, largest = (CONTEXTS, BATCHES, LARGEST_CONTEXT) if not tiny else ((256, 512), (1, 2), 256)
+    most = rows_at_most(dtype) if not tiny else 4
+    folder = model_folder(Path("build/engine-model"), TINY if tiny else LLAMA, dtype)
+    llm = engine(folder, dtype, max(contexts) + SPARE, most, fill, eager)
+    about |= capacity(llm) | dict(start_s=round(time.perf_counter() - began, 1))
+    cases = [(context, batch, False) for context in contexts for batch in batches]
+    cases += [(largest, min(most, about["num_blocks"] // blocks_of(about, largest + SPARE)), True)]
+    for context, batch, is_largest in cases:
+        case = about | dict(context=context, batch=batch, is_largest=is_largest)
+        needed = batch * blocks_of(about, context + SPARE)
+        if not 0 < needed <= about["num_blocks"]:
+            write(output, case | dict(error=f"{needed} blocks are needed"))
+        else:
+            write(output, case | measured(llm, context, batch))
+
+
+def rows_at_most(dtype: str) -> int:
+    """Rows that the engine shall run at once: somewhat more than its cache holds of the largest batch's."""
+    import torch
+
+    element = OWN_BYTES.get(dtype)
+    if element is None:
+        from lowbit_attn.integrations.vllm.names import parse
+
+        element = parse(dtype).format.record(LLAMA["head_dim"]).nbytes / (2 * 128 * LLAMA["head_dim"])
+    token = 2 * LLAMA["num_hidden_layers"] * LLAMA["num_key_value_heads"] * LLAMA["head_dim"] * element
+    room = 0.9 * (torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80e9) - 18e9
+    return min(MOST_ROWS, int(1.05 * room / (token * LARGEST_CONTEXT)) // 8 * 8 + 8)
+
+
+def model_folder(root: Path, config: dict, dtype: str) -> Path:
+    """A model without weights, and random codebooks for formats that need them."""
+    folder = root / dtype
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if is_ours(dtype):
+        from lowbit_attn.integrations.vllm.names import parse
+        from lowbit_attn.testing import normal_codebooks
+
+        if (fmt := parse(dtype).format).needs_codebooks:
+            file = folder / "lowbit_attn" / f"{fmt}.safetensors"
+            file.parent.mkdir(exist_ok=True)
+            normal_codebooks(fmt.name, config["num_hidden_layers"], config["num_key_value_heads"],
+                             config["head_dim"]).save(file)
+    return folder
+
+
+def engine(folder: Path, dtype: str, length: int, rows: int, fill: Fill = Fill.prompt, eager: bool = False, **options):
+    """vLLM's engine over a model's folder, in this process; requests of up to ``length`` tokens, ``rows`` at once."""
+    from vllm import LLM
+
+    is_cpu, ours = _is_cpu(), is_ours(dtype)
+    options = dict(skip_tokenizer_init=True, dtype="float32" if is_cpu else "bfloat16", max_model_len=length,
+                   max_num_seqs=rows, max_num_batched_tokens=8192, enable_prefix_caching=False,
+                   disable_log_stats=False) | options
+    if not is_cpu:
+        options |= dict(kv_cache_dtype=dtype, gpu_memory_utilization=0.9)
+        options |= dict(attention_backend="CUSTOM") if ours else {}
+    options |= dict(block_size=128) if ours or is_cpu else {}
+    if is_cpu or eager:
+        options |= dict(enforce_eager=True)
+    else:
+        options |= dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY",
+                                                cudagraph_capture_sizes=captured(rows)))
+    if fill is Fill.dummy:
+        options |= dict(kv_transfer_config=dict(kv_connector="DecodeBenchConnector", kv_role="kv_both"))
+    if not list(folder.glob("*.safetensors")):
+        options |= dict(load_format="dummy")
+    return LLM(str(folder), **options)
+
+
+def captured(rows: int) -> list[int]:
+    """Batches whose steps are captured."""
+    return [*BATCHES, *(n for n in range(16, rows + 1, 8) if n >= CAPTURED_FROM * rows)]
+
+
+def capacity(llm) -> dict:
+    """The cache as the engine made it: blocks of so many tokens, and those that a request takes for its rings."""
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    rings = sum(any("ring" in name for name in group.layer_names) for group in config.kv_cache_groups)
+    size = next(group.kv_cache_spec.block_size for group in config.kv_cache_groups
+                if not any("ring" in name for name in group.layer_names))
+    blocks = config.num_blocks - 1  # vLLM keeps one
+    return dict(num_blocks=blocks, block_tokens=size, ring_blocks=rings, capacity_tokens=blocks * size)
+
+
+def blocks_of(about: dict, tokens: int) -> int:
+    """Blocks of a request of so many tokens."""
+    return -(-tokens // about["block_tokens"]) + about["ring_blocks"]
+
+
+def measured(llm, context: int, batch: int) -> dict:
+    """Time per output token of a batch of requests behind ``context`` tokens each, SHORT and LONG tokens alike."""
+    import random
+
+    from vllm import SamplingParams
+
+    draw, most = random.Random(context + batch), llm.llm_engine.model_config.get_vocab_size() - 1
+    prompts = [dict(prompt_token_ids=[draw.randint(10, most) for _ in range(context - SPARE // 2)])
+               for _ in range(batch)]
+
+    def seconds(tokens: int) -> float:
+        started = time.perf_counter()
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False),
+                     use_tqdm=False)
+        return time.perf_counter() - started
+
+    seconds(2)
+    preempted = _preemptions(llm)
+    pairs = [(seconds(SHORT), seconds(LONG)) for _ in range(2)]
+    steps = [(longer - shorter) / (LONG - SHORT) * 1e3 for shorter, longer in pairs]
+    return dict(ms_per_token=round(min(steps), 4), ms_of_each=[round(step, 4) for step in steps],
+                tokens_per_s=round(batch / min(steps) * 1e3, 1), first_s=round(pairs[0][0], 3),
+                preemptions=_preemptions(llm) - preempted)
+
+
+def _preemptions(llm) -> float:
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def perplexity(model: Path, dtype: str) -> float:
+    """Perplexity of the help text's first tokens, read in chunks of 128 through the engine."""
+    import math
+
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    from lowbit_attn.codebooks.text import help_text
+
+    ids = AutoTokenizer.from_pretrained(str(model))(help_text()).input_ids[:SCORED]
+    llm = engine(model, dtype, SCORED + 1, 1, max_num_batched_tokens=128, eager=True)
+    done, = llm.generate([dict(prompt_token_ids=ids)], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0,
+                                                                      detokenize=False), use_tqdm=False)
+    found = [next(iter(step.values())).logprob for step in done.prompt_logprobs[1:]]
+    return math.exp(-sum(found) / len(found))
+
+
+if __name__ == "__main__":
+    app()

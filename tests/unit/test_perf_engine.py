@@ -1,0 +1,79 @@
+"""perf/engine.py without an engine: rows in processes that fail or take too long, sizes of batches."""
+
+import json
+import sys
+
+import pytest
+from perf_scripts import script
+from typer.testing import CliRunner
+
+from lowbit_attn.integrations.vllm import names
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with script("engine") as module:
+        yield module
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_row_that_fails_or_takes_too_long_leaves_a_line(engine, tmp_path):
+    output = tmp_path / "engine.jsonl"
+    about = dict(part="steps", dtype="auto")
+    fails = [sys.executable, "-c", "import sys; sys.stderr.write('x' * 5000 + 'why'); sys.exit(3)"]
+    assert not engine._row(fails, 60, output, about)
+    hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert not engine._row(hangs, 0.5, output, about)
+    assert engine._row([sys.executable, "-c", ""], 60, output, about)
+    failed, stopped = lines(output)
+    assert failed["error"] == "exit 3" and failed["told"].endswith("why") and len(failed["told"]) == 3000
+    assert stopped["error"].startswith("stopped after") and stopped | about == stopped
+
+
+def test_rows_go_on_after_one_that_fails_and_none_begins_too_late(engine, tmp_path, monkeypatch):
+    asked, output = [], tmp_path / "engine.jsonl"
+
+    def row(command, limit, output, about):
+        asked.append((about["dtype"], command[command.index("--part") + 1], limit))
+        return about["dtype"] != "fp8"
+
+    monkeypatch.setattr(engine, "_row", row)
+    flags = ["run", "--output", str(output), "--dtype", "fp8", "--dtype", "auto"]
+    assert CliRunner().invoke(engine.app, flags).exit_code == 1
+    assert [name for name, _, _ in asked] == ["fp8", "auto"] and {limit for _, _, limit in asked} == {240.0}
+    asked.clear()
+    assert CliRunner().invoke(engine.app, [*flags, "--seconds", "30", "--limit", "25"]).exit_code == 1
+    assert len(asked) == 2 and not output.exists()
+    asked.clear()
+    assert CliRunner().invoke(engine.app, [*flags, "--seconds", "30"]).exit_code == 1
+    assert len(asked) == 1 and lines(output)[0]["error"] == "not begun: no time was left"
+    assert CliRunner().invoke(engine.app, ["run", "--output", str(output), "--dtype", "auto"]).exit_code == 0
+
+
+def test_every_dtype_is_an_engines_or_ours(engine):
+    for dtype in engine.DTYPES:
+        if engine.is_ours(dtype):
+            names.parse(dtype)
+        else:
+            assert dtype in engine.OWN_BYTES
+
+
+def test_batches_that_fit_and_their_graphs(engine):
+    rows = {dtype: engine.rows_at_most(dtype) for dtype in engine.DTYPES}
+    assert 8 < rows["auto"] < rows["fp8"] < rows["lowbit_k4v4"] < rows["lowbit_k2v2"] <= engine.MOST_ROWS
+    for most in rows.values():
+        sizes = engine.captured(most)
+        assert sizes == sorted(set(sizes)) and sizes[:2] == [1, 8] and sizes[-1] <= most < sizes[-1] + 16
+        assert len(sizes) < 16
+    about = dict(block_tokens=128, ring_blocks=5)
+    assert engine.blocks_of(about, 128) == 6 and engine.blocks_of(about, 129) == 7
+
+
+def test_models_without_weights(engine, tmp_path):
+    folder = engine.model_folder(tmp_path, engine.TINY, "lowbit_kcq4vcq2")
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
+    assert [path.name for path in (folder / "lowbit_attn").iterdir()] == ["kcq4vcq2.safetensors"]
+    assert not (engine.model_folder(tmp_path, engine.TINY, "auto") / "lowbit_attn").exists()
