@@ -62,7 +62,7 @@ test-hf-old: | $(PY)
 test-eval: | $(PY)
 	$(call need,lm_eval pytest xdist hypothesis pytest_timeout transformers matplotlib typer rich,eval$(COMMA)test,\
 	  lm-eval$(COMMA) pytest and transformers)
-	$(PY) -m pytest -n auto $(shell grep -rl 'importorskip(.lm_eval' tests --include='test_*.py')
+	$(PY) -m pytest -n auto $(shell grep -rl 'importorskip..lm_eval' tests --include='test_*.py')
 
 lint: | $(PY)
 	$(call need,ruff,dev,ruff and build (about 15 MB))

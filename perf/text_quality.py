@@ -12,6 +12,7 @@ its label says otherwise. Formats with codebooks have a table of their own (perf
 import hashlib
 import json
 import math
+import statistics
 import sysconfig
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,9 @@ TEXTS = ("docs", "gpl", "code")
 WINDOWS, TOKENS, SINKS, TOGETHER = 2, 1024, 32, 6
 FORMATS = ("k8v8", "k8v4", "k4v4", "k4tv4", "k4v2", "k2v4", "k2v2", "k4v1", "k1v4", "k1v1", "kitty", "kitty-variance",
            "kitty-weighted", "kitty-pro", "kitty-pro-variance", "kitty-pro-weighted", "k4v2-boost", "lean", "lean-low")
+PAIRS = (("k4v2", "k2v4"), ("k4v1", "k1v4"), ("kitty-variance", "kitty"), ("kitty-weighted", "kitty"),
+         ("kitty-pro-variance", "kitty-pro"), ("kitty-pro-weighted", "kitty-pro"), ("k4v2-boost", "k4v2"),
+         ("lean", "k4v4"))
 WITHOUT_SINKS = ("k4v4", "k4v2", "k2v2")
 LEVELS = ("lean", "lean-low")
 LabelsOption = Annotated[list[str], typer.Option(help="Only the cache of this label; repeatable.")]
@@ -157,12 +161,27 @@ def table_of(found: dict[tuple[str, str], list[dict]]) -> str:
     return "\n".join(rows)
 
 
+def pairs_of(found: dict[tuple[str, str], list[dict]]) -> str:
+    """A row a pair of caches: the difference of KL over the windows of all texts, what both find hard cancelled."""
+    rows = ["| first | second | KL of the first less the second's, 1e-3 nats | windows where the first has less |",
+            "|---|---|---|---|"]
+    for first, second in PAIRS:
+        if not all((label, text) in found for label in (first, second) for text in TEXTS):
+            continue
+        gone = [1e3 * (a["kl"] - b["kl"]) for text in TEXTS for a, b in zip(found[first, text], found[second, text])]
+        error = statistics.stdev(gone) / len(gone) ** 0.5
+        rows.append(f"| {first} | {second} | {statistics.mean(gone):.2f} ± {error:.2f} | "
+                    f"{sum(one < 0 for one in gone)} of {len(gone)} |")
+    return "\n".join(rows)
+
+
 @app.command()
 def table(model: Annotated[str, typer.Option(help="A model's name in the results.")] = SMOLLM2,
           results: OutputOption = RESULTS) -> None:
-    """Print the table of docs/quality.md, and the commits of its lines."""
+    """Print the tables of docs/quality.md, and the commits of their lines."""
     found = newest(model, results)
-    print(f"{table_of(found)}\n\ncommits: {', '.join(sorted({x['commit'] for some in found.values() for x in some}))}")
+    commits = sorted({line["commit"] for lines in found.values() for line in lines})
+    print(f"{table_of(found)}\n\n{pairs_of(found)}\n\ncommits: {', '.join(commits)}")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def request(*arguments) -> SimpleNamespace:
 
 def test_loglikelihoods_are_those_of_chunks_over_the_cache(network):
     """400 tokens and 20 to score: over 1-bit pages, which one forward call would not read."""
-    context, answer = text(400), text(20, 400)
+    context, answer, before = text(400), text(20, 400), network.config._attn_implementation
     ids = Letters()(context + answer).input_ids
     target = torch.tensor(ids[400:])
     one, whole, base = made(network, **K1V1), made(network, chunk=0, **K1V1), made(network, format="16")
@@ -77,6 +77,7 @@ def test_loglikelihoods_are_those_of_chunks_over_the_cache(network):
         assert got[name] == pytest.approx(rows.gather(1, target[:, None]).sum().item(), abs=1e-3), name
     assert got["whole"] == pytest.approx(got["16"], abs=0.05), "one call attends to its own tokens in 16 bit"
     assert abs(got["chunks"] - got["16"]) > 1
+    assert network.config._attn_implementation == before, "the model attends as before"
     assert one.attended.share == 1 and whole.attended.share == base.attended.share == 0
 
 
@@ -121,6 +122,15 @@ def test_rolling_loglikelihood_is_of_every_token(network):
 def test_what_is_wrong_is_told(network, options, message):
     with pytest.raises((ValueError, KeyError), match=message):
         lm.LowBitLM(**(dict(pretrained=network, tokenizer=Letters()) | options))
+
+
+def test_what_exceeds_the_model_is_told_or_cut(network, caplog):
+    one, context, answer = made(network, format="k8v8", max_length=100), text(300), text(9, 300)
+    cut, = one.loglikelihood([request(context, answer)], disable_tqdm=True)
+    assert "prompt: 308 tokens, of which the last 100 are read" in caplog.text
+    assert cut == made(network, format="k8v8").loglikelihood([request(context[-92:], answer)], disable_tqdm=True)[0]
+    with pytest.raises(ValueError, match="continuation: got 300 tokens, supported: at most max_length, 100"):
+        one.loglikelihood([request(answer, context)], disable_tqdm=True)
 
 
 @pytest.mark.parametrize("options, message", [

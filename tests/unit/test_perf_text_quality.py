@@ -2,9 +2,10 @@
 
 import json
 import math
+import re
 
 import pytest
-from perf_scripts import script
+from perf_scripts import PERF, script
 
 pytest.importorskip("transformers")
 
@@ -64,4 +65,20 @@ def test_lines_become_a_table(texts, tmp_path):
     assert len(rows) == 4 and rows[2].startswith("| 16 bit | 4.38 | 16.00 |")
     assert rows[3] == ("| k4v4 | 4.38 | 5.00 | 10.00 ± 0.21 | 10.00 ± 0.21 | 10.00 ± 0.21 | 10.00 ± 1.22 "
                        "| 90.0 ± 1.6 % |")
+    assert texts.pairs_of(texts.newest("M", str(path))).count("\n") == 1, "no pair is there"
     assert texts.newest("N", str(path)) == {} == texts.newest("M", str(tmp_path / "none"))
+
+
+def test_pairs_are_compared_window_by_window(texts):
+    kl = {"k4v2": [0.01, 0.02, 0.03], "k2v4": [0.011, 0.023, 0.035]}
+    found = {(label, text): [line(label, text, w, kl=values[i]) for w in range(2)]
+             for label, values in kl.items() for i, text in enumerate(texts.TEXTS)}
+    rows = texts.pairs_of(found).splitlines()
+    assert rows[2:] == ["| k4v2 | k2v4 | -3.00 ± 0.73 | 6 of 6 |"]
+
+
+def test_the_docs_have_the_newest_lines(texts):
+    text = (PERF.parent / "docs/quality.md").read_text()
+    for name, made in (("texts", texts.table_of), ("pairs", texts.pairs_of)):
+        shown = re.search(rf"<!-- {name}: begin .*?-->\n(.*?)\n<!-- {name}: end -->", text, re.DOTALL)[1]
+        assert shown == made(texts.newest(texts.SMOLLM2)), "run python perf/text_quality.py table, put its tables there"

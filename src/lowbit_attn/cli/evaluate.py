@@ -51,8 +51,7 @@ def evaluate(
     manager = TaskManager(include_defaults=not set(names) <= TASKS.keys())  # an index of lm-eval's own takes a minute
     shown, rows = table("cache", "task", "metric", "value", "stderr", "documents", "packed"), []
     for label, options in cases.items():
-        made = {name: value for name, value in (options or {"format": "16"}).items() if name != "path"}
-        one = LowBitLM(network, tokenizer=tokenizer, chunk=chunk, **made)
+        one = LowBitLM(network, tokenizer=tokenizer, chunk=chunk, **(options or {"format": "16"}))
         wanted = [TASKS[name]() if name in TASKS else name for name in names]
         try:
             found = lm_eval.simple_evaluate(one, tasks=wanted, limit=limit, log_samples=False, bootstrap_iters=1000,

@@ -10,17 +10,18 @@ it does where prompts are longer than sinks and two chunks; ``attended`` has the
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from transformers.cache_utils import Cache
 
 from lowbit_attn.checks import integer, is_truth
 from lowbit_attn.demo import model as models
 from lowbit_attn.evaluation import REMEDY
 from lowbit_attn.evaluation.reading import Attended, Reader, Wanted
 from lowbit_attn.layout import PAGE_TOKENS
-from lowbit_attn.quality import new_cache
+from lowbit_attn.quality import new_cache, restored_attention
 
 try:
     from lm_eval import utils
@@ -45,7 +46,7 @@ class LowBitLM(TemplateLM):
     Args:
         pretrained: a folder of a transformers model, "demo" (SmolLM2-135M-Instruct, fetched), or a model.
         tokenizer: beside a model; else the folder's own.
-        format: of LowBitCache; "16": 16 bit. sinks, range_search, codebooks, sliding: as LowBitCache takes them.
+        format: of LowBitCache; "16": 16 bit. sinks, range_search, codebooks, path, sliding: as LowBitCache takes them.
         chunk: tokens of a forward call that reads a prompt; 0: the whole prompt at once, over no quantized token.
         device: "cuda" or "cpu"; None: a GPU if there is one. dtype: a name in torch; None: fp32 on the CPU, else fp16.
         max_length: tokens of a prompt with its answer; None: the model's. Longer prompts lose their first tokens, with
@@ -53,8 +54,8 @@ class LowBitLM(TemplateLM):
     """
 
     def __init__(self, pretrained=DEMO, format: str | int = "k4v4", *, tokenizer=None, sinks: int | None = None,
-                 range_search: bool | None = None, codebooks: str | None = None, sliding: str = "16bit",
-                 chunk: int = PAGE_TOKENS, device: str | None = None, dtype: str | None = None,
+                 range_search: bool | None = None, codebooks: str | None = None, path: str | None = None,
+                 sliding: str = "16bit", chunk: int = PAGE_TOKENS, device: str | None = None, dtype: str | None = None,
                  max_length: int | None = None, batch_size: int | str = 1, max_batch_size: int | None = None):
         super().__init__()
         if str(batch_size) not in ("1", "auto") or max_batch_size not in (None, 1):
@@ -63,7 +64,7 @@ class LowBitLM(TemplateLM):
             raise ValueError(f"chunk: got {chunk}, supported: 0 (a whole prompt at once) or more tokens")
         if range_search is not None:
             is_truth("range_search", range_search)
-        options = dict(format=str(format), sinks=sinks, range_search=range_search, sliding=sliding)
+        options = dict(format=str(format), sinks=sinks, range_search=range_search, path=path, sliding=sliding)
         self.options = None if str(format) == "16" else options | ({"codebooks": codebooks} if codebooks else {})
         new_cache(self.options)  # what is wrong with the options is told before a model is loaded
         self.model, self.tokenizer = _loaded(pretrained, tokenizer, device, dtype)
@@ -109,9 +110,11 @@ class LowBitLM(TemplateLM):
         """(log p of the continuation, whether greedy search would write it) of each (texts, context, continuation)."""
         wanted = [Wanted(self._last((context + continuation)[:-1], 0), len(continuation))
                   for _, context, continuation in requests]
+        if longest := next((one for one in wanted if one.keep > len(one.ids)), None):
+            raise ValueError(f"continuation: got {longest.keep} tokens, supported: at most max_length, "
+                             f"{self.max_length}")
         answers = []
-        for place, (texts, _, continuation) in enumerate(requests):
-            logits, _ = self.reader.read(wanted[place], next(iter(wanted[place + 1 : place + 2]), None))
+        for (logits, _), (texts, _, continuation) in zip(self._read(wanted), requests):
             target = torch.tensor(continuation, device=logits.device)
             found = logits.log_softmax(-1).gather(1, target[:, None]).sum().item()
             answers.append((found, bool((logits.argmax(-1) == target).all())))
@@ -135,13 +138,18 @@ class LowBitLM(TemplateLM):
         asked = [(context, _stops(options), _most_new(options)) for context, options in (r.args for r in requests)]
         wanted = [Wanted(self._last(self.tok_encode(context), most)) for context, _, most in asked]
         answers = []
-        for place, (context, stops, most) in enumerate(asked):
-            logits, cache = self.reader.read(wanted[place], next(iter(wanted[place + 1 : place + 2]), None))
+        for (logits, cache), (_, stops, most), request in zip(self._read(wanted), asked, requests):
             answers.append(self._written(logits, cache, stops, most))
-            self.cache_hook.add_partial("generate_until", (context, requests[place].args[1]), answers[-1])
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 
-    def _written(self, logits: torch.Tensor, cache, stops: list[str], most: int) -> str:
+    def _read(self, wanted: list[Wanted]) -> Iterator[tuple[torch.Tensor, Cache]]:
+        """Logits and cache of each; afterwards the model attends as it did before."""
+        with restored_attention(self.model):
+            for one, following in zip(wanted, [*wanted[1:], None]):
+                yield self.reader.read(one, following)
+
+    def _written(self, logits: torch.Tensor, cache: Cache, stops: list[str], most: int) -> str:
         """What greedy search writes behind a prompt that a cache holds, without the stop text."""
         ends, new, text = _ends(self), [], ""
         while len(new) < most:
