@@ -65,7 +65,7 @@ class Step:
 
 
 def data_of(shape: Shape, device: str, seed: int = 0) -> Data:
-    """The same data for every peer on one kind of device."""
+    """Data of a seed: equal for every peer on one kind of device."""
     generator = torch.Generator(device).manual_seed(seed)
     like = dict(generator=generator, device=device, dtype=torch.float16)
     q = torch.randn(shape.batch, shape.num_heads, shape.head_dim, **like)
