@@ -14,7 +14,7 @@ ARCH ?=
 # what needs transformers: its integration, the commands, the examples and the documented code
 HF_TESTS = $(shell grep -rlE 'importorskip..transformers|import transformers|CACHE_ARGUMENT' tests --include='test_*.py')
 
-.PHONY: demo test test-hf-old lint hopper ampere all-kernels kernel-wheel same-sass mutants gpu-kernels gpu-tests gpu-sanitize perf profile
+.PHONY: demo test test-hf-old test-eval lint hopper ampere all-kernels kernel-wheel same-sass mutants gpu-kernels gpu-tests gpu-sanitize perf profile
 
 $(PY):
 	$(PYTHON) -m venv --system-site-packages $(VENV)
@@ -57,6 +57,12 @@ test-hf-old: | $(PY)
 	$(OLD)/bin/python -m pip install -q 'transformers>=5.17,<5.21'
 	$(OLD)/bin/python -c "import transformers as t; assert t.__version__ < '5.21', t.__version__; print(t.__version__)"
 	$(OLD)/bin/python -m pytest -n auto $(HF_TESTS)
+
+# The tests of lm-eval's model type, whose data sets' libraries no other test needs.
+test-eval: | $(PY)
+	$(call need,lm_eval pytest xdist hypothesis pytest_timeout transformers matplotlib typer rich,eval$(COMMA)test,\
+	  lm-eval$(COMMA) pytest and transformers)
+	$(PY) -m pytest -n auto $(shell grep -rl 'importorskip..lm_eval' tests --include='test_*.py')
 
 lint: | $(PY)
 	$(call need,ruff,dev,ruff and build (about 15 MB))

@@ -70,3 +70,16 @@ def stepwise(model, cache, ids, sizes, mask=None):
 
 def error(got, expected) -> float:
     return ((got - expected).norm() / expected.norm()).item()
+
+
+def save_with_letters(path, characters: str = " abcdefghijklmnopqrstuvwxyz"):
+    """A random Llama with a tokenizer of single characters, saved in a folder; its path."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    letters = {c: i for i, c in enumerate(["<unk>", "<eos>", "<pad>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>",
+                                         unk_token="<unk>").save_pretrained(path)
+    build("llama").save_pretrained(path)
+    return path

@@ -28,10 +28,11 @@ class Scores:
 
     tokens: read; all but the first were predicted. perplexity of them. spread: one standard error of that perplexity
     beside the 16-bit run's, from the chunks' differences; None for a single chunk. kl: mean over positions of
-    KL(16 bit || this), in nats. top1: share of positions whose likeliest next token is the same. cosine: for each
-    attention layer, the mean over positions of the cosine between the attention block's outputs in the two runs
-    (errors of earlier layers included). bits_per_element: of packed pages, metadata included; cache_bytes: all that
-    holds the tokens at the end, sinks and open blocks included. seconds: of the forward calls.
+    KL(16 bit || this), in nats. top1: share of positions whose likeliest next token is the same. kl_error, top1_error:
+    one standard error of either, over chunks; None for a single chunk. cosine: for each attention layer, the mean over
+    positions of the cosine between the attention block's outputs in the two runs (errors of earlier layers included).
+    bits_per_element: of packed pages, metadata included; cache_bytes: all that holds the tokens at the end, sinks and
+    open blocks included. seconds: of the forward calls.
     """
 
     tokens: int
@@ -39,6 +40,8 @@ class Scores:
     spread: float | None
     kl: float
     top1: float
+    kl_error: float | None
+    top1_error: float | None
     cosine: tuple[float, ...]
     bits_per_element: float
     cache_bytes: int
@@ -147,13 +150,18 @@ def spread(perplexity: float, nll: Sequence[float], baseline: Sequence[float], t
     nll, baseline: sums of -log p over each chunk's predicted tokens, whose numbers are ``tokens``. What both runs find
     hard cancels: the error is that of the mean difference a token (a ratio of sums over chunks), times the perplexity.
     """
-    count, total = len(tokens), sum(tokens)
-    if count < 2:
+    error = ratio_error([a - b for a, b in zip(nll, baseline, strict=True)], tokens)
+    return None if error is None else perplexity * error
+
+
+def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float | None:
+    """One standard error of sum(sums) / sum(counts), chunks taken as drawn at random; None for fewer than two."""
+    chunks, total = len(counts), sum(counts)
+    if chunks < 2:
         return None
-    differences = [a - b for a, b in zip(nll, baseline, strict=True)]
-    mean = sum(differences) / total
-    squares = sum((difference - mean * n) ** 2 for difference, n in zip(differences, tokens, strict=True))
-    return perplexity * math.sqrt(count / (count - 1) * squares) / total
+    mean = sum(sums) / total
+    squares = sum((one - mean * n) ** 2 for one, n in zip(sums, counts, strict=True))
+    return math.sqrt(chunks / (chunks - 1) * squares) / total
 
 
 def agreement(top1: torch.Tensor, baseline: torch.Tensor) -> float:
@@ -238,27 +246,30 @@ class _Sums:
     """Running sums over positions."""
 
     def __init__(self):
-        self.kl = self.same = self.positions = 0
-        self.nll: list[float] = []  # of each chunk, as the baseline's and the numbers of predicted tokens are
+        self.nll: list[float] = []  # of each chunk, as all of these are
         self.baseline: list[float] = []
         self.predicted: list[int] = []
+        self.kl: list[float] = []
+        self.same: list[int] = []  # likeliest next tokens
+        self.positions: list[int] = []
         self.cosine: list[float] = []
 
     def add(self, step: _Step, baseline: _Step, targets: torch.Tensor) -> None:
         self.nll.append(negative_log_likelihood(step.logits[: len(targets)], targets))
         self.baseline.append(negative_log_likelihood(baseline.logits[: len(targets)], targets))
         self.predicted.append(len(targets))
-        self.kl += kl_divergence(baseline.logits, step.logits)
-        self.same += int((step.logits.argmax(-1) == baseline.logits.argmax(-1)).sum())
-        self.positions += step.logits.shape[0]
+        self.kl.append(kl_divergence(baseline.logits, step.logits))
+        self.same.append(int((step.logits.argmax(-1) == baseline.logits.argmax(-1)).sum()))
+        self.positions.append(step.logits.shape[0])
         cosine = [torch.nn.functional.cosine_similarity(a, b, dim=-1).sum().item()
                   for a, b in zip(step.outputs, baseline.outputs, strict=True)]
         self.cosine = [a + b for a, b in zip(self.cosine, cosine)] if self.cosine else cosine
 
     def scores(self, tokens: int, reader: _Reader) -> Scores:
-        whole = perplexity(sum(self.nll), sum(self.predicted))
-        return Scores(tokens, whole, spread(whole, self.nll, self.baseline, self.predicted), self.kl / self.positions,
-                      self.same / self.positions, tuple(x / self.positions for x in self.cosine),
+        whole, positions = perplexity(sum(self.nll), sum(self.predicted)), sum(self.positions)
+        return Scores(tokens, whole, spread(whole, self.nll, self.baseline, self.predicted), sum(self.kl) / positions,
+                      sum(self.same) / positions, ratio_error(self.kl, self.positions),
+                      ratio_error(self.same, self.positions), tuple(x / positions for x in self.cosine),
                       bits_per_element(reader.options, reader.model), cache_bytes(reader.cache), reader.seconds)
 
 

@@ -89,10 +89,14 @@ def recall(model, tokenizer, prose: str, cases: Mapping[str, Mapping | None], qu
             for label, options in cases.items()}
 
 
+def question(word: str) -> str:
+    """What stands behind a context: the model is to go on with a space and the word's code."""
+    return f"\nThe list of codes again:\n{word}:"
+
+
 def _is_right(model, tokenizer, cache, word: str, code: str) -> bool:
     """Whether every token of the code is the likeliest one behind those before it; the cache gets the question."""
-    question = f"\nThe list of codes again:\n{word}:"
-    asked, whole = (tokenizer(text).input_ids for text in (question, f"{question} {code}"))
+    asked, whole = (tokenizer(text).input_ids for text in (question(word), f"{question(word)} {code}"))
     ids = torch.tensor([whole[:-1]], device=model.device)
     logits = model(ids, **{CACHE_ARGUMENT: cache}).logits[0, len(asked) - 1 :]
     return logits.argmax(-1).tolist() == whole[len(asked) :]

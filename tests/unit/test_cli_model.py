@@ -1,7 +1,6 @@
 """``lowbit-attn generate`` and ``quality`` on a small model in a local folder."""
 
 import json
-import string
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from typer.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import WINDOW, build, stepwise, tokens  # noqa: E402
+from tiny_models import WINDOW, build, save_with_letters, stepwise, tokens  # noqa: E402
 
 from lowbit_attn import quality  # noqa: E402
 from lowbit_attn.cli import app, level_plot, model  # noqa: E402
@@ -20,16 +19,7 @@ TEXT = "the quick brown fox jumps over the lazy dog and then it sleeps " * 5
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random Llama with a tokenizer of single characters."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    path = tmp_path_factory.mktemp("model")
-    letters = {c: i for i, c in enumerate(["<unk>", "<eos>", "<pad>", " ", *string.ascii_lowercase])}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>",
-                                         unk_token="<unk>").save_pretrained(path)
-    build("llama").save_pretrained(path)
-    return path
+    return save_with_letters(tmp_path_factory.mktemp("model"))
 
 
 def run(*args):

@@ -74,18 +74,10 @@ def names(tmp_path, monkeypatch, tiny_folder) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory) -> Path:
     """A random Llama with a tokenizer of single characters."""
-    transformers = pytest.importorskip("transformers")
-    from tiny_models import build
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    pytest.importorskip("transformers")
+    from tiny_models import save_with_letters
 
-    path = tmp_path_factory.mktemp("model")
-    letters = {c: i for i, c in enumerate(["<unk>", "<eos>", "<pad>", *" abcdefghijklmnopqrstuvwxyz"])}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>",
-                                         unk_token="<unk>").save_pretrained(path)
-    build("llama").save_pretrained(path)
-    return path
+    return save_with_letters(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +108,14 @@ def test_lowbit_attn(command, names, request):
         if "recall" in words:  # whose contexts are cut from longer prose
             Path(names["FILE"]).write_text(3 * Path(names["FILE"]).read_text())
             words += ["--questions", "1"]
+    if words[0] == "eval":
+        words += ["--limit", "1"] + ([] if "--model" in words else ["--model", names["FOLDER"]])
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         answer = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
-    if words[0] == "bench" and not torch.cuda.is_available():
+    if words[0] == "eval" and find_spec("lm_eval") is None:
+        assert answer.exit_code == 2 and "pip install 'lowbit-attn[eval]'" in answer.output
+    elif words[0] == "bench" and not torch.cuda.is_available():
         assert answer.exit_code == 1 and "bench: needs a CUDA device" in answer.output
     else:
         assert answer.exit_code == 0, f"{words}: {answer.output}"
@@ -145,7 +141,8 @@ ELSEWHERE = {  # what is not run here, and why
     "lowbit_attn.support": "test_readme.py compares what it prints with docs/support.md",
     **dict.fromkeys(("examples/hf_long_document.py", "examples/quality_check.py", "examples/cuda_graph_decode.py",
                      "examples/paged_serving.py"), "test_examples.py runs it"),
-    **dict.fromkeys(("perf/quality.py", "perf/leankv.py", "perf/weights.py"),
+    "perf/peers.py": "needs a GPU and other libraries; test_perf_peers.py runs its parts",
+    **dict.fromkeys(("perf/quality.py", "perf/text_quality.py", "perf/tasks.py", "perf/leankv.py", "perf/weights.py"),
                     "minutes to hours of a downloaded model; test_perf_*.py and test_readme.py run its parts"),
     "perf/frames.py": "takes minutes; test_level_steps.py takes fewer of its steps",
     "perf/papers.py": "test_perf_papers.py compares what it prints with docs/papers.md",

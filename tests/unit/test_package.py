@@ -54,6 +54,7 @@ LAYERS = (
     ("integrations", "testing", "parallel", "budget"),
     ("bench", "quality"),
     ("demo", "recall"),
+    ("evaluation",),
     ("cli",),
     ("__main__", "cli.__main__", "demo.__main__"),
 )
@@ -344,7 +345,8 @@ def test_versions_agree():
     assert newest[1] == lowbit_attn.__version__
 
 
-DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # where a module is named otherwise
+# where a module is named otherwise
+DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl", "lm_eval": "lm-eval", "tvm_ffi": "apache-tvm-ffi"}
 WITH_TORCH = {"torch", "triton"}
 HOST_OF_A_PLUGIN = {"vllm"}  # who imports the plug-in has it
 
@@ -362,7 +364,7 @@ def test_what_is_imported_is_declared():
         missing = {DISTRIBUTIONS.get(top, top) for top in tops} - set().union(*declared.values())
         assert not missing, f"{module} imports {missing}, which pyproject.toml does not name"
     assert declared["core"] == {"torch", "numpy", "filelock", "platformdirs", "apache-tvm-ffi", "safetensors"}
-    for extra in ("kernels", "demo", "test"):
+    for extra in ("kernels", "demo", "test", "eval"):
         assert declared["cli"] <= declared[extra], extra
 
 

@@ -43,6 +43,12 @@ def test_spread_is_of_the_difference_to_the_baseline():
     assert quality.spread(12.0, same_a_token, baseline, [1, 2, 3, 4]) == pytest.approx(0, abs=1e-9)
 
 
+def test_ratio_error_is_that_of_the_mean_of_equal_chunks():
+    sums, counts = [10.0, 30.0, 20.0], [10, 10, 10]
+    assert quality.ratio_error(sums, counts) == pytest.approx(1 / math.sqrt(3))  # of 1, 3 and 2 a token
+    assert quality.ratio_error([1.0], [10]) is None and quality.ratio_error([5.0, 10.0], [10, 20]) == 0
+
+
 def test_chunks_predict_every_token_but_the_first():
     ids = torch.arange(300)[None]
     parts = list(quality.chunks(ids))
@@ -78,6 +84,9 @@ def test_scores_are_those_of_whole_passes(tiny):
     logits = torch.cat(logits)
     kl = quality.kl_divergence(whole.logits[0], logits) / 300
     assert scores["b"].kl == pytest.approx(kl, rel=2e-2) and kl > 0
+    sums = [quality.kl_divergence(whole.logits[0, i : i + 128], logits[i : i + 128]) for i in range(0, 300, 128)]
+    assert scores["b"].kl_error == pytest.approx(quality.ratio_error(sums, [128, 128, 44]), rel=5e-2)
+    assert scores["a"].kl_error == scores["a"].top1_error == 0 < scores["b"].top1_error
     assert scores["b"].top1 == pytest.approx(quality.agreement(logits.argmax(-1), whole.logits[0].argmax(-1)), abs=0.02)
     assert scores["b"].cache_bytes == cache.nbytes < scores["c"].cache_bytes < scores["a"].cache_bytes
     assert scores["a"].spread == 0 and scores["b"].spread > scores["c"].spread > 0

@@ -12,7 +12,8 @@ from rich.table import Table
 from lowbit_attn.formats import FORMATS, Format
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-LEFT = ("format", "note", "target", "kernel", "side", "plane", "cache")  # columns of words; all others are numbers
+# columns of words; all others are numbers
+LEFT = ("format", "note", "target", "kernel", "side", "plane", "cache", "task", "metric")
 
 
 def console() -> Console:

@@ -136,7 +136,7 @@ def quality(
     if task == "recall" and plot is not None:
         fail("plot: got a file beside the task recall, supported: the task text")
     names = ["16", *(format or ["k4v4", "k2v2"])]
-    cases = {_label(name, sinks, search): _options(name, sinks, search, codebooks or []) for name in names}
+    cases = cache_cases(names, sinks, search, codebooks or [])
     if text is not None and not text.is_file():
         fail(f"text: got {str(text)!r}, supported: a text file")
     for name, path in (("jsonl", jsonl), ("plot", plot)):
@@ -181,6 +181,11 @@ def quality(
 
         save_plot(plot, scores, f"{'SmolLM2-135M-Instruct' if model == DEMO else model}, {ids.shape[1]:,} tokens of "
                                 f"{text or 'help texts'}; {figures.where(network.device.type)}")
+
+
+def cache_cases(names: list[str], sinks: int | None, search: bool | None, files: list[Path]) -> dict[str, dict | None]:
+    """label -> options of LowBitCache of each format, None for "16"; ends the command for what no cache takes."""
+    return {_label(name, sinks, search): _options(name, sinks, search, files) for name in names}
 
 
 def _label(name: str, sinks: int | None, search: bool | None) -> str:
