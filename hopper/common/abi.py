@@ -111,7 +111,7 @@ def guess_counts(view: View, batch_idx: Int32) -> tuple[Int32, tuple]:
 def right_counts(view: View, batch_idx: Int32, row: Int32, counts: tuple) -> tuple:
     """The counters of ``row`` for those that were guessed."""
     if row != batch_idx:
-        is_row = Uint32(row) < Uint32(view.n_tok.shape[0])
+        is_row = (row >= 0) & (row < view.n_tok.shape[0])
         counts = tuple(Int32(0) for _ in view.counters)
         if is_row:
             counts = tuple(x[row] for x in view.counters)

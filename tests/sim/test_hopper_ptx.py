@@ -288,9 +288,10 @@ def test_rows_of_the_cache_in_any_order(name, path, scratch):
     assert all(torch.equal(*pair) for pair in zip(found, attend(program, cfg, problem, Attention(), 2)))
 
 
-def test_a_row_that_does_not_exist_has_no_tokens(scratch):
-    """Behind the cache's last row."""
+@pytest.mark.parametrize("row", [3, -1, -2**31, 2**31 - 1])
+def test_a_row_that_does_not_exist_has_no_tokens(row, scratch):
+    """Behind the cache's last row, or in front of its first."""
     case = Case("k4v4", head_dim=64, num_heads=4, num_heads_kv=1, lengths=(40, 300, 150), sinks=3)
     text, cfg = compiled(key_of(case, Attention()), scratch)
-    o, lse = decode(ptx.Program(text), cfg, testing.build(case), Attention(), 1, others={1: 3})
+    o, lse = decode(ptx.Program(text), cfg, testing.build(case), Attention(), 1, others={1: row})
     assert not o[1].any() and (lse[1] == -torch.inf).all() and o[::2].all()
