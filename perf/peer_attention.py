@@ -1,6 +1,7 @@
 """Peers of 16 and 8 bits: torch's SDPA by backend, FlashInfer over pages, the FlashAttention packages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from peer_case import Data, Shape, Step, Unavailable
@@ -52,15 +53,16 @@ def flashinfer(dtype: torch.dtype) -> Callable[[Shape, Data], list[Step]]:
         counts = dict(dtype=torch.int32, device=device)
         indptr = torch.arange(0, len(order) + 1, pages, **counts)
         last = torch.full((shape.batch,), PAGE, **counts)
-        found = []
-        for has_tensor_cores in (True, False):
+        def step(has_tensor_cores: bool) -> Step:
             wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.zeros(WORKSPACE, dtype=torch.uint8, device=device),
                                                          "NHD", use_tensor_cores=has_tensor_cores)
             wrapper.plan(indptr, order.int(), last, shape.num_heads, shape.num_heads_kv, shape.head_dim, PAGE,
                          q_data_type=torch.float16, kv_data_type=dtype)
-            found.append(Step(lambda wrapper=wrapper: wrapper.run(data.q, tuple(pools)), k, v, 2 * k.nbytes,
-                              note=f"tensor cores: {has_tensor_cores}"))
-        return found
+            wrapper.run(data.q, tuple(pools))
+            return Step(lambda: wrapper.run(data.q, tuple(pools)), k, v, 2 * k.nbytes,
+                        note=f"tensor cores: {has_tensor_cores}")
+
+        return those_that_run(step, (True, False), "tensor cores")
     return steps
 
 
@@ -72,21 +74,16 @@ def flash_attention_4(shape: Shape, data: Data) -> list[Step]:
     except Exception as error:
         raise Unavailable(f"flash-attn-4 cannot be imported: {first_line(error)}") from error
     q, k, v = data.q[:, None], data.k.transpose(1, 2).contiguous(), data.v.transpose(1, 2).contiguous()
-    found, reasons = [], []
-    for splits in SPLITS:
-        def call(splits: int = splits) -> torch.Tensor:
+
+    def step(splits: int) -> Step:
+        def call() -> torch.Tensor:
             o = flash_attn_func(q, k, v, num_splits=splits)
             return (o[0] if isinstance(o, tuple) else o)[:, 0]
 
-        try:
-            call()
-        except Exception as error:  # of its own compiler, too
-            reasons.append(f"{splits} splits: {first_line(error)}")
-            continue
-        found.append(Step(call, data.k, data.v, 2 * data.k.nbytes, note=f"splits: {splits or 'its own choice'}"))
-    if not found:
-        raise Unavailable("; ".join(reasons))
-    return found
+        call()
+        return Step(call, data.k, data.v, 2 * data.k.nbytes, note=f"splits: {splits or 'its own choice'}")
+
+    return those_that_run(step, SPLITS, "splits")
 
 
 def flash_attention_2(shape: Shape, data: Data) -> list[Step]:
@@ -98,6 +95,19 @@ def flash_attention_2(shape: Shape, data: Data) -> list[Step]:
         raise Unavailable(f"flash-attn cannot be imported: {first_line(error)}") from error
     q, k, v = data.q[:, None], data.k.transpose(1, 2).contiguous(), data.v.transpose(1, 2).contiguous()
     return [Step(lambda: flash_attn_with_kvcache(q, k, v)[:, 0], data.k, data.v, 2 * k.nbytes)]
+
+
+def those_that_run(step: Callable[[object], Step], values: Iterable, name: str) -> list[Step]:
+    """A step for each value with which a peer runs; their notes say with which it does not, and why."""
+    found, reasons = [], []
+    for value in values:
+        try:
+            found.append(step(value))
+        except Exception as error:  # of its own compiler, too
+            reasons.append(f"not with {name} {value}: {first_line(error)}")
+    if not found:
+        raise Unavailable("; ".join(reasons))
+    return [replace(one, note="; ".join((one.note, *reasons))) for one in found]
 
 
 def need_gpu() -> None:

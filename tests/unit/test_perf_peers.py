@@ -66,6 +66,20 @@ def test_a_peer_that_is_not_installed_says_so(peers, monkeypatch):
         assert "cannot be imported" in measured(peers, name)["reason"]
 
 
+def test_ways_that_do_not_run_are_named_beside_those_that_do(peers, case):
+    attention, q = sys.modules["peer_attention"], torch.zeros(1, 1, 8)
+
+    def step(value: int):
+        if value % 2:
+            raise RuntimeError(f"odd {value}\nmore")
+        return case.Step(lambda: q, q, q, 0, note=f"n: {value}")
+
+    found = attention.those_that_run(step, (1, 2, 4), "n")
+    assert [one.note for one in found] == [f"n: {n}; not with n 1: RuntimeError: odd 1" for n in (2, 4)]
+    with pytest.raises(case.Unavailable, match="not with n 1: RuntimeError: odd 1; not with n 3"):
+        attention.those_that_run(step, (1, 3), "n")
+
+
 def test_an_error_is_seen(case):
     """A step that reads other values than it says it keeps."""
     shape = case.Shape.parse(SHAPE)

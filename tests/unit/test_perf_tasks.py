@@ -1,6 +1,7 @@
 """perf/tasks.py: a tiny model is scored through lm-eval, and lines become the table of docs/quality.md."""
 
 import json
+import re
 
 import pytest
 from perf_scripts import PERF, script
@@ -38,3 +39,10 @@ def test_lines_become_a_table(tasks, tmp_path, capsys):
     tasks.table(str(path))
     out = capsys.readouterr().out.splitlines()
     assert out[2:5] == ["| 16 bit | 0.50 ± 0.05 | 100 | 0% |", "| k2v2 | 0.50 ± 0.05 | 100 | 100% |", ""]
+
+
+def test_the_docs_have_the_newest_lines(tasks):
+    text = (PERF.parent / "docs/quality.md").read_text()
+    shown = re.search(r"<!-- recall: begin .*?-->\n(.*?)\n<!-- recall: end -->", text, re.DOTALL)[1]
+    lines = [json.loads(line) for line in (PERF.parent / tasks.RESULTS).read_text().splitlines()]
+    assert shown == tasks.table_of(lines), "run python perf/tasks.py table and put its table into docs/quality.md"
