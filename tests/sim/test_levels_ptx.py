@@ -86,6 +86,14 @@ def test_a_block_leaves_at_any_phase_in_an_order_that_came_from_scores(sinks):
     assert check(cache, [0], *call(cache, 1)).all() and not torch.equal(cache.order[0].sort()[0], cache.order[0])
 
 
+def test_a_stage_that_is_just_full_becomes_a_page():
+    """A quarter of a block is high: 96 + 32 and 32 + 96 tokens."""
+    cache = make("lean", (184,), heads=1)
+    cache.n_stage.copy_(torch.tensor([[96], [32]]))
+    cache.recount()
+    assert check(cache, [0], *call(cache, 1)).all() and not cache.n_stage.any()
+
+
 def test_ties_pruned_tokens_and_the_thresholds_of_the_paper():
     """Equal means on both sides of a threshold, tokens that no query has seen, heads with other numbers of tokens."""
     cache = make("lean", (184, 184), policy=Cumulative(0.2, 0.6))
