@@ -7,7 +7,6 @@
     decode.py, config.py   the kernel of a key
 """
 
-
 from lowbit_attn.hopper.common.support import PATHS
 from lowbit_attn.hopper.common.tuning import CLUSTERS, EMPTY
 from lowbit_attn.hopper.scratch import cluster_scratch, even_scratch, fits_clusters, scratch

@@ -35,7 +35,6 @@ PAIRS = (("k4v2", "k2v4"), ("k4v1", "k1v4"), ("kitty-variance", "kitty"), ("kitt
          ("kitty-pro-variance", "kitty-pro"), ("kitty-pro-weighted", "kitty-pro"), ("k4v2-boost", "k4v2"),
          ("lean", "k4v4"))
 WITHOUT_SINKS = ("k4v4", "k4v2", "k2v2")
-LEVELS = ("lean", "lean-low")
 LabelsOption = Annotated[list[str], typer.Option(help="Only the cache of this label; repeatable.")]
 OutputOption = Annotated[str, typer.Option(help="JSON lines file of the repository.")]
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import typer
-from perf_scripts import PERF, script
+from perf_scripts import script
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
@@ -16,10 +16,8 @@ SHAPE = "2,8,2,64,320"
 
 @pytest.fixture(scope="module")
 def peers():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PERF))
-        with script("peers") as module:
-            yield module
+    with script("peers") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

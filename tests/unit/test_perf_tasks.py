@@ -11,10 +11,8 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def tasks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PERF))
-        with script("tasks") as module:
-            yield module
+    with script("tasks") as module:
+        yield module
 
 
 def test_a_model_is_scored(tasks, tmp_path):

@@ -8,7 +8,7 @@ import typer
 
 from lowbit_attn import progress
 from lowbit_attn.cli.common import check_writable, console, fail
-from lowbit_attn.cli.model import DEMO, load
+from lowbit_attn.cli.model import full_name, load
 from lowbit_attn.formats.levels import Levels
 from lowbit_attn.levels.level_cache import LevelCounts
 from lowbit_attn.levels.policy import Cumulative
@@ -50,9 +50,8 @@ def make(pair: Levels, plot: Path, model: str, text: Path | None, tokens: int, p
     counts = read(network, ids, dict(format=pair.name, policy=policy))
     if not counts:
         fail(f"model: no layer of {model!r} keeps its tokens in levels, supported: models with full attention")
-    name = "SmolLM2-135M-Instruct" if model == DEMO else model
-    about = (f"{name}, {ids.shape[1]:,} tokens of {text or 'help texts'} over {pair}, {policy or 'equal shares'}; "
-             f"{figures.where(network.device.type)}")
+    about = (f"{full_name(model)}, {ids.shape[1]:,} tokens of {text or 'help texts'} over {pair}, "
+             f"{policy or 'equal shares'}; {figures.where(network.device.type)}")
     draw(plot, counts, about)
     console().print(f"Tokens by layer and head: {plot}", soft_wrap=True, markup=False)
 

@@ -13,10 +13,10 @@ import typer
 from lowbit_attn import progress
 from lowbit_attn.cli import books, recall
 from lowbit_attn.cli.common import check_writable, console, fail, format_named, table, tell_builds
+from lowbit_attn.demo.model import DEMO
 from lowbit_attn.formats import Format, levels
 from lowbit_attn.layout import PAGE_TOKENS
 
-DEMO = "demo"
 TASKS = ("text", "recall")
 ModelOption = Annotated[str, typer.Option(help="Folder of a transformers model; demo: SmolLM2-135M-Instruct, fetched.")]
 SinksOption = Annotated[int | None, typer.Option(help="First tokens that stay in 16 bit; default: the format's.")]
@@ -179,8 +179,13 @@ def quality(
     if plot:
         from lowbit_attn.demo import figures
 
-        save_plot(plot, scores, f"{'SmolLM2-135M-Instruct' if model == DEMO else model}, {ids.shape[1]:,} tokens of "
+        save_plot(plot, scores, f"{full_name(model)}, {ids.shape[1]:,} tokens of "
                                 f"{text or 'help texts'}; {figures.where(network.device.type)}")
+
+
+def full_name(model: str) -> str:
+    """What a plot calls the model of an option."""
+    return "SmolLM2-135M-Instruct" if model == DEMO else model
 
 
 def cache_cases(names: list[str], sinks: int | None, search: bool | None, files: list[Path]) -> dict[str, dict | None]:

