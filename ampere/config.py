@@ -222,12 +222,15 @@ class DecodeConfig:
 
         So they do, by a few and outside of the page loop, where a format with two windows has 256 channels, or 16 rows
         and several groups of V metadata or features; so do 16 rows with groups of V metadata and features, and blocks
-        of 64 rows with four groups or more of V metadata, or with 8-bit codes and every feature.
+        of 64 rows with four groups or more of V metadata, or with 8-bit codes and every feature. On sm_90, where
+        these kernels are only tested, 16 rows with 8-bit codes of K and features fall short by one register too.
         """
         has_bytes = self.k.bits == self.v.bits == 8 and len(self.features) == len(FEATURES)
         if self.shares_pages and self.head_dim > 64 and (self.v.groups > 2 or has_bytes):
             return True
         if self.has_mixed and self.head_dim > 128:
+            return True
+        if self.target == "sm_90" and self.columns > 1 and self.head_dim > 64 and self.k.bits == 8 and self.features:
             return True
         if self.columns > 1 and self.head_dim > 64 and self.v.groups > 1 and self.features:
             return True

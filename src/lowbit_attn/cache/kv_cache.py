@@ -118,16 +118,13 @@ class KVCache(CacheReads):
         also be an int32 tensor [batch] of distinct rows on the device, which each replay reads. The same holds for
         a step that torch.compile compiles.
         """
-        if self.attached is not None and torch.compiler.is_compiling():
-            raise NotImplementedError(f"append: format {self.format} has codebooks, whose steps cannot be compiled "
-                                      "yet, supported: calls outside of torch.compile")
+        if torch.compiler.is_compiling():
+            self._append_traced(k, v, seqs)
+            return
         if self.is_capturing() and backend_of(self).append is None:
             raise NotImplementedError(f"append: format {self.format} has codebooks of keys before their rotary "
                                       "embedding, whose steps cannot be captured, supported: calls outside of CUDA "
                                       "graphs")
-        if torch.compiler.is_compiling():
-            self._append_traced(k, v, seqs)
-            return
         batch, tokens = check_rank("k", k, ("batch", "tokens", self.num_heads_kv, self.head_dim))[:2]
         capturing = self.is_capturing()
         if capturing and isinstance(seqs, torch.Tensor):
@@ -181,6 +178,9 @@ class KVCache(CacheReads):
 
     def _append_traced(self, k: torch.Tensor, v: torch.Tensor, seqs: torch.Tensor | None) -> None:
         """``append`` as the operator lowbit_attn::append, which ops.py defines."""
+        if self.attached is not None:
+            raise NotImplementedError(f"append: format {self.format} has codebooks, whose steps cannot be compiled "
+                                      "yet, supported: calls outside of torch.compile")
         if self.format.orders_tokens:
             raise NotImplementedError(f"append: format {self.format} orders tokens by significance, supported under "
                                       "torch.compile: formats that store them by position")
