@@ -10,6 +10,7 @@ choice differs, the reference's margin between the two tokens is recorded.
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -63,17 +64,16 @@ def text_perplexity(model, texts: torch.Tensor, case) -> tuple[float, str]:
     return math.exp(sum(math.log(score.perplexity) for score in scores) / len(scores)), scores[0].served_by
 
 
-def compare_paths(model, texts: torch.Tensor, prompt: torch.Tensor, fmt: str, tokens: int) -> dict:
+def compare_paths(model, texts: torch.Tensor, prompt: torch.Tensor, case, tokens: int) -> dict:
     """What the kernels give beside the reference path on the same device; tokens 0: of the texts alone."""
-    from lowbit_attn.demo.scoring import Case
-
-    line = {"perplexity_reference": round(text_perplexity(model, texts, Case(fmt, fmt, path="reference"))[0], 4)}
+    line = {"perplexity_reference": round(text_perplexity(model, texts, replace(case, path="reference"))[0], 4)}
     if not tokens:
         return line
+    options = dict(format=case.format, codebooks=case.codebooks)
     for path in (None, "reference"):
-        value = stepwise_perplexity(model, texts[:1], dict(format=fmt, path=path))
+        value = stepwise_perplexity(model, texts[:1], options | dict(path=path))
         line[f"stepwise_perplexity_{path or 'kernels'}"] = round(value, 4)
-    return line | greedy_against_reference(model, prompt, dict(format=fmt), tokens)
+    return line | greedy_against_reference(model, prompt, options, tokens)
 
 
 def main(
@@ -85,6 +85,8 @@ def main(
     texts: Annotated[int, typer.Option(help="stretches of 2,048 tokens of Python's help texts", min=1,
                                            max=50)] = 8,
     tokens: Annotated[int, typer.Option(help="greedy tokens; 0: the texts alone")] = 64,
+    codebooks: Annotated[Path | None, typer.Option(help="folder of smollm2.FORMAT.safetensors, which lowbit-attn "
+                                                        "calibrate made, for formats that need some")] = None,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/model.jsonl",
 ) -> None:
     """Score and generate with each format on each architecture's kernels."""
@@ -100,12 +102,14 @@ def main(
         if device == "cuda":
             os.environ["LOWBIT_ATTN_ARCH"] = name
         for fmt in format:
-            value, served_by = text_perplexity(model, stretches, scoring.Case(fmt, fmt))
+            file = codebooks and codebooks / f"smollm2.{fmt}.safetensors"
+            case = scoring.Case(fmt, fmt, codebooks=str(file) if file and file.is_file() else None)
+            value, served_by = text_perplexity(model, stretches, case)
             line = provenance() | {"arch": name, "format": fmt, "model": "SmolLM2-135M-Instruct",
                                    "dtype": str(model.dtype), "served_by": served_by, "texts": texts,
                                    "perplexity": round(value, 4)}
             if device == "cuda":
-                line |= compare_paths(model, stretches, prompt, fmt, tokens)
+                line |= compare_paths(model, stretches, prompt, case, tokens)
             append_result(output, line)
             print(line)
 

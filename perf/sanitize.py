@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import typer
 from provenance import ROOT, append_result, digest, provenance
@@ -13,18 +14,19 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
 def main(tool: list[str] = list(TOOLS), selection: str = "one_small_case or bytes or every_number_of_tokens",
-         output: str = "perf/results/sanitizer.jsonl") -> None:
-    """Run the GPU tests that match SELECTION under each TOOL; exits with 1 if one found an error or a test failed."""
+         file: list[str] = list(FILES), output: str = "perf/results/sanitizer.jsonl") -> None:
+    """Run the tests of each FILE that match SELECTION under each TOOL; exits with 1 if one found an error or failed."""
     failed = False
     for name in tool:
         started = time.time()
         command = ["compute-sanitizer", "--tool", name, sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-n", "0",
-                   "-p", "no:cacheprovider", "-k", selection, *FILES]
+                   "-p", "no:cacheprovider", "-k", selection, *file]
         text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
         errors = [int(n) for n in re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", text)]
         passed, bad = (re.findall(rf"::(\S+) {word}", text) for word in ("PASSED", "FAILED"))
-        line = {"tool": name, "selection": selection, "seconds": round(time.time() - started), "errors": sum(errors),
-                "summaries": len(errors), "passed": len(passed), "failed": len(bad), "tests_sha256": digest(passed)}
+        files = {} if tuple(file) == FILES else {"files": [Path(one).stem for one in file]}
+        line = {"tool": name, "selection": selection, **files, "seconds": round(time.time() - started),
+                "errors": sum(errors), "summaries": len(errors), "passed": len(passed), "failed": len(bad), "tests_sha256": digest(passed)}
         append_result(output, provenance() | line)
         print(f"{name}: {len(passed)} passed, {len(bad)} failed, {sum(errors)} errors in {line['seconds']} s")
         if bad or sum(errors) or not errors:
