@@ -25,6 +25,7 @@ from lowbit_attn.cache.held import HeldCache
 from lowbit_attn.cache.state import DTYPES, RING_ALIGN
 from lowbit_attn.checks import check_rank, check_tensor, one_of
 from lowbit_attn.formats import Format
+from lowbit_attn.precision import on_own_defaults
 
 PAGE = layout.PAGE_TOKENS
 NULL = 0  # ring that engines name where there is none, never written; pages of this block are none, too
@@ -166,6 +167,7 @@ def counters(store: PagedStore, step: Step, is_after: bool = True) -> dict[str, 
     return {name: value.int() for name, value in counts.items()}
 
 
+@on_own_defaults
 def append(store: PagedStore, step: Step, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
     """Store a step's new tokens, and pack every block that ends inside it.
 

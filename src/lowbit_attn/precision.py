@@ -1,10 +1,13 @@
-"""Arithmetic that keeps its dtypes whatever the caller's autocast says."""
+"""Arithmetic and tensors that do not follow the caller's default device or autocast."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import wraps
 
 import torch
 
 _AS_IT_IS = nullcontext()
+_DEVICE_TYPES = ("cpu", "cuda")
 
 
 def full_precision(device_type: str) -> AbstractContextManager:
@@ -13,6 +16,32 @@ def full_precision(device_type: str) -> AbstractContextManager:
     if torch.compiler.is_compiling() or _is_autocast(device_type):
         return torch.autocast(device_type, enabled=False)
     return _AS_IT_IS
+
+
+def on_own_defaults(function: Callable) -> Callable:
+    """Decorator: within the function a tensor whose device is not named is the CPU's, and there is no autocast.
+
+    A caller's ``torch.set_default_device("cuda")``, which serving engines have in force while they make a model, ends
+    at the function's door. Floats must still name their dtype: torch's default one is of the process, not of a thread.
+    """
+
+    @wraps(function)
+    def run(*arguments, **named):
+        with _own_defaults():
+            return function(*arguments, **named)
+
+    return run
+
+
+def _own_defaults() -> AbstractContextManager:
+    contexts = [] if torch.get_default_device().type == "cpu" else [torch.device("cpu")]
+    contexts += [torch.autocast(kind, enabled=False) for kind in _DEVICE_TYPES if _is_autocast(kind)]
+    if not contexts:
+        return _AS_IT_IS
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack
 
 
 def _is_autocast(device_type: str) -> bool:

@@ -15,6 +15,7 @@ from lowbit_attn.cache.attached import Attached
 from lowbit_attn.cache.view import Strides
 from lowbit_attn.codebooks import Codebooks, LayerCodebooks
 from lowbit_attn.formats import FORMATS, Format, Kind
+from lowbit_attn.precision import on_own_defaults
 from lowbit_attn.reference import PLAIN, Attention
 
 NORMAL_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of o, on N(0, 1) data
@@ -92,24 +93,26 @@ class Expected:
 # ---- cases
 
 
+@on_own_defaults
 def normal_codebooks(format: str, layers: int = 1, num_heads_kv: int = 2, head_dim: int = 128, rope: str = "post",
                      seed: int = 0) -> Codebooks:
     """Codebooks of normal entries, in no data's order and with uneven weights: for what needs no quality."""
-    generator = torch.Generator().manual_seed(seed)
+    like = dict(generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     fmt, lead = FORMATS[format], (layers, num_heads_kv)
     k_entries, v_entries = (
-        torch.randn((*lead, *side.entries_shape(1, head_dim)[1:]), generator=generator).half()
+        torch.randn((*lead, *side.entries_shape(1, head_dim)[1:]), **like).half()
         if side.kind is Kind.CODEBOOK else None for side in (fmt.k, fmt.v))
     of_keys, freq = {}, None
     if k_entries is not None:
-        half = torch.rand((*lead, head_dim // 2), generator=generator) + 0.5
-        of_keys = dict(k_order=torch.rand((*lead, head_dim), generator=generator).argsort(-1).short(),
+        half = torch.rand((*lead, head_dim // 2), **like) + 0.5
+        of_keys = dict(k_order=torch.rand((*lead, head_dim), **like).argsort(-1).short(),
                        k_weights=torch.cat((half, half), -1))
     if rope == "pre":
-        freq = (10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))).expand(layers, -1)
+        freq = (10_000.0 ** -(torch.arange(head_dim // 2, dtype=torch.float32) / (head_dim // 2))).expand(layers, -1)
     return Codebooks(format, rope, head_dim, k_entries, v_entries, **of_keys, rope_inv_freq=freq)
 
 
+@on_own_defaults
 def build(case: Case, device: torch.device | str = "cpu") -> Problem:
     """Make the case's cache (prefill, then the last q_len tokens by append) and queries; device: where they go.
 
@@ -151,6 +154,7 @@ def _books(case: Case) -> LayerCodebooks | None:
     return normal_codebooks(case.format, 1, case.num_heads_kv, case.head_dim, case.rope, case.seed).layer(0)
 
 
+@on_own_defaults
 def permute_pages(cache: KVCache, seed: int) -> None:
     """Move every page of the pool to a random place; the table and the free list follow."""
     place = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(seed)).to(cache.device)
@@ -293,6 +297,7 @@ def attention_fp64(q, k, v, options: Attention = PLAIN, rounding: torch.dtype | 
     return o, lse
 
 
+@on_own_defaults
 def expected(problem: Problem, options: Attention = PLAIN, path: str = "register") -> Expected:
     """What decode must return for a problem, from its cache's dequantized values, with the tolerances.
 

@@ -9,38 +9,13 @@ import torch
 from lowbit_attn import FORMATS, KVCache, decode, merge_states, reference, scratch
 from lowbit_attn.formats import packing, rotation
 from lowbit_attn.testing import assert_same_bytes, assert_same_state
+from tests.unit.caller_modes import MODES, default_dtype
 
 HEADS, DIM = 2, 64
 K, V = torch.randn(2, 400, HEADS, DIM, generator=torch.Generator().manual_seed(2))
 Q = torch.randn(1, 1, 4, DIM, generator=torch.Generator().manual_seed(3))
 
 
-@contextlib.contextmanager
-def default_device():
-    torch.set_default_device("meta")  # stands for "cuda": what is made there cannot be read here
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-MODES = {
-    "default device": default_device,
-    "float64": lambda: default_dtype(torch.float64),
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "autocast to fp16": lambda: torch.autocast("cpu", dtype=torch.float16),
-    "inference mode": torch.inference_mode,
-}
 CACHES = {"k4v4": {}, "k2v2": {}, "k1v1": {}, "kitty-random": {}, "kitty": dict(dtype=torch.bfloat16),
           "k4tv4": dict(rotate_keys=True)}
 

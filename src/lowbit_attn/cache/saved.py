@@ -94,7 +94,8 @@ def _fill(cache, tensors: dict[str, torch.Tensor]) -> None:
     """Put a file's contents into an empty cache of its shape; KeyError or _MisfitError for what does not fit."""
     names = (*TOKENS, *significance.STATE) if cache.format.orders_tokens else TOKENS
     wanted = {"table": cache.table, "counters": torch.stack(cache.counters()), "n_pages": cache.n_pages,
-              "first_positions": torch.from_numpy(cache.first_positions), "state": torch.zeros(cache.max_batch).char(),
+              "first_positions": torch.from_numpy(cache.first_positions),
+              "state": torch.empty(cache.max_batch, dtype=torch.int8, device="cpu"),
               **{name: getattr(cache, name) for name in names}}
     for name, like in wanted.items():
         found = tensors[name]

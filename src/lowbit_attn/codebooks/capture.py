@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from lowbit_attn.layout import PAGE_TOKENS
+from lowbit_attn.precision import on_own_defaults
 
 NAMES = {"sdpa": "lowbit-capture-sdpa", "eager": "lowbit-capture-eager"}  # of attention functions that record
 PAGES = 16  # of a sequence: 2,048 tokens after the sinks
@@ -77,7 +78,7 @@ def captured(model, ids: torch.Tensor, sinks: int = 32, on_tokens: Callable[[int
             _read(model, sequence)
             first += range(sinks, len(sequence) - PAGE_TOKENS + 1, PAGE_TOKENS)
             on_tokens(len(sequence))
-    return Sample(recorder.layers(frequencies), torch.tensor(first), limit)
+    return Sample(recorder.layers(frequencies), torch.tensor(first, device="cpu"), limit)
 
 
 def context_of(config) -> int:
@@ -126,6 +127,7 @@ class _Recorder:
     def __init__(self, sinks: int):
         self.sinks, self.found = sinks, {}
 
+    @on_own_defaults
     def record(self, module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
         """Take a sequence's q [1, num_heads, tokens, head_dim] and K, V [1, num_heads_kv, tokens, head_dim]."""
         if key.shape != value.shape:
@@ -204,17 +206,16 @@ def _frequencies(model) -> list[torch.Tensor]:
     """inv_freq fp32 [head_dim / 2] by layer, as the model's keys were seen to turn with position."""
     probes = []
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (PROBED_TOKENS,), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(vocabulary, (PROBED_TOKENS,), generator=torch.Generator().manual_seed(0), device="cpu")
     for offset in (0, PROBED_OFFSET):
         recorder = _ProbeRecorder()
         with _recorded(model, recorder):
             _read(model, ids, offset)
         probes.append(recorder.keys)
-    found = []
+    found, offset = [], torch.tensor(PROBED_OFFSET, device="cpu")
     for i, (before, after) in enumerate(zip(*probes, strict=True)):
-        choices = [*_stated(model, i, before.shape[-1]), torch.zeros(before.shape[-1] // 2)]
-        gaps = [((turned(before, freq, torch.tensor(PROBED_OFFSET)) - after).norm() / after.norm()).item()
-                for freq in choices]
+        choices = [*_stated(model, i, before.shape[-1]), before.new_zeros(before.shape[-1] // 2)]
+        gaps = [((turned(before, freq, offset) - after).norm() / after.norm()).item() for freq in choices]
         best = min(range(len(gaps)), key=gaps.__getitem__)
         if not gaps[best] < (1e-3 if model.dtype == torch.float32 else 5e-2):
             raise NotImplementedError(f"model: keys of layer {i} do not turn with position as its rotary embedding "

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from lowbit_attn import tensor_file
+from lowbit_attn.precision import on_own_defaults
 
 VERSION = 1  # of the file: another number where the meaning of a tensor or field changes
 ENTRIES = 256
@@ -61,6 +62,7 @@ class Codebooks:
     metadata: dict = field(default_factory=dict)
     version: int = VERSION
 
+    @on_own_defaults
     def __post_init__(self):
         if self.version != VERSION:
             raise ValueError(f"version: got {self.version}, supported: {VERSION}; calibrate again with this version")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowbit_attn.precision import full_precision
+from lowbit_attn.precision import on_own_defaults
 
 ITERATIONS = 12
 EARLY_SHARE, EARLY_VECTORS = 2, 2048  # early iterations see one vector in two, but not fewer than 8 an entry
@@ -35,6 +35,7 @@ class Clusters:
         return int((self.counts == 0).sum())
 
 
+@on_own_defaults
 def kmeans(x: torch.Tensor, entries: int = 256, iterations: int = ITERATIONS, seed: int = 0,
            on_step: Callable[[], None] = lambda: None, weights: torch.Tensor | None = None) -> Clusters:
     """Cluster x [problems, vectors, c], finite; each problem starts from vectors of its own, drawn with ``seed``.
@@ -45,21 +46,20 @@ def kmeans(x: torch.Tensor, entries: int = 256, iterations: int = ITERATIONS, se
     is called after each iteration. weights: fp32 [problems, vectors], positive, by which square distances count; None:
     all alike. The CPU gives the same result for the same seed; a GPU sums in any order.
     """
-    with full_precision(x.device.type):
-        x = x.float().contiguous()
-        centers = _start(x, entries, seed)
-        few = _some(x, seed), None if weights is None else _some(weights[..., None], seed)[..., 0]
-        for step in range(iterations):
-            seen, theirs = few if step < iterations * 3 // 4 else (x, weights)
-            codes, distance = nearest(seen, centers)
-            centers, counts = _means(seen, codes, centers, theirs)
-            if theirs is not None:
-                distance = distance * theirs
-            if step + 1 < iterations:
-                _reseed(seen, centers, counts, distance)
-            on_step()
-        codes, distance = nearest(x, centers)
-        counts = _counts(codes, entries)
+    x = x.float().contiguous()
+    centers = _start(x, entries, seed)
+    few = _some(x, seed), None if weights is None else _some(weights[..., None], seed)[..., 0]
+    for step in range(iterations):
+        seen, theirs = few if step < iterations * 3 // 4 else (x, weights)
+        codes, distance = nearest(seen, centers)
+        centers, counts = _means(seen, codes, centers, theirs)
+        if theirs is not None:
+            distance = distance * theirs
+        if step + 1 < iterations:
+            _reseed(seen, centers, counts, distance)
+        on_step()
+    codes, distance = nearest(x, centers)
+    counts = _counts(codes, entries)
     order = counts.argsort(dim=1, descending=True, stable=True)
     return Clusters(centers.gather(1, order[..., None].expand_as(centers)), counts.gather(1, order), distance.mean(1))
 
@@ -98,7 +98,7 @@ def _start(x: torch.Tensor, entries: int, seed: int) -> torch.Tensor:
     """Different vectors of each problem, at random places, as its first entries."""
     generator = torch.Generator().manual_seed(seed)
     problems, vectors, c = x.shape
-    draws = torch.rand(problems, vectors, generator=generator)
+    draws = torch.rand(problems, vectors, dtype=torch.float32, generator=generator)
     places = draws.topk(min(entries, vectors), 1).indices
     places = places.repeat(1, -(-entries // places.shape[1]))[:, :entries].to(x.device)
     return gathered(x, places)

@@ -16,7 +16,7 @@ from lowbit_attn.codebooks.capture import LayerSample, Sample, turned
 from lowbit_attn.codebooks.file import ENTRIES, ROPES
 from lowbit_attn.codebooks.kmeans import ITERATIONS, gathered, kmeans, nearest
 from lowbit_attn.layout import PAGE_TOKENS
-from lowbit_attn.precision import full_precision
+from lowbit_attn.precision import on_own_defaults
 
 HELD_OUT = 9  # one page of so many is kept for the errors
 RANDOM_COPIES = 2  # of every key, at random positions, beside the key where it stood
@@ -76,6 +76,7 @@ class Learned:
     warnings: list[str] = field(default_factory=list)
 
 
+@on_own_defaults
 def learn_layers(sample: Sample, recipe: Recipe, device="cpu", on_step: Callable[[], None] = lambda: None,
                  ) -> list[Learned]:
     """Codebooks of every layer of a sample; on_step after each of ``recipe.steps``, from any thread.
@@ -104,6 +105,7 @@ def learn_layers(sample: Sample, recipe: Recipe, device="cpu", on_step: Callable
         torch.set_num_threads(threads)
 
 
+@on_own_defaults
 def random_offsets(sample: Sample, recipe: Recipe, layer: int) -> torch.Tensor:
     """Positions by which each page of a layer is turned on, for each of its copies: int64 [copies, pages].
 
@@ -117,6 +119,7 @@ def random_offsets(sample: Sample, recipe: Recipe, layer: int) -> torch.Tensor:
     return torch.cat((stays, torch.randint(most + 1, (RANDOM_COPIES, sample.pages), generator=generator)))
 
 
+@on_own_defaults
 def learn_layer(layer: LayerSample, first: torch.Tensor, offsets: torch.Tensor, held: torch.Tensor, recipe: Recipe,
                 device="cpu", on_step: Callable[[], None] = lambda: None) -> Learned:
     """Codebooks of one layer from the pages that are not ``held``; its errors on those that are.
@@ -125,11 +128,10 @@ def learn_layer(layer: LayerSample, first: torch.Tensor, offsets: torch.Tensor, 
     the errors are those of the last copy.
     """
     learned = Learned()
-    with full_precision(torch.device(device).type):
-        if recipe.k_vec_size is not None:
-            _learn_keys(learned, layer, first, offsets, held, recipe, device, on_step)
-        if recipe.v_vec_size is not None:
-            _learn_values(learned, layer, held, recipe, device, on_step)
+    if recipe.k_vec_size is not None:
+        _learn_keys(learned, layer, first, offsets, held, recipe, device, on_step)
+    if recipe.v_vec_size is not None:
+        _learn_values(learned, layer, held, recipe, device, on_step)
     return learned
 
 
@@ -137,7 +139,8 @@ def _learn_keys(learned: Learned, layer: LayerSample, first, offsets, held, reci
     inv_freq, shifts = layer.inv_freq.to(device), [_shift(first, recipe.rope, one) for one in offsets]
     copies = [_without_mean(turned(layer.keys.to(device), inv_freq, shift), recipe) for shift in shifts]
     heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
-    weight = channel_weights(layer.q_moment) if recipe.is_weighted else torch.ones(heads, head_dim)
+    weight = (channel_weights(layer.q_moment) if recipe.is_weighted
+              else torch.ones(heads, head_dim, dtype=torch.float32))
     squares = sum(keys[~held].square().mean((0, 2)) for keys in copies) / len(copies)
     order = (balanced_order(squares.cpu() * weight, recipe.k_vec_size) if recipe.is_balanced
              else torch.arange(head_dim).expand(heads, head_dim))
@@ -188,6 +191,7 @@ def channel_weights(q_moment: torch.Tensor) -> torch.Tensor:
     return paired / paired.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) + LEAST_WEIGHT
 
 
+@on_own_defaults
 def balanced_order(importance: torch.Tensor, vec_size: int) -> torch.Tensor:
     """Deal channels out so that groups of ``vec_size`` have nearly equal products of importance.
 

@@ -15,6 +15,7 @@ from lowbit_attn.codebooks.capture import LayerSample, context_of
 from lowbit_attn.codebooks.file import LayerCodebooks
 from lowbit_attn.codebooks.learn import Recipe, Sample, learn_layer, random_offsets
 from lowbit_attn.layout import PAGE_TOKENS
+from lowbit_attn.precision import on_own_defaults
 
 PROMPTS = {"prompt": "pre", "prompt-post": "post"}  # an argument ``codebooks``, and the rope of its keys' codebooks
 LEAST_TOKENS = 1024
@@ -22,6 +23,7 @@ QUERY_STEP = 4  # one query of so many tells how much attention tokens get
 LEAST_SHARE = 0.05  # of a token's weight, beside a mean of 1: what nobody looked at yet may be looked at
 
 
+@on_own_defaults
 def learn_prompt(keys: torch.Tensor, values: torch.Tensor, q_moment: torch.Tensor, inv_freq: torch.Tensor,
                  max_positions: int, sinks: int, recipe: Recipe, format_name: str, start: int = 0,
                  weights: torch.Tensor | None = None) -> LayerCodebooks:
@@ -51,6 +53,7 @@ def learn_prompt(keys: torch.Tensor, values: torch.Tensor, q_moment: torch.Tenso
                           learned.k_weights, freq).to(keys.device)
 
 
+@on_own_defaults
 def attention_squares(query: torch.Tensor, keys: torch.Tensor, pad: int, scale: float,
                       ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the square attention probabilities that tokens get from every fourth query of a step.
@@ -62,7 +65,7 @@ def attention_squares(query: torch.Tensor, keys: torch.Tensor, pad: int, scale: 
     token = torch.arange(tokens, device=keys.device)
     asks = token[tokens - query.shape[1] :]
     asks = asks[(asks >= pad) & ((asks - pad) % QUERY_STEP == 0)]
-    squares = torch.zeros(heads, tokens, device=keys.device)
+    squares = torch.zeros(heads, tokens, dtype=torch.float32, device=keys.device)
     for some in asks.split(PAGE_TOKENS):
         q = query[:, some - tokens].float().unflatten(0, (heads, -1))  # [heads, queries of a KV head, some, head_dim]
         scores = q @ keys.float().mT[:, None] * scale
@@ -79,6 +82,7 @@ def token_weights(squares: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     return share / share.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) + LEAST_SHARE
 
 
+@on_own_defaults
 def frequencies(module: torch.nn.Module, head_dim: int, rope: str = "post") -> torch.Tensor:
     """inv_freq fp32 [head_dim / 2] of an attention module of transformers, 0 where its keys do not turn.
 
@@ -88,7 +92,7 @@ def frequencies(module: torch.nn.Module, head_dim: int, rope: str = "post") -> t
     config = module.config
     check_rope(rope_types(config), rope)
     if not getattr(module, "use_rope", True) or not rope_types(config):
-        return torch.zeros(head_dim // 2)
+        return torch.zeros(head_dim // 2, dtype=torch.float32)
     stated = config.rope_parameters
     if "rope_type" not in stated:
         stated = stated[config.layer_types[module.layer_idx]]

@@ -59,7 +59,7 @@ def tokenized(tokenizer, pieces: Iterable[str], tokens: int) -> torch.Tensor:
     if len(found) < LEAST_TOKENS:
         raise ValueError(f"text: got {len(found)} tokens, supported: {LEAST_TOKENS} or more, of varied text; "
                          "256 entries are not learned from fewer")
-    return torch.tensor(found[:tokens])
+    return torch.tensor(found[:tokens], device="cpu")
 
 
 def _lines(text: str) -> set[str]:

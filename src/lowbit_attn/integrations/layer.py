@@ -23,6 +23,7 @@ from lowbit_attn.integrations import dense
 from lowbit_attn.integrations.growth import grown, new_cache
 from lowbit_attn.integrations.handle import Handle
 from lowbit_attn.plan import plans_of
+from lowbit_attn.precision import on_own_defaults
 from lowbit_attn.reference import PLAIN, Attention
 
 NOT_TRACED = ("LowBitCache: supported in one graph, compiled or captured: steps of one token a row over "
@@ -367,6 +368,7 @@ class LowBitLayer(CacheLayerMixin):
 
     # ---- the 16-bit tail of a sliding window
 
+    @on_own_defaults
     def _attend_tail(self, query, handle: Handle, options: Attention, pads) -> torch.Tensor:
         k, v = self._entered(handle)
         if self.tail is not None:

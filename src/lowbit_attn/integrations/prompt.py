@@ -23,6 +23,7 @@ from lowbit_attn.formats import Format, Kind
 from lowbit_attn.integrations import dense
 from lowbit_attn.integrations.handle import Handle
 from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
+from lowbit_attn.precision import on_own_defaults
 from lowbit_attn.reference import PLAIN, Attention
 
 
@@ -35,7 +36,7 @@ def blank(format: Format, head_dim: int) -> LayerCodebooks:
                for name, side in sides.items() if side.kind is Kind.CODEBOOK}
     of_keys = {} if "k_entries" not in entries else {
         "k_order": torch.arange(head_dim, dtype=torch.int16, device="cpu")[None],
-        "k_weights": torch.ones(1, head_dim, device="cpu")}
+        "k_weights": torch.ones(1, head_dim, dtype=torch.float32, device="cpu")}
     both = dict.fromkeys(sides) | entries
     return LayerCodebooks(format.name, "post", head_dim, **both, **of_keys)
 
@@ -73,6 +74,7 @@ class PromptLayer(LowBitLayer):
     def check_model(self, config) -> None:
         """Nothing: these codebooks are of no model."""
 
+    @on_own_defaults
     def attend(self, handle: Handle, query: torch.Tensor, options: Attention = PLAIN,
                pads: Sequence[int] | None = None) -> torch.Tensor:
         """As in LowBitLayer; a step of one token before the codebooks are learned is refused."""
@@ -149,7 +151,9 @@ class PromptLayer(LowBitLayer):
                  ) -> RowLayer:
         """A row with codebooks from its tokens [num_heads_kv, tokens, head_dim], which it then holds; start: the
         position of the first; weights: of ``token_weights``."""
-        inv_freq = torch.zeros(k.shape[2] // 2) if self.inv_freq is None else self.inv_freq
+        inv_freq = self.inv_freq
+        if inv_freq is None:
+            inv_freq = torch.zeros(k.shape[2] // 2, dtype=torch.float32, device="cpu")
         with torch.inference_mode(False):
             books = learn_prompt(k, v, moment, inv_freq, self.max_positions, self.sinks, self.recipe, self.format.name,
                                  start, weights)

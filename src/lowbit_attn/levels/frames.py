@@ -79,7 +79,7 @@ class FreeList(Copied):
         fresh = torch.arange(first, first + frames, dtype=torch.int32, device=self.ids.device)
         free = torch.cat((self.free_ids(), fresh))
         self.ids = torch.cat((free, torch.zeros(first + frames - len(free), dtype=torch.int32, device=free.device)))
-        self.ends.copy_(torch.tensor([0, len(free)]))
+        self.ends[0], self.ends[1] = 0, len(free)
 
 
 class FramePool(Copied):

@@ -27,7 +27,7 @@ from lowbit_attn.checks import check_rank, check_tensor, integer, is_sequence, o
 from lowbit_attn.levels import step
 from lowbit_attn.levels.moves import Departure, head_tokens
 from lowbit_attn.levels.state import PAGE, WINDOW, LevelState
-from lowbit_attn.precision import full_precision
+from lowbit_attn.precision import full_precision, on_own_defaults
 from lowbit_attn.reference import PLAIN, Attention, attention
 
 
@@ -70,6 +70,7 @@ class LevelCache(LevelState):
 
     # ---- the steps
 
+    @on_own_defaults
     def prefill(self, seq: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None = None,
                 lse: torch.Tensor | None = None, **attention) -> None:
         """Add any number of tokens to one sequence; whole blocks that leave the window get their classes at once.
@@ -161,10 +162,15 @@ class LevelCache(LevelState):
     def _manage(self, rows: list[int], q: torch.Tensor, lse: torch.Tensor, options: Attention, path: str | None,
                 any_due: bool = True) -> None:
         """``manage`` from the device's counters alone; any_due: whether a row may have a block to move."""
-        index, every = self.row_tensor(rows), self.manage_every
+        index = self.row_tensor(rows)
         if path is None and not self._why_torch(options):
             step.KERNELS[self.device.type].manage(self, index, q.detach(), lse, options)
             return
+        self._manage_in_torch(index, q, lse, options, any_due)
+
+    @on_own_defaults
+    def _manage_in_torch(self, index: torch.Tensor, q, lse, options: Attention, any_due: bool) -> None:
+        every = self.manage_every
         acts = self.n_tok[index] // every > (self.n_tok[index] - q.shape[1]) // every
         scores = step.observed(self, index, q.detach(), lse, acts, options)
         if any_due:

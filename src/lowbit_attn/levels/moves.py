@@ -39,8 +39,8 @@ class Departure:
             self.counts.append([len(k) // PAGE for k, _ in tokens])
             self.records.append(self._packed(level, tokens))
             self.rests.append([tuple(x[len(x) // PAGE * PAGE :] for x in sides) for sides in tokens])
-        high, low = (torch.tensor(counts) for counts in self.counts)
-        open_parts = -torch.tensor(self.pages[LOW]) % cache.pool.per_low
+        high, low = (torch.tensor(counts, device="cpu") for counts in self.counts)
+        open_parts = -torch.tensor(self.pages[LOW], device="cpu") % cache.pool.per_low
         self.needs = cache.pool.needs(high, low, open_parts).sum(1)
 
     def _tokens(self, level: int, head: int, order: torch.Tensor, k, v) -> tuple[torch.Tensor, torch.Tensor]:

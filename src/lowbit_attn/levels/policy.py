@@ -74,7 +74,7 @@ class Cumulative:
         unseen = mean.isinf()
         weight = (mean.masked_fill(unseen, 0).double() * (1 << FRACTION_BITS)).round().long()
         order = ranking(mean).flip(-1)  # from the least significant on
-        total = weight.sum(-1, keepdim=True)
+        total = weight.sum(-1, keepdim=True).float()
         before = weight.gather(-1, order).cumsum(-1)
         by_rank = torch.where(before < self.T_l * total, PRUNED, torch.where(before < self.T_h * total, LOW, HIGH))
         found = torch.zeros_like(mean, dtype=torch.uint8).scatter_(-1, order, by_rank.to(torch.uint8))

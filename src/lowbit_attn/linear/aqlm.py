@@ -93,7 +93,8 @@ def _first_books(unit: torch.Tensor, metric: torch.Tensor, weight: torch.Tensor,
                  generator: torch.Generator) -> torch.Tensor:
     """Residual k-means of vectors at random, their entries weighted by row and by the metric's diagonal."""
     vectors = unit.reshape(-1, VEC)
-    picked = torch.randperm(len(vectors), generator=generator)[: spec.book_size * LEARN_PER_ENTRY].to(unit.device)
+    places = torch.randperm(len(vectors), generator=generator, device="cpu")
+    picked = places[: spec.book_size * LEARN_PER_ENTRY].to(unit.device)
     x = vectors[picked][None]
     blocks = unit.shape[1] // VEC
     importance = metric.diagonal(dim1=1, dim2=2)[picked % blocks] * weight[picked // blocks, None]

@@ -102,7 +102,7 @@ class Walk:
                 leader = owner.setdefault(name, seen.setdefault(id(args[0]), name))
                 if leader == name:
                     x = x.reshape(-1, x.shape[-1]).float()
-                    total = sums.setdefault(name, [torch.zeros(x.shape[1], x.shape[1], device=x.device), 0])
+                    total = sums.setdefault(name, [x.new_zeros(x.shape[1], x.shape[1]), 0])
                     total[0].addmm_(x.T, x)
                     total[1] += len(x)
                 kept.append(args[0])  # so that no other tensor gets its id in this pass

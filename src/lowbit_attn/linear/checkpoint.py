@@ -61,7 +61,7 @@ def quantize_model(model: nn.Module, tokenizer, tokens: torch.Tensor, format: st
         _put_back(layer, made)
         if index >= walked:
             walk.advance(index)
-            _write(folder / HIDDEN, {"hidden": walk.hidden, "layers": torch.tensor(index + 1)})
+            _write(folder / HIDDEN, {"hidden": walk.hidden, "layers": torch.tensor(index + 1, device="cpu")})
     _finish(model, tokenizer, format, folder)
 
 

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from lowbit_attn.linear.constants import constant
+from lowbit_attn.precision import on_own_defaults
 
 # First halves of the first rows of four symmetric circulants A, B, C, D, by their order: Williamson's construction.
 WILLIAMSON = {
@@ -105,6 +106,7 @@ def _jacobsthal(prime: int) -> torch.Tensor:
     return symbol[(i[:, None] - i) % prime]
 
 
+@on_own_defaults
 def _paley_1(prime: int) -> torch.Tensor:
     """I + S of order prime + 1, S skew: for primes of the form 4 m + 3."""
     made = torch.eye(prime + 1, dtype=torch.long)
@@ -113,6 +115,7 @@ def _paley_1(prime: int) -> torch.Tensor:
     return made
 
 
+@on_own_defaults
 def _paley_2(prime: int) -> torch.Tensor:
     """[[C + I, C - I], [C - I, -C - I]], C a symmetric conference matrix: for primes of the form 4 m + 1."""
     conference, one = torch.zeros(prime + 1, prime + 1, dtype=torch.long), torch.eye(prime + 1, dtype=torch.long)
@@ -122,6 +125,7 @@ def _paley_2(prime: int) -> torch.Tensor:
                       torch.cat((conference - one, -conference - one), 1)))
 
 
+@on_own_defaults
 def _williamson(size: int) -> torch.Tensor:
     """[[A, B, C, D], [-B, A, -D, C], [-C, D, A, -B], [-D, -C, B, A]] of circulants of this size."""
     blocks = []
