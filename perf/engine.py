@@ -75,18 +75,20 @@ def run(
     eager: Annotated[bool, typer.Option("--eager", help="Without CUDA graphs.")] = False,
 ) -> None:
     """Measure rows, one after the other; 0 if every one was measured, else 1."""
-    started, failed, done = time.monotonic(), 0, 0
+    from provenance import provenance
+
+    origin, started, failed, done = provenance(), time.monotonic(), 0, 0
     for name in part or [one for one in Part if one is not Part.quality or model]:
         for kind in dtype or DTYPES:
             left = seconds - (time.monotonic() - started)
             if done and left < min(limit, 60.0):
-                write(output, dict(part=name, dtype=kind, error="not begun: no time was left"))
+                write(output, origin | dict(part=name, dtype=kind, error="not begun: no time was left"))
                 failed += 1
                 continue
             flags = [*["--tiny"] * tiny, *["--eager"] * eager, *(["--model", str(model)] if model else [])]
             command = [sys.executable, __file__, "row", "--part", name, "--dtype", kind, "--fill", fill, "--output",
                        str(output), *flags]
-            failed += not _row(command, min(limit, left), output, dict(part=name, dtype=kind))
+            failed += not _row(command, min(limit, left), output, origin | dict(part=name, dtype=kind))
             done += 1
     raise typer.Exit(int(failed > 0))
 

@@ -125,8 +125,24 @@ def shown(lines: list[dict], title: str) -> Table:
     return table
 
 
+def markdown(lines: list[dict]) -> str:
+    """docs/performance.md's table: a row a peer that ran, a column a shape with time, x the fastest read, error."""
+    cases, rows = [], {}
+    for line in lines:
+        case = "{heads}/{kv_heads}, batch {batch}, {0}K".format(line["seqlen"] >> 10, **line)
+        cases += [case] * (case not in cases)
+        if "us" in line:
+            rows.setdefault(line["peer"], {})[case] = (f"{line['us']:,.0f} us, {line['us'] / line['read_us']:.2f}, "
+                                                       f"{line['error']:.1e}")
+    body = [f"| {name} | " + " | ".join(row.get(case, "-") for case in cases) + " |" for name, row in rows.items()]
+    return "\n".join((f"| us, x read, error | {' | '.join(cases)} |", "|---" * (1 + len(cases)) + "|", *body))
+
+
 @app.command()
-def table(results: ResultsOption = RESULTS) -> None:
+def table(
+    results: ResultsOption = RESULTS,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="As docs/performance.md has it.")] = False,
+) -> None:
     """Print the newest line of each peer, shape and GPU."""
     file, newest = ROOT / results, {}
     for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
@@ -134,6 +150,9 @@ def table(results: ResultsOption = RESULTS) -> None:
                                                                      "seqlen"))] = line
     for gpu in dict.fromkeys(key[0] for key in newest):
         lines = [line for key, line in newest.items() if key[0] == gpu]
+        if as_markdown:
+            print(markdown(lines))
+            continue
         Console(width=160).print(shown(lines, f"{gpu}, commits {', '.join(sorted({x['commit'] for x in lines}))}"))
 
 

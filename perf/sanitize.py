@@ -14,7 +14,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
 def main(tool: list[str] = list(TOOLS), selection: str = "one_small_case or bytes or every_number_of_tokens",
-         file: list[str] = list(FILES), output: str = "perf/results/sanitizer.jsonl") -> None:
+         output: str = "perf/results/sanitizer.jsonl", file: list[str] = list(FILES)) -> None:
     """Run the tests of each FILE that match SELECTION under each TOOL; exits with 1 if one found an error or failed."""
     failed = False
     for name in tool:
@@ -26,7 +26,8 @@ def main(tool: list[str] = list(TOOLS), selection: str = "one_small_case or byte
         passed, bad = (re.findall(rf"::(\S+) {word}", text) for word in ("PASSED", "FAILED"))
         files = {} if tuple(file) == FILES else {"files": [Path(one).stem for one in file]}
         line = {"tool": name, "selection": selection, **files, "seconds": round(time.time() - started),
-                "errors": sum(errors), "summaries": len(errors), "passed": len(passed), "failed": len(bad), "tests_sha256": digest(passed)}
+                "errors": sum(errors), "summaries": len(errors), "passed": len(passed), "failed": len(bad),
+                "tests_sha256": digest(passed)}
         append_result(output, provenance() | line)
         print(f"{name}: {len(passed)} passed, {len(bad)} failed, {sum(errors)} errors in {line['seconds']} s")
         if bad or sum(errors) or not errors:

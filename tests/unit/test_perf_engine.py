@@ -1,10 +1,11 @@
 """perf/engine.py without an engine: rows in processes that fail or take too long, sizes of batches."""
 
 import json
+import re
 import sys
 
 import pytest
-from perf_scripts import script
+from perf_scripts import PERF, script
 from typer.testing import CliRunner
 
 from lowbit_attn.integrations.vllm import names
@@ -77,3 +78,25 @@ def test_models_without_weights(engine, tmp_path):
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
     assert [path.name for path in (folder / "lowbit_attn").iterdir()] == ["kcq4vcq2.safetensors"]
     assert not (engine.model_folder(tmp_path, engine.TINY, "auto") / "lowbit_attn").exists()
+
+
+@pytest.mark.parametrize("name", ("steps", "largest"))
+def test_the_docs_have_the_newest_lines(name):
+    text = (PERF.parent / "docs/serving.md").read_text()
+    pattern = rf"<!-- engine: begin \(python perf/engine_table.py {name}\) -->\n(.*?)\n<!-- engine: end -->"
+    shown = re.search(pattern, text, re.DOTALL)[1]
+    with script("engine_table") as table:
+        assert shown == getattr(table, name)("H100"), f"put the table of python perf/engine_table.py {name} there"
+
+
+def test_ratios_are_to_16_bit_in_the_same_run(tmp_path, monkeypatch):
+    like = dict(part="steps", gpu="NVIDIA H100", fill="dummy", is_eager=False, context=8192, batch=1, is_largest=False)
+    found = [like | dict(dtype="auto", ms_per_token=10.0), like | dict(dtype="a", ms_per_token=5.0),
+             like | dict(dtype="auto", ms_per_token=8.0), like | dict(dtype="b", ms_per_token=4.0),
+             like | dict(dtype="c", error="3 blocks are needed"),
+             like | dict(dtype="d", ms_per_token=1.0, fill="prompt")]
+    with script("engine_table") as table:
+        monkeypatch.setattr(table, "RESULTS", tmp_path / "engine.jsonl")
+        table.RESULTS.write_text("".join(json.dumps(line) + "\n" for line in found))
+        rows = [row.split(" | ")[:2] for row in table.steps("H100").splitlines()[2:]]
+    assert rows == [["| auto", "8.00"], ["| a", "5.00, 0.50"], ["| b", "4.00, 0.50"], ["| c", "-"]]

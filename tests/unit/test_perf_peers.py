@@ -1,12 +1,13 @@
 """perf/peers.py: on the CPU, peers that run there are right over their own values; the others say why they are not."""
 
 import json
+import re
 import sys
 
 import pytest
 import torch
 import typer
-from perf_scripts import script
+from perf_scripts import PERF, script
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
@@ -139,3 +140,10 @@ def test_table_has_the_newest_line_of_each(peers, tmp_path, capsys):
     peers.table(str(path))
     out = capsys.readouterr().out
     assert "2.00" in out and "99.0" not in out and "G, commits a, b" in out and "none" in out
+
+
+def test_the_docs_have_the_newest_lines(peers, capsys):
+    peers.table(peers.RESULTS, as_markdown=True)
+    text = (PERF.parent / "docs/performance.md").read_text()
+    shown = re.search(r"<!-- peers: begin .*?-->\n(.*?)\n<!-- peers: end -->", text, re.DOTALL)[1]
+    assert capsys.readouterr().out.strip() == shown, "put the table of python perf/peers.py table --markdown there"
