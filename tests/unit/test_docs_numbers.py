@@ -5,6 +5,8 @@ import math
 import re
 from pathlib import Path
 
+from lowbit_attn.linear.formats import FORMATS
+
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PERFORMANCE, WEIGHTS = ((ROOT / "docs" / name).read_text() for name in ("performance.md", "weights.md"))
 
@@ -208,6 +210,18 @@ def test_outliers_of_real_models():
 
 
 # ---- docs/weights.md
+
+
+def test_bits_of_a_large_matrix():
+    """Of all planes, beside the table's bits of codes and codebooks."""
+    rows = {row[0].strip("`"): sum(map(float, re.findall(r"\d+(?:\.\d+)?", row[2])))
+            for row in rows_of(WEIGHTS, "Formats")}
+    n, k = 4096, 14336
+    bits = {name: 8 * sum(math.prod(shape) * dtype.itemsize for shape, dtype in spec.shapes(n, k).values()) / (n * k)
+            for name, spec in FORMATS.items()}
+    assert rows.keys() == bits.keys()
+    assert {name for name in rows if bits[name] - rows[name] > 0.03} == {"aqlm_1x16"}
+    assert is_rounded(*numbers(WEIGHTS, "but for `aqlm_1x16` (#)"), bits["aqlm_1x16"])
 
 
 def test_products():
