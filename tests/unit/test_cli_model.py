@@ -1,6 +1,7 @@
 """``lowbit-attn generate`` and ``quality`` on a small model in a local folder."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tiny_models import WINDOW, build, save_with_letters, stepwise, tokens  # no
 
 from lowbit_attn import quality  # noqa: E402
 from lowbit_attn.cli import app, level_plot, model  # noqa: E402
+from lowbit_attn.demo import model as fetched  # noqa: E402
 
 TEXT = "the quick brown fox jumps over the lazy dog and then it sleeps " * 5
 
@@ -34,6 +36,14 @@ def test_generate(folder, name, nbytes):
     assert nbytes is None or f"cache {name}: {nbytes:,} bytes, in 16 bit {nbytes:,}" in result.output
     assert ("16.00 bits per element of all 322 tokens, 16.00 where packed" in result.output) == (name == "16")
     assert "nothing was packed" not in result.output
+
+
+@pytest.mark.parametrize("command", (("generate", TEXT), ("quality",)))
+def test_the_demos_model_is_not_fetched_where_nothing_reads_it(monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(fetched, "fetch", lambda *_: pytest.fail("93 MB for nothing"))
+    result = run(*command)
+    assert result.exit_code == 2 and "gguf" in result.output and "pip install 'lowbit-attn[demo]'" in result.output
 
 
 def test_generate_says_what_is_not_packed(folder):

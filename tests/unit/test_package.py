@@ -224,7 +224,11 @@ def imported_with(path: Path) -> set[str]:
 
 
 def test_the_default_kernel_is_read_in_few_files():
-    """At most 14 files and 3,000 lines of Hopper; 18 and 3,550 with what they stand on, which no format is among."""
+    """At most 14 files and 3,000 lines of Hopper; 18 and 3,550 with what they stand on, which no format is among.
+
+    The first is the count by which hopper.register.decode had 29 files and 4,885 lines at dcb2272 (with files outside
+    hopper/ 39 and 6,451): modules imported by name, so a package's __init__ only where a file imports from it.
+    """
     closure, waiting = set(), list(DEFAULT_KERNEL)
     while waiting:
         if (module := waiting.pop()) not in closure:

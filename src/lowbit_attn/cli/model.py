@@ -41,6 +41,8 @@ def _load(name: str, device: str):
         import lowbit_attn.linear.hf  # noqa: F401 (reads what quantize wrote)
 
         if name == DEMO:
+            import gguf  # noqa: F401 (which reads it: before anything is fetched)
+
             return models.load(models.fetch(models.default_folder(), lambda text: typer.echo(text, err=True)), device)
         if not (Path(name) / "config.json").exists():
             fail(f"model: got {name!r}, supported: {DEMO!r}, or a folder with a config.json")

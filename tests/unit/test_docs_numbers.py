@@ -1,0 +1,276 @@
+"""docs/performance.md and docs/weights.md: numbers that no script prints are those of lines of perf/results."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+from lowbit_attn.linear.formats import FORMATS
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+PERFORMANCE, WEIGHTS = ((ROOT / "docs" / name).read_text() for name in ("performance.md", "weights.md"))
+
+
+def found(name: str, commit: str, **of) -> list[dict]:
+    """Lines of perf/results/NAME.jsonl of a commit with these values, the oldest first."""
+    lines = map(json.loads, (ROOT / f"perf/results/{name}.jsonl").read_text().splitlines())
+    lines = [line for line in lines if line["commit"].startswith(commit)
+             and all(line.get(key) == value for key, value in of.items())]
+    assert lines, f"{name}.jsonl has no line of {commit} with {of}"
+    return lines
+
+
+def newest(name: str, commit: str, **of) -> dict:
+    return found(name, commit, **of)[-1]
+
+
+def rows_of(text: str, heading: str) -> list[list[str]]:
+    """Cells of the first table below a heading, without its head."""
+    part = re.split(rf"^#+ {re.escape(heading)}$", text, flags=re.M)[1]
+    table = re.search(r"^\|.*?(?=\n[^|])", part, flags=re.M | re.S)[0]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+
+
+def is_rounded(shown: str, value: float) -> bool:
+    """Whether a number as it is written is the value to its last digit; lines are rounded themselves, hence 1.01."""
+    number = re.sub(r"[ ,%x]|us|K", "", shown)
+    digits = len(number.partition("e")[0].partition(".")[2]) - int(number.partition("e")[2] or 0)
+    return math.isclose(float(number), value, abs_tol=0.5 * 10**-digits * 1.01, rel_tol=0)
+
+
+def test_rounding():
+    assert is_rounded("1,008 us", 1007.78) and is_rounded("3.6e-4", 3.56e-4) and is_rounded("98 %", 98.4)
+    assert not is_rounded("0.61", 0.6048) and not is_rounded("3.6e-4", 3.66e-4) and not is_rounded("98 %", 98.6)
+
+
+def in_text(text: str, words: str) -> bool:
+    return words in " ".join(text.split())
+
+
+def numbers(text: str, words: str) -> tuple[str, ...]:
+    """The numbers that stand for the # of these words in a text."""
+    found = re.search(re.escape(words).replace(r"\#", r"(\d[\d.,]*(?:e-\d+)?)"), " ".join(text.split()))
+    assert found, words
+    return found.groups()
+
+
+def over_read(line: dict) -> float:
+    """Time over the fastest of a plain and a hinted read."""
+    return line["us"] / min(line["read_us"], line.get("hinted_read_us") or math.inf)
+
+
+# ---- docs/performance.md
+
+
+def test_a_whole_model():
+    rows = rows_of(PERFORMANCE, "A whole model")
+    assert len(rows) == 16
+    for case, format, step, rate, gain, *parts in rows:
+        length, batch = re.match(r"(\d+)K, (\d+)", case).groups()
+        of = dict(model="llama-3.1-8b", seqlen=1024 * int(length), largest="(" in case)
+        format = format.partition(" (")[0]
+        line = newest("e2e", "bc6f14c", format=format, batch=int(batch), **of)
+        plain = newest("e2e", "bc6f14c", format="16 bit", **of)
+        assert is_rounded(step, line["step_ms"]) and is_rounded(rate, line["tokens_per_s"]), case
+        assert is_rounded(gain, line["tokens_per_s"] / plain["tokens_per_s"]), case
+        for shown, name in zip(parts, ("weights_ms", "attention_ms", "append_ms", "other_ms"), strict=True):
+            assert is_rounded(shown, line[name]) if shown != "-" else line[name] < 0, (case, name)
+
+
+def test_steps_and_generations():
+    steps = [newest("e2e", "f20b6de21ceb", format=name, seqlen=131072) for name in ("16 bit", "k4v4", "k4v2", "k2v2")]
+    plain, *low = (line["step_ms"] for line in steps)
+    both = ((line["attention_ms"] + line["append_ms"]) / line["attention_ms"] for line in steps[1:])
+    words = ("took #, # (k4v4), # (k4v2) and # ms (k2v2): #, # and # of 16 bit; append and decode together #, # and # "
+             "of decode alone")
+    assert all(map(is_rounded, numbers(PERFORMANCE, words), (plain, *low, *(ms / plain for ms in low), *both)))
+    shown = numbers(PERFORMANCE, "kitty # tokens/s at batch # beside 16 bit's # at #, # x, and # x at the final length "
+                                 "(27d116155435); kitty-pro # at batch # beside #, # x, and # x (1e713b8d112c); k2v2 # "
+                                 "x (batch #) and # x (bc6f14c)")
+    rates, gains, batches, last = {}, {}, {}, {}
+    for commit, format in (("27d116155435", "kitty"), ("1e713b8d112c", "kitty-pro"), ("bc6f14c", "k2v2")):
+        whole, plain = (newest("e2e", commit, format=name, generated=8192) for name in (format, "16 bit"))
+        rates[format], batches[format] = (whole["tokens_per_s"], plain["tokens_per_s"]), whole["batch"]
+        gains[format] = whole["x_16_bit_tokens_per_s"]
+        end, end_plain = (newest("e2e", commit, format=name, seqlen=9216) for name in (format, "16 bit"))
+        last[format] = end["tokens_per_s"] / end_plain["tokens_per_s"]
+    want = (rates["kitty"][0], batches["kitty"], rates["kitty"][1], plain["batch"], gains["kitty"], last["kitty"],
+            rates["kitty-pro"][0], batches["kitty-pro"], rates["kitty-pro"][1], gains["kitty-pro"], last["kitty-pro"],
+            gains["k2v2"], batches["k2v2"], last["k2v2"])
+    assert all(map(is_rounded, shown, want)), list(zip(shown, want))
+
+
+def test_several_gpus():
+    rows, lines = rows_of(PERFORMANCE, "Several GPUs"), found("parallel", "1e7bcdc7b95d")
+    assert len(rows) == len(lines) == 3
+    for (case, *cells), line in zip(rows, lines):
+        assert case == f"{line['tokens']:,}, {line['batch']}"
+        for shown, name in zip(cells, ("one_gpu_us", "us", "gain", "local_us", "error"), strict=True):
+            assert is_rounded(shown, line[name]), (case, name)
+
+
+def decode(commit: str, format: str, **of) -> dict:
+    usual = dict(arch="hopper", batch=8, heads=32, kv_heads=8, head_dim=128, seqlen=32768, q_len=1, dtype="float16")
+    return newest("decode", commit, **usual | dict(format=format) | of)
+
+
+def test_other_formats_and_sizes():
+    def ratios(*formats: str, **of) -> list[str]:
+        return [f"{over_read(decode('935dafc6c76d', format, **of)):.2f}" for format in formats]
+
+    names = ("k4v2", "k8v4", "k4tv4", "k4v4-g32", "k2v2-g32")
+    plain = ", ".join(f"{name} {ratio}" for name, ratio in zip(names, ratios(*names)))
+    (a, b), (c,), (d, e), (f, g) = (ratios("k4v4", "k2v2", head_dim=64), ratios("k4v4", head_dim=96),
+                                    ratios("k4v4", "k2v2", head_dim=256), ratios("k4v4", "k2v2", dtype="bfloat16"))
+    assert in_text(PERFORMANCE, f"{plain}; head_dim 64 {a} (int4, which is k4v4) and {b} (int2, k2v2), 96 {c} (int4), "
+                                f"256 {d} and {e}; bf16 {f} and {g}.")
+    four, two, small, small_two = (decode("935dafc6c76d", format, arch=arch) for arch in ("ampere", "ampere-sm_89")
+                                   for format in ("k4v4", "k2v2"))
+    assert in_text(PERFORMANCE, f"k4v4 {four['us']:.1f} us ({over_read(four):.2f}), k2v2 {two['us']:.1f} us "
+                                f"({over_read(two):.2f}), in sm_89's sizes {small['us']:.1f} ({over_read(small):.2f}) "
+                                f"and {small_two['us']:.1f} us ({over_read(small_two):.2f}; 935dafc6c76d)")
+
+
+def test_batches():
+    many, ragged = ([decode("fea4fbad4ab8", format, **of) for format in ("k4v4", "k2v2")] for of in (
+        dict(batch=20, seqlen=16384), dict(batch=64)))
+    shown = numbers(PERFORMANCE, "batch 20, 16K # us (k4v4, #) and # us (k2v2, #); batch 64, ragged 8K to 128K, # us "
+                                 "(#) and # us (#).")
+    want = [value for line in (*many, *ragged) for value in (line["us"], line["us"] / line["read_us"])]
+    assert all(map(is_rounded, shown, want)) and len(shown) == len(want)
+
+
+def test_many_query_rows():
+    def ratios(q_len: int, heads: int = 32) -> tuple[str, str]:
+        lines = (decode("7be43a01bf1c", format, q_len=q_len, heads=heads) for format in ("k4v4", "k2v2"))
+        return tuple(map(over_read, lines))
+
+    (a, b), (c, d), (e, f) = ratios(4), ratios(8), ratios(8, 64)
+    assert in_text(PERFORMANCE, f"16 rows take {a:.2f} (int4) and {b:.2f} (int2) times the fastest read, 32 rows, in "
+                                f"two blocks, {c:.2f} and {d:.2f}, 64 rows {e:.1f} and {f:.1f} on Hopper")
+    tile = decode("7be43a01bf1c", "k4v4", path="tile")
+    assert in_text(PERFORMANCE, f"at batch 8, 32K: {tile['us']:.1f} us (k4v4, {over_read(tile):.2f};")
+
+
+def packed(commit: str, format: str, search: bool = False) -> tuple[float, float, float]:
+    """Times of K and V, and both over their copies."""
+    k, v = (newest("pack", commit, format=format, side=side, search=search and side == "k") for side in "kv")
+    return k["us"], v["us"], (k["us"] + v["us"]) / (k["copy_us"] + v["copy_us"])
+
+
+def test_pack_and_append():
+    h200 = [packed("935dafc6c76d", "k4v4"), *(packed(*case, True) for case in (
+        ("935dafc6c76d", "k2v2"), ("935dafc6c76d", "kitty"), ("109e0acbbdd5", "kitty-pro")))]
+    without = [packed("109e0acbbdd5", name)[2] for name in ("kitty", "kitty-pro")]
+    shown = numbers(PERFORMANCE, "k4v4 # and # us (#), k2v2 with range search on K # and # us (#), kitty with it # and "
+                                 "# us (#; commit 935dafc6c76d), kitty-pro # and # us (#); without search kitty # and "
+                                 "kitty-pro # (109e0acbbdd5)")
+    assert all(map(is_rounded, shown, (*sum(h200, ()), *without)))
+    shown = numbers(PERFORMANCE, "k4v4 # and # us, k2v2 with search on K # and # us, kitty # and # us.")
+    h100 = packed("e1108874d3ab", "k4v4"), *(packed("e1108874d3ab", name, True) for name in ("k2v2", "kitty"))
+    assert all(map(is_rounded, shown, [us for k, v, _ in h100 for us in (k, v)]))
+    for commit, words in (("935dafc6c76d", "batch 64 at 4K: {:.1f} us at k4v4, {:.1f} at k2v2"),
+                          ("e1108874d3ab", "at batch 64, 4K: {:.1f} us (k4v4), {:.1f} us (k2v2)")):
+        steps = (newest("append", commit, format=format, batch=64, seqlen=4096)["us"] for format in ("k4v4", "k2v2"))
+        assert in_text(PERFORMANCE, words.format(*steps))
+
+
+def test_host_time():
+    for commit, joint in (("0ab8949c5279", "decode {:.1f} us, {:.1f} with your own `out` and `lse`, append {:.0f} us"),
+                          ("e1108874d3ab", "decode {:.1f} us, {:.1f} with your own `out` and `lse`, append {:.0f} us")):
+        calls = "decode", "decode, own out and lse", "append"
+        times = (newest("host_time", commit, call=call)["us"] for call in calls)
+        assert in_text(PERFORMANCE, joint.format(*times))
+
+
+def test_the_model_through_the_kernels():
+    def both(format: str) -> tuple[float, float]:
+        line = newest("model", "1e713b8d112c", format=format, dtype="torch.float32")
+        assert line["differing"] == 0 and line["greedy_tokens"] == 64
+        return line["perplexity"], line["perplexity_reference"]
+
+    shown = numbers(PERFORMANCE, "k4v4 # and # (# on a CPU), kitty # and #, k2v2 # and #; 64 greedy tokens the same")
+    cpu = newest("model", "600d39a565b8", format="k4v4", arch="cpu")["perplexity"]
+    assert all(map(is_rounded, shown, (*both("k4v4"), cpu, *both("kitty"), *both("k2v2"))))
+
+
+def test_outliers_of_real_models():
+    lines = [line for name, commit in (("qwen2.5-coder-1.5b", "e1108874d3ab"), ("gemma-3-270m", "f2ab1a7190d8"))
+             for line in found("outliers", commit, model=name, by="kernels")]
+    assert in_text(PERFORMANCE, f"in all {len(lines)} cases") and not any(line["over"] for line in lines)
+    words = (r"Worst layer of Qwen: (\S+) \((\S+), (\w+) path\); over the same \S+ caches 16-bit attention has at "
+             r"worst (\S+)\. Worst layer of Gemma: (\S+) \((\S+), (\w+) path\), beside (\S+)\.")
+    shown = re.search(words, " ".join(PERFORMANCE.split())).groups()
+    for start, (error, format, path, sixteen) in (("qwen", shown[:4]), ("gemma", shown[4:])):
+        of_model = [line for line in lines if line["model"].startswith(start)]
+        worst = max(of_model, key=lambda line: line["error"][1])
+        assert (worst["format"], worst["path"]) == (format, path) and is_rounded(error, worst["error"][1])
+        assert is_rounded(sixteen, max(line["error_16_bit"][1] for line in of_model
+                                       if (line["format"], line["path"]) == (format, path)))
+
+
+# ---- docs/weights.md
+
+
+def test_bits_of_a_large_matrix():
+    """Of all planes, beside the table's bits of codes and codebooks."""
+    rows = {row[0].strip("`"): sum(map(float, re.findall(r"\d+(?:\.\d+)?", row[2])))
+            for row in rows_of(WEIGHTS, "Formats")}
+    n, k = 4096, 14336
+    bits = {name: 8 * sum(math.prod(shape) * dtype.itemsize for shape, dtype in spec.shapes(n, k).values()) / (n * k)
+            for name, spec in FORMATS.items()}
+    assert rows.keys() == bits.keys()
+    assert {name for name in rows if bits[name] - rows[name] > 0.03} == {"aqlm_1x16"}
+    assert is_rounded(*numbers(WEIGHTS, "but for `aqlm_1x16` (#)"), bits["aqlm_1x16"])
+
+
+def test_products():
+    head, *rows = [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in
+                   re.search(r"^\| format \| m \|.*?(?=\n\n)", WEIGHTS, flags=re.M | re.S)[0].splitlines()]
+    assert len(rows) == 10 and head[2] == "8192 x 28672" and head[5] == "4096 x 4096"
+    for format, m, *cells in rows[1:]:
+        for (n, k), (whole, read, cublas) in zip(((8192, 28672), (4096, 4096)), (cells[:3], cells[3:])):
+            line = newest("linear", "3fc35e40c475", format=format, m=int(m), n=n, k=k, path=None)
+            fastest = min(line["read_us"], line["hinted_read_us"])
+            us, ratio = re.fullmatch(r"([\d.]+) \(([\d.]+)\)", whole).groups()
+            assert is_rounded(us, line["us"]) and is_rounded(ratio, line["multiply_us"] / fastest), (format, m, n)
+            assert is_rounded(read, fastest) and is_rounded(cublas, line["cublas_us"]), (format, m, n)
+    e8p4, *others = ([line["us"] for line in found("linear", "3fc35e40c475", format=format, path="dequantize")]
+                     for format in ("e8p4", "gptvq2", "aqlm_2x8"))
+    others = sum(others, [])
+    assert in_text(WEIGHTS, f"{min(e8p4):,.0f} to {max(e8p4):,.0f} us for `e8p4` at 8192 x 28672 and 4 to 256 rows, "
+                            f"{min(others):,.0f} to {max(others):,.0f} us for `gptvq2` and `aqlm_2x8`")
+
+
+LABELS = {"int4 rounded to nearest, groups of 128": "int4 g128", "int2 rounded to nearest, groups of 64": "int2 g64"}
+
+
+def test_models_with_codebook_weights():
+    rows = rows_of(WEIGHTS, "What it costs in quality")
+    assert len(rows) == 10
+    for name, bits, perplexity, kl, top1, commit in rows:
+        label = LABELS.get(name) or re.match(r"`?(16 bit|\w+)", name)[1]
+        said = re.search(r"([\d,]+) tokens, damping ([\d.]+)", name)
+        lines = found("weights", commit, label=label, cache="16 bit")
+        if said and "damping" in lines[-1]:  # older lines are of the defaults of their commit
+            tokens, damping = int(said[1].replace(",", "")), float(said[2])
+            lines = [x for x in lines if (x["calibration_tokens"], x["damping"]) == (tokens, damping)]
+        line = lines[-1]
+        assert is_rounded(bits, line["bits_per_weight"]) and is_rounded(perplexity, line["perplexity"]), name
+        assert is_rounded(kl, line["kl"]) and is_rounded(top1, 100 * line["top1"]), name
+
+
+def test_single_matrices():
+    table = re.search(r"^\| weights \| q_proj.*?(?=\n\n)", WEIGHTS, flags=re.M | re.S)[0].splitlines()[2:]
+    errors = {line["label"]: line["errors"] for line in found("weights", "8b45475dbc57", layer=1)}
+    assert len(table) == len(errors) == 6
+    for row in table:
+        label, *cells = (cell.strip(" `") for cell in row.split("|")[1:-1])
+        for cell, pair in zip(cells, errors[label], strict=True):
+            assert all(map(is_rounded, cell.split(", "), pair)), label
+    held = {label: [pair[1] for pair in pairs] for label, pairs in errors.items()}
+    two = [x / y for label in ("e8p2", "gptvq2", "aqlm_2x8") for x, y in zip(held[label], held["int2 g64"])]
+    four = [100 * (1 - x / y) for x, y in zip(held["e8p4"], held["int4 g128"])]
+    shown = numbers(WEIGHTS, "2-bit formats have # to # of the error of 2 bits rounded to nearest; `e8p4` is # to # % "
+                             "below 4 bits rounded to nearest")
+    assert all(map(is_rounded, shown, (min(two), max(two), min(four), max(four))))
