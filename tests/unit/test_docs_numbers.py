@@ -262,7 +262,7 @@ def test_models_with_codebook_weights():
 
 def test_single_matrices():
     table = re.search(r"^\| weights \| q_proj.*?(?=\n\n)", WEIGHTS, flags=re.M | re.S)[0].splitlines()[2:]
-    errors = {line["label"]: line["errors"] for line in found("weights", "8b45475dbc57", layer=1)}
+    errors = {line["label"]: line["errors"] for line in found("weights", "f8478633fe5e", layer=1)}
     assert len(table) == len(errors) == 6
     for row in table:
         label, *cells = (cell.strip(" `") for cell in row.split("|")[1:-1])
@@ -274,3 +274,6 @@ def test_single_matrices():
     shown = numbers(WEIGHTS, "2-bit formats have # to # of the error of 2 bits rounded to nearest; `e8p4` is # to # % "
                              "below 4 bits rounded to nearest")
     assert all(map(is_rounded, shown, (min(two), max(two), min(four), max(four))))
+    more = [100 * (held_out / read - 1) for label, pairs in errors.items() if label[:3] != "int"
+            for read, held_out in pairs[2:]]
+    assert all(map(is_rounded, numbers(WEIGHTS, "There down_proj is # to # % further off"), (min(more), max(more))))
