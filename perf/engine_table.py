@@ -3,7 +3,7 @@
     python perf/engine_table.py steps        time per output token
     python perf/engine_table.py largest      the largest batch that the cache holds
 
-A ratio is to vLLM's own 16-bit cache ("auto") in the same run, which is the newest one before the row's line.
+A ratio is to vLLM's own 16-bit cache ("auto") in the same run: the newest one before the row's line, of its commit.
 """
 
 import json
@@ -29,8 +29,8 @@ def lines(gpu: str, fill: str = "dummy") -> Iterator[dict]:
             continue
         case = (line["context"], line["batch"] * (not line["is_largest"]))
         if line["dtype"] == BASE:
-            bases[case] = line
-        yield line | dict(case=case, base=bases.get(case))
+            bases[case, line["commit"]] = line
+        yield line | dict(case=case, base=bases.get((case, line["commit"])))
 
 
 def steps(gpu: str) -> str:
@@ -52,9 +52,10 @@ def largest(gpu: str) -> str:
     found = {}
     for line in lines(gpu):
         if line["is_largest"] and "ms_per_token" in line:
-            gain = line["tokens_per_s"] / line["base"]["tokens_per_s"]
+            base = line["base"]
+            gain = f"{line['tokens_per_s'] / base['tokens_per_s']:.1f}x" if base else "-"
             found[line["dtype"]] = (f"| {line['dtype']} | {line['capacity_tokens']:,} | {line['batch']} | "
-                                    f"{line['ms_per_token']:.1f} | {line['tokens_per_s']:,.0f} | {gain:.1f}x |")
+                                    f"{line['ms_per_token']:.1f} | {line['tokens_per_s']:,.0f} | {gain} |")
     head = "| dtype | tokens held | largest batch of 32K | ms a token | tokens/s | x auto |"
     return "\n".join((head, "|---" * 6 + "|", *found.values()))
 

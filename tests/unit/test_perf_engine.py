@@ -90,13 +90,14 @@ def test_the_docs_have_the_newest_lines(name):
 
 
 def test_ratios_are_to_16_bit_in_the_same_run(tmp_path, monkeypatch):
-    like = dict(part="steps", gpu="NVIDIA H100", fill="dummy", is_eager=False, context=8192, batch=1, is_largest=False)
+    like = dict(part="steps", gpu="NVIDIA H100", commit="x", fill="dummy", is_eager=False, context=8192, batch=1,
+                is_largest=False)
     found = [like | dict(dtype="auto", ms_per_token=10.0), like | dict(dtype="a", ms_per_token=5.0),
              like | dict(dtype="auto", ms_per_token=8.0), like | dict(dtype="b", ms_per_token=4.0),
-             like | dict(dtype="c", error="3 blocks are needed"),
+             like | dict(dtype="c", error="3 blocks are needed"), like | dict(dtype="e", ms_per_token=2.0, commit="y"),
              like | dict(dtype="d", ms_per_token=1.0, fill="prompt")]
     with script("engine_table") as table:
         monkeypatch.setattr(table, "RESULTS", tmp_path / "engine.jsonl")
         table.RESULTS.write_text("".join(json.dumps(line) + "\n" for line in found))
         rows = [row.split(" | ")[:2] for row in table.steps("H100").splitlines()[2:]]
-    assert rows == [["| auto", "8.00"], ["| a", "5.00, 0.50"], ["| b", "4.00, 0.50"], ["| c", "-"]]
+    assert rows == [["| auto", "8.00"], ["| a", "5.00, 0.50"], ["| b", "4.00, 0.50"], ["| c", "-"], ["| e", "2.00"]]
