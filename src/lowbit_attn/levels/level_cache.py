@@ -70,6 +70,7 @@ class LevelCache(LevelState):
 
     # ---- the steps
 
+    @torch.no_grad()
     @on_own_defaults
     def prefill(self, seq: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None = None,
                 lse: torch.Tensor | None = None, **attention) -> None:
@@ -170,6 +171,7 @@ class LevelCache(LevelState):
             return
         self._manage_in_torch(index, q, lse, options, any_due)
 
+    @torch.no_grad()
     @on_own_defaults
     def _manage_in_torch(self, index: torch.Tensor, q, lse, options: Attention, any_due: bool) -> None:
         every = self.manage_every
