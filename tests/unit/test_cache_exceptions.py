@@ -13,7 +13,7 @@ from lowbit_attn.cache.state import CacheState, Counts
 from lowbit_attn.testing import assert_same_bytes, assert_same_state, normal_codebooks
 from tests.unit.faults import Faults, InjectedError
 
-HEADS, DIM, SINKS = 1, 32, 5
+HEADS, DIM, SINKS = 1, 64, 5
 NEW = torch.randn(2, 600, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half()
 
 
@@ -64,7 +64,8 @@ def points(monkeypatch) -> Points:
 
 # no kernel knows codebooks of keys before their rotary embedding
 CACHES = {"host": ("k8v8", "post"), "device": ("k8v8", "post"), "codebooks on a host": ("cq2", "post"),
-          "codebooks on a device": ("kcq4vcq2", "post"), "codebooks before rope": ("cq2", "pre")}
+          "codebooks on a device": ("kcq4vcq2", "post"), "codebooks before rope": ("cq2", "pre"),
+          "by significance": ("k4v2-boost", "post")}
 
 
 def make(name: str, rope: str, is_device: bool) -> KVCache:

@@ -148,6 +148,35 @@ def test_a_cache_with_codebooks(name, rope, mode):
     compare(lambda: book_cache(name, rope), mode)
 
 
+# ---- significance
+
+
+def significance_cache() -> list[torch.Tensor]:
+    """A cache whose pages order tokens by what queries see in them."""
+    cache = KVCache("k4v2-boost", 14, HEADS, DIM, max_batch=3, max_q_len=2, sinks=5)
+    cache.prefill(0, K[:300], V[:300], Q[:300])
+    cache.prefill(1, K[:200], V[:200])
+    out = []
+    for at in range(300, 400, 2):
+        k, v, q = (x[None, at : at + 2] for x in (K, V, Q))
+        cache.append(k, v)
+        o, lse = decode(q, cache)
+        cache.manage(q, lse)
+        out += [o, lse]
+    cache.prefill(0, K[400:500], V[400:500], Q[400:500])
+    cache.share(0, 2)
+    cache.rewind([2, 0], [1, 2])
+    cache.free([1])
+    twin = copy.deepcopy(cache)
+    return [*out, *cache.gather(0), *decode(Q[None, :1], cache), *decode(Q[None, :1], twin), cache.score, cache.seen,
+            cache.order]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_by_significance(mode):
+    compare(significance_cache, mode)
+
+
 # ---- levels
 
 
@@ -237,6 +266,17 @@ def test_a_cache_of_levels_keeps_no_gradients():
         cache.manage(grad(1, 1, 4, DIM), lse.clone().requires_grad_())
         assert not o.requires_grad and not lse.requires_grad
     assert not kept(cache) and not any(memory.requires_grad for memory in pool.memory)
+
+
+def test_a_cache_by_significance_keeps_no_gradients():
+    cache = KVCache("k4v2-boost", 9, HEADS, DIM, sinks=5)
+    cache.prefill(0, grad(300, HEADS, DIM), grad(300, HEADS, DIM), grad(300, 4, DIM), grad(4, 300))
+    assert not kept(cache)
+    for _ in range(9):
+        cache.append(grad(1, 1, HEADS, DIM), grad(1, 1, HEADS, DIM))
+        _, lse = decode(grad(1, 1, 4, DIM), cache)
+        cache.manage(grad(1, 1, 4, DIM), lse.clone().requires_grad_())
+    assert not kept(cache)
 
 
 def test_codebooks_keep_no_gradients():
