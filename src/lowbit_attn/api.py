@@ -185,6 +185,8 @@ def merge_states(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torc
     """
     axes = ("num_states", "batch", "q_len", "num_heads", "head_dim")
     num_states, batch, q_len, num_heads, _ = check_rank("o", o, axes)
+    if not o.is_floating_point():
+        raise TypeError(f"o: got {o.dtype}, supported: floating point")
     check_tensor("lse", lse, (num_states, batch, num_heads, q_len), (torch.float32,), o.device)
     merged, merged_lse = reference.merge_states(o, lse)
     return merged.to(o.dtype), merged_lse

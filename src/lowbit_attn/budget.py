@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from lowbit_attn.cache.state import MAX_TOKENS
 from lowbit_attn.formats import FORMATS, Format, levels
 from lowbit_attn.formats.levels import Levels
 from lowbit_attn.layout import PAGE_TOKENS
@@ -187,7 +188,8 @@ def level_bytes(pair: Levels, num_heads_kv: int, head_dim: int, ctx: int, sinks:
 @cache
 def pays_from(pair: Levels, head_dim: int, sinks: int) -> int:
     """Tokens from which levels are smaller than a uniform cache of their high format, in steps of a page."""
-    return next(n for n in range(PAGE_TOKENS, 1 << 22, PAGE_TOKENS)
+    first = sinks // PAGE_TOKENS * PAGE_TOKENS  # fewer tokens are sinks alone, for which levels have other buffers too
+    return next(n for n in range(max(PAGE_TOKENS, first), first + (1 << 22), PAGE_TOKENS)
                 if level_bytes(pair, 1, head_dim, n, sinks) < sequence_bytes(pair.high, 1, head_dim, n, sinks))
 
 
@@ -247,12 +249,14 @@ def suggest(model: Model, ctx: int, batch: int, gpu: Gpu, formats: Iterable[str]
     """The 16-bit row, then one row for each format or pair of levels (default: the presets of both), in the given
     order; sinks None: the format's own.
 
-    Raises KeyError (with close matches) for an unknown format, ValueError for a batch below 1.
+    Raises KeyError (with close matches) for an unknown format, ValueError for a batch below 1,
+    and for more tokens than a cache takes.
     """
     if batch < 1:
         raise ValueError(f"batch: got {batch}, supported: 1 or more")
-    if sinks is not None and sinks < 0:
-        raise ValueError(f"sinks: got {sinks}, supported: 0 or more")
+    for name, tokens, least in (("ctx", ctx, 1), ("sinks", sinks or 0, 0)):
+        if not least <= tokens <= MAX_TOKENS:
+            raise ValueError(f"{name}: got {tokens}, supported: {least} to {MAX_TOKENS}")
     rows = [_row(model, ctx, batch, gpu, None, sinks)]
     rows += [_row(model, ctx, batch, gpu, levels.parse(name) or FORMATS[name], sinks)
              for name in formats or (*FORMATS, *levels.PRESETS)]

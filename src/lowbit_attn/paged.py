@@ -167,6 +167,7 @@ def counters(store: PagedStore, step: Step, is_after: bool = True) -> dict[str, 
     return {name: value.int() for name, value in counts.items()}
 
 
+@torch.no_grad()
 @on_own_defaults
 def append(store: PagedStore, step: Step, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
     """Store a step's new tokens, and pack every block that ends inside it.

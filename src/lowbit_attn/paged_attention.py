@@ -12,6 +12,7 @@ from lowbit_attn.paged_dense import Dense
 from lowbit_attn.reference import PLAIN, Attention
 
 
+@torch.no_grad()
 def attention(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
               before: torch.Tensor | None, out: torch.Tensor, options: Attention = PLAIN,
               dense: Dense | None = None) -> torch.Tensor:

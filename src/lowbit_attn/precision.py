@@ -27,21 +27,21 @@ def on_own_defaults(function: Callable) -> Callable:
 
     @wraps(function)
     def run(*arguments, **named):
-        with _own_defaults():
+        contexts = _ending_the_callers()
+        if not contexts:
+            return function(*arguments, **named)
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
             return function(*arguments, **named)
 
     return run
 
 
-def _own_defaults() -> AbstractContextManager:
-    contexts = [] if torch.get_default_device().type == "cpu" else [torch.device("cpu")]
-    contexts += [torch.autocast(kind, enabled=False) for kind in _DEVICE_TYPES if _is_autocast(kind)]
-    if not contexts:
-        return _AS_IT_IS
-    stack = ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
-    return stack
+def _ending_the_callers() -> list[AbstractContextManager]:
+    """Contexts that end a default device and autocasts; none where the caller has none in force."""
+    device = [] if torch.get_default_device().type == "cpu" else [torch.device("cpu")]
+    return device + [torch.autocast(kind, enabled=False) for kind in _DEVICE_TYPES if _is_autocast(kind)]
 
 
 def _is_autocast(device_type: str) -> bool:

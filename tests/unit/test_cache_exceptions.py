@@ -6,39 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit_attn import FORMATS, KVCache, ops
 from lowbit_attn.cache.backend import BACKENDS
 from lowbit_attn.cache.state import CacheState, Counts
-from lowbit_attn.testing import assert_same_bytes, assert_same_state
+from lowbit_attn.testing import assert_same_bytes, assert_same_state, normal_codebooks
+from tests.unit.faults import Faults, InjectedError
 
-HEADS, DIM, SINKS = 1, 32, 5
+HEADS, DIM, SINKS = 1, 64, 5
 NEW = torch.randn(2, 600, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half()
-
-
-class InjectedError(Exception):
-    """Stands for whatever may raise: memory that runs out, a kernel that cannot be built."""
-
-
-class Faults(TorchDispatchMode):
-    """Raises at point ``at`` of a call: points are torch's operations (allocations, copies, writes) and those that the
-    tests name, numbered in their order. ``is_off`` within what a device does at once or not at all."""
-
-    def __init__(self, at: int | None):
-        super().__init__()
-        self.at, self.count, self.is_off = at, 0, False
-
-    def point(self, what: str) -> None:
-        if self.is_off:
-            return
-        self.count += 1
-        if self.count - 1 == self.at:
-            raise InjectedError(what)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.point(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class Points:
@@ -73,7 +49,7 @@ class Points:
             held = ops.HeldCache(cache.format.name, list(cache.strides),
                                  {name: getattr(cache, name) for name in ops.STEP_STATE},
                                  **{name: getattr(cache, name) for name in ops.STEP_VALUES})
-            held.format = cache.format  # which has a window of its own
+            held.format, held.attached = cache.format, cache.attached  # with a window of its own
             launch("append", ops._append_in_torch, held, rows, ring_rows, k, v)
 
         self.monkeypatch.setitem(BACKENDS, "cpu", cpu._replace(
@@ -86,11 +62,20 @@ def points(monkeypatch) -> Points:
     return Points(monkeypatch)
 
 
-def make(is_device: bool) -> KVCache:
+# no kernel knows codebooks of keys before their rotary embedding
+CACHES = {"host": ("k8v8", "post"), "device": ("k8v8", "post"), "codebooks on a host": ("cq2", "post"),
+          "codebooks on a device": ("kcq4vcq2", "post"), "codebooks before rope": ("cq2", "pre"),
+          "by significance": ("k4v2-boost", "post")}
+
+
+def make(name: str, rope: str, is_device: bool) -> KVCache:
     """Rows: 0 with pages of which one has V in 16 bit, 1 with a block that is full and not packed, 2 that two more
     tokens give a page, 3 freed, 4 unused."""
-    fmt = replace(FORMATS["k8v8"], window_v=128)
-    cache = KVCache(fmt, 12, HEADS, DIM, sinks=SINKS, max_batch=5, max_q_len=2)
+    fmt = replace(FORMATS[name], window_v=128)
+    books = normal_codebooks(name, 1, HEADS, DIM, rope).layer(0) if fmt.needs_codebooks else None
+    cache = KVCache(fmt, 12, HEADS, DIM, sinks=SINKS, max_batch=5, max_q_len=2, codebooks=books)
+    if rope == "pre":
+        cache.set_first_positions([0], 3)
     k, v = torch.randn(2, 400, HEADS, DIM).half()
     for row, count in enumerate((400, SINKS + 128, SINKS + 127, 300)):
         cache.prefill(row, k[:count], v[:count])
@@ -142,10 +127,11 @@ def assert_same_contents(got: KVCache, before: dict) -> None:
             assert now == before[name], name
 
 
-@pytest.mark.parametrize("is_device", (False, True), ids=("host", "device"))
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_done_or_undone(points, name, is_device):
-    cache = make(is_device)
+def test_a_call_is_done_or_undone(points, name, kind):
+    is_device = kind.endswith("device")
+    cache = make(*CACHES[kind], is_device)
     whole = copy.deepcopy(cache)
     if is_device:
         whole._counts = Counts(*(x.copy() for x in cache.counts))
@@ -174,7 +160,7 @@ def test_a_call_is_done_or_undone(points, name, is_device):
 
 def test_a_host_that_writes_nothing_in_between(points):
     """The test's own test: a cache that enters pages before all else is found."""
-    cache = make(False)
+    cache = make(*CACHES["host"], False)
     enter = CacheState._enter_pages
 
     def without_a_journal(cache, journal, rows, granted):

@@ -131,6 +131,8 @@ def test_contexts(text, tokens):
     (lambda: Model(1, 8, 8, 64, -1.0), "weights-gb: got -1.0, supported: 0"),
     (lambda: budget.suggest(MODEL, 10, 0, GPUS["h100"]), "batch: got 0, supported: 1"),
     (lambda: budget.suggest(MODEL, 10, 1, GPUS["h100"], sinks=-1), "sinks: got -1, supported: 0"),
+    (lambda: budget.suggest(MODEL, 10, 1, GPUS["h100"], sinks=1 << 31), "sinks: got 2147483648, supported: 0 to"),
+    (lambda: budget.suggest(MODEL, 1 << 40, 1, GPUS["h100"]), "ctx: got 1099511627776, supported: 1 to"),
 ])
 def test_bad_budgets(call, words):
     with pytest.raises(ValueError) as error:
@@ -289,6 +291,15 @@ def test_suggest():
     assert "datasheet" in run("suggest", *SHAPE, "--ctx", "8K", "--gpu", "a100").output
 
 
+def test_levels_pay_somewhere_whatever_the_sinks():
+    for sinks in (0, 32, 1 << 23, 1 << 30):
+        pair = levels.parse("lean")
+        found = budget.pays_from(pair, 128, sinks)
+        sizes = [(budget.level_bytes(pair, 1, 128, n, sinks), budget.sequence_bytes(pair.high, 1, 128, n, sinks))
+                 for n in (found - 128, found)]
+        assert sizes[0][0] >= sizes[0][1] and sizes[1][0] < sizes[1][1]
+
+
 def test_suggest_says_from_which_length_levels_pay():
     short, long = (run("suggest", *SHAPE, "--ctx", ctx, "--sinks", 32, "--format", "lean-low").output
                    for ctx in ("4K", "32K"))
@@ -340,6 +351,8 @@ def test_suggest_json():
     (("--ctx", "many"), "ctx: got 'many'"),
     (("--ctx", "1K", "--heads", "9"), "heads: got 9"),
     (("--ctx", "1K", "--batch", "0"), "batch: got 0"),
+    (("--ctx", "1K", "--sinks", "9" * 20), f"sinks: got {'9' * 20}, supported: 0 to"),
+    (("--ctx", "9" * 30), "ctx: got"),
 ])
 def test_suggest_refuses(args, words):
     result = run("suggest", *SHAPE, *args)

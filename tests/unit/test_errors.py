@@ -202,6 +202,7 @@ def test_merge_arguments():
     merge_states(o, lse)
     for bad, error, words in (((o[0], lse), ValueError, r"o: .*\[1, 1, 4, 8\].*num_states"),
                               ((o, lse[..., 0]), ValueError, r"lse: .*\[2, 1, 4\].*\[2, 1, 4, 1\]"),
+                              ((o.int(), lse), TypeError, "o: .*int32.*floating point"),
                               ((o, lse.half()), TypeError, "lse: .*float16.*float32"),
                               ((o, lse.to("meta")), ValueError, "lse: .*meta.*cpu"),
                               (([1.0], lse), (TypeError, ValueError), "o: .*list.*supported")):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowbit_attn import FORMATS, PageExhaustedError
+from lowbit_attn.cache.journal import Journal
 from lowbit_attn.formats import levels
 from lowbit_attn.levels.frames import FramePool, FreeList
 
@@ -64,7 +65,7 @@ def test_the_list_gives_ids_in_order_and_wraps():
     free.ends += (1 << 40) // 5 * 5  # counters are int64 and only grow
     free.give(torch.tensor([2, 3], dtype=torch.int32))
     assert free.free_ids().tolist() == [2, 3]
-    free.extend(2)
+    free.extend(2, Journal())
     assert free.free_ids().tolist() == [2, 3, 5, 6] and len(free.ids) == 7
 
 

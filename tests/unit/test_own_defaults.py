@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,6 +148,35 @@ def test_a_cache_with_codebooks(name, rope, mode):
     compare(lambda: book_cache(name, rope), mode)
 
 
+# ---- significance
+
+
+def significance_cache() -> list[torch.Tensor]:
+    """A cache whose pages order tokens by what queries see in them."""
+    cache = KVCache("k4v2-boost", 14, HEADS, DIM, max_batch=3, max_q_len=2, sinks=5)
+    cache.prefill(0, K[:300], V[:300], Q[:300])
+    cache.prefill(1, K[:200], V[:200])
+    out = []
+    for at in range(300, 400, 2):
+        k, v, q = (x[None, at : at + 2] for x in (K, V, Q))
+        cache.append(k, v)
+        o, lse = decode(q, cache)
+        cache.manage(q, lse)
+        out += [o, lse]
+    cache.prefill(0, K[400:500], V[400:500], Q[400:500])
+    cache.share(0, 2)
+    cache.rewind([2, 0], [1, 2])
+    cache.free([1])
+    twin = copy.deepcopy(cache)
+    return [*out, *cache.gather(0), *decode(Q[None, :1], cache), *decode(Q[None, :1], twin), cache.score, cache.seen,
+            cache.order]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_by_significance(mode):
+    compare(significance_cache, mode)
+
+
 # ---- levels
 
 
@@ -212,6 +242,67 @@ def engine(name: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", ("k4v4", "k4tv4-g32", "cq2"))
 def test_pages_of_an_engine(name, mode):
     compare(lambda: engine(name), mode)
+
+
+# ---- gradients
+
+
+def grad(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+def kept(owner) -> list[str]:
+    return [name for name, x in vars(owner).items() if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+def test_a_cache_of_levels_keeps_no_gradients():
+    pool = FramePool("lean", head_dim=DIM, frames=60)
+    cache = LevelCache(pool, HEADS, max_seqlen=900, sinks=5)
+    cache.prefill(0, grad(300, HEADS, DIM), grad(300, HEADS, DIM), grad(300, 4, DIM), sink_logits=grad(4))
+    cache.prefill(0, grad(30, HEADS, DIM), grad(30, HEADS, DIM), grad(30, 4, DIM), grad(4, 30))
+    for _ in range(9):
+        cache.append(grad(1, 1, HEADS, DIM), grad(1, 1, HEADS, DIM))
+        o, lse = decode(grad(1, 1, 4, DIM), cache, sink_logits=grad(4))
+        cache.manage(grad(1, 1, 4, DIM), lse.clone().requires_grad_())
+        assert not o.requires_grad and not lse.requires_grad
+    assert not kept(cache) and not any(memory.requires_grad for memory in pool.memory)
+
+
+def test_a_cache_by_significance_keeps_no_gradients():
+    cache = KVCache("k4v2-boost", 9, HEADS, DIM, sinks=5)
+    cache.prefill(0, grad(300, HEADS, DIM), grad(300, HEADS, DIM), grad(300, 4, DIM), grad(4, 300))
+    assert not kept(cache)
+    for _ in range(9):
+        cache.append(grad(1, 1, HEADS, DIM), grad(1, 1, HEADS, DIM))
+        _, lse = decode(grad(1, 1, 4, DIM), cache)
+        cache.manage(grad(1, 1, 4, DIM), lse.clone().requires_grad_())
+    assert not kept(cache)
+
+
+def test_codebooks_keep_no_gradients():
+    books = normal_codebooks("cq2", 1, HEADS, DIM, "pre")
+    tensors = {name: x.clone().requires_grad_() for name, x in books.tensors.items() if x.is_floating_point()}
+    whole = Codebooks("cq2", "pre", DIM, **tensors)
+    layer = replace(books.layer(0), **{name: x[0] for name, x in tensors.items()})
+    for made in (whole, layer):
+        assert not any(x.requires_grad for x in made.tensors.values())
+    cache = KVCache("cq2", 9, HEADS, DIM, codebooks=layer)
+    cache.prefill(0, grad(300, HEADS, DIM), grad(300, HEADS, DIM))
+    copy.deepcopy(cache)
+    assert not kept(cache) and not kept(cache.attached)
+
+
+def test_pages_of_an_engine_keep_no_gradients():
+    fmt = FORMATS["k4v4"]
+    store = PagedStore(fmt, torch.zeros(12, HEADS, fmt.record(DIM).nbytes, dtype=torch.uint8),
+                       torch.zeros(4, 2, HEADS, ring_slots(fmt, 2), DIM, dtype=torch.float16))
+    table = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
+    for length, count in ((300, 300), (302, 2)):
+        step = Step(table, *(torch.tensor(x, dtype=torch.int32) for x in ([length], [0, count], [1])))
+        k, v, q = grad(count, HEADS, DIM), grad(count, HEADS, DIM), grad(count, 4, DIM)
+        before, o = append(store, step, k, v), torch.empty(q.shape)
+        lse = attention(store, step, q, k, v, before, o)
+        assert not any(x.requires_grad for x in (store.rings, store.pool, o, lse))
 
 
 # ---- the decorator

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lowbit_attn.precision import on_own_defaults
+
 
 class Backend(NamedTuple):
     """The device's part of a cache's work. The first argument of each is the KVCache."""
@@ -24,6 +26,7 @@ class Backend(NamedTuple):
     launches: bool = False
 
 
+@on_own_defaults
 def write_blocks(cache, pages: torch.Tensor, blocks: torch.Tensor, side: str) -> None:
     """Quantize one side of full blocks [n, num_heads_kv, 128, head_dim] into pages int [n] of the pool, in torch."""
     records, blocks = cache.pool[pages.long()].flatten(0, 1), blocks.flatten(0, 1).float()

@@ -25,6 +25,12 @@ class Journal:
         """Remember what a view holds, which is written next."""
         self._undo.append((target.copy_, target.clone()))
 
+    def set(self, owner, **values) -> None:
+        """Set attributes of an object."""
+        for name, value in values.items():
+            self._undo.append((setattr, owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+
     def write(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Copy values into a view."""
         self.keep(target)

@@ -42,6 +42,7 @@ def prompt_queries(tokens: int, count: int = PROMPT_QUERIES) -> torch.Tensor:
                       torch.arange(rest, tokens, device="cpu")))
 
 
+@torch.no_grad()
 def observe(q: torch.Tensor, at: torch.Tensor, k: torch.Tensor, first: int, options: Attention = PLAIN,
             lse: torch.Tensor | None = None) -> Scores:
     """What queries say of the keys of consecutive tokens.
@@ -76,6 +77,7 @@ def observe(q: torch.Tensor, at: torch.Tensor, k: torch.Tensor, first: int, opti
     return Scores(score, (inside & (behind > 0)).sum(0, dtype=torch.int32))
 
 
+@torch.no_grad()
 def observe_ring(q: torch.Tensor, ring: torch.Tensor, oldest: torch.Tensor, first: torch.Tensor, n_tok: torch.Tensor,
                  lse: torch.Tensor, options: Attention) -> tuple[Scores, torch.Tensor]:
     """``observe`` of rings [batch, num_heads_kv, slots, head_dim] in fixed shapes, without a host read.

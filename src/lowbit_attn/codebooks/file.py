@@ -64,6 +64,7 @@ class Codebooks:
 
     @on_own_defaults
     def __post_init__(self):
+        _detach(self)
         if self.version != VERSION:
             raise ValueError(f"version: got {self.version}, supported: {VERSION}; calibrate again with this version")
         if self.rope not in ROPES:
@@ -201,6 +202,9 @@ class LayerCodebooks:
     k_weights: torch.Tensor | None = None
     rope_inv_freq: torch.Tensor | None = None
 
+    def __post_init__(self):
+        _detach(self)
+
     @property
     def num_heads_kv(self) -> int:
         return (self.v_entries if self.k_entries is None else self.k_entries).shape[0]
@@ -228,6 +232,14 @@ class LayerCodebooks:
         moved = replace(self, **{name: x.to(device) for name, x in self.tensors.items()})
         vars(moved)["hash"] = self.hash
         return moved
+
+
+def _detach(books: "Codebooks | LayerCodebooks") -> None:
+    """Leave out of any graph what requires grad: graphs are not copied."""
+    for name in TENSORS:
+        x = getattr(books, name)
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            object.__setattr__(books, name, x.detach())
 
 
 def _digest(books: Codebooks | LayerCodebooks) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from lowbit_attn import layout
+from lowbit_attn.cache.journal import Journal
 from lowbit_attn.cache.pages import PageExhaustedError
 from lowbit_attn.checks import integer
 from lowbit_attn.formats import FORMATS, Format
@@ -73,12 +74,14 @@ class FreeList(Copied):
         self.ids[places] = ids
         self.ends[1] += len(ids)
 
-    def extend(self, frames: int) -> None:
+    def extend(self, frames: int, journal: Journal) -> None:
         """Add new ids behind the free ones."""
         first = len(self.ids)
         fresh = torch.arange(first, first + frames, dtype=torch.int32, device=self.ids.device)
         free = torch.cat((self.free_ids(), fresh))
-        self.ids = torch.cat((free, torch.zeros(first + frames - len(free), dtype=torch.int32, device=free.device)))
+        ids = torch.cat((free, torch.zeros(first + frames - len(free), dtype=torch.int32, device=free.device)))
+        journal.keep(self.ends)
+        journal.set(self, ids=ids)
         self.ends[0], self.ends[1] = 0, len(free)
 
 
@@ -180,10 +183,17 @@ class FramePool(Copied):
     def grow(self, frames: int | tuple[int, int]) -> None:
         """Add frames; the old ones keep their ids and contents. Both copies exist meanwhile."""
         counts = self._counts(frames)
-        with torch.inference_mode(False):
-            self.memory = [torch.cat((old, old.new_zeros((n, old.shape[1])))) for old, n in zip(self.memory, counts)]
+        with torch.inference_mode(False), Journal() as journal:
+            journal.set(self, memory=[torch.cat((old, old.new_zeros((n, old.shape[1]))))
+                                      for old, n in zip(self.memory, counts)])
             for free, n in zip(self.lists, counts):
-                free.extend(n)
+                free.extend(n, journal)
+
+    def keep(self, journal: Journal) -> None:
+        """Remember which frames are free. What a free one holds means nothing."""
+        for free in self.lists:
+            journal.keep(free.ids)
+            journal.keep(free.ends)
 
     def most(self, heads: int, tokens: int) -> tuple[int, ...]:
         """Frames of each size that so many heads take at most for so many tokens more, whatever their classes."""

@@ -26,7 +26,7 @@ from lowbit_attn.cache.state import CacheFaultError
 from lowbit_attn.checks import check_rank, check_tensor, integer, is_sequence, one_of
 from lowbit_attn.levels import step
 from lowbit_attn.levels.moves import Departure, head_tokens
-from lowbit_attn.levels.state import PAGE, WINDOW, LevelState
+from lowbit_attn.levels.state import MOVED, PAGE, SCORED, STAGED, STEPPED, WINDOW, LevelState
 from lowbit_attn.precision import full_precision, on_own_defaults
 from lowbit_attn.reference import PLAIN, Attention, attention
 
@@ -70,6 +70,7 @@ class LevelCache(LevelState):
 
     # ---- the steps
 
+    @torch.no_grad()
     @on_own_defaults
     def prefill(self, seq: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None = None,
                 lse: torch.Tensor | None = None, **attention) -> None:
@@ -90,15 +91,16 @@ class LevelCache(LevelState):
         observed = None if q is None else self._prompt_scores(row, q, k, fresh, lse, options)
         recent = self.recent(row, k[fresh:], v[fresh:], observed)
         leaving = max(0, len(recent.seen) - WINDOW) // PAGE * PAGE
-        if leaving:
-            gone = recent.part(slice(0, leaving))
-            departure = Departure(self, row, gone.k, gone.v, self.policy.classes(means(gone.score, gone.seen)))
-            departure.write(self.pool.take(departure.needs.tolist()))
-        self.n_out[row] += leaving
-        self.store_sinks(row, k[:fresh], v[:fresh])
-        self.store_recent(row, recent.part(slice(leaving, None)))
-        self.n_tok[row] += tokens
-        self.recount()
+        with self.undoing((*STEPPED, *SCORED, *MOVED, *STAGED, "ring_k", "ring_v"), row):
+            if leaving:
+                gone = recent.part(slice(0, leaving))
+                departure = Departure(self, row, gone.k, gone.v, self.policy.classes(means(gone.score, gone.seen)))
+                departure.write(self.pool.take(departure.needs.tolist()))
+            self.n_out[row] += leaving
+            self.store_sinks(row, k[:fresh], v[:fresh])
+            self.store_recent(row, recent.part(slice(leaving, None)))
+            self.n_tok[row] += tokens
+            self.recount()
 
     def append(self, k: torch.Tensor, v: torch.Tensor, seqs: Sequence[int] | None = None) -> None:
         """Add the same number of new tokens to each of several sequences; they stay in 16 bit until ``manage``.
@@ -117,7 +119,8 @@ class LevelCache(LevelState):
             for row in rows:
                 self._check_limit(row, int(lengths.n_tok[row]) + tokens,
                                   self.sinks + int(lengths.n_qk[row]) + self.slots)
-        step.append(self, self.row_tensor(rows), k, v)
+        with self.undoing(STEPPED):  # the tokens' places hold none
+            step.append(self, self.row_tensor(rows), k, v)
 
     def _check_limit(self, row: int, length: int, room: int) -> None:
         if length <= min(self.max_seqlen, room):
@@ -168,15 +171,19 @@ class LevelCache(LevelState):
             return
         self._manage_in_torch(index, q, lse, options, any_due)
 
+    @torch.no_grad()
     @on_own_defaults
     def _manage_in_torch(self, index: torch.Tensor, q, lse, options: Attention, any_due: bool) -> None:
         every = self.manage_every
         acts = self.n_tok[index] // every > (self.n_tok[index] - q.shape[1]) // every
         scores = step.observed(self, index, q.detach(), lse, acts, options)
         if any_due:
-            step.Plan(self, index, scores, acts | self.waits[index]).write()
+            plan = step.Plan(self, index, scores, acts | self.waits[index])
+            with self.undoing((*STEPPED, *SCORED, *MOVED, *STAGED)):
+                plan.write()
         else:
-            step.store_scores(self, index, scores)
+            with self.undoing(SCORED):
+                step.store_scores(self, index, scores)
 
     def why_torch(self, **attention) -> list[str]:
         """Reasons why ``manage`` of this cache is done by torch operations; empty where kernels do it."""
@@ -208,23 +215,29 @@ class LevelCache(LevelState):
             if not 0 <= count <= most:
                 raise ValueError(f"tokens: got {count} for sequence {row}, supported: 0 to {most}, the tokens of the "
                                  "ring")
-        for row, count in zip(rows, counts):
-            recent, length = self.recent(row), int(self.n_tok[row]) - count
-            self.store_recent(row, recent.part(slice(0, max(0, len(recent.seen) - count))))
-            self.n_tok[row], self.n_sink[row] = length, min(length, self.sinks)
-        self.recount()
+        with self.undoing((*STEPPED, *SCORED, "ring_k", "ring_v")):
+            for row, count in zip(rows, counts):
+                recent, length = self.recent(row), int(self.n_tok[row]) - count
+                self.store_recent(row, recent.part(slice(0, max(0, len(recent.seen) - count))))
+                self.n_tok[row], self.n_sink[row] = length, min(length, self.sinks)
+            self.recount()
 
     def free(self, seqs: Sequence[int]) -> None:
         """Forget the tokens of these sequences and return their frames; their rows may start anew."""
-        for row in self.check_rows(seqs):
-            heads = self.heads_of(row)
-            self.pool.give([self.frames_of(heads, size) for size in range(len(self.pool.lists))])
-            for x in (self.c_sink, self.c_out, self.c_pack, self.c_tok, self.new, self.n_stage):
-                x[:, heads] = 0
-            self.table[:, heads], self.half[heads], self.n_drop[heads], self.score[heads] = -1, -1, 0, 0
-            self.seen[row], self.n_sink[row], self.n_out[row], self.n_tok[row] = 0, 0, 0, 0
-            self.waits[row], self.faults[row] = False, 0
-        self.recount()
+        rows = self.check_rows(seqs)
+        with self.undoing((*STEPPED, *SCORED, *MOVED)):
+            for row in rows:
+                self._forget(row)
+            self.recount()
+
+    def _forget(self, row: int) -> None:
+        heads = self.heads_of(row)
+        self.pool.give([self.frames_of(heads, size) for size in range(len(self.pool.lists))])
+        for x in (self.c_sink, self.c_out, self.c_pack, self.c_tok, self.new, self.n_stage):
+            x[:, heads] = 0
+        self.table[:, heads], self.half[heads], self.n_drop[heads], self.score[heads] = -1, -1, 0, 0
+        self.seen[row], self.n_sink[row], self.n_out[row], self.n_tok[row] = 0, 0, 0, 0
+        self.waits[row], self.faults[row] = False, 0
 
     def share(self, src: int, dst: int, tokens: int | None = None) -> None:
         """Refuse: frames have one holder."""

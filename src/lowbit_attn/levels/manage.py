@@ -84,11 +84,13 @@ def _dense(q: torch.Tensor) -> torch.Tensor:
 
 
 def manage(cache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, options: Attention) -> None:
-    """Score, plan and move: distinct rows int64 [batch]. Both kernels are there before one is launched."""
+    """Score, plan and move: distinct rows int64 [batch]. Both kernels and all that they read are there before one is
+    launched."""
     with torch.no_grad(), torch.cuda.device(cache.device):
         plan, pack = map(loader.load, keys_of(cache, dispatch.target_of(cache.device)[1]))
-        plan(*plan_arguments(cache, rows, q, lse, options).values())
-        pack(*pack_arguments(cache, rows).values())
+        planned, packed = plan_arguments(cache, rows, q, lse, options), pack_arguments(cache, rows)
+        plan(*planned.values())
+        pack(*packed.values())
 
 
 def ready(cache) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from lowbit_attn import layout
+from lowbit_attn.cache.journal import Journal
 from lowbit_attn.cache.significance import EVERY, Scores
 from lowbit_attn.cache.state import DTYPES, MAX_Q_LEN, RING_ALIGN, is_capturing
 from lowbit_attn.checks import check_tensor, integer, is_truth, one_of
@@ -15,6 +16,11 @@ from lowbit_attn.levels.policy import Policy, Shares
 
 WINDOW = 56  # recent tokens that stay in 16 bit at least
 PAGE = layout.PAGE_TOKENS
+# what calls write, beside tokens in places that hold none yet
+STEPPED = ("n_sink", "n_tok", "faults", "c_sink", "c_out", "c_tok", "limit")
+SCORED = ("score", "seen")
+MOVED = ("n_out", "c_pack", "n_stage", "new", "half", "n_drop", "starved", "waits", "order", "table")
+STAGED = ("hi_k", "hi_v", "lo_k", "lo_v")
 
 
 def ring_slots(max_q_len: int = 1, manage_every: int = EVERY) -> int:
@@ -116,9 +122,25 @@ class LevelState(Copied):
         if max_seqlen < self.max_seqlen:
             raise ValueError(f"max_seqlen: got {max_seqlen}, supported: at least the cache's {self.max_seqlen}")
         more = -(-max_seqlen // PAGE) - self.table.shape[2]
-        self.table = torch.nn.functional.pad(self.table, (0, more), value=-1)
-        self.max_seqlen = max_seqlen
-        self.recount()
+        with self.undoing(STEPPED) as journal:
+            journal.set(self, table=torch.nn.functional.pad(self.table, (0, more), value=-1), max_seqlen=max_seqlen)
+            self.recount()
+
+    def undoing(self, names: Sequence[str], row: int | None = None) -> Journal:
+        """What these tensors hold, of one row or of all, and who has which frames: brought back if the call that
+        follows raises. A captured step keeps nothing, for it does nothing yet."""
+        journal = Journal()
+        if self.is_capturing():
+            return journal
+        for name in names:
+            x, heads = getattr(self, name), slice(None) if row is None else self.heads_of(row)
+            if name == "table":
+                journal.keep(x[:, heads])
+            else:
+                journal.keep(x[heads] if name in (*STAGED, "ring_k", "ring_v", "score", "order") else x)
+        if "table" in names:
+            self.pool.keep(journal)
+        return journal
 
     @property
     def counts(self) -> Lengths:
