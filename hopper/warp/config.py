@@ -202,6 +202,11 @@ class WarpConfig:
         return (layout.PAGE_TOKENS // self.k.cut).bit_length() - 1
 
     @property
+    def page_positions(self) -> int:
+        """Positions of a run that a page takes, where warps share runs (schedule/items.py)."""
+        return 1
+
+    @property
     def ctas_per_sm(self) -> int:
         return self.schedule.ctas_per_sm
 
