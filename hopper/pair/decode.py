@@ -127,7 +127,7 @@ class PairCall(NamedTuple):
     row_blocks: cute.FastDivmodDivisorV2
 
     def of(self, view: View) -> Call:
-        """The same of one level."""
+        """``Call`` of one of the levels."""
         return Call(self.q, view, self.ratio, self.row_blocks)
 
 
@@ -218,7 +218,10 @@ def low_pages(pair: cutlass.Constexpr[PairConfig], call: PairCall, common: Commo
 
 
 def pair_kernel(key: KernelKey) -> CuteKernel:
-    """The kernel of a key and the fake arguments (all but the stream) to compile it for; ValueError if not supported."""
+    """The kernel of a key and the fake arguments (all but the stream) to compile it for.
+
+    ValueError with the reasons if there is none.
+    """
     return CuteKernel(PairSm90(config_of(key)), fake_arguments(key.head_dim, ELEMENT[key.dtype]))
 
 

@@ -59,7 +59,7 @@ def level_item(*counts) -> LevelItem:
 
 
 def walks_of(*counts, first, count) -> tuple[Walk, Walk]:
-    """What a warp visits of positions ``first`` to ``first + count - 1`` of an item, in the high and in the low level."""
+    """What a warp visits of positions ``first`` to ``first + count - 1`` of an item: of the high, of the low level."""
     item, end = level_item(*counts), first + count
     high = [at_most(position + HIGH_POSITIONS - 1 >> POSITIONS_LOG2, item.high_pages) for position in (first, end)]
     before, parts = item.high_pages * HIGH_POSITIONS, []

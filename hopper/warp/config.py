@@ -195,16 +195,12 @@ class WarpConfig:
     has_mixed: bool = False  # tokens whose K is packed while V is still in 16 bit
     features: tuple[str, ...] = ()  # of kernels.FEATURES
     boost: SidePlan | None = None  # of K: the high codes of boosted channels, whose columns are slots
+    page_positions = 1  # of a run, that a page takes: see schedule/items.py
 
     @property
     def page_log2(self) -> int:
         """log2 of the tokens that a warp takes at a time: those of a page, or of a piece of one."""
         return (layout.PAGE_TOKENS // self.k.cut).bit_length() - 1
-
-    @property
-    def page_positions(self) -> int:
-        """Positions of a run that a page takes, where warps share runs (schedule/items.py)."""
-        return 1
 
     @property
     def ctas_per_sm(self) -> int:

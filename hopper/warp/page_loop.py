@@ -238,8 +238,7 @@ def load_base(pace: Pace) -> Int32:
 
 
 def reports(cfg: WarpConfig, me: Lane, number):
-    """Whether this warp tells the other CTAs that its own has come to page, or position, ``number`` of each warp, or to
-    another one that the page at ``number`` takes."""
+    """Whether this warp tells the other CTAs that its own has come to page, or position, ``number`` of each warp."""
     found = me.warp == number % cfg.page_warps
     for more in range(1, cfg.page_positions):
         found = found | (me.warp == (number + more) % cfg.page_warps)
@@ -248,7 +247,7 @@ def reports(cfg: WarpConfig, me: Lane, number):
 
 def position(cfg: WarpConfig, pace: Pace, page: Int32):
     """Number of a page among all positions of the warp."""
-    return pace.before + (page if cfg.page_positions == 1 else page * cfg.page_positions)
+    return pace.before + page * cfg.page_positions
 
 
 @cute.jit
@@ -257,10 +256,8 @@ def count_page(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: I
     come = Int32(0)
     if counts(cfg, pages):
         if me.lane <= LEAD:
-            more = Int32(1) - Int32(me.lane)
-            if cutlass.const_expr(cfg.page_positions > 1):
-                more = more * cfg.page_positions
-            come = cute.arch.atomic_add(pace.words + me.lane, more, sem="relaxed", scope="cta")
+            come = cute.arch.atomic_add(pace.words + me.lane, (Int32(1) - Int32(me.lane)) * cfg.page_positions,
+                                        sem="relaxed", scope="cta")
         if cutlass.const_expr(pace.common is not None):
             if (me.lane == TELLER_LANE) & reports(cfg, me, position(cfg, pace, page)):
                 come = cute.arch.atomic_add(pace.common, Int32(cfg.page_warps), sem="relaxed", scope="gpu")

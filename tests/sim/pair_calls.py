@@ -9,7 +9,7 @@ from lowbit_attn.hopper import EMPTY
 from lowbit_attn.levels import LevelCache
 from lowbit_attn.levels import decode as level_decode
 from lowbit_attn.levels.view import views_of
-from lowbit_attn.reference import PLAIN, Attention
+from lowbit_attn.reference import Attention
 from sim.hopper_calls import COUNTS, compiled, decode_stream, divisor, packed
 from sim.ptx import program as ptx
 

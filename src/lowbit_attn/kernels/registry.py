@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.formats.levels import parse
+from lowbit_attn.formats.levels import Levels, parse
 from lowbit_attn.kernels.key import SPLITS, Checks, KernelKey
 from lowbit_attn.kernels.support import find_path
 from lowbit_attn.registers import WIDE_HEAD_DIM
@@ -166,6 +166,14 @@ def no_codebooks(arch: str, fmt: Format, head_dim: int, is_pre_rope: bool = Fals
         return [f"format {fmt}: no kernel on {arch} reads codebooks of keys before their rotary embedding yet, "
                 f"supported: rope='post', of a prompt codebooks='prompt-post'; {elsewhere}"]
     return []
+
+
+def no_pair(arch: str, levels: Levels, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
+    """Why no kernel of an architecture reads both levels of such a cache in one launch; empty if one does."""
+    if f"{arch}.pair.config" not in MODULES:
+        return [f"pair path: no kernel on {arch} reads two levels in one launch, supported: hopper"]
+    found = module(f"{arch}.pair.config").missing(levels, head_dim, dtype, features)
+    return [f"pair path: {reason}" for reason in found]
 
 
 def other_ctas(arch: str, path: str | None = None) -> list[str]:
