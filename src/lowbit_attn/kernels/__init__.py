@@ -10,6 +10,7 @@ Architectures and programs import ``key`` and ``support``; what stands above the
 
 from lowbit_attn.kernels.key import (
     FEATURES,
+    PAIR_ROWS,
     ROWS,
     SCHEDULES,
     SMALL,
@@ -64,7 +65,8 @@ from lowbit_attn.kernels.support import (
 )
 
 __all__ = [
-    "ARCH_TARGETS", "Checks", "CuteKernel", "FEATURES", "KernelKey", "PLAN_HEAD_DIMS", "QUANTIZE_HEAD_DIMS", "ROWS",
+    "ARCH_TARGETS", "Checks", "CuteKernel", "FEATURES", "KernelKey", "PAIR_ROWS", "PLAN_HEAD_DIMS",
+    "QUANTIZE_HEAD_DIMS", "ROWS",
     "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS", "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL",
     "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key", "arch_package", "baselines",
     "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "manage_keys",

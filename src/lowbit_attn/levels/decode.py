@@ -72,7 +72,7 @@ def ready(q: torch.Tensor, cache, options: Attention, num_splits: int | None, pa
     if dispatch.is_reference(cache, path):
         return
     rows, asked = level_queries(q.detach().to(cache.dtype), cache.num_heads_kv), _of_levels(options)
-    if q.device.type == "cuda" and pair.serves(cache, options, q.shape[1], num_splits, path):
+    if q.device.type == "cuda" and pair.serves(cache, rows, options, num_splits, path):
         if load:
             pair.plan_of(cache, rows, options, num_splits, path)
         return

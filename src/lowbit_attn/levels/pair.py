@@ -40,9 +40,14 @@ def why_not(cache, options: Attention, q_len: int = 1, num_splits: int | None = 
     return reasons
 
 
-def serves(cache, options: Attention, q_len: int, num_splits: int | None, path: str | None) -> bool:
-    """Whether one launch serves a call; NotImplementedError with the reasons if it asks for one and none does."""
-    if path not in (None, PATH):
+def serves(cache, rows: torch.Tensor, options: Attention, num_splits: int | None, path: str | None) -> bool:
+    """Whether a call with queries of ``decode.level_queries`` takes one launch; NotImplementedError with the reasons if
+    it asks for one and none serves it.
+
+    More than PAIR_ROWS query rows of a KV head are blocks that read all pages again, so they take it by name only.
+    """
+    q_len, ratio = rows.shape[1:3]
+    if path not in (None, PATH) or (path is None and q_len * ratio > kernels.PAIR_ROWS):
         return False
     reasons = why_not(cache, options, q_len, num_splits)
     if reasons and path is not None:
@@ -60,8 +65,7 @@ def plan_of(cache, rows: torch.Tensor, options: Attention, num_splits: int | Non
             dispatch.forced_arch())
     if call in views.pairs:
         return views.pairs[call]
-    is_served = serves(cache, options, rows.shape[1], num_splits, path)
-    plan = _make_plan(cache, views, rows, options) if is_served else None
+    plan = _make_plan(cache, views, rows, options) if serves(cache, rows, options, num_splits, path) else None
     if not cache.is_capturing():  # memory of a captured step belongs to its graph
         views.keep(call, plan)
     return plan
