@@ -10,6 +10,7 @@ from lowbit_attn.levels.frames import FramePool, frame_sizes
 from lowbit_attn.levels.level_cache import LevelCache
 
 PAGE = layout.PAGE_TOKENS
+DISTINCT = 24  # pages of a level with tokens of their own; others are copies
 # what a step's kernels leave for each other, and nothing else reads
 SCRATCH = ("places", "needs", "starts", "goes", "arrivals")
 
@@ -56,14 +57,15 @@ def of_pages(name: str, head_dim: int, pages: Sequence[tuple[int, int]], *, head
     for level, fmt in enumerate(levels.formats):
         taken = (places[: frames[0]], places[frames[0] :])[level] if pool.is_shared else torch.randperm(
             frames[level], generator=random)
-        k, v = torch.randn(2, int(counts[level].sum()), PAGE, head_dim, generator=random)
+        count = int(counts[level].sum())
+        k, v = torch.randn(2, min(count, DISTINCT), PAGE, head_dim, generator=random)
         k[..., 3] += 5  # a channel with an offset
         v[..., 7] += 1
         size, units = fmt.record_bytes(head_dim) // layout.RECORD_ALIGN, pool.units(level)
         records = fmt.quantize(k, v * scales[level]).view(len(k), size, layout.RECORD_ALIGN).to(device)
         starts = (taken[:, None] * pool.frame_units(level) + torch.arange((1, per_low)[level]) * size).flatten()
-        starts = starts[: len(k)].to(device)
-        units[starts[:, None] + torch.arange(size, device=device)] = records
+        starts = starts[:count].to(device)
+        units[starts[:, None] + torch.arange(size, device=device)] = records.repeat(-(-count // DISTINCT), 1, 1)[:count]
         for row, mine in enumerate(starts.int().split(counts[level].tolist())):
             cache.table[level, row, : len(mine)] = mine
     cache.c_pack.copy_(counts * PAGE)
