@@ -114,7 +114,7 @@ class PairSm90(SplitsSm90):
         while left > 0:
             now = fetch.fresh(me)  # for every item
             left, slot, phase = attend(pair, call, common, own, high_plans, limits, now, out_to, slot, phase)
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # all warps have left their sums
         fixup.merge(cfg, call, own.runs, out_to)
 
 
