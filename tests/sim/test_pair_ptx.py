@@ -48,8 +48,9 @@ HARD = dict(scales=(1e3, 1e-4))
     ("lean", 128, RAGGED, 3, 2, dict(heads=2, **HARD)), ("lean", 128, RAGGED, 4, 2, dict(heads=2, scales=(1e-4, 1e3))),
     ("k4v4+k2v2", 128, RAGGED, 4, 2, dict(heads=2)), ("k4v4+k2v2", 64, RAGGED, 4, 2, dict(heads=2, **HARD)),
     ("lean", 64, RAGGED, 6, 3, dict(heads=2)), ("lean-low", 128, RAGGED, 4, 2, dict(heads=2)),
-    ("lean-low", 64, RAGGED, 1, 5, dict(heads=2)),
-], ids=("one", "ragged", "high-large", "low-large", "44-22", "44-22-hard", "two-blocks", "lean-low", "lean-low-64"))
+    ("lean-low", 64, RAGGED, 1, 5, dict(heads=2)), ("lean", 64, ((1, 15),), 2, 1, {}),
+], ids=("one", "ragged", "high-large", "low-large", "44-22", "44-22-hard", "two-blocks", "lean-low", "lean-low-64",
+        "low-behind-a-high"))
 def test_one_launch_is_two_and_their_merge(name, head_dim, pages, ratio, ctas, options, scratch):
     """Rings turn; heads without pages of a level, or of both; runs that begin and end anywhere."""
     cache = of_pages(name, head_dim, pages, **options)
