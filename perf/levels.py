@@ -1,6 +1,7 @@
 """Times decode over two levels beside the fastest read of the same bytes and the uniform k4v4, in one run on one GPU.
 
-    python perf/levels.py                 one JSON line a case in perf/results/levels.jsonl
+    python perf/levels.py                              one JSON line a case in perf/results/levels.jsonl
+    python perf/levels.py --path pair --path merge     one launch for both levels beside two and their merge
 
 Records of random tokens in random places of the pool, tables of distinct pages, stages half full, 32 sinks and 120
 recent tokens. Every time is a replay of a CUDA graph, L2 flushed, medians.
@@ -137,7 +138,7 @@ def measure(case: LevelCase, paths: list[str | None], with_uniform: bool) -> dic
 
 
 def main(
-    path: Annotated[list[str], typer.Option(help="of decode; 'default': the dispatcher's pick")] = ["default"],
+    path: Annotated[list[str], typer.Option(help="of decode; repeatable; 'default': the dispatch's")] = ["default"],
     only: Annotated[list[int], typer.Option(help="Only the case of this number; repeatable.")] = [],
     arch: Annotated[str, typer.Option(help="whose decode kernels: hopper or ampere")] = "hopper",
     uniform: Annotated[bool, typer.Option(help="also time the uniform k4v4")] = True,

@@ -6,6 +6,7 @@ sequence. Lengths are on the device alone, so each warp sums them up and finds w
 than another by more than one.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -93,22 +94,23 @@ def load_pair(view: View, base: Int32, lane: Uint32) -> tuple:
     return tuple(tuple(found[i, j] for i in range(len(view.counters))) for j in range(2))
 
 
-def sizes_of(early: tuple, view: View, base: Int32, lane: Uint32) -> tuple:
+def sizes_of(early: tuple, view: View, base: Int32, lane: Uint32, item: Callable = work_item) -> tuple:
     """Positions of an item of either batch row that ``load_pair`` looked at, 0 beyond the last."""
     first, batch = base + 2 * Int32(lane), view.rows.shape[0]
-    return tuple(work_item(*counts).positions * Int32(first + j < batch) for j, counts in enumerate(early))
+    return tuple(item(*counts).positions * Int32(first + j < batch) for j, counts in enumerate(early))
 
 
 @cute.jit
 def begin(view: View, early: tuple, blocks: Int32, cta: Int32, ctas: cute.FastDivmodDivisorV2, warp: Int32,
-          warps: cutlass.Constexpr[int], lane: Uint32) -> Cursor:
-    """The cursor of a warp at its start; early: of ``load_pair``, of the first sequences."""
-    one, two = sizes_of(early, view, Int32(0), lane)
+          warps: cutlass.Constexpr[int], lane: Uint32, item: cutlass.Constexpr[Callable] = work_item) -> Cursor:
+    """The cursor of a warp at its start; early: of ``load_pair``, of the first sequences; item: what a sequence's
+    counters mean."""
+    one, two = sizes_of(early, view, Int32(0), lane, item)
     through = through_lane(one + two, lane)
     last = cute.arch.shuffle_sync(through, WARP - 1)
     total = last
     for base in cutlass.range(PAIRS, view.rows.shape[0], PAIRS, unroll=1):
-        sizes = sizes_of(load_pair(view, base, lane), view, base, lane)
+        sizes = sizes_of(load_pair(view, base, lane), view, base, lane, item)
         total = total + Int32(cute.arch.warp_redux_sync(sum(sizes), "add"))
     total = total * blocks
     cta_first, cta_count = share(total, ctas, cta)
@@ -116,7 +118,7 @@ def begin(view: View, early: tuple, blocks: Int32, cta: Int32, ctas: cute.FastDi
     first, base = first + cta_first, Int32(0)
     while (left > 0) & (last * blocks <= first):
         base = base + PAIRS
-        one, two = sizes_of(load_pair(view, base, lane), view, base, lane)
+        one, two = sizes_of(load_pair(view, base, lane), view, base, lane, item)
         through = last + through_lane(one + two, lane)
         last = cute.arch.shuffle_sync(through, WARP - 1)
     # of the lane that has the run's first sequence

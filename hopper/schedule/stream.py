@@ -47,22 +47,13 @@ class StreamSm90(SplitsSm90):
         call, table = Call(q, view, ratio, row_blocks), view.table
         me = fetch.lane_of(cute.arch.make_warp_uniform(cute.arch.warp_idx()), Uint32(cute.arch.lane_idx()))
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        # each CTA a part of the page table and of q: they are small, and who needs what is not known yet
-        for x, count in ((table, table.shape[0]), (q, cute.size(q))):
-            first = fetch.line_of(x) * cta
-            fetch.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
+        prefetch_parts(((table, table.shape[0]), (q, cute.size(q))), cta, ctas)
         cute.arch.sync_warp()
         early = items.load_pair(view, Int32(0), me.lane)
         on_pace = make_pace(cfg, results.partials)
         base = load_base(on_pace)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
-        channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
-        own = Own(fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.barriers.data_ptr(), me.warp),
-                  smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
-                  channels + me.warp * (cfg.channel_bytes // WORD),
-                  plans_of(smem.plans.data_ptr(), me.warp, cfg.warps),
-                  fixup.views(cfg, smem.plans.data_ptr(), smem.sums.data_ptr()),
-                  on_pace._replace(words=smem.pace.data_ptr()))
+        own = own_of(cfg, smem, me, on_pace, smem.plans.data_ptr())
         with cute.arch.elect_one():
             fetch.init(cfg, own.ring)
             own.runs.clear(me.warp)
@@ -93,6 +84,23 @@ class Own(NamedTuple):
     plans: Plans
     runs: fixup.RunSums
     pace: Pace
+
+
+def prefetch_parts(tensors: tuple, cta: Int32, ctas: Int32) -> None:
+    """Bring (tensor, elements) to L2, each CTA a part: they are small, and who needs what is not known yet."""
+    for x, count in tensors:
+        first = fetch.line_of(x) * cta
+        fetch.prefetch(x, first, Int32(count) - first, ctas * cute.arch.thread_idx()[0])
+
+
+def own_of(cfg: WarpConfig, smem, me: fetch.Lane, on_pace: Pace, plans: cute.Pointer) -> Own:
+    """A warp's part of shared memory; plans: of all warps, with cursors and records behind them."""
+    channels = (smem.channels if cutlass.const_expr(cfg.boost is not None) else smem.query).data_ptr()
+    return Own(fetch.ring_of(cfg, smem.buffer.data_ptr(), smem.barriers.data_ptr(), me.warp),
+               smem.query.data_ptr() + me.warp * (cfg.query_bytes // WORD),
+               channels + me.warp * (cfg.channel_bytes // WORD),
+               plans_of(plans, me.warp, cfg.warps), fixup.views(cfg, plans, smem.sums.data_ptr()),
+               on_pace._replace(words=smem.pace.data_ptr()))
 
 
 class Common(NamedTuple):
@@ -141,18 +149,18 @@ def attend(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
         cursor = cursor._replace(unit_phase=cfg.mixed_steps.run(cfg, pages, work, source, own.ring, me, queries, rows,
                                                                   state, limits, cursor.unit_phase, 1))
     residual.run(cfg, work, source, own.ring, me, call.q, rows, state, common.scale_log2, limits, 1)
-    return finish(cfg, call, common, own, me, rows, cursor, work.num_pages, state, out), slot, phase
+    _, counts = load_counts(view, rows.batch_idx)
+    size = items.work_item(*counts).positions
+    return finish(cfg, common, own, me, rows, cursor, size, work.num_pages, state, out), slot, phase
 
 
 @cute.jit
-def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: Own, me: fetch.Lane, rows: Rows,
-           cursor: items.Cursor, num_pages: Int32, state: softmax.State, out: combine.Outputs) -> Int32:
+def finish(cfg: cutlass.Constexpr[WarpConfig], common: Common, own: Own, me: fetch.Lane, rows: Rows,
+           cursor: items.Cursor, size: Int32, counted: Int32, state: softmax.State, out: combine.Outputs) -> Int32:
     """Leave an item's sums, or write its result if the run has all of it; returns the positions left.
 
-    num_pages: of the item's positions in the run, those that the warp has counted.
+    size: positions of the item; counted: of those in the run, as many as the warp has counted at its pages.
     """
-    _, counts = load_counts(call.view, rows.batch_idx)
-    size = items.work_item(*counts).positions
     count = cutlass.min(cursor.left, size - cursor.first)
     is_head, goes_on = cursor.first > 0, cursor.first + count < size
     part = 2 * me.warp + Int32(cursor.first == 0)
@@ -164,7 +172,7 @@ def finish(cfg: cutlass.Constexpr[WarpConfig], call: Call, common: Common, own: 
     with cute.arch.elect_one():
         own.runs.record(part, cursor, Int32(is_head | goes_on), last)
         own.runs.store_cursor(me.warp, items.after(cursor, count, common.blocks))
-        count_positions(cfg, own.pace, me, cursor.done + num_pages, count - num_pages)
+        count_positions(cfg, own.pace, me, cursor.done + counted, count - counted)
     cute.arch.sync_warp()
     # for the merge: what was read at the start is not in L2 any more
     fetch.prefetch(out.sink_logits, rows.head_idx * rows.ratio * Int32(out.sink_logits.shape[0] > 1), Int32(1),

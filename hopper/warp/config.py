@@ -195,6 +195,7 @@ class WarpConfig:
     has_mixed: bool = False  # tokens whose K is packed while V is still in 16 bit
     features: tuple[str, ...] = ()  # of kernels.FEATURES
     boost: SidePlan | None = None  # of K: the high codes of boosted channels, whose columns are slots
+    page_positions = 1  # of a run, that a page takes: see schedule/items.py
 
     @property
     def page_log2(self) -> int:

@@ -239,7 +239,15 @@ def load_base(pace: Pace) -> Int32:
 
 def reports(cfg: WarpConfig, me: Lane, number):
     """Whether this warp tells the other CTAs that its own has come to page, or position, ``number`` of each warp."""
-    return me.warp == number % cfg.page_warps
+    found = me.warp == number % cfg.page_warps
+    for more in range(1, cfg.page_positions):
+        found = found | (me.warp == (number + more) % cfg.page_warps)
+    return found
+
+
+def position(cfg: WarpConfig, pace: Pace, page: Int32):
+    """Number of a page among all positions of the warp."""
+    return pace.before + page * cfg.page_positions
 
 
 @cute.jit
@@ -248,9 +256,10 @@ def count_page(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: I
     come = Int32(0)
     if counts(cfg, pages):
         if me.lane <= LEAD:
-            come = cute.arch.atomic_add(pace.words + me.lane, Int32(1) - Int32(me.lane), sem="relaxed", scope="cta")
+            come = cute.arch.atomic_add(pace.words + me.lane, (Int32(1) - Int32(me.lane)) * cfg.page_positions,
+                                        sem="relaxed", scope="cta")
         if cutlass.const_expr(pace.common is not None):
-            if (me.lane == TELLER_LANE) & reports(cfg, me, pace.before + page):
+            if (me.lane == TELLER_LANE) & reports(cfg, me, position(cfg, pace, page)):
                 come = cute.arch.atomic_add(pace.common, Int32(cfg.page_warps), sem="relaxed", scope="gpu")
     return come
 
@@ -263,12 +272,12 @@ def is_behind(cfg: cutlass.Constexpr[WarpConfig], pace: Pace, me: Lane, page: In
     """
     rule, knows = rule_of(cfg), (page > 0) & is_long(cfg, pages)
     own, lead = (cute.arch.shuffle_sync(come, i) for i in (COUNT, LEAD))
-    lag = (own + lead) * pace.own - (pace.before + page) * pace.total
+    lag = (own + lead) * pace.own - position(cfg, pace, page) * pace.total
     if cutlass.const_expr(pace.common is not None):
-        if knows & reports(cfg, me, pace.before + page - 1) & pace.is_single_wave:
+        if knows & reports(cfg, me, position(cfg, pace, page) - cfg.page_positions) & pace.is_single_wave:
             if me.lane == TELLER_LANE:
                 told = Float32(come + cfg.page_warps - pace.word(BASE)[0])
-                found = Int32(told * cute.arch.rcp_approx(Float32(pace.ctas))) - (own + 1)
+                found = Int32(told * cute.arch.rcp_approx(Float32(pace.ctas))) - (own + cfg.page_positions)
                 is_near = cutlass.max(found, 0 - found) <= FAR * cfg.page_warps
                 cute.arch.atomic_exch(pace.words + LEAD, found * Int32(is_near), sem="relaxed", scope="cta")
     if knows & (lag < -(pace.total // rule.ahead)):

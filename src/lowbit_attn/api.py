@@ -44,7 +44,9 @@ def decode(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int
         out: output buffer of q's shape and dtype; lse: fp32 [batch, num_heads, q_len].
         num_splits: CTAs that share one sequence's tokens; default: the dispatcher's pick. On SM90 no more than the GPU
             runs at once. With path="stream" so many CTAs for each sequence share all sequences' tokens.
-        path: "reference" (any device), or a kernel path by name; default: the dispatcher's pick.
+        path: "reference" (any device), or a kernel path by name; default: the dispatcher's pick. Of a LevelCache also
+            "pair", both levels in one launch, and "merge", a launch for each of the dispatcher's pick and their merge;
+            a path of the kernels is that of both launches. Default: "pair" where a kernel serves the call at once.
 
     Returns:
         (o, lse): o [batch, q_len, num_heads, head_dim] in q's dtype; lse natural log, sink_logits included. A query

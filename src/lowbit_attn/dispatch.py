@@ -27,7 +27,7 @@ NO_WINDOW = 1 << 30  # positions: more than any sequence has
 CAPABILITY_TARGETS = {(9, 0): ("hopper", "sm_90a"), (8, 0): ("ampere", "sm_80"), (8, 9): ("ampere", "sm_89")}
 # Ampere kernels also run on Hopper, built for it, in its sizes or in those of the target named behind a hyphen
 FORCED_TARGETS = {(forced, (9, 0)): "sm_90" for forced in ("ampere", "ampere-sm_80", "ampere-sm_89")}
-_forced_arch = _private.environment("LOWBIT_ATTN_ARCH")
+forced_arch = _private.environment("LOWBIT_ATTN_ARCH")
 PAGES_A_BLOCK = 9  # of a sequence, for each block of query rows an SM has: up to that smaller CTAs win: docs/lessons.md
 IDLE_PART = 3  # where splits leave a third of the SMs idle, an even share of all pages wins from IDLE_PAGES on
 IDLE_PAGES = 128
@@ -37,6 +37,8 @@ UNEVEN_PAGES = 32  # ... pages beyond it, from which an even share wins
 PAGES_A_CLUSTERED_SPLIT = 16  # up to that a cluster of fewer splits is faster than more splits that meet in L2
 PAGES_A_SPLIT = 4  # about: with fewer the merge takes longer than the pages that it saves (docs/lessons.md)
 _STEP = "append"  # names the plan of a cache's steps among those of its decode calls
+# paths of a LevelCache: both levels in one launch; two launches, each of the dispatcher's pick, and their merge
+PAIR, MERGE = "pair", "merge"
 GRID_PAGES = 65_535  # that one launch takes: CUDA's limit of a grid's second axis
 
 
@@ -84,10 +86,23 @@ def why_not(cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = N
 def why_not_on(arch: str, cache: KVCache, num_heads: int, q_len: int = 1, path: str | None = None) -> list[str]:
     """Why a named architecture cannot serve a call, whatever device there is; of a LevelCache, of both its levels."""
     if isinstance(cache, LevelCache):
+        if path == PAIR:
+            return no_pair(arch, cache, q_len)
+        path = None if path == MERGE else path
         heads = num_heads // cache.num_heads_kv  # of a level's row
         return [f"{level} level: {reason}" for level, view in zip(("high", "low"), views_of(cache))
                 for reason in _pick(arch, view, heads, q_len, path)[1]]
     return _pick(arch, cache, num_heads, q_len, path)[1]
+
+
+def no_pair(arch: str, cache: LevelCache, q_len: int, features: tuple[str, ...] = ()) -> list[str]:
+    """Why an architecture has no kernel that reads both levels in one launch; empty if it has one."""
+    reasons = kernels.no_pair(arch, cache.format, cache.head_dim, cache.dtype, features)
+    return reasons + _no_q_len(q_len)
+
+
+def _no_q_len(q_len: int) -> list[str]:
+    return [] if 1 <= q_len <= MAX_Q_LEN else [f"q_len {q_len}, supported: 1 to {MAX_Q_LEN}"]
 
 
 def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | None,
@@ -99,8 +114,7 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     reasons = list(cache.unnamed)
     is_pre_rope = cache.attached is not None and cache.attached.is_pre_rope
     reasons += kernels.no_codebooks(arch, cache.format, cache.head_dim, is_pre_rope)
-    if not 1 <= q_len <= MAX_Q_LEN:
-        reasons.append(f"q_len {q_len}, supported: 1 to {MAX_Q_LEN}")
+    reasons += _no_q_len(q_len)
     if reasons:
         return None, reasons
     rows = num_heads // cache.num_heads_kv * q_len
@@ -264,7 +278,7 @@ def planned(q: torch.Tensor, cache: KVCache, options: tuple) -> DecodePlan | Non
 
 
 def _call(q: torch.Tensor, options: tuple) -> tuple:
-    return q.shape, q.dtype, options, _forced_arch()
+    return q.shape, q.dtype, options, forced_arch()
 
 
 def default_splits(cache: KVCache, blocks: int, key: KernelKey) -> int:
@@ -327,7 +341,7 @@ def _append(cache: KVCache, rows: torch.Tensor, ring_rows: torch.Tensor, k: torc
 
 
 def _step_plan(cache: KVCache) -> StepPlan:
-    plans, name = plans_of(cache), (_STEP, _forced_arch())
+    plans, name = plans_of(cache), (_STEP, forced_arch())
     plan = plans.get(name)
     if plan is None or not plan.serves(cache):
         key = kernels.append_key(*_specialisation(cache)[1:], cache.format, cache.range_search)

@@ -48,6 +48,9 @@ def promised(arch: str) -> list[KernelKey]:
         kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, kernels.PLAN_HEAD_DIMS, LEVELS, (None, True, False))
         if all(_has_record(fmt, common[-1]) for fmt in parse(name).formats)
         for key in kernels.manage_keys(*common, parse(name), search)]
+    keys += [kernels.pair_key(target, dtype, head_dim, levels, features) for target, dtype, head_dim, levels, features
+             in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, HEAD_DIMS, map(parse, LEVELS), FEATURES)
+             if not kernels.no_pair(arch, levels, head_dim, getattr(torch, dtype), features)]
     if arch == "hopper":
         keys += chain.from_iterable(map(linear_keys, kernels.SHIPPED_TARGETS[arch]))
     return list(dict.fromkeys(keys))

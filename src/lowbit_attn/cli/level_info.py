@@ -65,5 +65,5 @@ def show(pair: Levels, kv_heads: int, head_dim: int, batch: int, seqlen: int, as
     out.print(f"Frames of {' and '.join(f'{size:,}' for size in frames)} bytes; {buffers:,} bytes of 16-bit buffers a "
               f"KV head, whatever the length; {batch * nbytes:,} bytes a layer, smaller than {pair.high} from "
               f"{least:,} tokens on.", soft_wrap=True)
-    out.print(f"Kernels: lowbit-attn info {pair.high} and {pair.low}, a launch each. counts_of(seq) of a LevelCache "
-              "gives these numbers of a cache in use.", soft_wrap=True)
+    out.print(f"Kernels: lowbit-attn info {pair.high} and {pair.low}, a launch each, or one for both. "
+              "counts_of(seq) of a LevelCache gives these numbers of a cache in use.", soft_wrap=True)

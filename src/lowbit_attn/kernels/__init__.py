@@ -10,6 +10,7 @@ Architectures and programs import ``key`` and ``support``; what stands above the
 
 from lowbit_attn.kernels.key import (
     FEATURES,
+    PAIR_ROWS,
     ROWS,
     SCHEDULES,
     SMALL,
@@ -27,6 +28,7 @@ from lowbit_attn.kernels.key import (
     manage_keys,
     merge_key,
     packing_keys,
+    pair_key,
     quantize_key,
     step_keys,
 )
@@ -39,6 +41,7 @@ from lowbit_attn.kernels.registry import (
     decode_key,
     needs_nvcc,
     no_codebooks,
+    no_pair,
     other_ctas,
     path_name,
     path_of,
@@ -62,10 +65,12 @@ from lowbit_attn.kernels.support import (
 )
 
 __all__ = [
-    "ARCH_TARGETS", "Checks", "CuteKernel", "FEATURES", "KernelKey", "PLAN_HEAD_DIMS", "QUANTIZE_HEAD_DIMS", "ROWS",
+    "ARCH_TARGETS", "Checks", "CuteKernel", "FEATURES", "KernelKey", "PAIR_ROWS", "PLAN_HEAD_DIMS",
+    "QUANTIZE_HEAD_DIMS", "ROWS",
     "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS", "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL",
     "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key", "arch_package", "baselines",
     "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "manage_keys",
-    "manage_missing", "merge_key", "needs_nvcc", "no_codebooks", "other_ctas", "packing_keys", "path_name",
-    "path_of", "pick", "quantize_key", "quantize_missing", "shipped_keys", "step_keys", "trace",
+    "manage_missing", "merge_key", "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys",
+    "pair_key", "path_name", "path_of", "pick", "quantize_key", "quantize_missing", "shipped_keys", "step_keys",
+    "trace",
 ]

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from lowbit_attn.formats import FORMATS, Format
-from lowbit_attn.formats.levels import parse
+from lowbit_attn.formats.levels import Levels, parse
 from lowbit_attn.kernels.key import SPLITS, Checks, KernelKey
 from lowbit_attn.kernels.support import find_path
 from lowbit_attn.registers import WIDE_HEAD_DIM
@@ -24,12 +24,15 @@ MODULES = {
     "hopper": "lowbit_attn.hopper", "hopper.config": "lowbit_attn.hopper.config",
     "hopper.decode": "lowbit_attn.hopper.decode", "hopper.linear": "lowbit_attn.hopper.linear.kernels",
     "hopper.linear.config": "lowbit_attn.hopper.linear.config",
+    "hopper.pair": "lowbit_attn.hopper.pair.decode", "hopper.pair.config": "lowbit_attn.hopper.pair.config",
     "ampere": "lowbit_attn.ampere", "ampere.config": "lowbit_attn.ampere.config",
     "ampere.decode": "lowbit_attn.ampere.decode",
     "quantize": "lowbit_attn.device.quantize", "dequantize": "lowbit_attn.device.quantize",
     "append": "lowbit_attn.device.append", "merge": "lowbit_attn.device.merge", "read": "lowbit_attn.device.read",
     "plan": "lowbit_attn.device.level_plan", "pack": "lowbit_attn.device.level_pack",
 }
+
+OF_ARCHITECTURES = ("decode", "linear", "pair")  # ops whose programs are an architecture's own
 
 
 @cache
@@ -45,7 +48,7 @@ def arch_package(arch: str) -> ModuleType:
 
 def program(arch: str, op: str) -> str:
     """Name in ``MODULES`` of the program of such a kernel."""
-    return f"{arch}.{op}" if op in ("decode", "linear") else op
+    return f"{arch}.{op}" if op in OF_ARCHITECTURES else op
 
 
 def trace(key: KernelKey):
@@ -53,8 +56,8 @@ def trace(key: KernelKey):
     if key.op == "read":
         threads, unroll = map(int, key.variant.split("x"))
         return module("read").read_kernel(threads, unroll)
-    if key.op == "linear":
-        return module(program(key.arch, key.op)).linear_kernel(key)
+    if key.op in ("linear", "pair"):
+        return getattr(module(program(key.arch, key.op)), f"{key.op}_kernel")(key)
     if key.op == "merge":
         return module("merge").merge_kernel(key.head_dim, key.dtype)
     if key.op == "plan":
@@ -81,7 +84,7 @@ def searches_of(key: KernelKey) -> tuple[str, str]:
 
 def needs_nvcc(key: KernelKey) -> bool:
     """Whether a kernel is TileLang's, which compiles with nvcc; CuTe-DSL brings its own compiler."""
-    return key.op != "read" and not (key.op in ("decode", "linear") and key.arch == "hopper")
+    return key.op != "read" and not (key.op in OF_ARCHITECTURES and key.arch == "hopper")
 
 
 def checks(key: KernelKey) -> Checks:
@@ -90,8 +93,8 @@ def checks(key: KernelKey) -> Checks:
         return module(f"{key.arch}.config").checks(FORMATS[key.format], key.head_dim, target=key.sizes or key.target,
                                                    path=path_name(key), rows=key.rows, dtype=key.dtype,
                                                    features=key.features)
-    if key.op == "linear":
-        return module(f"{key.arch}.linear.config").checks(key)
+    if key.op in ("linear", "pair"):
+        return module(f"{key.arch}.{key.op}.config").checks(key)
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM:
         k, v = FORMATS[key.format].specs(key.head_dim)
         if k.high or v.wide:
@@ -163,6 +166,14 @@ def no_codebooks(arch: str, fmt: Format, head_dim: int, is_pre_rope: bool = Fals
         return [f"format {fmt}: no kernel on {arch} reads codebooks of keys before their rotary embedding yet, "
                 f"supported: rope='post', of a prompt codebooks='prompt-post'; {elsewhere}"]
     return []
+
+
+def no_pair(arch: str, levels: Levels, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
+    """Why no kernel of an architecture reads both levels of such a cache in one launch; empty if one does."""
+    if f"{arch}.pair.config" not in MODULES:
+        return [f"pair path: no kernel on {arch} reads two levels in one launch, supported: hopper"]
+    found = module(f"{arch}.pair.config").missing(levels, head_dim, dtype, features)
+    return [f"pair path: {reason}" for reason in found]
 
 
 def other_ctas(arch: str, path: str | None = None) -> list[str]:

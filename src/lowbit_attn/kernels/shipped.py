@@ -6,9 +6,9 @@ import torch
 
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.levels import PRESETS, parse
-from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, manage_keys, merge_key, step_keys
+from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, manage_keys, merge_key, pair_key, step_keys
 from lowbit_attn.kernels.linear import linear_keys
-from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, other_ctas, pick
+from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, no_pair, other_ctas, pick
 from lowbit_attn.kernels.support import manage_missing, quantize_missing
 
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
@@ -39,12 +39,18 @@ def levels_keys(target: str, dtype: str, head_dim: int) -> list[KernelKey]:
             for key in manage_keys(target, dtype, head_dim, levels)]
 
 
+def pair_keys(arch: str, target: str, dtype: str, head_dim: int) -> list[KernelKey]:
+    """What decodes over both levels of the presets in one launch."""
+    return [pair_key(target, dtype, head_dim, levels) for levels in map(parse, PRESETS)
+            if not no_pair(arch, levels, head_dim, getattr(torch, dtype))]
+
+
 def shipped_keys(arch: str) -> list[KernelKey]:
     """Every kernel that ``make`` builds for an architecture."""
     keys = {}
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
-        keys |= dict.fromkeys([merge_key(*common), *levels_keys(*common)])
+        keys |= dict.fromkeys([merge_key(*common), *levels_keys(*common), *pair_keys(arch, *common)])
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))

@@ -1,4 +1,5 @@
-"""Decode over a LevelCache: its two levels by the kernels of ordinary caches, a launch each, then one that merges them.
+"""Decode over a LevelCache: both levels in one launch where there is a kernel for it (pair.py); else its two levels by
+the kernels of ordinary caches, a launch each, then one that merges them.
 
     q [batch, q_len, num_heads, D] -> rows of a level [batch * num_heads_kv, q_len, ratio, D]
     high level: decode kernel of its format -> (o, lse)      pages, the stage and the sinks
@@ -13,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from lowbit_attn import dispatch, kernels, loader
-from lowbit_attn.levels import step
+from lowbit_attn.levels import pair, step
 from lowbit_attn.levels.view import LevelView, views_of
 from lowbit_attn.plan import ACCESS_BYTES
 from lowbit_attn.reference import Attention
@@ -38,10 +39,14 @@ def decode(q: torch.Tensor, cache, out: torch.Tensor, lse: torch.Tensor, options
     with torch.no_grad(), torch.cuda.device(q.device):
         rows, asked = level_queries(q.to(cache.dtype), cache.num_heads_kv), _of_levels(options)
         _prepare_manage(cache)
-        found = [_decode_level(rows, view, asked, num_splits, path) for view in views_of(cache)]
-        sinks = no_sink_logit(q.device) if options.sink_logits is None else options.sink_logits.contiguous()
         o, logsumexp = _written(out, cache.dtype), _written(lse, torch.float32)
-        _merge(cache)(*(x.detach() for x in (*found[0], *found[1], sinks, o, logsumexp)))
+        if (plan := pair.plan_of(cache, rows, options, num_splits, path)) is not None:
+            pair.launch(plan, cache.num_heads_kv, *(x.detach() for x in (rows, o, logsumexp)))
+        else:
+            path = _path_of_levels(path)
+            found = [_decode_level(rows, view, asked, num_splits, path) for view in views_of(cache)]
+            sinks = no_sink_logit(q.device) if options.sink_logits is None else options.sink_logits.contiguous()
+            _merge(cache)(*(x.detach() for x in (*found[0], *found[1], sinks, o, logsumexp)))
         for given, written in ((out, o), (lse, logsumexp)):
             if given is not written:
                 given.copy_(written)
@@ -67,6 +72,11 @@ def ready(q: torch.Tensor, cache, options: Attention, num_splits: int | None, pa
     if dispatch.is_reference(cache, path):
         return
     rows, asked = level_queries(q.detach().to(cache.dtype), cache.num_heads_kv), _of_levels(options)
+    if q.device.type == "cuda" and pair.serves(cache, rows, options, num_splits, path):
+        if load:
+            pair.plan_of(cache, rows, options, num_splits, path)
+        return
+    path = _path_of_levels(path)
     for view in views_of(cache):
         if dispatch.planned(rows, view, _call(asked, num_splits, path)) is None:
             dispatch.ready(rows, view, asked, num_splits, path, False, load)
@@ -91,6 +101,11 @@ def level_queries(q: torch.Tensor, num_heads_kv: int) -> torch.Tensor:
 def _of_levels(options: Attention) -> Attention:
     """What a level's launch is asked for: sink logits differ by head, and join in the merge."""
     return replace(options, sink_logits=None)
+
+
+def _path_of_levels(path: str | None) -> str | None:
+    """What each level's launch is asked for."""
+    return None if path == dispatch.MERGE else path
 
 
 def _call(options: Attention, num_splits: int | None, path: str | None) -> tuple:

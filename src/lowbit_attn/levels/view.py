@@ -63,13 +63,22 @@ class LevelView(HeldCache):
 class LevelViews(list):
     """The two views of one cache; a pickled or deeply copied cache makes its own."""
 
+    LIMIT = 64  # plans of one launch, by what distinguishes their calls: as plan.Plans
+
     def __init__(self, cache=None):
         super().__init__([] if cache is None else [LevelView(cache, level) for level in (0, 1)])
         self.is_prepared = False  # whether the kernels of manage were launched, as no captured step may be the first to
+        self.pairs = {}  # plans of levels/pair.py by call
         self.owner, self.made_of = id(cache), () if cache is None else (*_made_of(cache), *cache.pool.memory)
 
     def __reduce__(self):
         return LevelViews, ()
+
+    def keep(self, call: tuple, plan) -> None:
+        """Add a plan of one launch over both levels."""
+        if len(self.pairs) >= self.LIMIT:
+            self.pairs.clear()
+        self.pairs[call] = plan
 
     def serve(self, cache) -> bool:
         """Whether they are this cache's, and where its memory is by now."""
