@@ -73,14 +73,16 @@ def test_what_one_launch_does_not_serve_says_why(levels, head_dim, features, rea
     assert "supported: hopper" in kernels.no_pair("ampere", parse("lean"), 128, torch.float16)[0]
 
 
-def test_calls_of_up_to_four_rows_take_one_launch_where_it_serves_them(monkeypatch):
+def test_many_rows_of_up_to_four_queries_take_one_launch_where_it_serves_them(monkeypatch):
     """Named, it serves blocks of rows too; what it does not serve goes to two launches, or is refused by name."""
     monkeypatch.setattr(dispatch, "target_of", lambda device: ("hopper", "sm_90a"))
     cache = of_pages("lean", 64, ((1, 1),))
 
-    def serves(ratio: int, options: Attention = PLAIN, splits: int | None = None, path: str | None = None) -> bool:
-        return pair.serves(cache, level_decode.level_queries(torch.zeros(1, 1, ratio, 64), 1), options, splits, path)
+    def serves(ratio: int, options: Attention = PLAIN, splits: int | None = None, path: str | None = None,
+               rows: int = pair.LEAST_ROWS) -> bool:
+        return pair.serves(cache, level_decode.level_queries(torch.zeros(rows, 1, ratio, 64), 1), options, splits, path)
 
+    assert not serves(4, rows=pair.LEAST_ROWS - 1) and serves(4, rows=1, path="pair")
     assert serves(4) and serves(1, Attention(softcap=5.0)) and serves(9, path="pair")
     assert not any((serves(5), serves(4, path="merge"), serves(4, path="stream"), serves(4, splits=3),
                     serves(4, Attention(sink_logits=torch.zeros(4)))))
@@ -104,7 +106,7 @@ def test_a_call_is_one_launch_over_the_memory_of_both_levels(monkeypatch):
     rows = level_decode.level_queries(torch.randn(1, 1, 8, 64).half(), 2)
     o, lse = torch.empty(1, 1, 8, 64).half(), torch.empty(1, 8, 1)
     for _ in range(2):
-        pair.launch(pair.plan_of(cache, rows, PLAIN, None, None), 2, rows, o, lse)
+        pair.launch(pair.plan_of(cache, rows, PLAIN, None, pair.PATH), 2, rows, o, lse)
     assert loaded == [kernels.pair_key("sm_90a", "float16", 64, cache.format)] and len(launches) == 2
     names = PairSm90.__call__.__wrapped__.__code__.co_varnames[1:22]
     given = dict(zip(names, launches[1], strict=True))
@@ -116,5 +118,5 @@ def test_a_call_is_one_launch_over_the_memory_of_both_levels(monkeypatch):
     for name, x in (("high_k", cache.hi_k), ("high_v", cache.hi_v), ("low_k", cache.lo_k), ("ring_v", cache.ring_v)):
         assert given[name].data_ptr() == x.data_ptr() and given[name].shape[1] == 1
     cache.extend(9000)
-    pair.plan_of(cache, rows, PLAIN, None, None)
+    pair.plan_of(cache, rows, PLAIN, None, pair.PATH)
     assert len(loaded) == 2

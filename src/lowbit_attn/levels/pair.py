@@ -15,6 +15,7 @@ from lowbit_attn.registers import LOG2_E
 from lowbit_attn.scratch import prepare
 
 PATH = dispatch.PAIR
+LEAST_ROWS = 64  # (sequence, KV head) rows from which on one launch was faster on an H100; at 32 two were by 2 %
 
 
 class PairPlan(DecodePlan):
@@ -44,10 +45,11 @@ def serves(cache, rows: torch.Tensor, options: Attention, num_splits: int | None
     """Whether a call with queries of ``decode.level_queries`` takes one launch; NotImplementedError with the reasons if
     it asks for one and none serves it.
 
-    More than PAIR_ROWS query rows of a KV head are blocks that read all pages again, so they take it by name only.
+    More than PAIR_ROWS query rows of a KV head are blocks that read all pages again, and of few rows the splits of two
+    launches are faster: those take it by name only.
     """
-    q_len, ratio = rows.shape[1:3]
-    if path not in (None, PATH) or (path is None and q_len * ratio > kernels.PAIR_ROWS):
+    count, q_len, ratio = rows.shape[:3]
+    if path not in (None, PATH) or (path is None and (q_len * ratio > kernels.PAIR_ROWS or count < LEAST_ROWS)):
         return False
     reasons = why_not(cache, options, q_len, num_splits)
     if reasons and path is not None:
