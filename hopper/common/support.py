@@ -11,6 +11,7 @@ from lowbit_attn.registers import WIDE_HEAD_DIM
 
 FLOATS = (torch.float16, torch.bfloat16)
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
+BOOK_TILE = "codebook64"  # the tile path of formats with codebooks
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
 
@@ -69,4 +70,6 @@ PATHS = {
                                 dtypes=FLOATS, storages=(), rows=(4,), wide_rows=(4,), codebooks=True),
     "codebook8": CodebookSupport(arithmetic="codebook8", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
                                  dtypes=FLOATS, storages=(), rows=(8,), wide_rows=(8,), codebooks=True),
+    BOOK_TILE: CodebookSupport(arithmetic="codebook64", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
+                               dtypes=FLOATS, storages=(), rows=(64,), wide_rows=(64,), codebooks=True),
 }

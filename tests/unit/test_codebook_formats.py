@@ -94,7 +94,7 @@ def test_presets_are_in_the_registry_and_have_kernels():
     names = {"kcq4vcq2", "cq2", "cq4"}
     assert names <= set(FORMATS) and names <= {key.format for key in kernels.shipped_keys("hopper")}
     for name, (rows, kernel) in product(names, ((3, ("codebook", 4)), (4, ("codebook", 4)), (5, ("codebook8", 8)),
-                                               (64, ("codebook8", 8)))):
+                                               (9, ("codebook64", 64)), (65, ("codebook64", 64)))):
         assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, rows)[0] == kernel
     for name, kernel in (("cq2", ("codebook2", 2)), ("cq4", ("codebook", 4)), ("kcq4vcq2", ("codebook", 4))):
         assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, 2)[0] == kernel
