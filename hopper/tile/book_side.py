@@ -18,7 +18,7 @@ ATOM_BYTES = 128  # of such a row
 EIGHT_BYTES = 8 * ATOM_BYTES  # of eight tokens, over which the swizzle repeats
 TABLE_BYTES = order.ENTRIES * order.BOOK_ROW_BYTES  # of a side's codebook
 QUAD = 4  # groups that lanes t = 0 .. 3 ask for, and codes in a word
-BLOCK = {False: 8, True: 16}  # tokens of a lane's words, of K and of V
+BLOCK_TOKENS = {False: 8, True: 16}  # of a lane's words of K and of V: by ``transposed``
 
 
 @dataclass(frozen=True)
@@ -60,27 +60,27 @@ class BookTile(SideSpec):
     @property
     def blocks_a_run(self) -> int:
         """Blocks of 8 tokens (K) or 16 (V) of which a lane's 16 codes are; of V they may be a part of one's groups."""
-        return max(1, order.RUN * order.LANES // (BLOCK[self.transposed] * self.groups))
+        return max(1, order.RUN * order.LANES // (BLOCK_TOKENS[self.transposed] * self.groups))
 
     @property
     def parts_a_block(self) -> int:
         """V: runs that a block of 16 tokens takes."""
-        return max(1, BLOCK[self.transposed] * self.groups // (order.RUN * order.LANES))
+        return max(1, BLOCK_TOKENS[self.transposed] * self.groups // (order.RUN * order.LANES))
 
     @property
-    def turns(self) -> int:
+    def rotations(self) -> int:
         """R of codebook_order: groups of V that a lane g and all t ask for, in turn."""
         return min(4, self.groups // (8 if self.transposed else 4))
 
     @property
     def steps(self) -> int:
         """K: codes of a lane in an atom of a block. V: codes of a lane, token and part of a block."""
-        return self.turns if self.transposed else ATOM // self.group_size // QUAD
+        return self.rotations if self.transposed else ATOM // self.group_size // QUAD
 
-    def key_turn(self, step, g):
+    def key_quad(self, step, g):
         """K: which quad of an atom's groups a lane of this g asks for in a step.
 
-        For all steps both this and ``key_turn ^ g``, its place in the swizzle, differ between the lanes g that an
+        For all steps both this and ``key_quad ^ g``, its place in the swizzle, differ between the lanes g that an
         access serves at once: of two words four, else all eight, where g is multiplied by a root of GF(8).
         """
         if self.steps == QUAD:
@@ -89,26 +89,26 @@ class BookTile(SideSpec):
         return step ^ (4 * middle + 2 * (low ^ high) + high)
 
     def key_byte(self, step, g):
-        """K: byte, of a lane's words of a block and atom, with the code of ``key_turn``."""
-        turn = self.key_turn(step, g)
-        return turn // 4 * 4 + (turn % 4 + 4 - g % 4) % 4
+        """K: byte, of a lane's words of a block and atom, with the code of ``key_quad``."""
+        quad = self.key_quad(step, g)
+        return quad // 4 * 4 + (quad % 4 + 4 - g % 4) % 4
 
     def key_group(self, step, g, t):
         """K: group, within an atom, of a step."""
-        return QUAD * self.key_turn(step, g) + t
+        return QUAD * self.key_quad(step, g) + t
 
     def value_group(self, step, g, t):
         """V: group, within a part of a block, of a step."""
-        return self.turns * g + (step ^ (t % self.turns))
+        return self.rotations * g + (step ^ (t % self.rotations))
 
     def value_word(self, step, t):
         """V: word, of a lane's words of a block, with the codes of ``value_group``."""
-        return ((step ^ (t % self.turns)) + self.turns - t % self.turns) % self.turns
+        return ((step ^ (t % self.rotations)) + self.rotations - t % self.rotations) % self.rotations
 
     def entry_offset(self, group, t=0):
         """Offset, in a row of the codebook, of a group's entry; V's lanes t = 2, 3 take a second copy if R = 2."""
         offset = self.entry_bytes * group
-        if self.transposed and self.turns == 2:
+        if self.transposed and self.rotations == 2:
             second = order.BOOK_ROW_BYTES // 2 + order.BOOK_ROW_BYTES // 4
             return offset ^ (t // 2 * second)
         return offset

@@ -22,19 +22,18 @@ from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.book_abi import Books
 from lowbit_attn.hopper.tile import ring as rings
-from lowbit_attn.hopper.tile.book_side import BLOCK, EIGHT_BYTES, QUAD, TABLE_BYTES, BookTile
+from lowbit_attn.hopper.tile.book_side import ATOM, ATOM_BYTES, EIGHT_BYTES, QUAD, TABLE_BYTES, BookTile
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, UNIT_TOKENS, UNITS, WARP, WORD, DecodeConfig
 from lowbit_attn.hopper.tile.dequant import DequantThread, Pipe, unit_tile, unit_tiles
 from lowbit_attn.hopper.tile.walk import token_tile_of
 from lowbit_attn.registers import CHUNK, lane_place
 
-ORDER, RECIPROCAL = 0, 1  # planes of Books.channels
-FIRST_WORDS = 0x3210  # a selector of bytes
-LOW_TWICE, HIGH_TWICE = 0x1010, 0x3232
+RECIPROCAL = 1  # plane of Books.channels; the first, in which mma.py finds the order, is 0
+LOW_TWICE, HIGH_TWICE = 0x1010, 0x3232  # selectors of bytes: a half in both halves
 RUN_WORDS = order.RUN // WORD
 
 
-class BookPlace(NamedTuple):
+class SharedBook(NamedTuple):
     """Shared memory of a side's codebook, uint32, and of 1 / weight of K's channels, fp32; the barrier of both."""
 
     table: cute.Pointer
@@ -56,7 +55,7 @@ class Lookup(NamedTuple):
         return ptx.lookup(self.base + Int32(offset), more, self.words)
 
 
-def start(cfg: DecodeConfig, side: BookTile, books: Books, head_idx: Int32, place: BookPlace) -> None:
+def start(cfg: DecodeConfig, side: BookTile, books: Books, head_idx: Int32, place: SharedBook) -> None:
     """Start the copies of a side's codebook; one lane does it, before its side's first page."""
     source = books.v if side.transposed else books.k
     extra = 0 if side.transposed else WORD * cfg.head_dim
@@ -70,7 +69,7 @@ def start(cfg: DecodeConfig, side: BookTile, books: Books, head_idx: Int32, plac
 
 
 @cute.jit
-def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[BookTile], pipe: Pipe, place: BookPlace):
+def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[BookTile], pipe: Pipe, place: SharedBook):
     """Consume the side's packed ring and fill its tile ring in the walk's order."""
     lane = Uint32(cute.arch.lane_idx())
     me = DequantThread(Uint32(cute.arch.make_warp_uniform(cute.arch.warp_idx())) % GROUP_WARPS, lane, *lane_place(lane))
@@ -98,7 +97,7 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[BookTile],
         rings.publish(pipe.tiles, fill)
 
 
-def lookup_of(side: BookTile, me: DequantThread, place: BookPlace) -> Lookup:
+def lookup_of(side: BookTile, me: DequantThread, place: SharedBook) -> Lookup:
     g, t = Int32(me.lane // 4), Int32(me.lane % 4)
     group_of = side.value_group if side.transposed else side.key_group
     offsets = [Int32(side.entry_offset(group_of(step, g, t), t)) for step in range(side.steps)]
@@ -135,6 +134,16 @@ def store(pipe: Pipe, place: Int32, more: int, words: list[Uint32]) -> None:
     cute.autovec_copy(found, out[None, place // (WORD * count) + more // (WORD * count)])
 
 
+def ahead(batches: list, lookups_of):
+    """(batch, its entries) of each batch, when the lookups of the next one are under way: loads do not pass stores."""
+    found = lookups_of(batches[0])
+    for batch, following in zip(batches, [*batches[1:], None]):
+        entries = found
+        if following is not None:
+            found = lookups_of(following)
+        yield batch, entries
+
+
 # ---- K
 
 
@@ -148,7 +157,7 @@ def selectors_of(side: BookTile, g: Int32) -> list[Uint32]:
 
 
 def dequant_keys(cfg: DecodeConfig, side: BookTile, me: DequantThread, pipe: Pipe, stage: Int32, lookup: Lookup,
-                 place: BookPlace) -> None:
+                 place: SharedBook) -> None:
     """A page of K -> its tile: this warp's runs."""
     g, t = Int32(me.lane // 4), Int32(me.lane % 4)
     words_an_atom, size = side.steps // QUAD, side.group_size
@@ -158,21 +167,26 @@ def dequant_keys(cfg: DecodeConfig, side: BookTile, me: DequantThread, pipe: Pip
     mine = range(side.runs // GROUP_WARPS)
     codes = [load_run(cfg, side, me, pipe, stage, Int32(me.warp) + GROUP_WARPS * i) for i in mine]
     apart = EIGHT_BYTES * side.blocks_a_run  # bytes of the tile between runs
+    own_places = [at + Int32(me.warp) * apart for at in places]
     for atom in range(side.atoms):
         shifts = [key_shift(cfg, side, pipe, stage, place, side.groups // side.atoms * atom + group)
                   for group in groups]
-        for i in mine:
-            for block in range(side.blocks_a_run):
-                first = (block * side.atoms + atom) * words_an_atom
-                own = codes[i][first : first + words_an_atom]
-                turned = [ptx.permute(own[0], own[-1], selector) for selector in selectors]
-                more = side.place(8 * block, 64 * atom) + GROUP_WARPS * apart * i
-                for step in range(side.steps):
-                    entry = lookup.find(turned[step // QUAD], step % QUAD, step, order.BOOK_ROW_BYTES // 2 * atom)
-                    store(pipe, places[step] + Int32(me.warp) * apart, more, keys_of(cfg, entry, shifts[step]))
+
+        def entries_of(at: tuple[int, int], atom: int = atom) -> list[list[Uint32]]:
+            i, block = at
+            first = (block * side.atoms + atom) * words_an_atom
+            own = codes[i][first : first + words_an_atom]
+            ordered = [ptx.permute(own[0], own[-1], selector) for selector in selectors]
+            return [lookup.find(ordered[step // QUAD], step % QUAD, step, order.BOOK_ROW_BYTES // 2 * atom)
+                    for step in range(side.steps)]
+
+        for (i, block), entries in ahead([(i, b) for i in mine for b in range(side.blocks_a_run)], entries_of):
+            more = side.place(8 * block, ATOM * atom) + GROUP_WARPS * apart * i
+            for step, entry in enumerate(entries):
+                store(pipe, own_places[step], more, keys_of(cfg, entry, shifts[step]))
 
 
-def key_shift(cfg: DecodeConfig, side: BookTile, pipe: Pipe, stage: Int32, place: BookPlace,
+def key_shift(cfg: DecodeConfig, side: BookTile, pipe: Pipe, stage: Int32, place: SharedBook,
               group: Int32) -> list[tuple]:
     """[channel of a code] (1 / weight, mean / weight) of a group. A mean that is no number, or infinite, gives NaN."""
     size = side.group_size
@@ -184,7 +198,7 @@ def key_shift(cfg: DecodeConfig, side: BookTile, pipe: Pipe, stage: Int32, place
     return [(factors[i], mean * factors[i] + (mean - mean)) for i, mean in enumerate(wide)]
 
 
-def reciprocals(side: BookTile, place: BookPlace, count: int) -> cute.Tensor:
+def reciprocals(side: BookTile, place: SharedBook, count: int) -> cute.Tensor:
     """(count, index): 1 / weight of so many channels at once."""
     return cute.make_tensor(place.reciprocals, cute.make_layout((count, side.head_dim // count), stride=(1, count)))
 
@@ -223,19 +237,18 @@ def dequant_values(cfg: DecodeConfig, side: BookTile, me: DequantThread, pipe: P
             norms = norms_of(cfg, side, pipe, stage, number, t)
             first = number * (2 * EIGHT_BYTES)
             if parts > 1:
-                first = first + run % parts * (layout.PAGE_TOKENS * 2 * 64)
-            for step in range(side.steps):
-                for half in range(2):
-                    for e in range(2):
-                        more = order.BOOK_ROW_BYTES // parts * (run % parts) if parts > 1 else 0
-                        entry = find_of_part(lookup, own[step], 2 * half + e, step, more)
-                        values = [value_of(cfg, word, norms, half, e) for word in entry]
-                        store(pipe, places[step][e] + first, EIGHT_BYTES * half, values)
+                first = first + run % parts * (layout.PAGE_TOKENS * ATOM_BYTES)
+            of_part = lookup
+            if parts > 1:
+                of_part = lookup._replace(base=lookup.base + order.BOOK_ROW_BYTES // parts * (run % parts))
 
+            def entries_of(half: int, own: list = own, of_part: Lookup = of_part) -> list[list[Uint32]]:
+                return [of_part.find(own[step], 2 * half + e, step, 0) for step in range(side.steps) for e in range(2)]
 
-def find_of_part(lookup: Lookup, codes: Uint32, byte: int, step: int, more) -> list[Uint32]:
-    """``Lookup.find`` with an offset that is known at run time."""
-    return lookup._replace(base=lookup.base + more).find(codes, byte, step, 0)
+            for half, entries in ahead([0, 1], entries_of):
+                for at, entry in enumerate(entries):
+                    values = [value_of(cfg, word, norms, half, at % 2) for word in entry]
+                    store(pipe, places[at // 2][at % 2] + first, EIGHT_BYTES * half, values)
 
 
 def norms_of(cfg: DecodeConfig, side: BookTile, pipe: Pipe, stage: Int32, block: Int32, t: Int32) -> list | None:
@@ -266,7 +279,7 @@ def value_of(cfg: DecodeConfig, word: Uint32, norms: list | None, half: int, e: 
 
 @cute.jit
 def copy_unit(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[BookTile], me: DequantThread, pipe: Pipe,
-              stage: Int32, unit: Uint32, live: Int32, part: Int32, place: BookPlace):
+              stage: Int32, unit: Uint32, live: Int32, part: Int32, place: SharedBook):
     """32 rows of 16 bit -> their part of a tile. K: quotients by the weights, or (part 1) what their rounding left; V:
     tokens from ``live`` on are zeroed."""
     row_chunks = cfg.row_pitch // (2 * CHUNK)
@@ -295,7 +308,7 @@ def copy_unit(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[Book
         cute.copy(keep, frag, out[None, at // (2 * CHUNK)])
 
 
-def quotient(cfg: DecodeConfig, side: BookTile, word: Uint32, pair: Int32, part: Int32, place: BookPlace) -> Uint32:
+def quotient(cfg: DecodeConfig, side: BookTile, word: Uint32, pair: Int32, part: Int32, place: SharedBook) -> Uint32:
     """Two stored channels of a key by their weights, rounded (part 0), or what that leaves (part 1). What is no number,
     or infinite, gives NaN."""
     element = numbers.ELEMENT[cfg.dtype]

@@ -314,7 +314,7 @@ class DecodeConfig:
 
     @property
     def book_plan(self) -> dict[str, int]:
-        """The same of codebooks: the sides', 1 / weight of K's channels, and a barrier for each side."""
+        """Bytes of the sides' codebooks, of 1 / weight of K's channels, and of a barrier for each side."""
         if not self.has_books:
             return {}
         sizes = [TABLE_BYTES * (side.kind is Kind.CODEBOOK) for side in (self.k, self.v)]

@@ -144,10 +144,10 @@ class DecodeSm90(DecodeKernel):
                    LogitScale(options.scale_log2, options.softcap_log2), q, self.tiles(smem), k_tiles, v_tiles,
                    combine.Outputs(*results, combine.block_of(block), split_idx), *more)
 
-    def place(self, side, smem) -> books.BookPlace:
+    def place(self, side, smem) -> books.SharedBook:
         """Shared memory of a side's codebook."""
         table = smem.v_book if side.transposed else smem.k_book
-        return books.BookPlace(table.data_ptr(), smem.reciprocals.data_ptr(),
+        return books.SharedBook(table.data_ptr(), smem.reciprocals.data_ptr(),
                                smem.book_bars.data_ptr() + int(side.transposed))
 
     @cute.jit
