@@ -74,9 +74,11 @@ class DecodeSm90(DecodeKernel):
             v_tiles: cute.struct.Align[cute.struct.MemRange[element, tiles * cfg.v.tile_bytes // 2], SMEM_ALIGN]
             k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, k_words], 128]
             v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, v_words], 128]
-            if cfg.has_books:
+            if cfg.k.kind is Kind.CODEBOOK:
                 k_book: cute.struct.Align[cute.struct.MemRange[Uint32, cfg.book_plan["k_book"] // 4], 128]
+            if cfg.v.kind is Kind.CODEBOOK:
                 v_book: cute.struct.Align[cute.struct.MemRange[Uint32, cfg.book_plan["v_book"] // 4], 128]
+            if cfg.has_books:
                 reciprocals: cute.struct.Align[cute.struct.MemRange[Float32, cfg.head_dim], 128]
             if cfg.in_columns:
                 maxima: cute.struct.Align[cute.struct.MemRange[Float32, tiles * cfg.maxima_bytes // 4], 128]

@@ -16,6 +16,7 @@ from lowbit_attn.testing import Case
 pytestmark = pytest.mark.gpu
 PATH, BF16 = "codebook", torch.bfloat16
 FORMATS = ("cq2", "cq4", "kcq4vcq2")
+ONE_SIDED = ("k4vcq2", "kcq4v2", "k8tvcq4")
 AMPERE, SM_89 = "ampere", "ampere-sm_89"
 PATHS = (*(("hopper", name, path) for path in (PATH, "codebook8", "codebook64") for name in FORMATS),
          ("hopper", "cq2", "codebook2"),
@@ -92,6 +93,14 @@ def test_many_rows(name, head_dim, data, rows, record_property):
     check_decode(case, "codebook64", f"hopper codebook64 {name} d{head_dim}", record_property)
 
 
+@pytest.mark.parametrize("rows", (1, 4, 16))
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+@pytest.mark.parametrize("name", ONE_SIDED)
+def test_codebooks_on_one_side(name, dtype, rows, record_property):
+    case = Case(name, dtype, num_heads=2 * rows, num_heads_kv=2, lengths=(1300, 0, 400), sinks=32)
+    check_decode(case, "codebook64", f"hopper codebook64 {name}", record_property)
+
+
 @pytest.mark.parametrize("splits", (None, 1))
 @pytest.mark.parametrize("arch, name, path", PATHS)
 def test_long_sequences(arch, name, path, splits, record_property):
@@ -137,7 +146,7 @@ def test_a_graph_sees_new_tokens(arch, name, record_property):
 def test_what_no_kernel_serves(arch):
     not_read = f"no kernel on {arch} reads its codebooks yet"
     for name, head_dim, rope, why in (("cq1", 128, "post", not_read), ("cq2", 96, "post", not_read),
-                                      ("k4vcq2", 128, "post", not_read),
+                                      *[("k4vcq2", 128, "post", not_read)] * (arch != "hopper"),
                                       ("cq2", 128, "pre", "before their rotary embedding")):
         problem = testing.build(Case(name, head_dim=head_dim, rope=rope), "cuda")
         assert why in " ".join(lowbit_attn.why_not(problem.cache, 8))
