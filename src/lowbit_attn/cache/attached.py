@@ -54,7 +54,7 @@ class Attached:
         return self.partner is not None
 
     @cached_property
-    def planes(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def planes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What decode kernels read: (K, V, channels). For a side without a codebook the other's stands there, unread;
         without one of K, channels are zero.
 
