@@ -20,7 +20,7 @@ from lowbit_attn import layout
 from lowbit_attn.device import ptx
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.book_abi import Books
+from lowbit_attn.hopper.common.book_abi import RECIPROCAL_PLANE, Books
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.book_side import ATOM, ATOM_BYTES, EIGHT_BYTES, QUAD, TABLE_BYTES, BookTile
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, UNIT_TOKENS, UNITS, WARP, WORD, DecodeConfig
@@ -28,7 +28,6 @@ from lowbit_attn.hopper.tile.dequant import DequantThread, Pipe, unit_tile, unit
 from lowbit_attn.hopper.tile.walk import token_tile_of
 from lowbit_attn.registers import CHUNK, lane_place
 
-RECIPROCAL = 1  # plane of Books.channels; the first, in which mma.py finds the order, is 0
 LOW_TWICE, HIGH_TWICE = 0x1010, 0x3232  # selectors of bytes: a half in both halves
 RUN_WORDS = order.RUN // WORD
 
@@ -64,7 +63,7 @@ def start(cfg: DecodeConfig, side: BookTile, books: Books, head_idx: Int32, plac
     ptx.bulk_copy(place.table.toint(), source.iterator.toint() + Int64(head_idx) * TABLE_BYTES, TABLE_BYTES, full,
                   policy)
     if extra:
-        plane = Int64(head_idx) * books.channels.shape[1] + RECIPROCAL
+        plane = Int64(head_idx) * books.channels.shape[1] + RECIPROCAL_PLANE
         ptx.bulk_copy(place.reciprocals.toint(), books.channels.iterator.toint() + plane * extra, extra, full, policy)
 
 

@@ -3,7 +3,8 @@
 One CTA serves one (split, block of query rows, KV head, sequence) with four warpgroups or five; setmaxnreg moves
 registers to the MMA. Two warpgroups multiply, each every second tile: the softmax of one hides behind the multiplies
 of the other. Their sums are joined at the end. At head_dim 256 one multiplies, with Q in shared memory (cfg.is_wide).
-There, and where query rows are WGMMA's columns (cfg.in_columns), K and V have a dequant warpgroup each.
+There, where query rows are WGMMA's columns (cfg.in_columns) and where a side has a codebook (books.py), K and V have a
+dequant warpgroup each; codebooks leave room for one MMA group.
 
     role       warps  registers  loop over the walk (walk.py: pages, then 16-bit tiles)
     load K, V  1 + 1         24  wait packed empty -> bulk copies -> packed full (bytes)

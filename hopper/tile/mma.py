@@ -13,6 +13,7 @@ from cutlass.utils import hopper_helpers
 from lowbit_attn.formats.spec import Kind
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import Rows, query_and_head
+from lowbit_attn.hopper.common.book_abi import ORDER_PLANE
 from lowbit_attn.hopper.common.numbers import ELEMENT, LOWEST
 from lowbit_attn.hopper.tile import epilogue, softmax
 from lowbit_attn.hopper.tile import ring as rings
@@ -39,7 +40,7 @@ class Tiles(NamedTuple):
     """Operands in shared memory: tiles of K and V for each MMA group, Q and P where they are not in registers."""
 
     k: cute.Tensor  # (128, head_dim, mma_groups)
-    v: cute.Tensor  # (head_dim, 128, mma_groups)
+    v: cute.Tensor  # (head_dim, 128, mma_groups); channels contiguous where V has a codebook
     k_smem: cute.Pointer  # the same memory
     v_smem: cute.Pointer
     joined: cute.Pointer  # mbarrier
@@ -211,7 +212,7 @@ def load_q(cfg: cutlass.Constexpr[DecodeConfig], mma_qk: cute.TiledMma, q: cute.
                 if cutlass.const_expr(cfg.k.kind is Kind.CODEBOOK):
                     pair = cute.make_rmem_tensor(2, ELEMENT[cfg.dtype])
                     for e in cutlass.range_constexpr(2):
-                        channel = channels[rows.head_idx, 0, 8 * k + 2 * me.t + e].bitcast(Int32)
+                        channel = channels[rows.head_idx, ORDER_PLANE, 8 * k + 2 * me.t + e].bitcast(Int32)
                         pair[e] = q[rows.batch_idx, query, head, channel]
                     words[2 * k + half] = cute.recast_tensor(pair, Uint32)[0]
                 else:
