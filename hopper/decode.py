@@ -37,9 +37,9 @@ def kernel_of(cfg: WarpConfig | TileConfig):
     """The kernel class of a configuration, with it."""
     if isinstance(cfg, WarpConfig):
         return cfg.schedule.kernel(cfg)
-    from lowbit_attn.hopper.tile.decode import DecodeSm90
+    from lowbit_attn.hopper.tile.decode import BookDecodeSm90, DecodeSm90
 
-    return DecodeSm90(cfg)
+    return BookDecodeSm90(cfg) if cfg.has_books else DecodeSm90(cfg)
 
 
 def fake_arguments(head_dim: int, element, has_books: bool = False) -> tuple:

@@ -10,6 +10,7 @@ from lowbit_attn.hopper.common.abi import DecodeKernel, Options, Results, View, 
 
 BOOK_ROW_WORDS = BOOK_ROW_BYTES // 4
 BOOK_CHANNEL_PLANES = 4  # order, 1 / weight, mean entry, largest distance from it
+ORDER_PLANE, RECIPROCAL_PLANE = 0, 1
 
 
 class Books(NamedTuple):

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import torch
 
 from lowbit_attn.formats.contract import Format
+from lowbit_attn.formats.spec import Kind
 from lowbit_attn.kernels.key import SMALL, STREAM
-from lowbit_attn.kernels.support import CodebookSupport, Support
+from lowbit_attn.kernels.support import CodebookSupport, Support, unserved
 from lowbit_attn.registers import WIDE_HEAD_DIM
 
 FLOATS = (torch.float16, torch.bfloat16)
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
+BOOK_TILE = "codebook64"  # the tile path of formats with codebooks
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
 
@@ -38,6 +40,29 @@ class SmallSupport(Support):
             if part > MAX_SMALL_PART:
                 found = [f"part of a record of {part} B, supported: up to {MAX_SMALL_PART} B"]
         return found
+
+
+@dataclass(frozen=True)
+class BookTileSupport(CodebookSupport):
+    """Codebooks on one side or on both; a side without one is as the tile path has it."""
+
+    def missing(self, fmt: Format, head_dim: int, dtype: torch.dtype, features: tuple[str, ...] = ()) -> list[str]:
+        try:
+            k, v = fmt.specs(head_dim)
+        except ValueError as error:
+            return [str(error)]
+        kinds = [side.kind for side in (k, v) if side]
+        if len(kinds) < 2 or Kind.CODEBOOK not in kinds or k.high or v.wide:
+            return [f"format {fmt}, supported: codebooks of K or V or both, affine codes on the other side"]
+        affine = PATHS["tile"]
+        wanted = [("K bits", k.bits, self.k_bits if k.kind is Kind.CODEBOOK else affine.k_bits),
+                  ("V bits", v.bits, self.v_bits if v.kind is Kind.CODEBOOK else affine.v_bits),
+                  ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
+                  *(("feature", name, self.features) for name in features)]
+        return unserved(wanted)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; one side may be as on the tile path"
 
 
 PATHS = {
@@ -69,4 +94,6 @@ PATHS = {
                                 dtypes=FLOATS, storages=(), rows=(4,), wide_rows=(4,), codebooks=True),
     "codebook8": CodebookSupport(arithmetic="codebook8", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
                                  dtypes=FLOATS, storages=(), rows=(8,), wide_rows=(8,), codebooks=True),
+    BOOK_TILE: BookTileSupport(arithmetic="codebook64", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
+                               dtypes=FLOATS, storages=(), rows=(64,), wide_rows=(64,), codebooks=True),
 }

@@ -10,9 +10,10 @@ import torch
 
 from lowbit_attn import layout
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.formats.spec import SideSpec
-from lowbit_attn.hopper.common.support import PATHS
+from lowbit_attn.formats.spec import Kind, SideSpec
+from lowbit_attn.hopper.common.support import BOOK_TILE, PATHS
 from lowbit_attn.hopper.common.tuning import IN_FLIGHT_BYTES, MAX_STAGES
+from lowbit_attn.hopper.tile.book_side import TABLE_BYTES, BookTile
 from lowbit_attn.kernels.key import FEATURES, SMEM_LIMIT_BYTES
 from lowbit_attn.registers import CHUNK, matrix_place
 
@@ -190,8 +191,8 @@ class TileSide(SideSpec):
 class DecodeConfig:
     """Compile-time constants of one decode kernel; ``check`` raises ValueError with the reasons."""
 
-    k: TileSide
-    v: TileSide
+    k: TileSide | BookTile
+    v: TileSide | BookTile
     head_dim: int
     dtype: str = "float16"
     rows: int = COLUMNS  # query rows of a CTA
@@ -254,6 +255,16 @@ class DecodeConfig:
         return self.head_dim > 128
 
     @property
+    def has_books(self) -> bool:
+        """Whether a side has a codebook, which leaves shared memory for one tile of each side, so one MMA group."""
+        return Kind.CODEBOOK in (self.k.kind, self.v.kind)
+
+    @property
+    def token_parts(self) -> int:
+        """16-bit tiles of K that stand for one: stored keys are divided by weights, whose rounding has its own."""
+        return 2 if self.k.kind is Kind.CODEBOOK else 1
+
+    @property
     def staged_rows(self) -> int:
         """Rows of Q in shared memory."""
         return self.rows if self.in_columns else TILE_M * self.is_wide
@@ -296,9 +307,19 @@ class DecodeConfig:
             "v_tiles": self.mma_groups * self.v.tile_bytes,
             "k_packed": self.packed_stages * self.stage_bytes(self.k),
             "v_packed": self.packed_stages * self.stage_bytes(self.v),
+            **self.book_plan,
             "maxima": self.mma_groups * self.maxima_bytes,
             "barriers": BARRIER_BYTES * (4 * (self.packed_stages + self.mma_groups) + 1),
         }
+
+    @property
+    def book_plan(self) -> dict[str, int]:
+        """Bytes of the sides' codebooks, of 1 / weight of K's channels, and of a barrier for each side."""
+        if not self.has_books:
+            return {}
+        sizes = [TABLE_BYTES * (side.kind is Kind.CODEBOOK) for side in (self.k, self.v)]
+        return {"k_book": sizes[0], "v_book": sizes[1], "reciprocals": WORD * self.head_dim,
+                "book_bars": 2 * BARRIER_BYTES}
 
     @property
     def smem_bytes(self) -> int:
@@ -308,8 +329,9 @@ class DecodeConfig:
     def problems(self) -> list[str]:
         """Reasons why this configuration cannot run; empty if it can."""
         found = []
-        if self.rows not in PATHS["tile"].rows:
-            found.append(f"rows: got {self.rows}, supported: {PATHS['tile'].rows}")
+        served = PATHS[BOOK_TILE if self.has_books else "tile"].rows
+        if self.rows not in served:
+            found.append(f"rows: got {self.rows}, supported: {served}")
         if unknown := set(self.features) - set(FEATURES):
             found.append(f"features: got {sorted(unknown)}, supported: {FEATURES}")
         if self.smem_bytes > SMEM_LIMIT:
@@ -332,12 +354,13 @@ class DecodeConfig:
         return self
 
 
-def plan_sides(fmt: Format, head_dim: int, dtype: str, in_columns: bool = False) -> list[TileSide]:
+def plan_sides(fmt: Format, head_dim: int, dtype: str, in_columns: bool = False) -> list[TileSide | BookTile]:
     """K's and V's plans; in_columns: query rows are WGMMA's columns."""
     def tile_rows(rows: int) -> int:
         return -(-rows // TILE_M) * TILE_M if in_columns else rows
 
-    return [TileSide(**vars(side), is_half=side.storage == dtype == "float16", tile_rows=tile_rows(side.rows))
+    return [BookTile(**vars(side)) if side.kind is Kind.CODEBOOK else
+            TileSide(**vars(side), is_half=side.storage == dtype == "float16", tile_rows=tile_rows(side.rows))
             for side in fmt.specs(head_dim)]
 
 
@@ -347,11 +370,12 @@ def make_config(fmt: Format, head_dim: int, dtype: str, rows: int = COLUMNS,
 
     As many packed stages as keep memory busy, if they fit.
     """
-    if found := PATHS["tile"].missing(fmt, head_dim, getattr(torch, dtype)):
+    path = PATHS[BOOK_TILE if fmt.needs_codebooks else "tile"]
+    if found := path.missing(fmt, head_dim, getattr(torch, dtype)):
         raise ValueError("; ".join(found))
     k, v = plan_sides(fmt, head_dim, dtype, rows == COLUMNS)
     one = DecodeConfig(k, v, head_dim, dtype, rows, features, packed_stages=1)
-    if one.is_wide:
+    if one.is_wide or one.has_books:
         one = replace(one, mma_groups=1, load_regs=40, dequant_regs=112, mma_regs=240)
     elif one.in_columns:
         one = replace(one, groups=5, load_regs=40, dequant_regs=96, mma_regs=120)

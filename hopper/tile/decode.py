@@ -3,7 +3,8 @@
 One CTA serves one (split, block of query rows, KV head, sequence) with four warpgroups or five; setmaxnreg moves
 registers to the MMA. Two warpgroups multiply, each every second tile: the softmax of one hides behind the multiplies
 of the other. Their sums are joined at the end. At head_dim 256 one multiplies, with Q in shared memory (cfg.is_wide).
-There, and where query rows are WGMMA's columns (cfg.in_columns), K and V have a dequant warpgroup each.
+There, where query rows are WGMMA's columns (cfg.in_columns) and where a side has a codebook (books.py), K and V have a
+dequant warpgroup each; codebooks leave room for one MMA group.
 
     role       warps  registers  loop over the walk (walk.py: pages, then 16-bit tiles)
     load K, V  1 + 1         24  wait packed empty -> bulk copies -> packed full (bytes)
@@ -27,10 +28,12 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
+from lowbit_attn.formats.spec import Kind
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import DecodeKernel, Grid, Options, Results, View, block_rows, load_counts
+from lowbit_attn.hopper.common.book_abi import BookDecodeKernel
 from lowbit_attn.hopper.common.numbers import ELEMENT
-from lowbit_attn.hopper.tile import columns, dequant, load, mma, walk
+from lowbit_attn.hopper.tile import books, columns, dequant, load, mma, walk
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, SMEM_ALIGN, TILE_N, DecodeConfig
 from lowbit_attn.hopper.tile.masks import LogitScale, Visible
 from lowbit_attn.hopper.tile.ring import StageRing, init
@@ -41,6 +44,12 @@ def tile_layout(rows: int, cols: int, stages: int, element=Float16):
     kinds = warpgroup.SmemLayoutAtomKind
     atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if cols % 64 == 0 else kinds.K_SW64, element)
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
+
+
+def value_layout(tokens: int, channels: int, stages: int, element=Float16):
+    """WGMMA operand (channels, tokens, stages), channels contiguous, whose memory is ``tile_layout(tokens, ..)``'s."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, element)
+    return cute.tile_to_shape(atom, (channels, tokens, stages), order=(1, 0, 2))
 
 
 class DecodeSm90(DecodeKernel):
@@ -66,6 +75,12 @@ class DecodeSm90(DecodeKernel):
             v_tiles: cute.struct.Align[cute.struct.MemRange[element, tiles * cfg.v.tile_bytes // 2], SMEM_ALIGN]
             k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, k_words], 128]
             v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, v_words], 128]
+            if cfg.k.kind is Kind.CODEBOOK:
+                k_book: cute.struct.Align[cute.struct.MemRange[Uint32, cfg.book_plan["k_book"] // 4], 128]
+            if cfg.v.kind is Kind.CODEBOOK:
+                v_book: cute.struct.Align[cute.struct.MemRange[Uint32, cfg.book_plan["v_book"] // 4], 128]
+            if cfg.has_books:
+                reciprocals: cute.struct.Align[cute.struct.MemRange[Float32, cfg.head_dim], 128]
             if cfg.in_columns:
                 maxima: cute.struct.Align[cute.struct.MemRange[Float32, tiles * cfg.maxima_bytes // 4], 128]
             k_packed_bars: cute.struct.MemRange[Int64, 2 * packed]
@@ -73,6 +88,8 @@ class DecodeSm90(DecodeKernel):
             k_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
             v_tile_bars: cute.struct.MemRange[Int64, 2 * tiles]
             joined: cute.struct.MemRange[Int64, 1]
+            if cfg.has_books:
+                book_bars: cute.struct.MemRange[Int64, 2]
 
         return Smem
 
@@ -101,6 +118,8 @@ class DecodeSm90(DecodeKernel):
             cute.arch.setmaxregister_decrease(cfg.load_regs)
             place = (view.ring_rows[rows.batch_idx], head_idx, view.first_entry(row, head_idx), view.page_stride,
                      view.head_stride)
+            if cutlass.const_expr(cfg.has_books):
+                self.start_books(view.books, head_idx, smem, warp_idx)
             if warp_idx == cfg.load_k_warp:
                 source = load.Source(view.pool, view.table, view.sink_k, view.ring_k, *place)
                 load.run(cfg, cfg.k, source, k_walk, k_packed, smem.k_packed.data_ptr())
@@ -115,16 +134,41 @@ class DecodeSm90(DecodeKernel):
                 dequant.run(cfg, (cfg.k, cfg.v), pipes)
             else:
                 if group == 1:
-                    dequant.run(cfg, (cfg.k,), pipes[:1])
+                    self.dequantize(cfg.k, pipes[:1], smem)
                 else:
-                    dequant.run(cfg, (cfg.v,), pipes[1:])
+                    self.dequantize(cfg.v, pipes[1:], smem)
         else:
             cute.arch.setmaxregister_increase(cfg.mma_regs)
-            attend = columns.run if cfg.in_columns else mma.run
+            attend, more = columns.run if cfg.in_columns else mma.run, ()
+            if cutlass.const_expr(cfg.has_books):
+                more = (view.books.channels,)
             attend(cfg, group - cfg.first_mma_group, k_walk, rows,
                    Visible(n_tok - rows.q_len, options.window, options.sink_window),
                    LogitScale(options.scale_log2, options.softcap_log2), q, self.tiles(smem), k_tiles, v_tiles,
-                   combine.Outputs(*results, combine.block_of(block), split_idx))
+                   combine.Outputs(*results, combine.block_of(block), split_idx), *more)
+
+    def place(self, side, smem) -> books.SharedBook:
+        """Shared memory of a side's codebook."""
+        table = smem.v_book if side.transposed else smem.k_book
+        return books.SharedBook(table.data_ptr(), smem.reciprocals.data_ptr(),
+                               smem.book_bars.data_ptr() + int(side.transposed))
+
+    @cute.jit
+    def start_books(self, view, head_idx: Int32, smem, warp_idx: Int32):
+        """Each side's load warp starts the copies of its codebook, if it has one."""
+        cfg = self.cfg
+        for side, load_warp in ((cfg.k, cfg.load_k_warp), (cfg.v, cfg.load_v_warp)):
+            if cutlass.const_expr(side.kind is Kind.CODEBOOK):
+                if warp_idx == load_warp:
+                    with cute.arch.elect_one():
+                        books.start(cfg, side, view, head_idx, self.place(side, smem))
+
+    def dequantize(self, side, pipes: tuple, smem) -> None:
+        """The dequant role of a warpgroup with one side, by its kind."""
+        if side.kind is Kind.CODEBOOK:
+            books.run(self.cfg, side, pipes[0], self.place(side, smem))
+        else:
+            dequant.run(self.cfg, (side,), pipes)
 
     def tiles(self, smem) -> mma.Tiles:
         """WGMMA's operands in shared memory."""
@@ -134,8 +178,11 @@ class DecodeSm90(DecodeKernel):
             layout = tile_layout(rows, cols, stages, element)
             return piece.get_tensor(layout.outer, swizzle=layout.inner)
 
-        return mma.Tiles(view(smem.k_tiles, cfg.k.tile_rows, cfg.k.cols, cfg.mma_groups),
-                         view(smem.v_tiles, cfg.v.tile_rows, cfg.v.cols, cfg.mma_groups),
+        v_tiles = view(smem.v_tiles, cfg.v.tile_rows, cfg.v.cols, cfg.mma_groups)
+        if cfg.v.kind is Kind.CODEBOOK:
+            layout = value_layout(TILE_N, cfg.head_dim, cfg.mma_groups, element)
+            v_tiles = smem.v_tiles.get_tensor(layout.outer, swizzle=layout.inner)
+        return mma.Tiles(view(smem.k_tiles, cfg.k.tile_rows, cfg.k.cols, cfg.mma_groups), v_tiles,
                          smem.k_tiles.data_ptr(), smem.v_tiles.data_ptr(), smem.joined.data_ptr(),
                          smem.query.data_ptr() if cfg.staged_rows else None,
                          view(smem.query, cfg.staged_rows, cfg.head_dim, 1) if cfg.staged_rows else None,
@@ -160,6 +207,13 @@ class DecodeSm90(DecodeKernel):
                 for r in tiles:
                     init(r, cfg.dequants_arrive, cfg.readers_arrive)
                 cute.arch.mbarrier_init(smem.joined.data_ptr(), cfg.joins_arrive)
+                if cutlass.const_expr(cfg.has_books):
+                    for i in range(2):
+                        cute.arch.mbarrier_init(smem.book_bars.data_ptr() + i, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         return packed[0], packed[1], tiles[0], tiles[1]
+
+
+class BookDecodeSm90(BookDecodeKernel, DecodeSm90):
+    """The tile-path kernel of a format with codebooks."""

@@ -36,8 +36,13 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], side: cutlass.Constexpr[TileSide],
     """Fill the ring in the walk's order: one part of a record a page, UNITS pieces a 16-bit tile."""
     lane = cute.arch.lane_idx()
     fill = load_pages(cfg, side, src, walk, packed, packed_smem, lane)
-    for i in cutlass.range(walk.token_tiles, unroll=1):
-        load_token_tile(cfg, side, src, walk, packed, packed_smem, lane, i, fill + Uint32(i * UNITS))
+    if cutlass.const_expr(side.transposed or cfg.token_parts == 1):
+        for i in cutlass.range(walk.token_tiles, unroll=1):
+            load_token_tile(cfg, side, src, walk, packed, packed_smem, lane, i, fill + Uint32(i * UNITS))
+    else:
+        for i in cutlass.range(walk.token_tiles * cfg.token_parts, unroll=1):
+            load_token_tile(cfg, side, src, walk, packed, packed_smem, lane, i // cfg.token_parts,
+                            fill + Uint32(i * UNITS))
 
 
 @cute.jit

@@ -10,8 +10,10 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
+from lowbit_attn.formats.spec import Kind
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import Rows, query_and_head
+from lowbit_attn.hopper.common.book_abi import ORDER_PLANE
 from lowbit_attn.hopper.common.numbers import ELEMENT, LOWEST
 from lowbit_attn.hopper.tile import epilogue, softmax
 from lowbit_attn.hopper.tile import ring as rings
@@ -38,7 +40,7 @@ class Tiles(NamedTuple):
     """Operands in shared memory: tiles of K and V for each MMA group, Q and P where they are not in registers."""
 
     k: cute.Tensor  # (128, head_dim, mma_groups)
-    v: cute.Tensor  # (head_dim, 128, mma_groups)
+    v: cute.Tensor  # (head_dim, 128, mma_groups); channels contiguous where V has a codebook
     k_smem: cute.Pointer  # the same memory
     v_smem: cute.Pointer
     joined: cute.Pointer  # mbarrier
@@ -56,27 +58,37 @@ def lane_of(mma_thread: Int32) -> MmaThread:
     return MmaThread(thread, thread // WARP, lane // 4, lane % 4)
 
 
-def make_mma(tile_n: int, element, is_a_shared: bool = False) -> cute.TiledMma:
-    """m64nNk16, fp32 accumulators, A from registers or K-major from shared memory, B K-major from shared memory."""
+def make_mma(tile_n: int, element, is_a_shared: bool = False, b_major=OperandMajorMode.K) -> cute.TiledMma:
+    """m64nNk16, fp32 accumulators, A from registers or K-major from shared memory, B from shared memory."""
     source = warpgroup.OperandSource.SMEM if is_a_shared else warpgroup.OperandSource.RMEM
     return hopper_helpers.make_trivial_tiled_mma(
-        element, element, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (TILE_M, tile_n), a_source=source)
+        element, element, OperandMajorMode.K, b_major, Float32, (1, 1, 1), (TILE_M, tile_n), a_source=source)
+
+
+def make_mma_pv(cfg: DecodeConfig) -> cute.TiledMma:
+    """O += P V: V^T is K-major, but where its tile has tokens as rows."""
+    major = OperandMajorMode.MN if cfg.v.kind is Kind.CODEBOOK else OperandMajorMode.K
+    return make_mma(min(cfg.head_dim, MAX_N), ELEMENT[cfg.dtype], b_major=major)
 
 
 @cute.jit
 def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: TileWalk, rows: Rows, visible: Visible,
-        scores: LogitScale, q: cute.Tensor, tiles: Tiles, k_tiles: StageRing, v_tiles: StageRing, out: combine.Outputs):
-    """Attend to this group's tiles of the walk, join the groups' sums, then store and merge this split's result."""
+        scores: LogitScale, q: cute.Tensor, tiles: Tiles, k_tiles: StageRing, v_tiles: StageRing, out: combine.Outputs,
+        channels: cute.Tensor | None = None):
+    """Attend to this group's tiles of the walk, join the groups' sums, then store and merge this split's result.
+
+    channels: book_abi.Books.channels where K has a codebook.
+    """
     element = ELEMENT[cfg.dtype]
     mma_thread = cute.arch.thread_idx()[0] - cfg.first_mma_group * GROUP_WARPS * WARP
     me = lane_of(mma_thread)
-    mma_qk, mma_pv = make_mma(TILE_N, element, cfg.is_wide), make_mma(min(cfg.head_dim, MAX_N), element)
+    mma_qk, mma_pv = make_mma(TILE_N, element, cfg.is_wide), make_mma_pv(cfg)
     if cutlass.const_expr(cfg.is_wide):
         stage_q(cfg, q, rows, me.thread, tiles.q_smem)
         cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=GROUP_WARPS * WARP)
         rQ = mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(tiles.q))[None, None, None, 0]
     else:
-        rQ = load_q(cfg, mma_qk, q, rows, me)
+        rQ = load_q(cfg, mma_qk, q, rows, me, channels)
     rP = cute.make_rmem_tensor(mma_pv.partition_shape_A((TILE_M, TILE_N)), element)
     rK = mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(tiles.k))[None, None, None, group]
     rV = mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(tiles.v))[None, None, None, group]
@@ -84,16 +96,23 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: TileWalk, rows
     acc_o = cute.make_rmem_tensor(mma_pv.partition_shape_C((TILE_M, cfg.head_dim)), Float32)
     acc_o.fill(0.0)
     mma_pv.set(warpgroup.Field.ACCUMULATE, True)
+    mma_more = None
+    if cutlass.const_expr(cfg.token_parts > 1):
+        mma_more = make_mma(TILE_N, element)
+        mma_more.set(warpgroup.Field.ACCUMULATE, True)
     row_max, row_sum = (cute.make_rmem_tensor(HALVES, Float32) for _ in range(2))
     row_max.fill(LOWEST)
     row_sum.fill(0.0)
     for i in cutlass.range(group, walk.num_pages + walk.token_tiles, cfg.mma_groups, unroll=1):
         fill = Uint32(i)
         # S = Q K^T
-        rings.wait_full(k_tiles, fill)
-        issue(mma_qk, acc_s, rQ, rK, True)
-        warpgroup.wait_group(0)
-        rings.release(k_tiles, fill)
+        if cutlass.const_expr(cfg.token_parts == 1):
+            rings.wait_full(k_tiles, fill)
+            issue(mma_qk, acc_s, rQ, rK, True)
+            warpgroup.wait_group(0)
+            rings.release(k_tiles, fill)
+        else:
+            multiply_parts(mma_qk, mma_more, acc_s, rQ, rK, k_tiles, walk, i)
         # P = softmax(S), O scaled to the new maximum
         scale_log2 = to_logits(cfg, acc_s, walk, rows, visible, scores, me, i)
         for half in cutlass.range_constexpr(HALVES):
@@ -111,6 +130,23 @@ def run(cfg: cutlass.Constexpr[DecodeConfig], group: Int32, walk: TileWalk, rows
             write_row(half, out, rows, me, acc_o, row_max[half], softmax.quad_sum(row_sum[half]))
     if out.num_splits > 1:
         combine.merge(out, rows, cfg.mma_threads, mma_thread, most_lanes_log2=0)
+
+
+@cute.jit
+def multiply_parts(mma_qk: cute.TiledMma, mma_more: cute.TiledMma, acc_s: cute.Tensor, rQ: cute.Tensor,
+                   rK: cute.Tensor, k_tiles: StageRing, walk: TileWalk, i: Int32):
+    """S = Q K^T of tile i, where keys of a 16-bit tile are the sum of two tiles that follow each other."""
+    tokens = i - walk.num_pages
+    fill = Uint32(i + tokens * Int32(tokens > 0))
+    rings.wait_full(k_tiles, fill)
+    issue(mma_qk, acc_s, rQ, rK, True)
+    warpgroup.wait_group(0)
+    rings.release(k_tiles, fill)
+    if tokens >= 0:
+        rings.wait_full(k_tiles, fill + Uint32(1))
+        issue(mma_more, acc_s, rQ, rK, False)
+        warpgroup.wait_group(0)
+        rings.release(k_tiles, fill + Uint32(1))
 
 
 @cute.jit
@@ -163,8 +199,9 @@ def row_of(me: MmaThread, half: int) -> Int32:
 
 @cute.jit
 def load_q(cfg: cutlass.Constexpr[DecodeConfig], mma_qk: cute.TiledMma, q: cute.Tensor, rows: Rows,
-           me: MmaThread):
-    """Q as the A operand: tile row r is query row ``rows.first + r``, rows from ``rows.count`` on are zero."""
+           me: MmaThread, channels: cute.Tensor | None):
+    """Q as the A operand: tile row r is query row ``rows.first + r``, rows from ``rows.count`` on are zero; channels in
+    the order of stored keys, where ``channels`` has one."""
     rQ = cute.make_rmem_tensor(mma_qk.partition_shape_A((TILE_M, cfg.head_dim)), ELEMENT[cfg.dtype])
     rQ.fill(0.0)
     words, q_words = cute.recast_tensor(rQ, Uint32), cute.recast_tensor(q, Uint32)
@@ -172,7 +209,14 @@ def load_q(cfg: cutlass.Constexpr[DecodeConfig], mma_qk: cute.TiledMma, q: cute.
         if row_of(me, half) < rows.count:
             query, head = query_and_head(rows, row_of(me, half))
             for k in cutlass.range_constexpr(cfg.head_dim // 8):  # words of row g + 8 lie between those of row g
-                words[2 * k + half] = q_words[rows.batch_idx, query, head, 4 * k + me.t]
+                if cutlass.const_expr(cfg.k.kind is Kind.CODEBOOK):
+                    pair = cute.make_rmem_tensor(2, ELEMENT[cfg.dtype])
+                    for e in cutlass.range_constexpr(2):
+                        channel = channels[rows.head_idx, ORDER_PLANE, 8 * k + 2 * me.t + e].bitcast(Int32)
+                        pair[e] = q[rows.batch_idx, query, head, channel]
+                    words[2 * k + half] = cute.recast_tensor(pair, Uint32)[0]
+                else:
+                    words[2 * k + half] = q_words[rows.batch_idx, query, head, 4 * k + me.t]
     return rQ
 
 

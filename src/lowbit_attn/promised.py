@@ -24,6 +24,7 @@ OPTIONS = (  # of names, each with the bits of both sides that it stands for
     "k2v2-g32-vg32", "k4v4-bf16", "k4tv4-bf16", "k2v2-g64-bf16", "k1v1-bf16",
     "kitty-b0", "kitty-b8", "kitty-b24", "kitty-b64", "kitty-variance", "kitty-weighted", "kitty-random",
     "kitty-pro-weighted", "kitty-vg32", "kitty-bf16",
+    "k4vcq2", "kcq4v4", "k8tvcq4", "kcq2v2-vg32-bf16",
 )
 LEVELS = (*PRESETS, "k4v4+k2v2", "k4v2+k4v1")  # pairs of which caches are managed by kernels
 HEAD_DIMS = kernels.QUANTIZE_HEAD_DIMS

@@ -19,6 +19,7 @@ from lowbit_attn.precision import on_own_defaults
 from lowbit_attn.reference import PLAIN, Attention
 
 NORMAL_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of o, on N(0, 1) data
+ROUND_KEYS = ("tile", "codebook64")  # decode paths
 POISON_BYTE = 0xFF  # two of them are a NaN in fp16 and in bf16
 POISON_PAGE = 0x7F000000  # no pool has this page: reading it is out of bounds
 DATA = ("normal", "k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x",
@@ -303,8 +304,8 @@ def expected(problem: Problem, options: Attention = PLAIN, path: str = "register
 
     o: on "normal" data 2e-3 (fp16) or 1e-2 (bf16); elsewhere 3 e16 + 1e-3 + beta, where e16 is the error of fp64
     attention with K, V, P and o rounded to the model type and beta bounds the rounding of q * scale and of fp32 sums.
-    lse: 3 beta + 1e-3; the tile path, which rounds K itself to 16 bit as 16-bit attention does, may add 3 times the
-    error in lse of that rounding.
+    lse: 3 beta + 1e-3; the paths of ROUND_KEYS, which round K itself to 16 bit as 16-bit attention does, may add 3
+    times the error in lse of that rounding.
     """
     case, cache = problem.case, to_device(problem.cache, "cpu")
     if options.sink_logits is not None:
@@ -318,7 +319,9 @@ def expected(problem: Problem, options: Attention = PLAIN, path: str = "register
         beta = logit_bound(q, k, cache, row, options.softmax_scale)
         o16, lse16 = attention_fp64(q, k, v, options, case.dtype, n_sink)
         e16 = relative_error(o16, o)
-        rounding = float((lse16 - lse)[lse.isfinite()].abs().max()) if path == "tile" and lse.isfinite().any() else 0.0
+        rounding = 0.0
+        if path in ROUND_KEYS and lse.isfinite().any():
+            rounding = float((lse16 - lse)[lse.isfinite()].abs().max())
         wants.append((o, lse))
         o_tolerance.append(NORMAL_TOLERANCE[case.dtype] if case.data == "normal" else 3 * e16 + 1e-3 + beta)
         lse_tolerance.append(3 * beta + 1e-3 + 3 * rounding)

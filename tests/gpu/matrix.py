@@ -144,6 +144,10 @@ CODEBOOK = tuple(MatrixKernel(*kernel) for kernel in (
     ("kcq2vcq4", F16, 128, 8), ("cq2-nonorm", F16, 128, 8), ("cq4", F16, 128, 8, ("softcap", "window")),
     *(("cq2", dtype, head_dim, 2) for dtype in (F16, BF16) for head_dim in (128, 64)),
     ("kcq2vcq4", F16, 128, 2), ("cq2-nonorm", F16, 128, 2), ("cq2", F16, 128, 2, ("softcap", "window")),
+    *((name, dtype, head_dim, 64) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
+      for head_dim in (128, 64)),
+    ("kcq2vcq4", F16, 128, 64), ("cq2-nonorm", F16, 128, 64), ("cq4", F16, 128, 64, ("softcap", "window")),
+    *((name, dtype, 128, 64) for name in ("k4vcq2", "kcq4v2", "k8tvcq4") for dtype in (F16, BF16)),
 ))
 
 # Ampere's in the sizes of sm_89, whose shared memory does not hold both codebooks of head_dim 128

@@ -8,7 +8,7 @@ import torch
 
 import lowbit_attn
 from gpu import matrix
-from gpu.checks import check_decode, differing_values, problem_and_expected
+from gpu.checks import check_decode, check_problem, differing_values, problem_and_expected
 from lowbit_attn import testing
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -16,8 +16,10 @@ from lowbit_attn.testing import Case
 pytestmark = pytest.mark.gpu
 PATH, BF16 = "codebook", torch.bfloat16
 FORMATS = ("cq2", "cq4", "kcq4vcq2")
+ONE_SIDED = ("k4vcq2", "kcq4v2", "k8tvcq4")
 AMPERE, SM_89 = "ampere", "ampere-sm_89"
-PATHS = (*(("hopper", name, path) for path in (PATH, "codebook8") for name in FORMATS), ("hopper", "cq2", "codebook2"),
+PATHS = (*(("hopper", name, path) for path in (PATH, "codebook8", "codebook64") for name in FORMATS),
+         ("hopper", "cq2", "codebook2"),
          *((arch, name, PATH) for arch in (AMPERE, SM_89) for name in FORMATS))
 ARCHS = [("hopper", name) for name in dict.fromkeys(kernel.format for kernel in matrix.CODEBOOK)] + [
     (AMPERE, name) for name in FORMATS]
@@ -28,8 +30,8 @@ RAGGED = Case("cq2", num_heads=8, num_heads_kv=2, lengths=(700, 0, 128, 1300, 1,
 
 
 def heads_of(arch: str, path: str) -> int:
-    """Query heads of two KV heads that fill the rows of a path's kernel."""
-    return 16 if arch != "hopper" else {"codebook2": 4, PATH: 8, "codebook8": 16}[path]
+    """Query heads of two KV heads that fill the rows of a path's kernel; of codebook64 a quarter, to save time."""
+    return 16 if arch != "hopper" else {"codebook2": 4, PATH: 8, "codebook8": 16, "codebook64": 32}[path]
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +50,15 @@ def test_ragged_batch(arch, name, path, head_dim, dtype, splits, record_property
     check_decode(case, path, f"{arch} {path} {name} d{head_dim}", record_property, splits)
 
 
-@pytest.mark.parametrize("heads, q_len", [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (1, 2), (4, 4), (16, 1), (2, 8)])
+@pytest.mark.parametrize("heads, q_len", [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (1, 2), (4, 4), (16, 1), (2, 8),
+                                          (9, 1), (8, 4), (16, 4), (9, 8)])
 @pytest.mark.parametrize("arch, name", ARCHS)
 def test_query_rows(arch, name, heads, q_len, record_property):
-    """Of one KV head: up to 8 at once, more in blocks; the last queries of a step do not see each other's tokens."""
+    """Of one KV head: up to 8 at once, on Hopper up to 64, more in blocks; the last queries of a step do not see each
+    other's tokens."""
     case = Case(name, num_heads=2 * heads, num_heads_kv=2, lengths=(900, 300), q_len=q_len, sinks=3)
-    check_decode(case, None, f"{arch} codebook {name} rows", record_property)
+    path = "codebook64" if arch == "hopper" and heads * q_len > 8 else None
+    check_problem(*problem_and_expected(case, path), None, f"{arch} codebook {name} rows", record_property)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
@@ -74,6 +79,26 @@ def test_features(arch, name, options, record_property):
         options = replace(options, sink_logits=options.sink_logits.cuda())
     case = Case(name, num_heads=8, num_heads_kv=2, lengths=(1500, 600), q_len=2, sinks=5)
     check_decode(case, PATH, f"{arch} codebook {name} features", record_property, 2, options)
+
+
+@pytest.mark.parametrize("rows", (9, 16, 32, 64))
+@pytest.mark.parametrize("data", ("normal", "k-channel-100x", "v-page-1e3-after-1e-4"))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows(name, head_dim, data, rows, record_property):
+    """By heads; half of them by queries."""
+    q_len = 2 if rows % 4 == 0 else 1
+    case = Case(name, head_dim=head_dim, num_heads=2 * rows // q_len, num_heads_kv=2, lengths=(1300, 0, 400),
+                q_len=q_len, sinks=32, data=data)
+    check_decode(case, "codebook64", f"hopper codebook64 {name} d{head_dim}", record_property)
+
+
+@pytest.mark.parametrize("rows", (1, 4, 16))
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+@pytest.mark.parametrize("name", ONE_SIDED)
+def test_codebooks_on_one_side(name, dtype, rows, record_property):
+    case = Case(name, dtype, num_heads=2 * rows, num_heads_kv=2, lengths=(1300, 0, 400), sinks=32)
+    check_decode(case, "codebook64", f"hopper codebook64 {name}", record_property)
 
 
 @pytest.mark.parametrize("splits", (None, 1))
@@ -121,7 +146,7 @@ def test_a_graph_sees_new_tokens(arch, name, record_property):
 def test_what_no_kernel_serves(arch):
     not_read = f"no kernel on {arch} reads its codebooks yet"
     for name, head_dim, rope, why in (("cq1", 128, "post", not_read), ("cq2", 96, "post", not_read),
-                                      ("k4vcq2", 128, "post", not_read),
+                                      *[("k4vcq2", 128, "post", not_read)] * (arch != "hopper"),
                                       ("cq2", 128, "pre", "before their rotary embedding")):
         problem = testing.build(Case(name, head_dim=head_dim, rope=rope), "cuda")
         assert why in " ".join(lowbit_attn.why_not(problem.cache, 8))

@@ -82,7 +82,8 @@ class Call:
         self.scratch = torch.full((scratch.header + math.prod(scratch.shapes[0]),), EMPTY, dtype=torch.int32)
         partials = self.scratch[scratch.header:].view(scratch.shapes[0])
         self.results = [torch.full_like(q, torch.nan), torch.full((batch, heads, q_len), torch.nan)]
-        names = ["table", "n_sink", "n_qk", *["n_qv"] * getattr(cfg, "has_mixed", True), "n_tok", "ring_start"]
+        reads_v_counts = getattr(cfg, "has_mixed", not getattr(cfg, "has_books", False))
+        names = ["table", "n_sink", "n_qk", *["n_qv"] * reads_v_counts, "n_tok", "ring_start"]
         rows, ring_rows = cache.batch_rows(batch)
         for at, row in (others or {}).items():
             rows[at] = row

@@ -94,7 +94,7 @@ def test_presets_are_in_the_registry_and_have_kernels():
     names = {"kcq4vcq2", "cq2", "cq4"}
     assert names <= set(FORMATS) and names <= {key.format for key in kernels.shipped_keys("hopper")}
     for name, (rows, kernel) in product(names, ((3, ("codebook", 4)), (4, ("codebook", 4)), (5, ("codebook8", 8)),
-                                               (64, ("codebook8", 8)))):
+                                               (9, ("codebook64", 64)), (65, ("codebook64", 64)))):
         assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, rows)[0] == kernel
     for name, kernel in (("cq2", ("codebook2", 2)), ("cq4", ("codebook", 4)), ("kcq4vcq2", ("codebook", 4))):
         assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, 2)[0] == kernel
@@ -103,11 +103,21 @@ def test_presets_are_in_the_registry_and_have_kernels():
     assert picked is None and reasons
 
 
-@pytest.mark.parametrize("name, head_dim", [("cq1", 128), ("k4vcq2", 128), ("kcq4v2", 64), ("cq2", 96), ("cq4", 256)])
-def test_what_no_kernel_reads(name, head_dim):
-    for arch in kernels.ARCH_TARGETS:
+@pytest.mark.parametrize("name, head_dim, archs", [
+    ("cq1", 128, ("hopper", "ampere")), ("cq2", 96, ("hopper", "ampere")), ("cq4", 256, ("hopper", "ampere")),
+    ("k4vcq1", 128, ("hopper", "ampere")), ("k4vcq2", 96, ("hopper",)), ("k4vcq2", 128, ("ampere",)),
+    ("kcq4v2", 64, ("ampere",))])
+def test_what_no_kernel_reads(name, head_dim, archs):
+    for arch in archs:
         assert kernels.pick(arch, FORMATS[name], head_dim, torch.float16, 4)[0] is None
         assert f"no kernel on {arch} reads its codebooks yet" in kernels.no_codebooks(arch, FORMATS[name], head_dim)[0]
+
+
+@pytest.mark.parametrize("name", ("k4vcq2", "kcq4v2-vg32", "k8tvcq4-bf16", "k1vcq2-nonorm", "kcq2v8"))
+def test_a_codebook_on_one_side_goes_through_tiles_whatever_the_rows(name):
+    for head_dim, rows in product((64, 128), (1, 8, 64)):
+        assert kernels.no_codebooks("hopper", FORMATS[name], head_dim) == []
+        assert kernels.pick("hopper", FORMATS[name], head_dim, torch.bfloat16, rows)[0] == ("codebook64", 64)
 
 
 # ---- records

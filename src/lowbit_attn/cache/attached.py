@@ -54,8 +54,9 @@ class Attached:
         return self.partner is not None
 
     @cached_property
-    def planes(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """What decode kernels read, of codebooks on both sides: (K, V, channels); of others three times None.
+    def planes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What decode kernels read: (K, V, channels). For a side without a codebook the other's stands there, unread;
+        without one of K, channels are zero.
 
         K, V: uint32 [num_heads_kv, 256, 64], row e of a table the entries e of all groups; of head_dim 64 twice, the
         second time with the halves of the groups exchanged. channels: fp32 [num_heads_kv, 4, head_dim], of each stored
@@ -63,10 +64,12 @@ class Attached:
         distance of an entry from it.
         """
         layer = self.layer
-        if layer.k_entries is None or layer.v_entries is None:
-            return None, None, None
         with torch.inference_mode(False):
-            tables = [kernel_table(entries) for entries in (layer.k_entries, layer.v_entries)]
+            sides = [None if x is None else kernel_table(x) for x in (layer.k_entries, layer.v_entries)]
+            tables = [sides[1] if sides[0] is None else sides[0], sides[0] if sides[1] is None else sides[1]]
+            if layer.k_entries is None:
+                heads, groups, _, size = layer.v_entries.shape
+                return *tables, torch.zeros(heads, 4, groups * size, device=tables[1].device)
             entries = layer.k_entries.float()
             mean = entries.mean(2, keepdim=True)
             reach = (entries - mean).abs().amax(2)

@@ -100,6 +100,12 @@ def add_f16x2(a: Uint32, b: Uint32) -> Uint32:
     return one_word("add.rn.f16x2 {$w0}, {$r0}, {$r1};", a, b)
 
 
+def clamp_f16x2(a: Uint32) -> Uint32:
+    """Both fp16 halves within the finite range; a NaN stays one."""
+    text = "mov.b32 x, 0x7BFF7BFF; min.NaN.f16x2 y, {$r0}, x; mov.b32 x, 0xFBFFFBFF; max.NaN.f16x2 {$w0}, y, x;"
+    return one_word(f"{{ .reg .b32 x, y; {text} }}", a)
+
+
 def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signed: bool) -> list[Uint32]:
     """m16n8k32: acc + a b in s32; a: 4 registers of u8, b: 2 registers of s8 or u8, acc: 4 registers.
 

@@ -98,18 +98,29 @@ def half_maximum(warp, suffixes, operands, active):
 
 def half_step(function, is_bf16: bool):
     """A step on numbers of 16 bits; fp64 holds any sum of a product that it gives, so one rounding is left."""
+    return each_half(rounded_step(function, is_bf16))
+
+
+def keeps_nan(function, of_nan):
+    """A step on both fp16 halves; with the suffix NaN, what is no number stays so."""
+    plain, kept = (each_half(rounded_step(f, False)) for f in (function, of_nan))
+    return lambda warp, suffixes, *more: (kept if "NaN" in suffixes else plain)(warp, suffixes, *more)
+
+
+def rounded_step(function, is_bf16: bool):
     def step(*halves):
         exact = function(*(halves_of(half, is_bf16)[0].astype(np.float64) for half in halves))
         rounded = exact.astype(np.float32)
         assert (rounded == exact)[np.isfinite(exact)].all(), "two roundings"
         return to_half(rounded, is_bf16)
-    return each_half(step)
+    return step
 
 
 PAIRS = {("max", "u16x2"): each_half(np.maximum), ("mul", "f16x2"): each_half(half_product),
          ("add", "f16x2"): each_half(half_sum), ("sub", "f16x2"): each_half(lambda x, y: half_sum(x, y, -1))} | {
     (name, f"{kind}x2"): half_step(function, kind == "bf16") for kind in ("f16", "bf16")
-    for name, function in (("min", np.fmin), ("max", np.fmax), ("fma", lambda x, y, z: x * y + z))}
+    for name, function in (("min", np.fmin), ("max", np.fmax), ("fma", lambda x, y, z: x * y + z))} | {
+    ("min", "f16x2"): keeps_nan(np.fmin, np.minimum), ("max", "f16x2"): keeps_nan(np.fmax, np.maximum)}
 HALVES = {("max", "f16"): half_maximum}
 
 
@@ -129,6 +140,9 @@ def bitwise(name):
 
 
 def multiply(warp, suffixes, operands, active):
+    if suffixes == ("hi", "u64"):
+        return np.array([int(x) * int(y) >> 64 for x, y in zip(*(warp.value(x) for x in operands[1:]))], U64)
+    assert suffixes != ("hi", "s64"), suffixes
     product = operator.mul(*(typed(warp.value(x), suffixes) for x in operands[1:]))
     if suffixes[0] == "wide":
         return unsigned(raw(product), 2 * width(suffixes))

@@ -35,14 +35,16 @@ def step(warp, suffixes, operands, active):
 
 def multiply(warp, suffixes, operands, is_added) -> None:
     """m64nNk16 with fp32 accumulators, of which a warp has 16 rows; A from registers or K-major in shared memory, B
-    K-major in shared memory."""
+    in shared memory, K-major or (its last immediate) with N contiguous."""
     _, n, k = (int(x) for x in suffixes[3][1:].replace("n", " ").replace("k", " ").split())
     d, a, b, _, *immediates = operands
-    assert k == K and suffixes[-3] == "f32" and immediates == ["1", "1"] + ["0"] * (2 - (a[0] == "{")), operands[3:]
+    wanted = ["1", "1"] + ["0"] * (1 - (a[0] == "{"))
+    assert k == K and suffixes[-3] == "f32" and immediates[:-1] == wanted and immediates[-1] in "01", operands[3:]
     is_bf16 = suffixes[-1] == "bf16"
     row = 16 * (warp.index % 4)
     left = of_registers(warp, a, is_bf16) if a[0] == "{" else of_shared(warp, a, row + np.arange(16), is_bf16)
-    product = left @ of_shared(warp, b, np.arange(n), is_bf16).T
+    read = of_shared_by_k if immediates[-1] == "1" else of_shared
+    product = left @ read(warp, b, np.arange(n), is_bf16).T
     assert (is_added == is_added[0]).all()
     for i, name in enumerate(names_of(d)):
         part = product[G + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * T + i % 2]
@@ -65,11 +67,27 @@ def of_shared(warp, operand: str, rows: np.ndarray, is_bf16: bool) -> np.ndarray
     size = SWIZZLES[descriptor >> 62]
     assert descriptor >> 49 & 7 == 0, "base offset"
     at = start + rows[:, None] // 8 * pitch + rows[:, None] % 8 * size + 16 * np.arange(2)
-    at ^= (at >> 7 & size // 16 - 1) << 4  # the swizzle: the 16 bytes of a row change places by the line they are in
+    return values_at(warp, at, size, is_bf16).reshape(len(rows), K)
+
+
+def of_shared_by_k(warp, operand: str, rows: np.ndarray, is_bf16: bool) -> np.ndarray:
+    """Rows of an operand in shared memory whose rows are contiguous, 64 of them for each k, fp64 [rows, 16]: the atom
+    of the 128-byte swizzle has eight k; ``pitch`` is from eight k to the next, ``leading`` from 64 rows to the next."""
+    (descriptor,) = set(warp.value(operand).tolist())
+    start, leading, pitch = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    assert SWIZZLES[descriptor >> 62] == 128 and descriptor >> 49 & 7 == 0 and len(rows) % 64 == 0
+    first, k = rows[::8, None], np.arange(K)
+    at = start + first // 64 * leading + k // 8 * pitch + k % 8 * 128 + first % 64 * 2
+    return values_at(warp, at, 128, is_bf16).reshape(len(rows) // 8, K, 8).swapaxes(1, 2).reshape(len(rows), K)
+
+
+def values_at(warp, at: np.ndarray, size: int, is_bf16: bool) -> np.ndarray:
+    """Eight values from each byte address on, before the swizzle of ``size`` bytes, fp64."""
+    at = at ^ (at >> 7 & size // 16 - 1) << 4  # the 16 bytes of a row change places by the line they are in
     shared = warp.cta.shared
     places = shared.places(at.reshape(-1).astype(U64), 16)
     assert not warp.cta.unfenced[places].any(), "a multiply reads what no fence has made visible to it"
-    words = shared.data[places].reshape(-1, 16).view(np.uint16).reshape(len(rows), K).astype(U64)
+    words = shared.data[places].reshape(-1, 16).view(np.uint16).astype(U64)
     return halves_of(words, is_bf16)[0].astype(np.float64)
 
 
