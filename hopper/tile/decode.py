@@ -64,6 +64,7 @@ class DecodeSm90(DecodeKernel):
         cfg, element = self.cfg, ELEMENT[self.cfg.dtype]
         packed, tiles = cfg.packed_stages, cfg.mma_groups
         k_words, v_words = (packed * cfg.stage_bytes(side) // 4 for side in (cfg.k, cfg.v))
+        book_words = [cfg.book_plan.get(name, 0) // 4 for name in ("k_book", "v_book")]
 
         @cute.struct
         class Smem:
@@ -76,9 +77,9 @@ class DecodeSm90(DecodeKernel):
             k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, k_words], 128]
             v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, v_words], 128]
             if cfg.k.kind is Kind.CODEBOOK:
-                k_book: cute.struct.Align[cute.struct.MemRange[Uint32, cfg.book_plan["k_book"] // 4], 128]
+                k_book: cute.struct.Align[cute.struct.MemRange[Uint32, book_words[0]], 128]
             if cfg.v.kind is Kind.CODEBOOK:
-                v_book: cute.struct.Align[cute.struct.MemRange[Uint32, cfg.book_plan["v_book"] // 4], 128]
+                v_book: cute.struct.Align[cute.struct.MemRange[Uint32, book_words[1]], 128]
             if cfg.has_books:
                 reciprocals: cute.struct.Align[cute.struct.MemRange[Float32, cfg.head_dim], 128]
             if cfg.in_columns:
