@@ -87,10 +87,10 @@ def warps_of(key: KernelKey) -> tuple[int, bool] | None:
 
         config = decode_config(fmt, key.head_dim, key.dtype, key.target, kernels.path_name(key), key.rows)
         return config.warps, config.shares_pages
-    if kernels.path_name(key) == "tile":
-        return None
-    from lowbit_attn.hopper.config import make_config
+    from lowbit_attn.hopper.config import TILE_PATHS, make_config
 
+    if kernels.path_name(key) in TILE_PATHS:
+        return None
     return make_config(kernels.path_name(key), fmt, key.head_dim, key.dtype, key.rows).warps, False
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from lowbit_attn import kernels
 from lowbit_attn.hopper import PATHS
-from lowbit_attn.hopper.config import ARITHMETICS, SCHEDULES
+from lowbit_attn.hopper.config import ARITHMETICS, SCHEDULES, TILE_PATHS
 from lowbit_attn.hopper.warp.config import Arithmetic
 
 STEPS = ("prefetch_query", "load_query", "prepare_query", "scores", "before_values", "add_values", "finish")
 OWN_STEPS = ("prepare_own_query",)
-OF_WARPS = {path: support for path, support in PATHS.items() if support.arithmetic != "tile"}
+OF_WARPS = {path: support for path, support in PATHS.items() if path not in TILE_PATHS}
 
 
 BOOK_STEPS = ("copy_piece", "place_books", "start_books", "token_query")  # of arithmetics that read codebooks
