@@ -57,9 +57,10 @@ class Fp16(Arithmetic):
         """Several groups of K and of O's 256 channels or, with 16 rows, a mixed segment or features and groups of V.
 
         255 registers fall a few short; in 16 rows also for boosted channels, for groups of V with one of these two, and
-        by one for K per token with every feature.
+        by one for K per token, or in several groups, with every feature.
         """
-        if cfg.col_blocks > 1 and cfg.k.is_per_token and cfg.has_softcap and cfg.has_window:
+        has_every = cfg.has_softcap and cfg.has_window
+        if cfg.col_blocks > 1 and has_every and (cfg.k.is_per_token or cfg.k.groups > 1):
             return True
         is_full = cfg.has_mixed or (cfg.v.groups > 1 and bool(cfg.features))
         if cfg.col_blocks > 1 and (cfg.boost or (is_full and cfg.v.groups > 1)):
