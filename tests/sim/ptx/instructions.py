@@ -140,9 +140,10 @@ def bitwise(name):
 
 
 def multiply(warp, suffixes, operands, active):
-    if suffixes == ("hi", "u64"):
-        return np.array([int(x) * int(y) >> 64 for x, y in zip(*(warp.value(x) for x in operands[1:]))], U64)
-    assert suffixes != ("hi", "s64"), suffixes
+    if suffixes in (("hi", "u64"), ("hi", "s64")):
+        kind = np.int64 if suffixes[1] == "s64" else U64
+        factors = (warp.value(x).astype(U64).view(kind) for x in operands[1:])
+        return np.array([int(x) * int(y) >> 64 for x, y in zip(*factors)], kind).view(U64)
     product = operator.mul(*(typed(warp.value(x), suffixes) for x in operands[1:]))
     if suffixes[0] == "wide":
         return unsigned(raw(product), 2 * width(suffixes))
