@@ -46,7 +46,8 @@ def decode(q: torch.Tensor, cache: KVCache, *, rows: torch.Tensor | Sequence[int
             runs at once. With path="stream" so many CTAs for each sequence share all sequences' tokens.
         path: "reference" (any device), or a kernel path by name; default: the dispatcher's pick. Of a LevelCache also
             "pair", both levels in one launch, and "merge", a launch for each of the dispatcher's pick and their merge;
-            a path of the kernels is that of both launches. Default: "pair" where a kernel serves the call at once.
+            a path of the kernels is that of both launches. Default: "pair" where a kernel serves the call at once
+            and there are many rows (levels/pair.py: serves).
 
     Returns:
         (o, lse): o [batch, q_len, num_heads, head_dim] in q's dtype; lse natural log, sink_logits included. A query

@@ -7,6 +7,7 @@ from unit.level_caches import of_pages
 
 from lowbit_attn import decode, why_not
 from lowbit_attn.levels import LevelCache
+from lowbit_attn.levels.pair import LEAST_ROWS
 
 pytestmark = pytest.mark.gpu
 H = 2
@@ -43,8 +44,15 @@ def test_one_launch_is_two_and_their_merge(name, head_dim, ratio, q_len, scales)
     near(found, decode(q, cache, path="merge"), 1e-3)
     near(found, decode(q.float(), cache, path="reference"), 2e-3)
     assert all(torch.equal(*both) for _ in range(20) for both in zip(decode(q, cache, path="pair"), found))
-    picked = decode(q, cache, path="pair" if ratio * q_len <= 4 else "merge")  # blocks of rows would read pages again
-    assert all(map(torch.equal, decode(q, cache), picked))
+
+
+@pytest.mark.parametrize("ratio, copies, path", [(4, 1, "merge"), (4, 11, "pair"), (6, 11, "merge")])
+def test_calls_of_many_rows_and_few_queries_take_one_launch(ratio, copies, path):
+    """Few rows are faster in splits of two launches, and blocks of queries would read all pages again."""
+    assert (copies * len(RAGGED) >= LEAST_ROWS) == (copies > 1)
+    cache = of_pages("lean", 128, RAGGED * copies, heads=H, device="cuda")
+    q = queries(cache, ratio)
+    assert all(map(torch.equal, decode(q, cache), decode(q, cache, path=path)))
 
 
 def test_soft_cap_and_scale():

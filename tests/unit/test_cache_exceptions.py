@@ -11,7 +11,7 @@ from lowbit_attn import FORMATS, KVCache, ops
 from lowbit_attn.cache.backend import BACKENDS
 from lowbit_attn.cache.state import CacheState, Counts
 from lowbit_attn.testing import assert_same_bytes, assert_same_state, normal_codebooks
-from tests.unit.faults import Faults, InjectedError
+from unit.faults import Faults, InjectedError
 
 HEADS, DIM, SINKS = 1, 64, 5
 NEW = torch.randn(2, 600, HEADS, DIM, generator=torch.Generator().manual_seed(1)).half()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lowbit_attn import FORMATS, KVCache, decode, merge_states, reference, scratch
-from lowbit_attn.formats import packing, rotation
+from lowbit_attn.formats import rotation
 from lowbit_attn.testing import assert_same_bytes, assert_same_state
-from tests.unit.caller_modes import MODES, default_dtype
+from unit.caller_modes import MODES, default_dtype, forget, lead
 
 HEADS, DIM = 2, 64
 K, V = torch.randn(2, 400, HEADS, DIM, generator=torch.Generator().manual_seed(2))
@@ -26,13 +26,7 @@ def life(name: str, mode=contextlib.nullcontext) -> tuple:
         cache = KVCache(name, 12, HEADS, DIM, max_batch=3, max_q_len=2, **CACHES[name])
         cache.prefill(0, K[:300], V[:300])
     with mode():
-        for at in range(300, 400, 2):
-            cache.append(K[None, at : at + 2], V[None, at : at + 2])
-        cache.flush()
-        cache.share(0, 2)
-        cache.reserve([1], 200)
-        cache.rewind([2, 0], [1, 2])
-        cache.free([1])
+        lead(cache, K, V)
         read = *cache.gather(0), *cache.dequantize_pages([0, 1])
         o, lse = decode(Q, cache, window=300)
         merged = merge_states(torch.stack((o, o)), torch.stack((lse, lse)))
@@ -42,11 +36,9 @@ def life(name: str, mode=contextlib.nullcontext) -> tuple:
 @pytest.fixture
 def nothing_kept(monkeypatch):
     """Without what earlier calls of the process made for all."""
-    for kept in (rotation.hadamard, packing._source, packing._code_source):
-        kept.cache_clear()
+    forget()
     yield
-    for kept in (rotation.hadamard, packing._source, packing._code_source):
-        kept.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -55,8 +47,7 @@ def test_the_mode_changes_nothing(name, mode, nothing_kept):
     """Not in its calls, and nothing that they keep is of the mode: the calls after it give the same, too."""
     cache, under = life(name, MODES[mode])
     _, after = life(name)
-    for kept in (rotation.hadamard, packing._source, packing._code_source):
-        kept.cache_clear()
+    forget()
     plain, want = life(name)
     for found in (under, after):
         for i, (got, x) in enumerate(zip(found, want)):

@@ -11,8 +11,8 @@ from lowbit_attn.levels import LevelCache
 from lowbit_attn.levels.frames import FramePool
 from lowbit_attn.levels.moves import Departure
 from lowbit_attn.levels.policy import Cumulative
-from tests.unit.faults import Faults, InjectedError
-from tests.unit.level_caches import check_equal, state
+from unit.faults import Faults, InjectedError
+from unit.level_caches import check_equal, state
 
 HEADS, SINKS = 2, 5
 CACHES = {"lean": 64, "k8v8+k8v4": 32}  # a frame of both levels, frames of each

@@ -15,7 +15,6 @@ from lowbit_attn.codebooks.calibrate import recipe_of
 from lowbit_attn.codebooks.capture import LayerSample, Sample
 from lowbit_attn.codebooks.learn import learn_layers
 from lowbit_attn.codebooks.prompt import attention_squares, learn_prompt, token_weights
-from lowbit_attn.formats import packing, rotation
 from lowbit_attn.integrations import prompt as prompt_layer
 from lowbit_attn.levels import LevelCache
 from lowbit_attn.levels.frames import FramePool
@@ -24,7 +23,7 @@ from lowbit_attn.paged import PagedStore, Step, append, ring_slots
 from lowbit_attn.paged_attention import attention
 from lowbit_attn.precision import on_own_defaults
 from lowbit_attn.testing import assert_same_bytes, normal_codebooks
-from tests.unit.caller_modes import MODES
+from unit.caller_modes import MODES, forget, lead
 
 HEADS, DIM = 2, 64
 K, V = torch.randn(2, 700, HEADS, DIM, generator=torch.Generator().manual_seed(2))
@@ -33,11 +32,9 @@ Q = torch.randn(700, 4, DIM, generator=torch.Generator().manual_seed(3))
 
 def compare(call, mode) -> None:
     """What ``call`` gives in a mode, what it gives after it, and what it gives without one are the same bytes."""
-    for kept in (rotation.hadamard, packing._source, packing._code_source):
-        kept.cache_clear()
+    forget()
     want = call()
-    for kept in (rotation.hadamard, packing._source, packing._code_source):
-        kept.cache_clear()
+    forget()
     with MODES[mode]():
         under = call()
     for found in (under, call()):
@@ -130,13 +127,7 @@ def book_cache(name: str, rope: str) -> list[torch.Tensor]:
     if rope == "pre":
         cache.set_first_positions([0], 7)
     cache.prefill(0, K[:300], V[:300])
-    for at in range(300, 400, 2):
-        cache.append(K[None, at : at + 2], V[None, at : at + 2])
-    cache.flush()
-    cache.share(0, 2)
-    cache.reserve([1], 200)
-    cache.rewind([2, 0], [1, 2])
-    cache.free([1])
+    lead(cache, K, V)
     twin = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
     q = Q[None, :1]
     return [*cache.gather(0), *cache.dequantize_pages([0, 1]), *decode(q, cache), *decode(q, twin), twin.n_tok]

@@ -1,4 +1,4 @@
-"""Decode over a LevelCache: both levels in one launch where there is a kernel for it (pair.py); else its two levels by
+"""Decode over a LevelCache: both levels in one launch where that is served and faster (pair.py); else its two levels by
 the kernels of ordinary caches, a launch each, then one that merges them.
 
     q [batch, q_len, num_heads, D] -> rows of a level [batch * num_heads_kv, q_len, ratio, D]
