@@ -72,6 +72,6 @@ __all__ = [
     "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key", "arch_package", "baselines",
     "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "manage_keys",
     "manage_missing", "merge_key", "merge_states_key", "needs_nvcc", "no_codebooks", "no_pair", "other_ctas",
-    "packing_keys", "pair_key", "path_name", "path_of", "pick", "quantize_key", "quantize_missing", "shipped_keys", "step_keys",
-    "trace",
+    "packing_keys", "pair_key", "path_name", "path_of", "pick", "quantize_key", "quantize_missing", "shipped_keys",
+    "step_keys", "trace",
 ]
