@@ -65,12 +65,12 @@ def error_of(got, want) -> float:
     return max(((o - want_o).float().norm() / want_o.float().norm()).item(), (lse - want_lse).abs().max().item())
 
 
-def measure(tokens: int, batch: int, format: str) -> dict:
+def measure(tokens: int, batch: int, format: str, peers: bool) -> dict:
     """Fill both caches with ``batch`` sequences of so many tokens, compare and time; every rank's are returned."""
     world = dist.get_world_size()
     shape = dict(num_heads_kv=HEADS_KV, head_dim=HEAD_DIM, max_batch=batch, device="cuda", sinks=0)
     pages = batch * (tokens // 128 + 2)
-    sharded = ShardedKVCache(format, pages // world + 2 * batch, **shape)
+    sharded = ShardedKVCache(format, pages // world + 2 * batch, **shape, peer_memory=peers)
     whole = KVCache(format, pages, **shape, max_seqlen=tokens + 128)
     for row in range(batch):
         fill(sharded, row, tokens)
@@ -83,10 +83,10 @@ def measure(tokens: int, batch: int, format: str) -> dict:
     exchange = sharded.exchanges.find(q.shape, q.dtype, False, False)
     found = dict(local_us=graph_us(lambda: decode(q, sharded.local, out=exchange.o, lse=exchange.lse)),
                  exchange_us=graph_us(lambda: exchange.merge(out, lse)),
-                 us=graph_us(lambda: decode_sharded(q, sharded, out=out, lse=lse)),
                  one_gpu_us=graph_us(lambda: decode(q, whole, out=out, lse=lse)))
-    decode_sharded(q, sharded, out=out, lse=lse)
-    line = dict(ranks=world, tokens=tokens, batch=batch, format=format, calls=CALLS,
+    out.zero_()
+    found["us"] = graph_us(lambda: decode_sharded(q, sharded, out=out, lse=lse))  # out and lse are a replay's
+    line = dict(ranks=world, tokens=tokens, batch=batch, format=format, peer_memory=peers, calls=CALLS,
                 error=max(error, error_of((out, lse), want)), **{name: round(us, 1) for name, us in found.items()})
     gain = found["one_gpu_us"] / found["us"]
     # T/(T/N + c): what a call takes beyond its share of one GPU's time
@@ -94,7 +94,8 @@ def measure(tokens: int, batch: int, format: str) -> dict:
 
 
 def main(case: Annotated[list[str], typer.Option(help="TOKENSxBATCH")] = ["1048576x1", "1048576x2", "131072x8"],
-         format: str = "k4v4", output: str = "perf/results/parallel.jsonl") -> None:
+         format: str = "k4v4", peers: Annotated[bool, typer.Option(help="through the GPUs' memory")] = False,
+         output: str = "perf/results/parallel.jsonl") -> None:
     """Time decode of each case over one cache and over the same tokens dealt to the ranks."""
     need()
     cases = [tuple(map(int, text.split("x"))) for text in case]
@@ -102,7 +103,7 @@ def main(case: Annotated[list[str], typer.Option(help="TOKENSxBATCH")] = ["10485
     dist.init_process_group("nccl")
     failed = []
     for tokens, batch in cases:
-        line = provenance() | measure(tokens, batch, format)
+        line = provenance() | measure(tokens, batch, format, peers)
         failed += [f"{tokens}x{batch}: {line['error']:.2e}"] * (line["error"] > ERROR)
         if dist.get_rank() == 0:
             append_result(output, line)

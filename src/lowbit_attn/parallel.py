@@ -56,13 +56,15 @@ class ShardedKVCache:
         num_pages: pages of 128 tokens of each rank.
         sinks: first tokens of each sequence in 16 bit, on rank 0; None: as a KVCache of the format.
         group: a torch.distributed process group; None: the default group, or one rank where none is initialised.
+        peer_memory: ranks exchange results by one kernel that writes to the other GPUs' memory, not by an all-gather:
+            Hopper GPUs of one host.
 
     A block is packed by its rank's next step or by ``flush``, so up to a block a rank more than in one KVCache may be
     in 16 bit. ``local`` is this rank's KVCache, ``n_tok`` int32 [max_batch], on the device, the tokens of all ranks.
     """
 
     def __init__(self, format: str, num_pages: int, num_heads_kv: int, head_dim: int, *, sinks: int | None = None,
-                 group: "dist.ProcessGroup | None" = None, **options):
+                 group: "dist.ProcessGroup | None" = None, peer_memory: bool = False, **options):
         if FORMATS[format].needs_codebooks:
             raise NotImplementedError(f"format: {format} has codebooks, supported by KVCache")
         is_alone = group is None and not (dist.is_available() and dist.is_initialized())
@@ -77,7 +79,7 @@ class ShardedKVCache:
         self.n_tok = torch.zeros(batch, dtype=torch.int32, device=self.local.device)
         self._pages = np.zeros((self.world, batch), np.int64)  # that each rank holds
         self._settled = np.zeros(batch, np.int64)  # lengths that packing has seen: what rewind may go back from
-        self.exchanges = Exchanges(self.local.device, group, self.rank, self.world)
+        self.exchanges = Exchanges(self.local.pool.device, group, self.rank, self.world, peer_memory)
 
     # ---- the steps
 
@@ -217,9 +219,9 @@ def decode_sharded(q: torch.Tensor, cache: ShardedKVCache, *, softmax_scale: flo
 
     q: [batch, q_len, num_heads, head_dim], the same on every rank; query j of a row sees the tokens of all ranks up to
     position seqlen - q_len + j. The keywords are those of ``decode``; sliding windows are not supported.
-    Returns (o, lse) of all tokens, as ``decode`` does. A rank sends its o in q's dtype and its lse in one all-gather,
-    from memory that the cache keeps: calls of one cache run one after the other. Nothing is read by the host, so a call
-    can be captured in a CUDA graph once it was called.
+    Returns (o, lse) of all tokens, as ``decode`` does. A rank sends its o in q's dtype and its lse, in one all-gather
+    or into the other GPUs' memory, from memory that the cache keeps: calls of one cache run one after the other.
+    Nothing is read by the host, so a call can be captured in a CUDA graph once one of its shape was called.
     """
     options = dict(softmax_scale=softmax_scale, softcap=softcap, path=path,
                    sink_logits=sink_logits if cache.rank == 0 else None)

@@ -23,7 +23,8 @@ class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
     op: str  # "decode", "quantize", "dequantize", "append", "read"; "linear": of codebook weights; of levels "merge",
-    # of both in one launch "pair", and of their manage "plan", "pack"; of several ranks "merge_states"
+    # of both in one launch "pair", and of their manage "plan", "pack"; of several ranks "merge_states",
+    # "exchange"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
@@ -133,6 +134,11 @@ def merge_key(target: str, dtype: str, head_dim: int) -> KernelKey:
 def merge_states_key(target: str, dtype: str, head_dim: int) -> KernelKey:
     """The kernel that merges what decode gave on several ranks."""
     return KernelKey("merge_states", "device", device_target(target), dtype, head_dim)
+
+
+def exchange_key(target: str, dtype: str, head_dim: int) -> KernelKey:
+    """Hopper's kernel that exchanges what decode gave between the GPUs of a host, and merges it."""
+    return KernelKey("exchange", "hopper", target, dtype, head_dim)
 
 
 def pair_key(target: str, dtype: str, head_dim: int, levels: Levels, features: tuple[str, ...] = ()) -> KernelKey:

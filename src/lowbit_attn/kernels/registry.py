@@ -24,6 +24,7 @@ MODULES = {
     "hopper": "lowbit_attn.hopper", "hopper.config": "lowbit_attn.hopper.config",
     "hopper.decode": "lowbit_attn.hopper.decode", "hopper.linear": "lowbit_attn.hopper.linear.kernels",
     "hopper.linear.config": "lowbit_attn.hopper.linear.config",
+    "hopper.exchange": "lowbit_attn.hopper.exchange",
     "hopper.pair": "lowbit_attn.hopper.pair.decode", "hopper.pair.config": "lowbit_attn.hopper.pair.config",
     "ampere": "lowbit_attn.ampere", "ampere.config": "lowbit_attn.ampere.config",
     "ampere.decode": "lowbit_attn.ampere.decode",
@@ -33,7 +34,7 @@ MODULES = {
     "plan": "lowbit_attn.device.level_plan", "pack": "lowbit_attn.device.level_pack",
 }
 
-OF_ARCHITECTURES = ("decode", "linear", "pair")  # ops whose programs are an architecture's own
+OF_ARCHITECTURES = ("decode", "linear", "pair", "exchange")  # ops whose programs are an architecture's own
 
 
 @cache
@@ -57,7 +58,7 @@ def trace(key: KernelKey):
     if key.op == "read":
         threads, unroll = map(int, key.variant.split("x"))
         return module("read").read_kernel(threads, unroll)
-    if key.op in ("linear", "pair"):
+    if key.op in ("linear", "pair", "exchange"):
         return getattr(module(program(key.arch, key.op)), f"{key.op}_kernel")(key)
     if key.op == "merge":
         return module("merge").merge_kernel(key.head_dim, key.dtype)
