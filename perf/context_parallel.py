@@ -99,6 +99,7 @@ def main(case: Annotated[list[str], typer.Option(help="TOKENSxBATCH")] = ["10485
     """Time decode of each case over one cache and over the same tokens dealt to the ranks."""
     need()
     cases = [tuple(map(int, text.split("x"))) for text in case]
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of torch's shared memory: not used here
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     failed = []
