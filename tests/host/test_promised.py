@@ -34,7 +34,7 @@ def test_what_is_shipped_is_promised(arch):
 def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
     of_caches = [key for key in all_promised(arch) if key.op != "linear"]
     found = {name: {getattr(key, name) for key in of_caches} for name in ("op", "head_dim", "dtype")}
-    one_launch = {"pair"} if arch == "hopper" else set()
+    one_launch = {"pair", "exchange"} if arch == "hopper" else set()
     assert found == {"op": {"decode", "quantize", "dequantize", "append", "merge", "merge_states", "plan",
                             "pack"} | one_launch,
                      "head_dim": {64, 96, 128, 256},

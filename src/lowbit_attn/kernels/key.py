@@ -141,6 +141,12 @@ def exchange_key(target: str, dtype: str, head_dim: int) -> KernelKey:
     return KernelKey("exchange", "hopper", target, dtype, head_dim)
 
 
+def rank_keys(arch: str, target: str, dtype: str, head_dim: int) -> list[KernelKey]:
+    """The kernels that merge what decode gave on several ranks, with and without an exchange of their own."""
+    keys = [merge_states_key(target, dtype, head_dim)]
+    return keys + [exchange_key(target, dtype, head_dim)] * (arch == "hopper")
+
+
 def pair_key(target: str, dtype: str, head_dim: int, levels: Levels, features: tuple[str, ...] = ()) -> KernelKey:
     """Hopper's kernel of decode over both levels in one launch."""
     return KernelKey("pair", "hopper", target, dtype, head_dim, levels.pair, "", "int8", STREAM, PAIR_ROWS, features)

@@ -12,8 +12,8 @@ from lowbit_attn.kernels.key import (
     device_target,
     manage_keys,
     merge_key,
-    merge_states_key,
     pair_key,
+    rank_keys,
     step_keys,
 )
 from lowbit_attn.kernels.linear import linear_keys
@@ -59,7 +59,7 @@ def shipped_keys(arch: str) -> list[KernelKey]:
     keys = {}
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
-        keys |= dict.fromkeys([merge_key(*common), merge_states_key(*common), *levels_keys(*common),
+        keys |= dict.fromkeys([merge_key(*common), *rank_keys(arch, *common), *levels_keys(*common),
                                *pair_keys(arch, *common)])
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
