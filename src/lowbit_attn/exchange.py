@@ -132,6 +132,10 @@ class Exchanges:
         self.found: dict[tuple, Gather | Peers] = {}
         self.buffers: dict[tuple, torch.Tensor | Slots] = {}
 
+    def has(self, shape: torch.Size, dtype: torch.dtype, is_reference: bool) -> bool:
+        """Whether calls of this shape were made before."""
+        return (tuple(shape), dtype, is_reference) in self.found
+
     @torch.inference_mode(False)  # else calls outside inference mode could not write to what is made here
     def find(self, shape: torch.Size, dtype: torch.dtype, is_reference: bool, is_capturing: bool) -> Gather | Peers:
         """The exchange for o of a shape and dtype; is_reference: torch merges what a Gather brings."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_attn import dispatch, reference
-from lowbit_attn.api import decode, merge_states
+from lowbit_attn.api import decode, merge_states, ready
 from lowbit_attn.cache import KVCache, PageExhaustedError
 from lowbit_attn.checks import check_tensor
 from lowbit_attn.exchange import Exchanges
@@ -238,7 +238,7 @@ def decode_sharded(q: torch.Tensor, cache: ShardedKVCache, *, softmax_scale: flo
             for x, found in zip((own, own_lse), _decode_drafts(q, cache, options)):
                 x.copy_(found)
         else:
-            _decode_ranks(q, cache, options, own, own_lse)
+            _decode_ranks(q, cache, options, own, own_lse, sink_logits)
         return tuple(x if given is None or given is x else given.copy_(x)
                      for given, x in ((out, own), (lse, own_lse)))
 
@@ -252,10 +252,14 @@ def _is_dense(x: torch.Tensor | None) -> bool:
     return x is not None and x.is_contiguous() and not x.data_ptr() % ACCESS_BYTES
 
 
-def _decode_ranks(q: torch.Tensor, cache: ShardedKVCache, options: dict, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _decode_ranks(q: torch.Tensor, cache: ShardedKVCache, options: dict, out: torch.Tensor, lse: torch.Tensor,
+                  sink_logits: torch.Tensor | None) -> None:
     """Decode over this rank's tokens, then the exchange with the others."""
-    is_reference = dispatch.is_reference(cache.local, options["path"])
-    exchange = cache.exchanges.find(q.shape, q.dtype, is_reference, cache.local.is_capturing())
+    name = (q.shape, q.dtype, dispatch.is_reference(cache.local, options["path"]))
+    if not cache.exchanges.has(*name) and not cache.local.is_capturing():
+        # what is refused is refused on every rank, before they make anything together
+        ready(q, cache.local, **options | {"sink_logits": sink_logits}, load=False)
+    exchange = cache.exchanges.find(*name, cache.local.is_capturing())
     if q.shape[1] == 1:
         decode(q, cache.local, out=exchange.o, lse=exchange.lse, **options)
     else:

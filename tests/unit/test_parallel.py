@@ -144,6 +144,12 @@ def buffers(cache, generator):
     if cache.world > 1:
         found = decode_sharded(q.float(), cache)
         assert found[0].dtype == torch.float32 and torch.allclose(found[0], want[0].float(), atol=2e-3)
+        logits, wrong = torch.zeros(HEADS + 1), torch.zeros(2, 1, HEADS, HEAD_DIM // 2).half()
+        with pytest.raises(ValueError, match="sink_logits: got shape"):  # on all ranks, not only where it is used
+            decode_sharded(q[:2], cache, sink_logits=logits)
+        with pytest.raises(ValueError, match="q: got shape"):
+            decode_sharded(wrong, cache)
+        assert not cache.exchanges.has(wrong.shape, wrong.dtype, True)
         with pytest.raises(RuntimeError, match="captured before its first call of this shape"):
             cache.exchanges.find(torch.Size((BATCH, 3, HEADS, HEAD_DIM)), q.dtype, True, True)
         with pytest.raises(NotImplementedError, match="peer_memory: got cpu, supported: Hopper GPUs"):
