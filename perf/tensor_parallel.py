@@ -39,10 +39,22 @@ class ShardedDecoder(Decoder):
         super().__init__(share_of(whole, ranks), positions, dtype, device, fuse)
         self.rank, self.ranks = rank, ranks
         self.embedding = torch.empty(whole.vocab, whole.hidden, dtype=dtype, device=device).normal_()
+        self.shared = None
+
+    def share_memory(self, batch: int) -> None:
+        """Sum from now on by torch's kernel that reads the other GPUs' memory, for up to so many sequences."""
+        from torch.distributed import _symmetric_memory
+
+        self.shared = _symmetric_memory.empty(batch * self.shape.hidden, dtype=self.head.dtype, device=self.head.device)
+        self.handle = _symmetric_memory.rendezvous(self.shared, dist.group.WORLD)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
-        return x
+        if self.shared is None:
+            dist.all_reduce(x)
+            return x
+        own = self.shared[: x.numel()].view_as(x)
+        own.copy_(x)
+        return torch.ops.symm_mem.one_shot_all_reduce(own, "sum", dist.group.WORLD.group_name)
 
     def best(self, logits: torch.Tensor) -> torch.Tensor:
         """The best token of all ranks' shares of the vocabulary: numbers below 2^24 are exact in fp32."""
@@ -119,11 +131,13 @@ def main(
     context: Annotated[str, typer.Option(help="tokens, such as 32K")] = "128K",
     batch: Annotated[list[int], typer.Option(help="sequences")] = [1, 8],
     formats: Annotated[list[str], typer.Option(help="cache formats beside 16 bit")] = ["k4v4"],
+    shared: Annotated[bool, typer.Option(help="also with sums through the GPUs' own memory")] = False,
     fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = RESULTS,
 ) -> None:
     """Time decode steps of a model on one GPU, then on all ranks together."""
     need()
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of torch's shared memory: not used here
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     torch.manual_seed(SEED)
@@ -135,6 +149,7 @@ def main(
         is_sharded = isinstance(decoder, ShardedDecoder)
         line = origin | dict(model=model, ranks=ranks if is_sharded else 1, format=format, seqlen=seqlen, batch=batch)
         line |= {name: round(x, 3) if isinstance(x, float) else x for name, x in found.items()}
+        line |= {"reduce": "nccl" if decoder.shared is None else "shared memory"} if is_sharded else {}
         if is_sharded and (format, batch) in one_gpu:
             line["gain"] = round(one_gpu[format, batch]["step_ms"] / found["step_ms"], 3)
         if rank == 0:
@@ -150,6 +165,9 @@ def main(
         dist.barrier()
         part = ShardedDecoder(shape, seqlen + SPARE_TOKENS + 1, torch.float16, "cuda", fuse, rank, ranks)
         run(part, cases(part.shape, everything, batch, seqlen, memory), seqlen, runner, note)
+        if shared:
+            part.share_memory(max(batch))
+            run(part, cases(part.shape, formats, batch, seqlen, memory), seqlen, runner, note)
     dist.destroy_process_group()
 
 
