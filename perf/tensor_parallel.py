@@ -21,6 +21,7 @@ from provenance import append_result, need, provenance
 from lowbit_attn.budget import SIXTEEN_BIT, parse_tokens
 
 SEED, RESULTS = 0, "perf/results/tensor_parallel.jsonl"
+SUMMED = torch.bfloat16  # what torch's kernel over shared memory adds: not fp16
 
 
 def share_of(shape: Shape, ranks: int) -> Shape:
@@ -42,7 +43,7 @@ class ShardedDecoder(Decoder):
         self.shared = None
 
     def share_memory(self, batch: int) -> None:
-        """Sum from now on by torch's kernel that reads the other GPUs' memory, for up to so many sequences."""
+        """Sum from now on by torch's kernel over the other GPUs' memory, which takes SUMMED; batch: the largest."""
         from torch.distributed import _symmetric_memory
 
         self.shared = _symmetric_memory.empty(batch * self.shape.hidden, dtype=self.head.dtype, device=self.head.device)
@@ -131,7 +132,7 @@ def main(
     context: Annotated[str, typer.Option(help="tokens, such as 32K")] = "128K",
     batch: Annotated[list[int], typer.Option(help="sequences")] = [1, 8],
     formats: Annotated[list[str], typer.Option(help="cache formats beside 16 bit")] = ["k4v4"],
-    shared: Annotated[bool, typer.Option(help="also with sums through the GPUs' own memory")] = False,
+    shared: Annotated[bool, typer.Option(help="bfloat16, also with sums through the GPUs' own memory")] = False,
     fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = RESULTS,
 ) -> None:
@@ -144,10 +145,12 @@ def main(
     rank, ranks, shape, seqlen = dist.get_rank(), dist.get_world_size(), SHAPES[model], parse_tokens(context)
     one_gpu, runner, memory, origin = {}, Runner("cuda"), least_memory(), provenance()
     everything = [*formats, SIXTEEN_BIT]  # 16 bit fills the memory: last
+    dtype = SUMMED if shared else torch.float16
 
     def note(decoder: Decoder, format: str, batch: int, found: dict) -> None:
         is_sharded = isinstance(decoder, ShardedDecoder)
-        line = origin | dict(model=model, ranks=ranks if is_sharded else 1, format=format, seqlen=seqlen, batch=batch)
+        line = origin | dict(model=model, ranks=ranks if is_sharded else 1, format=format, seqlen=seqlen, batch=batch,
+                             dtype=str(dtype).removeprefix("torch."))
         line |= {name: round(x, 3) if isinstance(x, float) else x for name, x in found.items()}
         line |= {"reduce": "nccl" if decoder.shared is None else "shared memory"} if is_sharded else {}
         if is_sharded and (format, batch) in one_gpu:
@@ -158,12 +161,12 @@ def main(
 
     with torch.no_grad():
         if rank == 0:
-            whole = Decoder(shape, seqlen + SPARE_TOKENS + 1, torch.float16, "cuda", fuse)
+            whole = Decoder(shape, seqlen + SPARE_TOKENS + 1, dtype, "cuda", fuse)
             one_gpu = run(whole, cases(shape, everything, batch, seqlen, memory), seqlen, runner, note)
             del whole
             release()
         dist.barrier()
-        part = ShardedDecoder(shape, seqlen + SPARE_TOKENS + 1, torch.float16, "cuda", fuse, rank, ranks)
+        part = ShardedDecoder(shape, seqlen + SPARE_TOKENS + 1, dtype, "cuda", fuse, rank, ranks)
         run(part, cases(part.shape, everything, batch, seqlen, memory), seqlen, runner, note)
         if shared:
             part.share_memory(max(batch))
