@@ -87,7 +87,7 @@ def _fixed(folder: Path) -> Path:
 @cache
 def fingerprint(arch: str, op: str) -> str:
     """Hash of all source text that such a kernel is made from."""
-    is_cute = op == "read" or (op in ("decode", "linear") and arch == "hopper")
+    is_cute = op == "read" or (op in ("decode", "linear", "exchange") and arch == "hopper")
     registry = "lowbit_attn.kernels.registry"
     roots = [(MODULES[program(arch, op)], closure.ALL), (registry, "trace"), (registry, "checks"),
              ("lowbit_attn.emit", "emit_cute" if is_cute else "emit_tilelang")]

@@ -6,7 +6,16 @@ import torch
 
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.levels import PRESETS, parse
-from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, manage_keys, merge_key, pair_key, step_keys
+from lowbit_attn.kernels.key import (
+    ROWS,
+    KernelKey,
+    device_target,
+    manage_keys,
+    merge_key,
+    pair_key,
+    rank_keys,
+    step_keys,
+)
 from lowbit_attn.kernels.linear import linear_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, no_pair, other_ctas, pick
 from lowbit_attn.kernels.support import manage_missing, quantize_missing
@@ -50,7 +59,8 @@ def shipped_keys(arch: str) -> list[KernelKey]:
     keys = {}
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
-        keys |= dict.fromkeys([merge_key(*common), *levels_keys(*common), *pair_keys(arch, *common)])
+        keys |= dict.fromkeys([merge_key(*common), *rank_keys(arch, *common), *levels_keys(*common),
+                               *pair_keys(arch, *common)])
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))
