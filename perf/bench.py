@@ -50,7 +50,7 @@ PRESETS["formats"] = [BenchCase(name, 8, 32, 8, head_dim, 32768, dtype=dtype) fo
 PRESETS["codebooks"] = [BenchCase(name, batch, heads, kv_heads, head_dim, seqlen)
                         for batch, heads, kv_heads, head_dim, seqlen in (
                             (1, 32, 8, 128, 131072), (8, 32, 8, 128, 32768), (1, 32, 32, 128, 131072),
-                            (8, 64, 8, 128, 32768), (8, 32, 8, 64, 32768))
+                            (8, 64, 8, 128, 32768), (8, 32, 8, 64, 32768), (8, 32, 32, 128, 4096))
                         for name in ("k4v4", "k2v2", "cq2", "cq4", "kcq4vcq2")]
 # more query rows than a warp's kernel takes at once: codebook64, and codebook8 in blocks (--path)
 PRESETS["codebook-rows"] = [BenchCase(name, 8, heads, 8, head_dim, 32768) for head_dim in (128, 64)

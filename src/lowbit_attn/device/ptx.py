@@ -95,6 +95,13 @@ def lookup(address, offset: int, words: int) -> list[Uint32]:
     return some_words(f"ld.shared.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}}+{offset}];", words, address)
 
 
+def load_constant(address, offset: int, words: int) -> list[Uint32]:
+    """``lookup`` in global memory that nobody writes meanwhile, through the L1 cache; address: 64 bits."""
+    if words == 1:
+        return [one_word(f"ld.global.nc.b32 {{$w0}}, [{{$r0}}+{offset}];", address)]
+    return some_words(f"ld.global.nc.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}}+{offset}];", words, address)
+
+
 def add_f16x2(a: Uint32, b: Uint32) -> Uint32:
     """a + b on both fp16 halves."""
     return one_word("add.rn.f16x2 {$w0}, {$r0}, {$r1};", a, b)
