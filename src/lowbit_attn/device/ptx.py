@@ -88,11 +88,12 @@ def permute(a: Uint32, b: Uint32, selector) -> Uint32:
 
 
 def lookup(address, offset: int, words: int) -> list[Uint32]:
-    """``words`` (1 or 2) words of shared memory that does not change while lookups run, ``offset`` bytes behind an
+    """``words`` (1, 2 or 4) words of shared memory that does not change while lookups run, ``offset`` bytes behind an
     address: free to be moved between other accesses, unlike the DSL's loads."""
     if words == 1:
         return [one_word(f"ld.shared.b32 {{$w0}}, [{{$r0}}+{offset}];", address)]
-    return some_words(f"ld.shared.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}}+{offset}];", words, address)
+    names = ", ".join(f"{{$w{i}}}" for i in range(words))
+    return some_words(f"ld.shared.v{words}.b32 {{{names}}}, [{{$r0}}+{offset}];", words, address)
 
 
 def load_constant(address, offset: int, words: int) -> list[Uint32]:
