@@ -139,7 +139,7 @@ class EntryLookups(NamedTuple):
         place, behind = self.places[i] + code * Uint32(WORD * self.words), (self.more + more) * order.ENTRIES
         if self.base is None:
             return ptx.lookup(place, behind, self.words)
-        return ptx.load_constant(self.base + Int64(place), behind, self.words)
+        return ptx.lookup(self.base + Int64(place), behind, self.words, "global.nc")
 
 
 def is_turned(cfg: WarpConfig) -> bool:
