@@ -104,9 +104,9 @@ def test_presets_are_in_the_registry_and_have_kernels():
 
 
 @pytest.mark.parametrize("name, head_dim, archs", [
-    ("cq1", 128, ("ampere",)), ("cq1", 64, ("hopper", "ampere")), ("k4vcq1", 64, ("hopper",)), ("cq2", 96, ("hopper", "ampere")), ("cq4", 256, ("hopper", "ampere")),
-    ("k4vcq1", 128, ("ampere",)), ("k4vcq2", 96, ("hopper",)), ("k4vcq2", 128, ("ampere",)),
-    ("kcq4v2", 64, ("ampere",))])
+    ("cq1", 128, ("ampere",)), ("cq1", 64, ("hopper", "ampere")), ("k4vcq1", 64, ("hopper",)),
+    ("cq2", 96, ("hopper", "ampere")), ("cq4", 256, ("hopper", "ampere")), ("k4vcq1", 128, ("ampere",)),
+    ("k4vcq2", 96, ("hopper",)), ("k4vcq2", 128, ("ampere",)), ("kcq4v2", 64, ("ampere",))])
 def test_what_no_kernel_reads(name, head_dim, archs):
     for arch in archs:
         assert kernels.pick(arch, FORMATS[name], head_dim, torch.float16, 4)[0] is None

@@ -89,7 +89,7 @@ def permute(a: Uint32, b: Uint32, selector) -> Uint32:
 
 def lookup(address, offset: int, words: int, space: str = "shared") -> list[Uint32]:
     """``words`` (1, 2 or 4) words of memory that does not change while lookups run, ``offset`` bytes behind an address:
-    free to be moved between other accesses, unlike the DSL's loads. space: "shared", or "global.nc" (64-bit address)."""
+    free to be moved between other accesses, unlike the DSL's loads. space: "shared", "global.nc" (64-bit address)."""
     if words == 1:
         return [one_word(f"ld.{space}.b32 {{$w0}}, [{{$r0}}+{offset}];", address)]
     names = ", ".join(f"{{$w{i}}}" for i in range(words))
