@@ -9,7 +9,7 @@ import pytest
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.tile import config
-from lowbit_attn.hopper.tile.book_side import ATOM, QUAD
+from lowbit_attn.hopper.tile.book_side import QUAD
 
 SIDES = {(name, d, side): spec for name, d in (*product(("cq2", "cq4"), (64, 128)), ("cq1", 128))
          for side, spec in zip("kv", config.plan_sides(FORMATS[name], d, "float16"))}
