@@ -29,6 +29,7 @@ MODULES = {
     "ampere.decode": "lowbit_attn.ampere.decode",
     "quantize": "lowbit_attn.device.quantize", "dequantize": "lowbit_attn.device.quantize",
     "append": "lowbit_attn.device.append", "merge": "lowbit_attn.device.merge", "read": "lowbit_attn.device.read",
+    "level_append": "lowbit_attn.device.level_append",
     "plan": "lowbit_attn.device.level_plan", "pack": "lowbit_attn.device.level_pack",
 }
 
@@ -60,6 +61,8 @@ def trace(key: KernelKey):
         return getattr(module(program(key.arch, key.op)), f"{key.op}_kernel")(key)
     if key.op == "merge":
         return module("merge").merge_kernel(key.head_dim, key.dtype)
+    if key.op == "level_append":
+        return module("level_append").level_append_kernel(key.head_dim, key.dtype)
     if key.op == "plan":
         return module("plan").plan_kernel(key.head_dim, key.dtype)
     if key.op == "pack":

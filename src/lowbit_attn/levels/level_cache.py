@@ -10,8 +10,8 @@ K per channel, and its stage holds what is not yet a page. ``append`` fills the 
 it gives each a class: high and low ones go behind their head's stages, a full stage becomes a page, pruned ones are
 gone. Classes are decided once. Heads end up with different numbers of tokens, so memory comes from a FramePool.
 
-All of this is in torch, on any device, the steps in fixed shapes (step.py); on a GPU ``decode`` and ``manage`` have
-kernels (decode.py, manage.py), and decode reads each level as an ordinary cache (view.py).
+All of this is in torch, on any device, the steps in fixed shapes (step.py); on a GPU ``decode``, ``append`` and
+``manage`` have kernels (decode.py, manage.py), and decode reads each level as an ordinary cache (view.py).
 """
 
 from collections.abc import Sequence
@@ -119,8 +119,12 @@ class LevelCache(LevelState):
             for row in rows:
                 self._check_limit(row, int(lengths.n_tok[row]) + tokens,
                                   self.sinks + int(lengths.n_qk[row]) + self.slots)
+        index = self.row_tensor(rows)
+        if not self._why_torch(PLAIN):
+            step.KERNELS[self.device.type].append(self, index, k, v)
+            return
         with self.undoing(STEPPED):  # the tokens' places hold none
-            step.append(self, self.row_tensor(rows), k, v)
+            step.append(self, index, k, v)
 
     def _check_limit(self, row: int, length: int, room: int) -> None:
         if length <= min(self.max_seqlen, room):
@@ -186,7 +190,10 @@ class LevelCache(LevelState):
                 step.store_scores(self, index, scores)
 
     def why_torch(self, **attention) -> list[str]:
-        """Reasons why ``manage`` of this cache is done by torch operations; empty where kernels do it."""
+        """Reasons why ``append`` and ``manage`` of this cache are torch operations; empty where they are kernels.
+
+        attention: as ``manage`` is given it; ``append`` does not depend on it.
+        """
         return self._why_torch(Attention(**attention))
 
     def _why_torch(self, options: Attention) -> list[str]:
