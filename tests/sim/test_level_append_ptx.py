@@ -1,4 +1,4 @@
-"""``append`` of two levels by the compiled kernel on the CPU: every byte and counter as the torch operations leave it."""
+"""``append`` of two levels by the compiled kernel on the CPU: bytes and counters are what torch operations leave."""
 
 import copy
 

@@ -164,8 +164,9 @@ def level_append_kernel(head_dim: int, dtype: str) -> TileKernel:
         sinks: T.int32,
     ):
         with T.Kernel(heads, batch, threads=THREADS) as (head, at):
+            T.pdl_sync()
             counters = Counters(n_sink, n_tok, limit, faults, n_stage, c_sink, c_out, c_tok)
             append_head(counters, which, Tokens(x_k, hi_k, ring_k), Tokens(x_v, hi_v, ring_v), sinks, row_accesses, at,
                         head, T.get_thread_binding())
 
-    return TileKernel(level_append)
+    return TileKernel(level_append, overlaps=True)

@@ -1,4 +1,4 @@
-"""``append`` and ``manage`` of a LevelCache on the CPU by their compiled kernels, whose PTX runs CTA after CTA in any order."""
+"""Steps of a LevelCache on the CPU by their compiled kernels, whose PTX runs CTA after CTA in any order."""
 
 import struct
 from collections.abc import Callable, Iterable
