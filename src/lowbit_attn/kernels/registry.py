@@ -33,6 +33,7 @@ MODULES = {
     "plan": "lowbit_attn.device.level_plan", "pack": "lowbit_attn.device.level_pack",
 }
 
+OVERLAPPING = ("level_append", "plan", "pack")  # ops that start while the kernel before ends, and wait for that
 OF_ARCHITECTURES = ("decode", "linear", "pair")  # ops whose programs are an architecture's own
 
 
@@ -98,6 +99,8 @@ def checks(key: KernelKey) -> Checks:
                                                    features=key.features)
     if key.op in ("linear", "pair"):
         return module(f"{key.arch}.{key.op}.config").checks(key)
+    if key.op in OVERLAPPING and key.target == "sm_90":
+        return Checks(need=("ACQBULK",))
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM:
         k, v = FORMATS[key.format].specs(key.head_dim)
         if k.high or v.wide:
