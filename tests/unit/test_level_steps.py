@@ -265,6 +265,7 @@ def test_random_steps_conserve_every_frame(name):
     with script("frames") as frames:
         done = frames.life(name, steps=300, seed=1)
     assert done.pages > 120 and done.refused > 20 and done.wraps and done.releases > 30 and done.checked > 120
+    assert done.shares > 5 and done.common > 20
 
 
 def test_manage_is_done_by_kernels_where_they_serve_and_says_where_not(monkeypatch):
