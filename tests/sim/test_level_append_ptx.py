@@ -1,13 +1,16 @@
 """``append`` of two levels by the compiled kernel on the CPU: bytes and counters are what torch operations leave."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
 import torch
 from unit.level_caches import SCRATCH
 
-from lowbit_attn import kernels, sass, toolchain
+from lowbit_attn import emit, kernels, sass, toolchain
+from lowbit_attn.formats.levels import parse
+from lowbit_attn.kernels.registry import OVERLAPPING
 from lowbit_attn.levels import step
 from lowbit_attn.levels.frames import FramePool
 from lowbit_attn.levels.level_cache import LevelCache
@@ -73,6 +76,21 @@ def test_one_head_after_another_in_any_order_sees_the_counters_of_before():
     cache = make(64, torch.float16, 12, 8)
     for seed in range(4):
         check(cache, [1, 2], 2, seed)
+
+
+@pytest.mark.parametrize("op", OVERLAPPING)
+def test_kernels_that_start_early_wait_for_the_one_before_ahead_of_any_access(op):
+    """Their launches ask for it on sm_90; sm_80 knows neither."""
+    for target, waits in (("sm_90", 1), ("sm_80", 0)):
+        keys = {key.op: key for key in (kernels.level_append_key(target, "float16", 64),
+                                        *kernels.manage_keys(target, "float16", 64, parse("lean")))}
+        text = build.compiled(keys[op], "ptx").decode()
+        assert kernels.trace(keys[op]).overlaps and emit.may_overlap(keys[op]) == waits
+        before, *after = text.split("griddepcontrol.wait;")
+        assert len(after) == waits
+        if waits:
+            assert not re.search(r"\b(ld|st|atom|red|cp)\.(async\.)?[a-z.]*global", before)
+            assert re.search(r"\bld\.global", after[0])
 
 
 @pytest.mark.parametrize("target", ("sm_80", "sm_90"))
