@@ -7,6 +7,9 @@ A step is one of three: at rest, one that scores (every eighth), and one in whic
 Every time is a replay of a CUDA graph, L2 flushed, medians, with the counters put back before, less the time of that
 alone. The mean weighs them as often as they come. A step of Llama-3.1-8B's shape is taken as 32 layers of decode and
 ``manage`` and a plain read of its weights; what else a model does is not in it, so a share is an upper bound.
+
+Kernels that start while the one before them ends cost less behind decode than alone, so ``layer_share`` takes a layer's
+whole step, less one without ``manage``.
 """
 
 from typing import Annotated
@@ -86,9 +89,9 @@ def append_us(case: LevelCase) -> float:
     return bench.graph_us(step) - alone
 
 
-def layer_us(case: LevelCase, kind: str) -> float:
-    """A layer's whole step in a graph, whose ``manage`` is of this kind."""
-    cache = prepared(case, kind)
+def layer_us(case: LevelCase, kind: str | None) -> float:
+    """A layer's whole step in a graph, whose ``manage`` is of this kind; None: append and decode alone."""
+    cache = prepared(case, kind or "rest")
     cache.n_tok -= 1
     cache.recount()
     q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, device="cuda", dtype=cache.dtype)
@@ -101,7 +104,8 @@ def layer_us(case: LevelCase, kind: str) -> float:
         restore()
         cache.append(k, v)
         _, lse = decode(q, cache)
-        cache.manage(q, lse)
+        if kind:
+            cache.manage(q, lse)
 
     return bench.graph_us(step) - alone
 
@@ -117,9 +121,9 @@ def mean_us(us: dict[str, float]) -> float:
     return us["rest"] * (1 - score - flush) + us["score"] * score + us["flush"] * flush
 
 
-def share(mean: float, decode_us: float, weights_us: float) -> float:
-    """Part of a step that ``manage`` is."""
-    return LAYERS * mean / (LAYERS * (mean + decode_us) + weights_us)
+def share(mean: float, others_us: float, weights_us: float) -> float:
+    """Part of a step that ``manage`` is; others_us: what else a layer does."""
+    return LAYERS * mean / (LAYERS * (mean + others_us) + weights_us)
 
 
 def measure(case: LevelCase, with_torch: bool = True) -> dict:
@@ -134,8 +138,10 @@ def measure(case: LevelCase, with_torch: bool = True) -> dict:
     for name, times in us.items():
         line |= {f"{name}_us": times, f"{name}_mean_us": round(mean_us(times), 2),
                  f"{name}_share": round(share(mean_us(times), decoding, weights), 4)}
-    layer = {kind: round(layer_us(case, kind), 2) for kind in RECENT}
+    layer, without = {kind: round(layer_us(case, kind), 2) for kind in RECENT}, layer_us(case, None)
     return line | {"append_us": round(append_us(case), 2), "layer_us": layer, "layer_mean_us": round(mean_us(layer), 2),
+                   "layer_without_us": round(without, 2),
+                   "layer_share": round(share(mean_us(layer) - without, without, weights), 4),
                    "decode_us": round(decoding, 2), "weights_us": round(weights, 1), "target": TARGET}
 
 
