@@ -48,7 +48,7 @@ def promised(arch: str) -> list[KernelKey]:
     keys += [key for *common, name, search in product(
         kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, kernels.PLAN_HEAD_DIMS, LEVELS, (None, True, False))
         if all(_has_record(fmt, common[-1]) for fmt in parse(name).formats)
-        for key in kernels.manage_keys(*common, parse(name), search)]
+        for key in (kernels.level_append_key(*common), *kernels.manage_keys(*common, parse(name), search))]
     keys += [kernels.pair_key(target, dtype, head_dim, levels, features) for target, dtype, head_dim, levels, features
              in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, HEAD_DIMS, map(parse, LEVELS), FEATURES)
              if not kernels.no_pair(arch, levels, head_dim, getattr(torch, dtype), features)]

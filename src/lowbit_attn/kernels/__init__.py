@@ -26,6 +26,7 @@ from lowbit_attn.kernels.key import (
     device_target,
     exchange_key,
     is_even,
+    level_append_key,
     manage_keys,
     merge_key,
     merge_states_key,
@@ -72,7 +73,7 @@ __all__ = [
     "QUANTIZE_HEAD_DIMS", "ROWS", "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS", "SHIPPED_HEAD_DIMS",
     "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key",
     "arch_package", "baselines", "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target",
-    "exchange_key", "is_even", "manage_keys", "manage_missing", "merge_key", "merge_states_key", "needs_nvcc",
-    "no_codebooks", "no_pair", "other_ctas", "packing_keys", "pair_key", "path_name", "path_of", "pick", "quantize_key",
-    "quantize_missing", "rank_keys", "shipped_keys", "step_keys", "trace",
+    "exchange_key", "is_even", "level_append_key", "manage_keys", "manage_missing", "merge_key", "merge_states_key",
+    "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys", "pair_key", "path_name", "path_of", "pick",
+    "quantize_key", "quantize_missing", "rank_keys", "shipped_keys", "step_keys", "trace",
 ]

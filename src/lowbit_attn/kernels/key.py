@@ -23,8 +23,8 @@ class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
     op: str  # "decode", "quantize", "dequantize", "append", "read"; "linear": of codebook weights; of levels "merge",
-    # of both in one launch "pair", and of their manage "plan", "pack"; of several ranks "merge_states",
-    # "exchange"
+    # of both in one launch "pair", of their append "level_append", of their manage "plan", "pack"; of several ranks
+    # "merge_states", "exchange"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
@@ -150,6 +150,11 @@ def rank_keys(arch: str, target: str, dtype: str, head_dim: int) -> list[KernelK
 def pair_key(target: str, dtype: str, head_dim: int, levels: Levels, features: tuple[str, ...] = ()) -> KernelKey:
     """Hopper's kernel of decode over both levels in one launch."""
     return KernelKey("pair", "hopper", target, dtype, head_dim, levels.pair, "", "int8", STREAM, PAIR_ROWS, features)
+
+
+def level_append_key(target: str, dtype: str, head_dim: int) -> KernelKey:
+    """The kernel of ``LevelCache.append``, whatever the levels."""
+    return KernelKey("level_append", "device", device_target(target), dtype, head_dim)
 
 
 def manage_keys(target: str, dtype: str, head_dim: int, levels: Levels,

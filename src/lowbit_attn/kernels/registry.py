@@ -30,10 +30,11 @@ MODULES = {
     "ampere.decode": "lowbit_attn.ampere.decode",
     "quantize": "lowbit_attn.device.quantize", "dequantize": "lowbit_attn.device.quantize",
     "append": "lowbit_attn.device.append", "merge": "lowbit_attn.device.merge", "read": "lowbit_attn.device.read",
-    "merge_states": "lowbit_attn.device.merge_states",
+    "merge_states": "lowbit_attn.device.merge_states", "level_append": "lowbit_attn.device.level_append",
     "plan": "lowbit_attn.device.level_plan", "pack": "lowbit_attn.device.level_pack",
 }
 
+OVERLAPPING = ("level_append", "plan", "pack")  # ops that start while the kernel before ends, and wait for that
 OF_ARCHITECTURES = ("decode", "linear", "pair", "exchange")  # ops whose programs are an architecture's own
 
 
@@ -64,6 +65,8 @@ def trace(key: KernelKey):
         return module("merge").merge_kernel(key.head_dim, key.dtype)
     if key.op == "merge_states":
         return module("merge_states").merge_states_kernel(key.head_dim, key.dtype)
+    if key.op == "level_append":
+        return module("level_append").level_append_kernel(key.head_dim, key.dtype)
     if key.op == "plan":
         return module("plan").plan_kernel(key.head_dim, key.dtype)
     if key.op == "pack":
@@ -99,6 +102,8 @@ def checks(key: KernelKey) -> Checks:
                                                    features=key.features)
     if key.op in ("linear", "pair"):
         return module(f"{key.arch}.{key.op}.config").checks(key)
+    if key.op in OVERLAPPING and key.target == "sm_90":
+        return Checks(need=("ACQBULK",))
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM:
         k, v = FORMATS[key.format].specs(key.head_dim)
         if k.high or v.wide:

@@ -10,6 +10,7 @@ from lowbit_attn.kernels.key import (
     ROWS,
     KernelKey,
     device_target,
+    level_append_key,
     manage_keys,
     merge_key,
     pair_key,
@@ -42,10 +43,10 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
 
 
 def levels_keys(target: str, dtype: str, head_dim: int) -> list[KernelKey]:
-    """What manages caches of the presets of levels."""
-    presets = [parse(name) for name in PRESETS]
-    return [key for levels in presets if not manage_missing(levels, head_dim, getattr(torch, dtype))
-            for key in manage_keys(target, dtype, head_dim, levels)]
+    """What appends to and manages caches of the presets of levels."""
+    served = [levels for levels in map(parse, PRESETS) if not manage_missing(levels, head_dim, getattr(torch, dtype))]
+    keys = [key for levels in served for key in manage_keys(target, dtype, head_dim, levels)]
+    return [level_append_key(target, dtype, head_dim), *keys] if served else []
 
 
 def pair_keys(arch: str, target: str, dtype: str, head_dim: int) -> list[KernelKey]:
