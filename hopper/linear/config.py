@@ -3,6 +3,8 @@
     hadamard-digits     x to Hadamard coefficients in 16-bit fixed point, in the order of the product's B operand
     hadamard-rotate     x to Hadamard coefficients in 16 bits
     hadamard-output     the product's coefficients to y
+    kronecker-digits    the same as hadamard-digits of some sizes, for few rows; ``rows`` of the key: columns of a part
+    kronecker-output    the same as hadamard-output
     gemv                the product of up to ``rows`` rows of x with packed codes
     dequantize          packed codes to rows of 16-bit weights
     sum                 partial sums to y
@@ -67,7 +69,7 @@ class GemvConfig:
 
     @property
     def smem_bytes(self) -> int:
-        return TABLE_BYTES + 4 * self.sums
+        return TABLE_BYTES + 4 * (self.sums + 2 * self.rows)
 
 
 def checks(key: KernelKey) -> Checks:

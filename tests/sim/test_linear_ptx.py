@@ -122,9 +122,14 @@ def test_dequantized(scratch):
         tensors = [codes.view(torch.int32), torch.stack(e8p.tables()).to(torch.int32), w.planes["scales"], out]
         memory, given = arguments(tensors, [(2, 2), (0, 0), (1, 0), (2, 1)])
         code = program("dequantize", scratch, format, "float32")
-        ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (3, 1, 1)) for i in range(3)], 256)
+        ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (2, 1, 1)) for i in range(2)], 1024)
         rows, columns = w.spec.sides(n, k)
-        assert torch.equal(memory.tensor(3, out)[:rows, :columns], w.spec.lattice(w.planes, n, k).half())
+        top = w.planes["scales"].abs().amax()
+        exact, found = w.spec.lattice(w.planes, n, k) / top, memory.tensor(3, out)[:rows, :columns].float()
+        room = 2**-11 * (exact.abs() + 3.75 * (w.planes["scales"] / top).abs().sum())
+        assert ((found - exact).abs() <= room).all()
+        if format == "e8p2":
+            assert torch.equal(found, exact.half().float())  # multiples of 1/4
 
 
 @pytest.mark.parametrize("format, m, rows, n, k, ctas", [
