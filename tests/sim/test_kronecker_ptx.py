@@ -10,8 +10,8 @@ from lowbit_attn.kernels.linear import linear_key
 from lowbit_attn.linear import hadamard
 from lowbit_attn.linear_transforms import kronecker_signs, split_of
 from sim.hopper_calls import packed, ptx_of
+from sim.linear_calls import arguments, digits_of
 from sim.ptx import program as ptx
-from sim.test_linear_ptx import arguments, digits_of
 
 pytest.importorskip("cutlass.cute", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 

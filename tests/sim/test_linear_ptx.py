@@ -11,6 +11,7 @@ from lowbit_attn.kernels import KernelKey
 from lowbit_attn.linear import e8p, hadamard
 from lowbit_attn.linear.layouts import ceil_to
 from sim.hopper_calls import packed, ptx_of
+from sim.linear_calls import arguments, digits_of
 from sim.ptx import program as ptx
 
 pytest.importorskip("cutlass.cute", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
@@ -26,13 +27,6 @@ def scratch(tmp_path_factory):
 def program(variant: str, scratch, format: str = "", dtype: str = "float16", rows: int = 0) -> ptx.Program:
     key = KernelKey("linear", "hopper", "sm_90a", dtype, 0, format, variant, rows=rows)
     return ptx.Program(ptx_of(kernels.trace(key), key.target, scratch))
-
-
-def arguments(tensors: list[torch.Tensor], varying: list[tuple[int, int]]) -> tuple[ptx.GlobalMemory, list[bytes]]:
-    """(memory, parameters) of dense tensors; varying: of each, how many sizes and strides a call gives."""
-    memory = ptx.GlobalMemory(tensors)
-    return memory, [memory.parameter(i, x.shape[:sizes], x.stride()[:strides])
-                    for i, (x, (sizes, strides)) in enumerate(zip(tensors, varying))]
 
 
 def transform(kind: str, source, scale, out, sums, steps, transpose: bool, cluster: bool, scratch, reverse=False):
@@ -53,14 +47,6 @@ def transform(kind: str, source, scale, out, sums, steps, transpose: bool, clust
             cta.cluster = ctas
         ptx.run_grid(ctas[:: -1 if reverse else 1], 512, reverse)
     return [memory.tensor(i, tensors[i]) for i in (3, 4, 5)]
-
-
-def digits_of(out: torch.Tensor, m: int) -> torch.Tensor:
-    """Fixed-point numbers int64 [m, columns] of the digits in the order of the B operand."""
-    blocks, chunks = out.shape[:2]
-    made = out.view(torch.int8).reshape(blocks, chunks, 4, 2, 4, 4, 2, 4).long()  # .., row, digit, t, j, odd, byte
-    made = 256 * made[:, :, :, 0] + made[:, :, :, 1]
-    return made.permute(0, 2, 1, 4, 3, 6, 5).reshape(4 * blocks, 128 * chunks)[:m]
 
 
 @pytest.mark.parametrize("k, cluster", [(1, 0), (7, 0), (36, 0), (130, 0), (576, 0), (1000, 0), (384, 0), (3072, 1),

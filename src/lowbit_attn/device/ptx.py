@@ -118,9 +118,8 @@ def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signe
                       f"{{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, {operands};", 4, *a, *b, *acc)
 
 
-def multiply_tf32(a: list[Uint32], b: list[Uint32], acc: list) -> list:
-    """m16n8k8: acc + a b in fp32; a: 4 registers of tf32 (fp32 whose 13 low bits do not count), b: 2, acc: 4 of fp32.
-    """
+def multiply_tf32(a: list[Uint32], b: list[Uint32], acc: list[Float32]) -> list[Float32]:
+    """m16n8k8: acc + a b in fp32; a: 4 registers of tf32, which is fp32 without its low 13 bits, b: 2, acc: 4."""
     text = ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, "
             "{ {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };")
     return list(cute.arch.inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *acc]))
@@ -128,10 +127,9 @@ def multiply_tf32(a: list[Uint32], b: list[Uint32], acc: list) -> list:
 
 def prefetch_bulk(source, nbytes, policy) -> None:
     """Ask L2 for ``nbytes`` of global memory, both multiples of 16; policy: high word of L2's."""
-    cute.arch.inline_ptx(
-        "{ .reg .b64 policy; cvt.u64.u32 policy, {$r2}; shl.b64 policy, policy, 32; "
-        "cp.async.bulk.prefetch.L2.global.L2::cache_hint [{$r0}], {$r1}, policy; }",
-        read_only_args=[source, nbytes, policy])
+    text = ("{ .reg .b64 policy; cvt.u64.u32 policy, {$r2}; shl.b64 policy, policy, 32; "
+            "cp.async.bulk.prefetch.L2.global.L2::cache_hint [{$r0}], {$r1}, policy; }")
+    cute.arch.inline_ptx(text, read_only_args=[source, nbytes, policy])
 
 
 def of_cta(address, rank) -> Uint32:
