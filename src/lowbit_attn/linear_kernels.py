@@ -30,7 +30,7 @@ from lowbit_attn.linear.weight import DEQUANTIZE, KERNEL, PRODUCTS, REFERENCE, V
 from lowbit_attn.linear_transforms import cluster_log2, kernel_of, parts_of_sums, transform
 
 CHUNK_BYTES = 16 << 20  # of W in 16 bits at a time: a third of the smallest L2
-DEQUANTIZE_CTAS = 8  # of an SM
+FLAT_CTAS = 8  # of an SM, of the kernel that decodes aqlm_1x16
 
 
 def why_not(x_dtype: torch.dtype, device: torch.device, format: str, n: int, k: int, path: str = KERNEL) -> list[str]:
@@ -232,7 +232,7 @@ def _dequantize(x: torch.Tensor, planes: Planes, format: str, n: int, k: int) ->
     blocks = min(max(1, CHUNK_BYTES // (2 * columns * unit)), rows // unit)
     w = torch.empty(blocks * unit, columns, dtype=x.dtype, device=device)
     kernel = kernel_of(device.index, "dequantize", format, dtype_name(x.dtype))
-    ctas = dispatch.running_ctas(device, DEQUANTIZE_CTAS)
+    ctas = dispatch.running_ctas(device, FLAT_CTAS if format == "aqlm_1x16" else 1)
     y = torch.empty(m, rows, dtype=x.dtype, device=device)
     for at in range(0, rows // unit, blocks):
         count = min(blocks, rows // unit - at)

@@ -8,6 +8,7 @@ from codebook_weights import random_weight
 
 from lowbit_attn import kernels
 from lowbit_attn.kernels import KernelKey
+from lowbit_attn.kernels.linear import linear_key
 from lowbit_attn.linear import e8p, hadamard
 from lowbit_attn.linear.layouts import ceil_to
 from sim.hopper_calls import packed, ptx_of
@@ -216,6 +217,7 @@ def test_rows_of_other_formats(format, n, k, scratch):
     memory, given = arguments(tensors, [(2, 1), (1, 0), (1, 0), (2, 1)])
     code = program("dequantize", scratch, format)
     given += packed("i", first, blocks)
-    ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (2, 1, 1)) for i in range(2)], 256)
+    threads = kernels.trace(linear_key("sm_90a", "dequantize", format, "float16")).entry.threads
+    ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (2, 1, 1)) for i in range(2)], threads)
     found = memory.tensor(3, out)
     assert torch.equal(found[: n - first * unit, :k], w.dequantize()[first * unit :].half())
