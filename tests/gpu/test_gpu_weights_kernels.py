@@ -81,6 +81,17 @@ def test_transforms_of_real_sizes(shape, dtype):
     assert y[2:4].isnan().all() and torch.equal(y[4:], alone[4:])
 
 
+@pytest.mark.parametrize("name, n, k", [(name, 40, 300) for name in NAMES] + [("e8p4", 1024, 2048)])
+def test_one_small_case(name, n, k):
+    """Every kernel of a format once: few enough launches for compute-sanitizer."""
+    w = random_weight(name, n, k)
+    x, on_gpu = torch.randn(5, k).half(), w.to("cuda")
+    right = exact(x, w.dequantize())
+    for path in ("kernel", "dequantize")[name not in ROWS :]:
+        y = linear(x.cuda(), on_gpu, path=path).cpu().double()
+        assert ((y - right).abs() <= 2**-9 * right.abs().amax(1, True) + 1e-5).all()
+
+
 @pytest.mark.parametrize("name", list(ROWS))
 def test_more_rows_than_one_launch_takes(name):
     """As many launches as it takes, each row as if it were alone; the default path changes behind CROSSOVER."""
