@@ -198,7 +198,7 @@ def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ah
                 for column in cutlass.range_constexpr(cfg.column_blocks):
                     for odd in cutlass.range_constexpr(2):
                         add_product(acc[None, b, column, odd % cfg.accumulators], operands[odd],
-                                    [x[odd, column, half], x[2 + odd, column, half]])
+                                    [x[2 * odd, column, half], x[2 * odd + 1, column, half]])
         advance(current, ahead)
     add_sums(cfg, acc, block - start, last - block, lane)
 

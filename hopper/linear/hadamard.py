@@ -369,10 +369,11 @@ def row_of_digits(out: cute.Tensor, row: Int32) -> Int64:
 
 
 def store_group(words: cute.Tensor, row_words: Int64, group: Int32) -> None:
-    """Digits of eight columns, (even and odd columns, digit), to where the product's B operand has them."""
+    """Digits of eight columns, (even and odd columns, digit), to where the product's B operand has them: a lane's words
+    of two groups are even columns of both, then odd ones, so that an operand is two neighbouring registers."""
     chunk, j, t = group >> 4, (group >> 2) & 3, group & 3
     for digit in range(2):
-        target = row_words + Int64(chunk * (WARP * 8) + (4 * digit + t) * 8 + 2 * j) * 4
-        pair = cute.make_tensor(cute.make_ptr(Uint32, target, cute.AddressSpace.gmem, assumed_align=8),
-                                cute.make_layout(2))
-        cute.autovec_copy(words[None, digit], pair)
+        target = row_words + Int64(chunk * (WARP * 8) + (4 * digit + t) * 8 + 4 * (j >> 1) + (j & 1)) * 4
+        for parity in range(2):
+            word = cute.make_ptr(Uint32, target + 8 * parity, cute.AddressSpace.gmem, assumed_align=4)
+            cute.make_tensor(word, cute.make_layout(1))[0] = words[parity, digit]

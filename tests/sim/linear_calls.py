@@ -15,6 +15,6 @@ def arguments(tensors: list[torch.Tensor], varying: list[tuple[int, int]]) -> tu
 def digits_of(out: torch.Tensor, m: int) -> torch.Tensor:
     """Fixed-point numbers int64 [m, columns] of the digits in the order of the B operand."""
     blocks, chunks = out.shape[:2]
-    made = out.view(torch.int8).reshape(blocks, chunks, 4, 2, 4, 4, 2, 4).long()  # .., row, digit, t, j, odd, byte
-    made = 256 * made[:, :, :, 0] + made[:, :, :, 1]
-    return made.permute(0, 2, 1, 4, 3, 6, 5).reshape(4 * blocks, 128 * chunks)[:m]
+    made = out.view(torch.int8).reshape(blocks, chunks, 4, 2, 4, 2, 2, 2, 4).long()
+    made = 256 * made[:, :, :, 0] + made[:, :, :, 1]  # .., row, t, half of j, odd, j mod 2, byte
+    return made.permute(0, 2, 1, 4, 6, 3, 7, 5).reshape(4 * blocks, 128 * chunks)[:m]

@@ -131,7 +131,7 @@ def test_products(format, m, rows, n, k, ctas, scratch):
     digits[:, w.spec.sides(n, k)[1]:] = 0
     high = (digits + 128) >> 8
     pairs = torch.stack((high, digits - 256 * high), 1)  # rows, digit, columns
-    packed_digits = pairs.reshape(-1, 4, 2, chunks, 4, 4, 4, 2).permute(0, 3, 1, 2, 5, 4, 7, 6)
+    packed_digits = pairs.reshape(-1, 4, 2, chunks, 2, 2, 4, 4, 2).permute(0, 3, 1, 2, 6, 4, 8, 5, 7)
     x = packed_digits.to(torch.int8).reshape(-1, chunks, 32, 32).contiguous().view(torch.int32)
     sums = torch.stack((pairs[:m].sum(2), torch.zeros(m, 2, dtype=torch.long)), 1).int()
     out = torch.full((m, blocks * (16 // w.spec.books)), torch.nan)
