@@ -86,6 +86,7 @@ class Kronecker:
             for i in cutlass.range_constexpr(GROUP):
                 factors[i] = scale[cutlass.min(column + i, out.shape[1] - 1)]
         cute.arch.griddepcontrol_wait()
+        factor = steps[row] * norm if cutlass.const_expr(self.kind == "output") else norm
         sums = multiply_matrix(self.kind, self.dtype, self.columns, source, scale, operand, row, order, thread)
         store_sums(self.columns, values, sums, thread)
         cute.arch.sync_threads()
@@ -97,7 +98,7 @@ class Kronecker:
         results = results_of(self.columns, values, place, group)
         if cutlass.const_expr(self.kind == "output"):
             if is_live:
-                store_output(ELEMENT[self.dtype], out, row, column, results, factors, steps[row] * norm)
+                store_output(ELEMENT[self.dtype], out, row, column, results, factors, factor)
         else:
             own = Int32(smem.notes.data_ptr().toint())
             largest = largest_of_row(notes, own, signs.shape[0], thread)
