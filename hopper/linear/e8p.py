@@ -111,10 +111,11 @@ class E8PGemv:
 @cute.jit
 def prefetch(cfg: cutlass.Constexpr[GemvConfig], base: Int64, row_bytes: Int64, block: Int32, last: Int32,
              iteration: Int32, chunks: Int32, warp: Int32):
-    """Ask L2 for what all warps load in one iteration, counted on from the first one of some row blocks. By one thread.
+    """Ask L2 for what all warps load in one iteration, counted on from the first one of some row blocks. By one thread,
+    of another warp each time.
     """
     blocks, warps = cfg.blocks, cfg.warps
-    if warp == 0:
+    if warp == iteration % warps:
         with cute.arch.elect_one():
             iterations = (chunks + warps - 1) // warps  # of a row block
             first, chunk = block + iteration // iterations * blocks, iteration % iterations * warps

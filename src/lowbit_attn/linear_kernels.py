@@ -1,7 +1,7 @@
 """x W^T of codebook weights on a CUDA device: which kernels serve a call, and what they are launched with.
 
     kernel       few rows of x (CROSSOVER): packed codes are multiplied as they are read
-    dequantize   more: W in chunks of 16 bits that stay in L2, each multiplied by cuBLAS
+    dequantize   more: W in chunks of 16 bits, each multiplied by cuBLAS
     reference    torch in fp32, as on the CPU
 """
 
@@ -29,7 +29,7 @@ from lowbit_attn.linear.layouts import ceil_to
 from lowbit_attn.linear.weight import DEQUANTIZE, KERNEL, PRODUCTS, REFERENCE, VQWeight
 from lowbit_attn.linear_transforms import cluster_log2, kernel_of, parts_of_sums, transform
 
-CHUNK_BYTES = 16 << 20  # of W in 16 bits at a time: a third of the smallest L2
+CHUNK_BYTES = 256 << 20  # of W in 16 bits at a time: to keep them in L2 costs more, in launches, than it saves
 FLAT_CTAS = 8  # of an SM, of the kernel that decodes aqlm_1x16
 
 
