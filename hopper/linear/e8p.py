@@ -190,7 +190,7 @@ def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ah
         next_block = block + cfg.blocks * Int32(is_end)
         next_chunk = cutlass.select_(is_end, warp, chunk + cfg.warps)
         load_codes(cfg, ahead, source, row_bytes, next_block, last, next_chunk, chunks)
-        if cutlass.const_expr(cfg.column_blocks == 1):  # more are bound by their products, not by memory
+        if cutlass.const_expr(cfg.prefetches):
             prefetch(cfg, base, row_bytes, block, last, chunk // cfg.warps + PREFETCHED, chunks, warp)
         for half in cutlass.range_constexpr(2):
             load_digits(cfg, x, 1 - half, place, chunk if half == 0 else next_chunk)
@@ -201,7 +201,7 @@ def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ah
                         add_product(acc[None, b, column, odd % cfg.accumulators], operands[odd],
                                     [x[2 * odd, column, half], x[2 * odd + 1, column, half]])
         advance(current, ahead)
-    add_sums(cfg, acc, block - start, last - block, lane)
+    add_sums(cfg, acc, block - start, last - block, place.m, lane)
 
 
 def weights(cfg: GemvConfig, codes: cute.Tensor, b: int, half: int, offset: Uint32) -> tuple[list, list]:
@@ -230,19 +230,25 @@ def add_product(acc: cute.Tensor, a: list[Uint32], digits: list[Uint32]) -> None
 
 
 @cute.jit
-def add_sums(cfg: cutlass.Constexpr[GemvConfig], acc: cute.Tensor, first: Int32, count: Int32, lane: Int32):
-    """Add a warp's sums to the CTA's, [row block of the phase][row of an MMA][row of x][digit]."""
-    g, t = lane >> 2, lane & 3
+def add_sums(cfg: cutlass.Constexpr[GemvConfig], acc: cute.Tensor, first: Int32, count: Int32, m: Int32, lane: Int32):
+    """Add a warp's sums to the CTA's: see ``place_of_sum``."""
+    g, t, rows = lane >> 2, lane & 3, cfg.rows
     for b in cutlass.range_constexpr(cfg.blocks):
-        if b < count:
-            for column in cutlass.range_constexpr(cfg.column_blocks):
+        for column in cutlass.range_constexpr(cfg.column_blocks):
+            line = column * COLUMNS + t
+            if b < count and line < m:
                 for i in cutlass.range_constexpr(4):
                     value = Int32(acc[i, b, column, 0])
                     if cutlass.const_expr(cfg.accumulators == 2):
                         value = value + (Int32(acc[i, b, column, 1]) >> 4)
-                    row = (first + b) * 16 + g + 8 * (i // 2)
-                    at = SUMS_AT + ((row * cfg.rows + column * COLUMNS + t) * 2 + i % 2) * 4
+                    at = place_of_sum(rows, first + b, g + 8 * (i // 2), line, i % 2)
                     cute.arch.atomic_add(shared(Int32, at, 0).iterator, value, sem="relaxed", scope="cta")
+
+
+def place_of_sum(rows: int, block, row, line, digit):
+    """Address of a sum: [row block of the phase][half of an MMA's rows][digit][row of x][8 rows], so that lanes of an
+    accumulator have neighbouring words."""
+    return SUMS_AT + 4 * ((((block * 2 + row // 8) * 2 + digit) * rows + line) * 8 + row % 8)
 
 
 @cute.jit
@@ -257,8 +263,8 @@ def write_rows(cfg: cutlass.Constexpr[GemvConfig], m: Int32, scales: cute.Tensor
         high, low = digit_sums[0], digit_sums[1]
         total = Float32(0.0)
         for stage in cutlass.range_constexpr(cfg.stages):
-            at = SUMS_AT + ((block * 16 + inside + 8 * stage) * cfg.rows + line) * 8
-            pair = shared(Int32, at, 0, 2)
+            pair = [shared(Int32, place_of_sum(cfg.rows, block, inside + 8 * stage, line, digit), 0)[0]
+                    for digit in range(2)]
             made = Float32(2 * pair[0] - 15 * high) * 256.0 + Float32(2 * pair[1] - 15 * low)
             total = total + made * scales[stage]
         out[line, start * cfg.block_rows + row] = total * 0.25

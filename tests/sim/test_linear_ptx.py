@@ -121,7 +121,8 @@ def test_dequantized(scratch):
 
 @pytest.mark.parametrize("format, m, rows, n, k, ctas", [
     ("e8p4", 1, 4, 40, 512, 1), ("e8p4", 3, 4, 40, 512, 2), ("e8p4", 4, 4, 300, 2200, 1), ("e8p2", 2, 4, 40, 600, 2),
-    ("e8p4", 16, 16, 40, 512, 1), ("e8p4", 9, 16, 140, 1100, 1)])
+    ("e8p4", 7, 8, 300, 2200, 1), ("e8p2", 8, 8, 40, 600, 2), ("e8p4", 16, 16, 40, 512, 1),
+    ("e8p4", 9, 16, 140, 1100, 1)])
 def test_products(format, m, rows, n, k, ctas, scratch):
     """Integers of digits and codes, to the bit; also when CTAs and phases divide the rows otherwise."""
     w = random_weight(format, n, k)
@@ -138,7 +139,7 @@ def test_products(format, m, rows, n, k, ctas, scratch):
     tensors = [codes.view(torch.int32), x, sums, torch.stack(e8p.tables()).to(torch.int32), w.planes["scales"],
                out]
     memory, given = arguments(tensors, [(2, 2), (2, 2), (2, 1), (0, 0), (1, 0), (2, 1)])
-    code, threads = program("gemv", scratch, format, "float32", rows), 512 if rows == 4 else 256
+    code, threads = program("gemv", scratch, format, "float32", rows), 512 if rows <= 8 else 256
     ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (ctas, 1, 1)) for i in range(ctas)], threads)
     found = memory.tensor(5, out)
     codes_of = w.spec.unpack(w.planes)

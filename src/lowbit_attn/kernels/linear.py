@@ -6,7 +6,8 @@ from lowbit_attn.kernels.key import KernelKey
 from lowbit_attn.linear.formats import NAMES
 
 E8P = ("e8p2", "e8p4")  # with Hadamard transforms on both sides
-ROWS = {"e8p2": (4, 16), "e8p4": (4, 16), "gptvq2": (4,), "aqlm_2x8": (1,), "aqlm_2x12": (1,)}  # of x, in one launch
+# rows of x in one launch
+ROWS = {"e8p2": (4, 8, 16), "e8p4": (4, 8, 16), "gptvq2": (4,), "aqlm_2x8": (1,), "aqlm_2x12": (1,)}
 MOST_ROWS = 64  # of x that product kernels take, launch by launch
 # rows up to which those launches are faster than chunks of W in 16 bits and cuBLAS: see docs/weights.md
 CROSSOVER = {"e8p2": 32, "e8p4": 32, "gptvq2": 24, "aqlm_2x8": 8, "aqlm_2x12": 4}
