@@ -262,6 +262,10 @@ def test_transforms_and_crossover():
                 if shown != "-":
                     assert is_rounded(shown, newest("linear", TODAY, format="e8p4", n=n, m=int(m), **of)["us"]), (m, n)
     small = [line["us"] for line in found("linear", TODAY, format="e8p4", n=8192, path="dequantize", chunk_mib=16)]
+    others = {path: [newest("linear", TODAY, format=format, n=4096, m=16, path=path)["us"]
+                     for format in ("gptvq2", "aqlm_2x8", "aqlm_2x12")] for path in ("kernel", "dequantize")}
+    assert in_text(WEIGHTS, "took {} us for `gptvq2`, {} for `aqlm_2x8` and {} for".format(*others["kernel"]))
+    assert in_text(WEIGHTS, "`dequantize` {}, {} and {}, in that run".format(*others["dequantize"]))
     assert in_text(WEIGHTS, f"it took {min(small):.0f} to {max(small):.0f} us")
 
 
