@@ -2,6 +2,8 @@
 
     python perf/e2e.py                                      Llama-3.1-8B's shape: 4K, 32K, 128K; batch 1 and largest
     python perf/e2e.py --model qwen3-8b --generation 8192   tokens/s over a generation, largest batches
+    python perf/e2e.py --weights "16 bit" --weights e8p4 --contexts 4K --contexts 128K --batch 1 --batch 8
+                                                            with layers of codebook weights, too
 
 One JSON line a case in perf/results/e2e.jsonl, tables on screen. Weights and tokens are random; packs are random K and
 V quantized by the cache's own kernels, every sequence in pages of its own. A step is embedding, all layers with append
@@ -12,6 +14,7 @@ import gc
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -19,6 +22,7 @@ import typer
 from e2e_report import generation_lines, generation_table, result_table, target_table
 from llama import SHAPES, Decoder, LowBitStore, Shape, SixteenBitStore
 from provenance import append_result, need, provenance
+from random_weights import random_weight
 from rich.console import Console
 
 from lowbit_attn import layout
@@ -39,7 +43,7 @@ POINTS = 5  # lengths at which a generation is measured
 class Result:
     """Mean milliseconds of one decode step and of its parts: weights, attention, and both append and attention from
     graphs of their own, append and other by difference; floors are plain reads of the same bytes. layer_bytes: of one
-    layer's cache. attention_by: what computed it."""
+    layer's cache. attention_by: what computed it. weights: format of the layers' weights."""
 
     model: str
     format: str
@@ -57,6 +61,7 @@ class Result:
     floor_attention_ms: float
     layer_bytes: int
     attention_by: str
+    weights: str = SIXTEEN_BIT
 
 
 def store_class(format: str):
@@ -162,8 +167,8 @@ def measure(name: str, model: Decoder, format: str, batch: int, seqlen: int, lar
     step = runner.ms(lambda: model.step(tokens, position, store), PERIOD)
     return Result(
         name, format, seqlen, batch, largest, step, batch / step * 1e3, weights, attention, both - attention, both,
-        step - weights - both, gpu.read_us(shape.linear_bytes) * 1e-3, shape.layers * gpu.read_us(layer_bytes) * 1e-3,
-        layer_bytes, by)
+        step - weights - both, gpu.read_us(model.linear_bytes) * 1e-3, shape.layers * gpu.read_us(layer_bytes) * 1e-3,
+        layer_bytes, by, model.weights)
 
 
 def release() -> None:
@@ -177,12 +182,13 @@ class Bench:
     """One model's weights and what all of its cases share."""
 
     def __init__(self, name: str, positions: int, most: int, device: str, output: str, fuse: bool = True,
-                 dtype: torch.dtype = torch.float16):
+                 dtype: torch.dtype = torch.float16, weights: str = SIXTEEN_BIT):
         self.name, self.shape, self.most, self.output = name, SHAPES[name], most, output
         self.gpu = read_points()
         release()
         self.memory = torch.cuda.mem_get_info()[0]
-        self.model = Decoder(self.shape, positions + SPARE_TOKENS + 1, dtype, device, fuse)
+        quantized = None if weights == SIXTEEN_BIT else partial(random_weight, weights, device=device)
+        self.model = Decoder(self.shape, positions + SPARE_TOKENS + 1, dtype, device, fuse, quantized)
         self.runner, self.origin = Runner(device), provenance()
 
     def batch(self, format: str, seqlen: int, wanted: int) -> int:
@@ -193,12 +199,16 @@ class Bench:
     def run(self, format: str, batch: int, seqlen: int, is_largest: bool) -> Result:
         result = measure(self.name, self.model, format, batch, seqlen, is_largest, self.gpu, self.runner)
         release()
-        append_result(self.output, self.origin | asdict(result))
+        line = asdict(result)
+        if result.weights == SIXTEEN_BIT:  # as lines were before there were others
+            del line["weights"]
+        append_result(self.output, self.origin | line)
         return result
 
 
-def contexts(bench: Bench, lengths: list[int], formats: list[str], batches: list[int], console: Console) -> None:
-    """Every context, batch and format; the table and the targets that the results allow to judge."""
+def contexts(bench: Bench, lengths: list[int], formats: list[str], batches: list[int],
+             console: Console) -> list[Result]:
+    """Every context, batch and format, and their table."""
     results = []
     for seqlen in lengths:
         for wanted in batches:
@@ -207,7 +217,8 @@ def contexts(bench: Bench, lengths: list[int], formats: list[str], batches: list
                     results.append(bench.run(format, batch, seqlen, wanted == LARGEST))
                 else:
                     console.print(f"{format} {seqlen} tokens, batch {wanted or 'largest'}: does not fit")
-    console.print(result_table(results), target_table(results))
+    console.print(result_table(results))
+    return results
 
 
 def generation(bench: Bench, prompt: int, generated: int, formats: list[str], console: Console) -> None:
@@ -234,6 +245,7 @@ def main(
     generated: Annotated[int, typer.Option("--generation", help="tokens; 0: steps at fixed contexts")] = 0,
     prompt: Annotated[str, typer.Option(help="tokens before a generation")] = "1K",
     most: Annotated[int, typer.Option(help="largest batch ever taken")] = 1024,
+    weights: Annotated[list[str], typer.Option(help="16 bit or formats of codebook weights")] = [SIXTEEN_BIT],
     fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/e2e.jsonl",
 ) -> None:
@@ -241,13 +253,19 @@ def main(
     need()
     lengths = [parse_tokens(text) for text in contexts_of]
     start = parse_tokens(prompt)
-    bench = Bench(model, start + generated if generated else max(lengths), most, "cuda", output, fuse)
-    everything, console = [SIXTEEN_BIT, *formats], Console(width=170)
-    with torch.no_grad():
-        if generated:
-            generation(bench, start, generated, everything, console)
-        else:
-            contexts(bench, lengths, everything, batch, console)
+    positions = start + generated if generated else max(lengths)
+    everything, console, results = [SIXTEEN_BIT, *formats], Console(width=170), []
+    for name in weights:
+        bench = Bench(model, positions, most, "cuda", output, fuse, weights=name)
+        with torch.no_grad():
+            if generated:
+                generation(bench, start, generated, everything, console)
+            else:
+                results += contexts(bench, lengths, everything, batch, console)
+        del bench
+        release()
+    if results:
+        console.print(target_table(results))
 
 
 if __name__ == "__main__":
