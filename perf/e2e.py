@@ -32,6 +32,7 @@ SPARE_TOKENS = PERIOD + WARM_UP + 1  # that a graph's replays append before the 
 ATTENTION_REPLAYS = 10  # of each candidate for 16-bit attention
 READ_MIB = (16, 64, 256, 1024)
 LARGEST = 0
+DTYPES = dict(float16=torch.float16, bfloat16=torch.bfloat16)
 POINTS = 5  # lengths at which a generation is measured
 
 
@@ -183,7 +184,7 @@ class Bench:
         release()
         self.memory = torch.cuda.mem_get_info()[0]
         self.model = Decoder(self.shape, positions + SPARE_TOKENS + 1, dtype, device, fuse)
-        self.runner, self.origin = Runner(device), provenance()
+        self.runner, self.origin = Runner(device), provenance() | dict(dtype=str(dtype).removeprefix("torch."))
 
     def batch(self, format: str, seqlen: int, wanted: int) -> int:
         """``wanted``, or the largest; 0 where it does not fit."""
@@ -235,13 +236,16 @@ def main(
     prompt: Annotated[str, typer.Option(help="tokens before a generation")] = "1K",
     most: Annotated[int, typer.Option(help="largest batch ever taken")] = 1024,
     fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
+    dtype: Annotated[str, typer.Option(help="of weights and 16-bit caches: float16 or bfloat16")] = "float16",
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/e2e.jsonl",
 ) -> None:
     """Time decode steps of a model with 16-bit and low-bit caches in the same memory."""
     need()
     lengths = [parse_tokens(text) for text in contexts_of]
     start = parse_tokens(prompt)
-    bench = Bench(model, start + generated if generated else max(lengths), most, "cuda", output, fuse)
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype: got {dtype}, supported: {', '.join(DTYPES)}")
+    bench = Bench(model, start + generated if generated else max(lengths), most, "cuda", output, fuse, DTYPES[dtype])
     everything, console = [SIXTEEN_BIT, *formats], Console(width=170)
     with torch.no_grad():
         if generated:

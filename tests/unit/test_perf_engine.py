@@ -54,6 +54,19 @@ def test_rows_go_on_after_one_that_fails_and_none_begins_too_late(engine, tmp_pa
     assert CliRunner().invoke(engine.app, ["run", "--output", str(output), "--dtype", "auto"]).exit_code == 0
 
 
+def test_what_is_asked_of_a_row(engine, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(engine, "_row", lambda command, *_: asked.append(command[3:]) or True)
+    flags = ["run", "--output", str(tmp_path / "x"), "--part", "steps", "--dtype", "auto"]
+    CliRunner().invoke(engine.app, flags)
+    CliRunner().invoke(engine.app, [*flags, "--ranks", "2", "--context", "8192", "--batch", "1", "--batch", "8",
+                                    "--no-largest", "--fill", "prompt"])
+    plain, chosen = asked
+    assert not {"--context", "--batch", "--no-largest"} & set(plain) and plain[plain.index("--ranks") + 1] == "1"
+    assert " ".join(chosen).endswith("--ranks 2 --no-largest --context 8192 --batch 1 --batch 8")
+    assert chosen[chosen.index("--fill") + 1] == "prompt"
+
+
 def test_every_dtype_is_an_engines_or_ours(engine):
     for dtype in engine.DTYPES:
         if engine.is_ours(dtype):
@@ -69,8 +82,9 @@ def test_batches_that_fit_and_their_graphs(engine):
         sizes = engine.captured(most)
         assert sizes == sorted(set(sizes)) and sizes[:2] == [1, 8] and sizes[-1] <= most < sizes[-1] + 16
         assert len(sizes) < 16
-    about = dict(block_tokens=128, ring_blocks=5)
+    about = dict(block_tokens=128, ring_blocks=5, page_groups=1)
     assert engine.blocks_of(about, 128) == 6 and engine.blocks_of(about, 129) == 7
+    assert engine.blocks_of(about | dict(page_groups=3), 129) == 11
 
 
 def test_models_without_weights(engine, tmp_path):
