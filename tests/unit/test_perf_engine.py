@@ -110,8 +110,35 @@ def test_ratios_are_to_16_bit_in_the_same_run(tmp_path, monkeypatch):
              like | dict(dtype="auto", ms_per_token=8.0), like | dict(dtype="b", ms_per_token=4.0),
              like | dict(dtype="c", error="3 blocks are needed"), like | dict(dtype="e", ms_per_token=2.0, commit="y"),
              like | dict(dtype="d", ms_per_token=1.0, fill="prompt")]
+    found.append(like | dict(dtype="f", ms_per_token=1.0, ranks=2))
     with script("engine_table") as table:
         monkeypatch.setattr(table, "RESULTS", tmp_path / "engine.jsonl")
         table.RESULTS.write_text("".join(json.dumps(line) + "\n" for line in found))
         rows = [row.split(" | ")[:2] for row in table.steps("H100").splitlines()[2:]]
     assert rows == [["| auto", "8.00"], ["| a", "5.00, 0.50"], ["| b", "4.00, 0.50"], ["| c", "-"], ["| e", "2.00"]]
+
+
+def test_tables_of_prompts_ranks_quality_and_overhead(tmp_path, monkeypatch):
+    like = dict(part="steps", gpu="NVIDIA H100", commit="x", fill="dummy", is_eager=False, context=8192, batch=1,
+                is_largest=False, ranks=1)
+    k4v4 = like | dict(dtype="lowbit_k4v4")
+    found = [like | dict(dtype="auto", ms_per_token=7.0), k4v4 | dict(ms_per_token=5.0, commit="w"),
+             k4v4 | dict(ms_per_token=6.0), k4v4 | dict(ms_per_token=6.6, fill="prompt"),
+             k4v4 | dict(ms_per_token=4.0, ranks=2), k4v4 | dict(ms_per_token=1.0, ranks=2, context=16384),
+             dict(part="quality", gpu="NVIDIA H100", dtype="auto", by="vllm", perplexity=12.0),
+             dict(part="quality", gpu="NVIDIA H100", dtype="auto", by="lowbit_attn.quality", perplexity=12.12),
+             dict(part="quality", gpu="NVIDIA H100", dtype="fp8", error="no memory"),
+             dict(part="quality", gpu="NVIDIA H100", dtype="int4", by="vllm", perplexity=14.0)]
+    steps = [dict(gpu="NVIDIA H100", commit="x", dtype="bfloat16", seqlen=8192, batch=1, format=name, step_ms=ms)
+             for name, ms in (("16 bit", 6.5), ("k4v4", 5.25), ("k2v2", 5.0))] + [dict(gpu="NVIDIA H200", commit="x")]
+    with script("engine_table") as table:
+        for name, lines in (("RESULTS", found), ("E2E", steps)):
+            monkeypatch.setattr(table, name, tmp_path / name)
+            (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        shown = {name: getattr(table, name)("H100").splitlines()[2:] for name in ("prompts", "ranks", "quality",
+                                                                                  "overhead")}
+    assert shown["prompts"] == ["| lowbit_k4v4 | 8K, batch 1 | 6.60 | 6.00 | 1.10 |"]
+    assert shown["ranks"] == ["| lowbit_k4v4 | 2 | 8K, batch 1 | 4.00 | 6.00 | 1.50x |",
+                              "| lowbit_k4v4 | 2 | 16K, batch 1 | 1.00 | - | - |"]
+    assert shown["quality"] == ["| auto | 12.000 | 12.120 | -0.99 % |", "| int4 | 14.000 | - | - |"]
+    assert shown["overhead"] == ["| 8K, batch 1 | 6.50 | +0.50 | 5.25 | +0.75 |"]
