@@ -9,7 +9,9 @@ by lowbit_attn.quality on the same device in the same chunks. A line of JSON for
 is there; a row that fails, or takes longer than --limit, leaves a line that says so, and the next begins.
 
 Blocks are filled without prompts by vLLM's DecodeBenchConnector, which writes a constant into them (--fill dummy), or
-by prompts of random tokens (--fill prompt). The time per token is that between two lengths of the same request.
+by prompts of random tokens (--fill prompt). The time per token is that between two lengths of the same request; behind
+prompts, whose own time varies by more than steps take, it is that of the steps in which every row gets a token. Lines
+of dummy blocks have the latter, too: ms_stepped.
 --ranks 2 is vLLM's --tensor-parallel-size 2; ``ranks`` in a line says it. The server: perf/engine_server.py. The same
 tokens of one and of two GPUs: perf/engine_ranks.py.
 """
@@ -206,7 +208,7 @@ def row(
         if not 0 < needed <= about["num_blocks"]:
             write(output, case | dict(error=f"{needed} blocks are needed"))
         else:
-            write(output, case | measured(llm, context, batch))
+            write(output, case | measured(llm, context, batch, fill))
 
 
 def rows_at_most(dtype: str) -> int:
@@ -286,7 +288,7 @@ def blocks_of(about: dict, tokens: int) -> int:
     return -(-tokens // about["block_tokens"]) * about["page_groups"] + about["ring_blocks"]
 
 
-def measured(llm, context: int, batch: int) -> dict:
+def measured(llm, context: int, batch: int, fill: Fill) -> dict:
     """Time per output token of a batch of requests behind ``context`` tokens each, SHORT and LONG tokens alike."""
     import random
 
@@ -304,11 +306,31 @@ def measured(llm, context: int, batch: int) -> dict:
 
     seconds(2)
     preempted = _preemptions(llm)
+    if fill is Fill.prompt:
+        steps = [stepped(llm, prompts) for _ in range(2)]
+        return dict(ms_per_token=round(min(steps), 4), ms_of_each=[round(step, 4) for step in steps],
+                    tokens_per_s=round(batch / min(steps) * 1e3, 1), preemptions=_preemptions(llm) - preempted)
     pairs = [(seconds(SHORT), seconds(LONG)) for _ in range(2)]
     steps = [(longer - shorter) / (LONG - SHORT) * 1e3 for shorter, longer in pairs]
     return dict(ms_per_token=round(min(steps), 4), ms_of_each=[round(step, 4) for step in steps],
-                tokens_per_s=round(batch / min(steps) * 1e3, 1), first_s=round(pairs[0][0], 3),
-                preemptions=_preemptions(llm) - preempted)
+                ms_stepped=round(stepped(llm, prompts), 4), tokens_per_s=round(batch / min(steps) * 1e3, 1),
+                first_s=round(pairs[0][0], 3), preemptions=_preemptions(llm) - preempted)
+
+
+def stepped(llm, prompts: list[dict]) -> float:
+    """Mean ms of the engine's steps in which all requests get a token, LONG tokens each."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    inner, ends = llm.llm_engine, []
+    for number, prompt in enumerate(prompts):
+        inner.add_request(f"stepped-{number}", prompt,
+                          SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True, detokenize=False,
+                                         output_kind=RequestOutputKind.DELTA))
+    while inner.has_unfinished_requests():
+        if len(inner.step()) == len(prompts):
+            ends.append(time.perf_counter())
+    return (ends[-1] - ends[0]) / (len(ends) - 1) * 1e3
 
 
 def _preemptions(llm) -> float:
