@@ -147,7 +147,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def variables(dtype: str) -> dict[str, str]:
-    """Of the process of an engine."""
+    """Environment of an engine's process, beside what is set already."""
     found = dict(HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
                  VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_WORKER_MULTIPROC_METHOD="spawn",
                  VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")) | MULTICAST_OFF

@@ -57,7 +57,7 @@ def through_transformers(model: Path, dtype: str) -> float:
 
 
 def cache_options(model: Path, dtype: str) -> dict | None:
-    """Of the transformers cache that holds what a dtype of the engine does; None: 16 bit."""
+    """Options of the transformers cache that holds what a dtype of the engine does; None: 16 bit."""
     if not engine.is_ours(dtype):
         return None
     from transformers import AutoConfig

@@ -87,7 +87,7 @@ def ahead_of_second(step: dict) -> float:
 
 
 def compared(one: dict, several: dict) -> dict:
-    """Of two answers: same first tokens of each prompt, and how far ahead each first token was that differs."""
+    """Compare two answers: first tokens of each prompt that are the same, and how far ahead each was that differs."""
     same = [next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a))
             for a, b in zip(one["tokens"], several["tokens"])]
     gaps = [one["ahead"][row][at] for row, at in enumerate(same) if at < len(one["tokens"][row])]
