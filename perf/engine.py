@@ -11,11 +11,16 @@ is there; a row that fails, or takes longer than --limit, leaves a line that say
 Blocks are filled without prompts by vLLM's DecodeBenchConnector, which writes a constant into them (--fill dummy), or
 by prompts of random tokens (--fill prompt). The time per token is that between two lengths of the same request; behind
 prompts, whose own time varies by more than steps take, it is that of the steps in which every row gets a token. Lines
-of dummy blocks have the latter, too: ms_stepped.
+of dummy blocks have the latter, too: ms_stepped, and with --prompts the same behind prompts, in the same engine:
+ms_prompts.
 --ranks 2 is vLLM's --tensor-parallel-size 2; ``ranks`` in a line says it. The server: perf/engine_server.py. The same
 tokens of one and of two GPUs: perf/engine_ranks.py.
+
+Engines take long to start. Rows of several commands with the same --turn FILE, on one GPU whose memory --cache-gib
+deals out, start together and measure one at a time, none while another one starts.
 """
 
+import fcntl
 import json
 import os
 import signal
@@ -88,6 +93,9 @@ def run(
     context: Annotated[list[int] | None, typer.Option(help="Tokens. Default: 8192, 32768, 131072.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Default: 1, 8.")] = None,
     largest: Annotated[bool, typer.Option(help="The largest batch, too.")] = True,
+    cache_gib: Annotated[float, typer.Option(help="Of the KV cache on each GPU; 0: what is left there.")] = 0.0,
+    turn: Annotated[Path | None, typer.Option(help="File by which rows of several commands take turns.")] = None,
+    prompts: Annotated[list[int] | None, typer.Option(help="Contexts that are timed behind prompts, too.")] = None,
 ) -> None:
     """Measure rows, one after the other; 0 if every one was measured, else 1."""
     from provenance import provenance
@@ -103,11 +111,12 @@ def run(
                 failed += 1
                 continue
             flags = [*["--tiny"] * tiny, *["--eager"] * eager, *["--no-largest"] * (not largest),
-                     *(["--model", str(model)] if model else []),
+                     *(["--model", str(model)] if model else []), *(["--turn", str(turn)] if turn else []),
                      *(word for tokens in context or [] for word in ("--context", str(tokens))),
-                     *(word for rows in batch or [] for word in ("--batch", str(rows)))]
+                     *(word for rows in batch or [] for word in ("--batch", str(rows))),
+                     *(word for tokens in prompts or [] for word in ("--prompts", str(tokens)))]
             command = [sys.executable, __file__, "row", "--part", name, "--dtype", kind, "--fill", fill, "--output",
-                       str(output), "--ranks", str(ranks), *flags]
+                       str(output), "--ranks", str(ranks), "--cache-gib", str(cache_gib), *flags]
             failed += not _row(command, min(limit, left), output, origin | dict(part=name, dtype=kind))
             done += 1
     raise typer.Exit(int(failed > 0))
@@ -180,11 +189,14 @@ def row(
     context: Annotated[list[int] | None, typer.Option()] = None,
     batch: Annotated[list[int] | None, typer.Option()] = None,
     largest: Annotated[bool, typer.Option()] = True,
+    cache_gib: Annotated[float, typer.Option()] = 0.0,
+    turn: Annotated[Path | None, typer.Option()] = None,
+    prompts: Annotated[list[int] | None, typer.Option()] = None,
 ) -> None:
     """Measure one row in this process."""
     from provenance import provenance
 
-    began = time.perf_counter()
+    began, turns = time.perf_counter(), Turns(turn)
     about = dict(part=part, dtype=dtype, fill=fill, is_eager=eager, model="tiny" if tiny else "llama-3.1-8b",
                  ranks=ranks) | provenance()
     if part is Part.quality:
@@ -197,8 +209,11 @@ def row(
     largest_context = (256 if tiny else LARGEST_CONTEXT) if largest else 0
     most = max(batches) if not largest else 4 if tiny else rows_at_most(dtype)
     folder = model_folder(Path("build/engine-model"), TINY if tiny else LLAMA, dtype)
-    llm = engine(folder, dtype, max(*contexts, largest_context) + SPARE, most, fill, eager, tensor_parallel_size=ranks)
+    memory = dict(kv_cache_memory_bytes=int(cache_gib * 2**30), gpu_memory_utilization=0.1) if cache_gib else {}
+    llm = engine(folder, dtype, max(*contexts, largest_context) + SPARE, most, fill, eager, tensor_parallel_size=ranks,
+                 **memory)
     about |= capacity(llm) | dict(start_s=round(time.perf_counter() - began, 1))
+    turns.wait()
     cases = [(context, batch, False) for context in contexts for batch in batches]
     if largest:
         cases += [(largest_context, min(most, about["num_blocks"] // blocks_of(about, largest_context + SPARE)), True)]
@@ -208,7 +223,24 @@ def row(
         if not 0 < needed <= about["num_blocks"]:
             write(output, case | dict(error=f"{needed} blocks are needed"))
         else:
-            write(output, case | measured(llm, context, batch, fill))
+            write(output, case | measured(llm, context, batch, fill, context in (prompts or ())))
+
+
+class Turns:
+    """Turns of processes by a file's lock: shared while they start, of one alone while it measures, until it ends."""
+
+    def __init__(self, path: Path | None):
+        self.file = open(path, "w") if path else None
+        self._lock(fcntl.LOCK_SH)
+
+    def wait(self) -> None:
+        """Until no other process starts or measures."""
+        self._lock(fcntl.LOCK_UN)
+        self._lock(fcntl.LOCK_EX)
+
+    def _lock(self, kind: int) -> None:
+        if self.file:
+            fcntl.flock(self.file, kind)
 
 
 def rows_at_most(dtype: str) -> int:
@@ -288,8 +320,9 @@ def blocks_of(about: dict, tokens: int) -> int:
     return -(-tokens // about["block_tokens"]) * about["page_groups"] + about["ring_blocks"]
 
 
-def measured(llm, context: int, batch: int, fill: Fill) -> dict:
-    """Time per output token of a batch of requests behind ``context`` tokens each, SHORT and LONG tokens alike."""
+def measured(llm, context: int, batch: int, fill: Fill, also_prompts: bool = False) -> dict:
+    """Time per output token of a batch of requests behind ``context`` tokens each, SHORT and LONG tokens alike;
+    also_prompts: besides, behind prompts."""
     import random
 
     from vllm import SamplingParams
@@ -312,21 +345,29 @@ def measured(llm, context: int, batch: int, fill: Fill) -> dict:
                     tokens_per_s=round(batch / min(steps) * 1e3, 1), preemptions=_preemptions(llm) - preempted)
     pairs = [(seconds(SHORT), seconds(LONG)) for _ in range(2)]
     steps = [(longer - shorter) / (LONG - SHORT) * 1e3 for shorter, longer in pairs]
-    return dict(ms_per_token=round(min(steps), 4), ms_of_each=[round(step, 4) for step in steps],
-                ms_stepped=round(stepped(llm, prompts), 4), tokens_per_s=round(batch / min(steps) * 1e3, 1),
-                first_s=round(pairs[0][0], 3), preemptions=_preemptions(llm) - preempted)
+    found = dict(ms_per_token=round(min(steps), 4), ms_of_each=[round(step, 4) for step in steps],
+                 ms_stepped=round(stepped(llm, prompts), 4))
+    if also_prompts:
+        found |= dict(ms_prompts=round(stepped(llm, prompts, False), 4))
+    return found | dict(tokens_per_s=round(batch / min(steps) * 1e3, 1), first_s=round(pairs[0][0], 3),
+                        preemptions=_preemptions(llm) - preempted)
 
 
-def stepped(llm, prompts: list[dict]) -> float:
-    """Mean ms of the engine's steps in which all requests get a token, LONG tokens each."""
+def stepped(llm, prompts: list[dict], is_filled: bool = True) -> float:
+    """Mean ms of the engine's steps in which all requests get a token, LONG tokens each.
+
+    is_filled: by vLLM's connector, if the engine has it; else its connector is told that it has filled them before.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     inner, ends = llm.llm_engine, []
     for number, prompt in enumerate(prompts):
-        inner.add_request(f"stepped-{number}", prompt,
-                          SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True, detokenize=False,
-                                         output_kind=RequestOutputKind.DELTA))
+        name = inner.add_request(f"stepped-{number}", prompt,
+                                 SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True, detokenize=False,
+                                                output_kind=RequestOutputKind.DELTA))
+        if not is_filled:
+            inner.engine_core.engine_core.scheduler.connector.connector_scheduler._filled_requests.add(name)
     while inner.has_unfinished_requests():
         if len(inner.step()) == len(prompts):
             ends.append(time.perf_counter())

@@ -112,12 +112,13 @@ def check(
         folder = model_folder(Path(scratch))
         processes = {count: running.enter_context(started(folder, dtype, count)) for count in (1, ranks)}
         until = time.monotonic() + limit
-        for process in processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
+        with suppress(SystemExit):  # of the signal: what the engines printed so far is written
+            for process in processes.values():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, until - time.monotonic()))
         if failed := [count for count, process in processes.items() if process.returncode != 0]:
             told = "\n".join(f"{count} ranks: {(folder / f'{count}.log').read_text()[-3000:]}" for count in failed)
-            engine.write(output, about | dict(error=f"no answer of {failed} ranks after {limit:.0f} s", told=told))
+            engine.write(output, about | dict(error=f"no answer of {failed} ranks", told=told))
             raise typer.Exit(1)
         found = compared(*(json.loads((folder / f"{count}.json").read_text()) for count in processes))
     engine.write(output, about | found)

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,6 +79,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="To wait for the server, at most.")] = 200.0,
 ) -> None:
     """Serve and ask once; 0 if an answer came, else 1."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server's processes end with this one
     words = command(model)
     about = dict(part="server", command=shlex.join(words).replace(str(model), model.name), model=model.name,
                  versions={name: importlib.metadata.version(name) for name in PACKAGES}) | provenance()

@@ -82,21 +82,21 @@ def case_of(line: dict) -> str:
     return f"{line['context'] >> 10}K, batch {line['batch']}"
 
 
-def newest(gpu: str, like: dict, what: str = "ms_per_token", **same: str) -> float | None:
+def newest(gpu: str, like: dict, **same: str) -> float | None:
     """ms a token of the newest line of a dtype and case on one GPU with dummy blocks; same: what else agrees."""
-    found = [line[what] for line in lines(gpu) if what in line and not line["is_largest"]
+    found = [line["ms_per_token"] for line in lines(gpu) if "ms_per_token" in line and not line["is_largest"]
              and all(line[name] == like[name] for name in ("dtype", "context", "batch"))
              and all(line[name] == value for name, value in same.items())]
     return found[-1] if found else None
 
 
 def prompts(gpu: str) -> str:
-    """Markdown: ms a token behind prompts of random tokens, behind dummy blocks in the same run, and their ratio."""
+    """Markdown: ms of a step behind prompts of random tokens, behind dummy blocks in that engine, and their ratio."""
     rows = {}
-    for line in lines(gpu, "prompt"):
-        if "ms_per_token" in line and (dummy := newest(gpu, line, "ms_stepped", commit=line["commit"])):
-            ms = line["ms_per_token"]
-            rows[line["dtype"], case_of(line)] = [f"{ms:.2f}", f"{dummy:.2f}", f"{ms / dummy:.2f}"]
+    for line in lines(gpu):
+        if behind := line.get("ms_prompts"):
+            dummy = line["ms_stepped"]
+            rows[line["dtype"], case_of(line)] = [f"{behind:.2f}", f"{dummy:.2f}", f"{behind / dummy:.2f}"]
     return table(["dtype", "case", "prompts, ms", "dummy blocks, ms", "ratio"],
                  [[*key, *row] for key, row in rows.items()])
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -63,7 +64,7 @@ def test_what_is_asked_of_a_row(engine, tmp_path, monkeypatch):
                                     "--no-largest", "--fill", "prompt"])
     plain, chosen = asked
     assert not {"--context", "--batch", "--no-largest"} & set(plain) and plain[plain.index("--ranks") + 1] == "1"
-    assert " ".join(chosen).endswith("--ranks 2 --no-largest --context 8192 --batch 1 --batch 8")
+    assert " ".join(chosen).endswith("--ranks 2 --cache-gib 0.0 --no-largest --context 8192 --batch 1 --batch 8")
     assert chosen[chosen.index("--fill") + 1] == "prompt"
 
 
@@ -123,7 +124,7 @@ def test_tables_of_prompts_ranks_quality_and_overhead(tmp_path, monkeypatch):
                 is_largest=False, ranks=1)
     k4v4 = like | dict(dtype="lowbit_k4v4")
     found = [like | dict(dtype="auto", ms_per_token=7.0), k4v4 | dict(ms_per_token=5.0, commit="w"),
-             k4v4 | dict(ms_per_token=5.9, ms_stepped=6.0), k4v4 | dict(ms_per_token=6.6, fill="prompt"),
+             k4v4 | dict(ms_per_token=5.9, ms_stepped=6.0, ms_prompts=6.6),
              k4v4 | dict(ms_per_token=4.0, ranks=2), k4v4 | dict(ms_per_token=1.0, ranks=2, context=16384),
              dict(part="quality", gpu="NVIDIA H100", dtype="auto", by="vllm", perplexity=12.0),
              dict(part="quality", gpu="NVIDIA H100", dtype="auto", by="lowbit_attn.quality", perplexity=12.12),
@@ -142,3 +143,18 @@ def test_tables_of_prompts_ranks_quality_and_overhead(tmp_path, monkeypatch):
                               "| lowbit_k4v4 | 2 | 16K, batch 1 | 1.00 | - | - |"]
     assert shown["quality"] == ["| auto | 12.000 | 12.120 | -0.99 % |", "| int4 | 14.000 | - | - |"]
     assert shown["overhead"] == ["| 8K, batch 1 | 6.50 | +0.50 | 5.25 | +0.65 |"]
+
+
+def test_processes_measure_one_at_a_time_and_none_while_one_starts(engine, tmp_path):
+    """Two processes enter what they do into one file; what is between them is left to chance."""
+    code = ("import sys, time; sys.path.insert(0, sys.argv[1]); import engine; from pathlib import Path\n"
+            "turns = engine.Turns(Path(sys.argv[2])); log = open(sys.argv[3], 'a', buffering=1)\n"
+            "log.write('start\\n'); time.sleep(float(sys.argv[4])); log.write('ready\\n'); turns.wait()\n"
+            "log.write('measure\\n'); time.sleep(0.3); log.write('end\\n')")
+    log = tmp_path / "log"
+    running = [subprocess.Popen([sys.executable, "-c", code, str(PERF), str(tmp_path / "turn"), str(log), seconds])
+               for seconds in ("1.5", "2.0")]
+    assert [process.wait(60) for process in running] == [0, 0]
+    found = log.read_text().split()
+    assert found[:4] == ["start", "start", "ready", "ready"] and found[4:] == ["measure", "end"] * 2
+    engine.Turns(None).wait()
