@@ -203,7 +203,7 @@ def row(
         import engine_quality
 
         for line in engine_quality.lines(model, dtype):
-            write(output, about | dict(model=str(model.name)) | line)
+            write(output, about | dict(model=str(model.name), fill=Fill.prompt, is_eager=True) | line)
         return
     contexts, batches = context or ((256, 512) if tiny else CONTEXTS), batch or ((1, 2) if tiny else BATCHES)
     largest_context = (256 if tiny else LARGEST_CONTEXT) if largest else 0

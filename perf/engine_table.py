@@ -120,7 +120,7 @@ def quality(gpu: str) -> str:
         if "perplexity" in line:
             found.setdefault(line["dtype"], {})[line["by"]] = line["perplexity"]
     rows = []
-    for dtype, by in found.items():
+    for dtype, by in sorted(found.items(), key=lambda item: (item[0] != BASE, item[0].startswith("lowbit"), item[0])):
         ours, engine = by.get("lowbit_attn.quality"), by.get("vllm")
         rows.append([dtype, f"{engine:.3f}" if engine else "-", f"{ours:.3f}" if ours else "-",
                      f"{engine / ours - 1:+.2%}".replace("%", " %") if ours and engine else "-"])

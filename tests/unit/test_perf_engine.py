@@ -95,13 +95,14 @@ def test_models_without_weights(engine, tmp_path):
     assert not (engine.model_folder(tmp_path, engine.TINY, "auto") / "lowbit_attn").exists()
 
 
-@pytest.mark.parametrize("name", ("steps", "largest"))
-def test_the_docs_have_the_newest_lines(name):
+@pytest.mark.parametrize("name,gpu", (("steps", "H100"), ("largest", "H100"), ("quality", "H200")))
+def test_the_docs_have_the_newest_lines(name, gpu):
     text = (PERF.parent / "docs/serving.md").read_text()
-    pattern = rf"<!-- engine: begin \(python perf/engine_table.py {name}\) -->\n(.*?)\n<!-- engine: end -->"
+    command = f"python perf/engine_table.py {name}" + f" --gpu {gpu}" * (gpu != "H100")
+    pattern = rf"<!-- engine: begin \({command}\) -->\n(.*?)\n<!-- engine: end -->"
     shown = re.search(pattern, text, re.DOTALL)[1]
     with script("engine_table") as table:
-        assert shown == getattr(table, name)("H100"), f"put the table of python perf/engine_table.py {name} there"
+        assert shown == getattr(table, name)(gpu), f"put the table of {command} there"
 
 
 def test_ratios_are_to_16_bit_in_the_same_run(tmp_path, monkeypatch):
