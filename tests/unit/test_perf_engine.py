@@ -4,6 +4,9 @@ import json
 import re
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from perf_scripts import PERF, script
@@ -159,3 +162,37 @@ def test_processes_measure_one_at_a_time_and_none_while_one_starts(engine, tmp_p
     found = log.read_text().split()
     assert found[:4] == ["start", "start", "ready", "ready"] and found[4:] == ["measure", "end"] * 2
     engine.Turns(None).wait()
+
+
+def test_a_row_that_is_stopped_from_outside_leaves_a_line(tmp_path):
+    """What its process printed is in it, and the process is gone."""
+    output, script_of_a_row = tmp_path / "engine.jsonl", tmp_path / "row.py"
+    script_of_a_row.write_text("import sys, time; print('hangs here', file=sys.stderr, flush=True); time.sleep(600)")
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); import engine; engine.__file__ = sys.argv[2]\n"
+            "sys.argv = ['engine', 'run', '--part', 'steps', '--dtype', 'auto', '--output', sys.argv[3]]; engine.app()")
+    process = subprocess.Popen([sys.executable, "-c", code, str(PERF), str(script_of_a_row), str(output)])
+    child = until(lambda: child_with(process.pid, str(script_of_a_row)))
+    time.sleep(2.0)  # for it to print
+    process.terminate()
+    assert process.wait(60) == 143
+    line, = lines(output)
+    assert line["error"] == "stopped from outside" and "hangs here" in line["told"] and line["part"] == "steps"
+    assert not Path(f"/proc/{child}").exists()
+
+
+def child_with(pid: int, word: str) -> int | None:
+    """A child of a process whose command line has a word."""
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        with suppress(FileNotFoundError):
+            if word in Path(f"/proc/{child}/cmdline").read_text():
+                return child
+    return None
+
+
+def until(condition, seconds: float = 60.0):
+    """What the condition gives once it is true."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return found
