@@ -36,6 +36,7 @@ SPARE_TOKENS = PERIOD + WARM_UP + 1  # that a graph's replays append before the 
 ATTENTION_REPLAYS = 10  # of each candidate for 16-bit attention
 READ_MIB = (16, 64, 256, 1024)
 LARGEST = 0
+DTYPES = dict(float16=torch.float16, bfloat16=torch.bfloat16)
 POINTS = 5  # lengths at which a generation is measured
 
 
@@ -189,7 +190,7 @@ class Bench:
         self.memory = torch.cuda.mem_get_info()[0]
         quantized = None if weights == SIXTEEN_BIT else partial(random_weight, weights, device=device)
         self.model = Decoder(self.shape, positions + SPARE_TOKENS + 1, dtype, device, fuse, quantized)
-        self.runner, self.origin = Runner(device), provenance()
+        self.runner, self.origin = Runner(device), provenance() | dict(dtype=str(dtype).removeprefix("torch."))
 
     def batch(self, format: str, seqlen: int, wanted: int) -> int:
         """``wanted``, or the largest; 0 where it does not fit."""
@@ -247,16 +248,19 @@ def main(
     most: Annotated[int, typer.Option(help="largest batch ever taken")] = 1024,
     weights: Annotated[list[str], typer.Option(help="16 bit or formats of codebook weights")] = [SIXTEEN_BIT],
     fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
+    dtype: Annotated[str, typer.Option(help="of weights and 16-bit caches: float16 or bfloat16")] = "float16",
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/e2e.jsonl",
 ) -> None:
     """Time decode steps of a model with 16-bit and low-bit caches in the same memory."""
     need()
     lengths = [parse_tokens(text) for text in contexts_of]
     start = parse_tokens(prompt)
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype: got {dtype}, supported: {', '.join(DTYPES)}")
     positions = start + generated if generated else max(lengths)
     everything, console, results = [SIXTEEN_BIT, *formats], Console(width=170), []
     for name in weights:
-        bench = Bench(model, positions, most, "cuda", output, fuse, weights=name)
+        bench = Bench(model, positions, most, "cuda", output, fuse, DTYPES[dtype], weights=name)
         with torch.no_grad():
             if generated:
                 generation(bench, start, generated, everything, console)
