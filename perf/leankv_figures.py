@@ -127,5 +127,35 @@ def measure(
             print(task, *(f"{name} {line[name]}" for name in shown if name in line), flush=True)
 
 
+# ---- the lines as tables
+
+
+def pooled(lines: list[dict], label: str) -> dict | None:
+    """Means over the windows of a cache's text lines; None unless every text has one."""
+    from text_quality import TEXTS
+
+    newest = {line["text"]: line for line in lines if line["task"] == "text" and line["label"] == label}
+    if newest.keys() < set(TEXTS):
+        return None
+    names = ("bits", "pruned", "high", "kl", "top1", "least_pruned", "most_pruned")
+    return {name: sum(line[name] for line in newest.values()) / len(newest) for name in names}
+
+
+def table_of(lines: list[dict]) -> str:
+    """A row a cache whose lines are complete: what is stored of the tokens that left the window, and what it costs."""
+    rows = ["| cache | bits | pruned | of a head | KL, 1e-3 nats | top-1 |", "|---|---|---|---|---|---|"]
+    for label in cases():
+        if one := pooled(lines, label):
+            rows.append(f"| {label} | {one['bits']:.2f} | {one['pruned']:.1%} | {one['least_pruned']:.0%} to "
+                        f"{one['most_pruned']:.0%} | {1e3 * one['kl']:.2f} | {one['top1']:.1%} |")
+    return "\n".join(rows)
+
+
+@app.command()
+def show(results: OutputOption = RESULTS) -> None:
+    """Print the caches whose lines are complete."""
+    print(table_of(read_lines(results)))
+
+
 if __name__ == "__main__":
     app()
