@@ -13,7 +13,6 @@ bench.py and e2e.py, which need a GPU. docs/papers.md has the numbers beside the
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated
 
 import typer
@@ -25,7 +24,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 MODEL = "SmolLM2-135M-Instruct"
 RESULTS = "perf/results/leankv_figures.jsonl"
 PLOTS = "perf/results/plots"
-GPU = "NVIDIA H100 80GB HBM3"
 TASKS = ("attention", "text", "recall")
 SHOWN = (0, 15, 29)  # layers of the histograms
 REQUESTS = 4  # windows of each text whose attention is looked at
@@ -161,8 +159,7 @@ def show(results: OutputOption = RESULTS) -> None:
 
 
 @app.command()
-def plot(gpu: Annotated[str, typer.Option(help="Whose times Fig. 12 to 14 show.")] = GPU,
-         folder: Annotated[str, typer.Option(help="Where the plots go, in the repository.")] = PLOTS) -> None:
+def plot(folder: Annotated[str, typer.Option(help="Where the plots go, in the repository.")] = PLOTS) -> None:
     """Draw leankv-attention, leankv-quality and leankv-speed as PNG; exit status 1 if lines are missing for one."""
     import leankv_plots as plots
     from paper_lines import Lines
@@ -170,9 +167,9 @@ def plot(gpu: Annotated[str, typer.Option(help="Whose times Fig. 12 to 14 show."
     target, missing = ROOT / folder, []
     target.mkdir(parents=True, exist_ok=True)
     for name, draw in (("attention", plots.attention_figure), ("quality", plots.quality_figure),
-                       ("speed", partial(plots.speed_figure, gpu=gpu))):
+                       ("speed", plots.speed_figure)):
         try:
-            draw(Lines()).savefig(target / f"leankv-{name}.png", dpi=100, metadata={"Software": None})
+            draw(Lines()).savefig(target / f"leankv-{name}.png", dpi=80, metadata={"Software": None})
             print(target / f"leankv-{name}.png")
         except KeyError as error:
             missing.append(name)

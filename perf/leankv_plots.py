@@ -57,6 +57,12 @@ def spans(lines: Lines, name: str) -> list[float]:
     return [log10(max(x[3] for x in layer) / min(x[1] for x in layer)) for layer in by_layer]
 
 
+def extremes(lines: Lines, name: str) -> float:
+    """Decades from the least to the largest score or norm of all layers and requests."""
+    every = [layer for line in requests(lines) for layer in line[name]]
+    return log10(max(x[4] for x in every) / min(x[0] for x in every))
+
+
 # ---- figures
 
 
@@ -90,7 +96,8 @@ def attention_figure(lines: Lines):
     for place, name in ((0, "scores"), (1, "norms")):
         for layer in found[0][name]:
             counts = [sum(column) for column in zip(*(line[name][layer] for line in found))]
-            axes[place].step(at, [count / sum(counts) for count in counts], label=f"layer {layer}", linewidth=1)
+            axes[place].step(at, [count / sum(counts) for count in counts], where="post", label=f"layer {layer}",
+                              linewidth=1)
     name_axes(axes[0], "Fig. 1: mean score of a token over later queries", "probability", "share", xscale="log",
               xlim=(1e-7, 1))
     name_axes(axes[1], "Fig. 1: norm of a token's value", "norm", "share", xscale="log", xlim=(1e-2, 100))
@@ -194,8 +201,10 @@ def rates(lines: Lines, gpu: str, seqlen: int = 32768) -> dict[str, dict]:
     return {name: steps(lines, gpu, format=name, seqlen=seqlen, largest=True, commit=commit) for name in RATES}
 
 
-def speed_figure(lines: Lines, gpu: str):
-    """Fig. 12 to 14: shares of a step, attention beside 16 bit, throughput at the largest batch."""
+def speed_figure(lines: Lines):
+    """Fig. 12 to 14: shares of a step, attention beside 16 bit, throughput at the largest batch; of the GPU whose
+    steps over levels are the newest."""
+    gpu = lines.newest("e2e", model="llama-3.1-8b", format="lean", seqlen=1024)["gpu"]
     figure, axes = figure_of(1, 3, f"LeanKV, Fig. 12 to 14: {gpu}, Llama-3.1-8B's shape, random weights")
     shown = [("1K, " + f"batch {batch}", steps(lines, gpu, format="lean", seqlen=1024, batch=batch, largest=False))
              for batch in (1, 8, 64)]

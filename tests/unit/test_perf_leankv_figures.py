@@ -1,9 +1,11 @@
 """perf/leankv_figures.py: its cases, what it counts of attention and of caches, and that a run goes on."""
 
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
+import typer
 from perf_scripts import PERF, script
 
 pytest.importorskip("transformers")
@@ -104,3 +106,32 @@ def test_lines_of_a_changed_tree_are_measured_again(figures, tmp_path):
     assert [line["commit"] for line in figures.read_lines(str(path))] == ["a"]
     assert figures.read_lines(str(tmp_path / "none")) == []
     assert (PERF / "leankv_figures.py").is_file()
+
+
+def test_plots_are_drawn_from_the_lines(figures, tmp_path):
+    with suppress(typer.Exit):  # no lines of steps at 1K yet
+        figures.plot(folder=str(tmp_path))
+    drawn = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert drawn.keys() >= {"leankv-attention.png", "leankv-quality.png"}
+    assert all(10_000 < size < 100_000 for size in drawn.values())
+
+
+def test_plots_without_lines_are_named(figures, tmp_path, monkeypatch, capsys):
+    (tmp_path / "perf/results").mkdir(parents=True)
+    for name in ("leankv_figures", "texts", "e2e", "decode"):
+        (tmp_path / f"perf/results/{name}.jsonl").write_text("")
+    monkeypatch.setitem(sys.modules["paper_lines"].Lines.newest.__globals__, "ROOT", tmp_path)
+    with pytest.raises(typer.Exit):
+        figures.plot(folder=str(tmp_path / "plots"))
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "leankv-attention", "leankv-quality", "leankv-speed"]
+
+
+def test_bytes_at_equal_kl_are_between_neighbours(figures):
+    with script("leankv_rows") as rows:
+        lines = rows.Lines()
+        kl = {name: rows.uniform_kl(lines, name) for name in ("k4v4", "k4v2", "k2v2")}
+        assert rows.equal_bits(lines, kl["k4v4"]) == pytest.approx(4.375)
+        assert rows.equal_bits(lines, (kl["k4v4"] * kl["k4v2"]) ** 0.5) == pytest.approx((4.375 + 3.375) / 2)
+        with pytest.raises(ValueError, match="between those of k8v4 and k2v2"):
+            rows.equal_bits(lines, 2 * kl["k2v2"])
