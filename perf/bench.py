@@ -63,6 +63,9 @@ PRESETS["boosted"] = [BenchCase(name, batch, heads, kv_heads, head_dim, seqlen)
                           (8, 32, 8, 128, 32768), (1, 32, 8, 128, 131072), (64, 32, 8, 128, 4096),
                           (8, 64, 8, 128, 32768), (8, 32, 8, 64, 32768))
                       for name in ("k4v2", "k4v2-boost", "k4v4")]
+# Fig. 13 of the LeanKV paper: its pairs of bits, beside 16 bit
+PRESETS["leankv"] = [BenchCase(name, 8, 32, 8, 128, seqlen) for seqlen in (4096, 32768)
+                     for name in ("k8v8", "k8v4", "k4v4", "k4v2")]
 # more blocks of query rows than SMs, or a number that splits do not fill them with
 PRESETS["batches"] = [BenchCase(name, batch, 32, 8, 128, seqlen, ragged=ragged) for name in ("k4v4", "k2v2")
                       for batch, seqlen, ragged in ((9, 32768, None), (20, 16384, None), (32, 4096, None),

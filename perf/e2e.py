@@ -4,6 +4,7 @@
     python perf/e2e.py --model qwen3-8b --generation 8192   tokens/s over a generation, largest batches
     python perf/e2e.py --weights "16 bit" --weights e8p4 --contexts 4K --contexts 128K --batch 1 --batch 8
                                                             with layers of codebook weights, too
+    python perf/e2e.py --formats lean --formats lean-low    caches of two levels; every eighth step manages them
 
 One JSON line a case in perf/results/e2e.jsonl, tables on screen. Weights and tokens are random; packs are random K and
 V quantized by the cache's own kernels, every sequence in pages of its own. A step is embedding, all layers with append
@@ -20,6 +21,7 @@ from typing import Annotated
 import torch
 import typer
 from e2e_report import generation_lines, generation_table, result_table, target_table
+from level_store import LevelStore
 from llama import SHAPES, Decoder, LowBitStore, Shape, SixteenBitStore
 from provenance import append_result, need, provenance
 from random_weights import random_weight
@@ -27,6 +29,7 @@ from rich.console import Console
 
 from lowbit_attn import layout
 from lowbit_attn.budget import SIXTEEN_BIT, Gpu, parse_tokens
+from lowbit_attn.formats import levels
 
 KEPT_FREE_BYTES = 3 << 30
 PERIOD = layout.PAGE_TOKENS  # steps that are timed: every sequence flushes once in them
@@ -44,7 +47,8 @@ POINTS = 5  # lengths at which a generation is measured
 class Result:
     """Mean milliseconds of one decode step and of its parts: weights, attention, and both append and attention from
     graphs of their own, append and other by difference; floors are plain reads of the same bytes. layer_bytes: of one
-    layer's cache. attention_by: what computed it. weights: format of the layers' weights."""
+    layer's cache. attention_by: what computed it. weights: format of the layers' weights. manage_ms: of levels, the mean
+    over a period, by difference too."""
 
     model: str
     format: str
@@ -63,10 +67,13 @@ class Result:
     layer_bytes: int
     attention_by: str
     weights: str = SIXTEEN_BIT
+    manage_ms: float = 0.0
 
 
 def store_class(format: str):
-    return SixteenBitStore if format == SIXTEEN_BIT else LowBitStore
+    if format == SIXTEEN_BIT:
+        return SixteenBitStore
+    return LevelStore if levels.parse(format) else LowBitStore
 
 
 def activation_bytes(shape: Shape) -> int:
@@ -87,15 +94,18 @@ class Runner:
     def __init__(self, device: str):
         self.is_cuda = device == "cuda"
 
-    def ms(self, step, replays: int) -> float:
-        """Mean time of a replay of the captured step, after WARM_UP more runs of it."""
-        step()
-        replay = self._capture(step) if self.is_cuda else step
-        for _ in range(WARM_UP - 1):
-            replay()
+    def ms(self, steps, replays: int) -> float:
+        """Mean time of a replay of the captured step, after WARM_UP more runs of it; of several steps in turn."""
+        turns = steps if isinstance(steps, list) else [steps]
+        replay = {}
+        for step in dict.fromkeys(turns):
+            step()
+            replay[step] = self._capture(step) if self.is_cuda else step
+        for _ in range(WARM_UP - len(replay)):
+            replay[turns[0]]()
         started = self._now()
-        for _ in range(replays):
-            replay()
+        for i in range(replays):
+            replay[turns[i % len(turns)]]()
         return (self._now() - started) / replays * 1e3
 
     def _now(self) -> float:
@@ -163,13 +173,26 @@ def measure(name: str, model: Decoder, format: str, batch: int, seqlen: int, lar
 
     weights = runner.ms(lambda: model.linear_step(inputs), PART_REPLAYS)
     attention = runner.ms(attend, PART_REPLAYS)
-    both = runner.ms(append_and_attend, PERIOD)
+    both, manage = cache_ms(store, append_and_attend, runner)
     store.restart()
-    step = runner.ms(lambda: model.step(tokens, position, store), PERIOD)
+    step = runner.ms(store.turns(lambda: model.step(tokens, position, store)), PERIOD)
+    store.check()
     return Result(
         name, format, seqlen, batch, largest, step, batch / step * 1e3, weights, attention, both - attention, both,
-        step - weights - both, gpu.read_us(model.linear_bytes) * 1e-3, shape.layers * gpu.read_us(layer_bytes) * 1e-3,
-        layer_bytes, by, model.weights)
+        step - weights - both - manage, gpu.read_us(model.linear_bytes) * 1e-3,
+        shape.layers * gpu.read_us(layer_bytes) * 1e-3, layer_bytes, by, model.weights, manage)
+
+
+
+def cache_ms(store, append_and_attend, runner: Runner) -> tuple[float, float]:
+    """(append and attention, ``manage`` beside them) of a step; without levels the latter is 0."""
+    turns = store.turns(append_and_attend)
+    if len(turns) == 1:
+        return runner.ms(turns, PERIOD), 0.0
+    with_manage = runner.ms(turns, PERIOD)
+    store.restart()
+    both = runner.ms(append_and_attend, PART_REPLAYS)
+    return both, with_manage - both
 
 
 def release() -> None:

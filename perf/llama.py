@@ -218,6 +218,13 @@ class SixteenBitStore:
     def restart(self) -> None:
         """Steps leave the length as it is."""
 
+    def turns(self, step) -> list:
+        """The steps that come in turn: all are alike."""
+        return [step]
+
+    def check(self) -> None:
+        """No step can be refused."""
+
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [batch, 1, num_heads, head_dim] -> o of its shape."""
         if self.attend_with is None:
@@ -314,6 +321,15 @@ class LowBitStore:
             for x, value in zip(cache.counters(), start):
                 x.copy_(value)
             cache.sync()
+
+    def turns(self, step) -> list:
+        """The steps that come in turn: all are alike."""
+        return [step]
+
+    def check(self) -> None:
+        """Raise CacheFaultError if a captured step was refused."""
+        for cache in self.caches:
+            cache.check()
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.caches[layer].append(k, v)

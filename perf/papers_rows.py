@@ -1,5 +1,6 @@
 """What four papers claim, and which measured lines stand beside it: the rows of papers.py."""
 
+import leankv_rows
 from paper_lines import Lines, Row
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
@@ -36,8 +37,9 @@ def _step(lines: Lines) -> str:
 
 def _rates(seqlen: int):
     def cell(lines: Lines) -> str:
-        plain, four, two = (lines.newest("e2e", model="llama-3.1-8b", format=fmt, seqlen=seqlen, largest=True,
-                                         weights=None) for fmt in ("16 bit", "k4v4", "k2v2"))
+        case = dict(model="llama-3.1-8b", seqlen=seqlen, largest=True)
+        case["commit"] = lines.newest("e2e", format="k2v2", **case)["commit"]  # all of one run
+        plain, four, two = (lines.newest("e2e", format=fmt, **case) for fmt in ("16 bit", "k4v4", "k2v2"))
         cells = [f"{plain['tokens_per_s']:.0f} tokens/s at batch {plain['batch']}"]
         for name, line in (("4 bits", four), ("2 bits", two)):
             cells.append(f"{name}: {line['tokens_per_s']:.0f} at {line['batch']}, "
@@ -175,32 +177,6 @@ def _codebook_quality(lines: Lines) -> str:
             f"{kl['cq2 plain']:.4f} with k-means alone")
 
 
-def _lean(lines: Lines, label: str, task: str = "text") -> dict:
-    return lines.newest("leankv", task=task, label=label)
-
-
-def _lean_memory(lines: Lines) -> str:
-    plain = _lean(lines, "16 bit")["perplexity"]
-    return "; ".join(f"{name}: {_lean(lines, name)['bits_per_element_at_128'] / 16:.1%} of 16 bit, perplexity "
-                     f"{_lean(lines, name)['perplexity']:.2f}" for name in ("lean", "lean-low")) + f" ({plain:.2f})"
-
-
-def _lean_speed(lines: Lines) -> str:
-    line = lines.newest("levels", batch=8, seqlen=32768, high=25)
-    plain = lines.newest("decode", gpu=H100, format="k4v4", **EIGHT)["fp16_us"]
-    least = 2 * 2 * line["batch"] * line["seqlen"] * line["kv_heads"] * line["head_dim"] / line["bytes"]
-    gain = plain / min(line["us"].values())
-    return (f"k4v4 over k2v2, 25 % high, batch 8, 32K: {least:.1f}x fewer bytes, {gain:.1f}x 16 bit, "
-            f"{line['ratio_fastest']:.2f} of the fastest read")
-
-
-def _lean_management(lines: Lines) -> str:
-    shares = [(f"batch {batch}, {seqlen >> 10}K",
-               lines.newest("level_manage", levels="lean", batch=batch, seqlen=seqlen)["kernels_share"])
-              for batch, seqlen in ((64, 4096), (8, 32768))]
-    return "`manage` of lean: " + ", ".join(f"{share:.1%} ({case})" for case, share in shares)
-
-
 PAPERS = {
     "bitdecoding": (
         Row("Fig. 2c", "tensor cores gain as n_group grows, CUDA cores do not", _groups,
@@ -234,7 +210,7 @@ PAPERS = {
         Row("Table 2, sinks", "32 tokens in 16 bit give KIVI-2 8.3 points back",
             _perplexities("KIVI (groups of 32, simulator)", "KIVI, sinks (simulator)"), "the same direction"),
         Row("Table 2, K4V2", "4-bit keys recover more than 4-bit values",
-            _perplexities("k2v2, sinks", "k4v2, sinks"), "k2v4 is not in this table yet"),
+            leankv_rows.kl_of("k2v2", "k4v2", "k2v4"), "the same; 4-bit values beside 2-bit keys hardly help"),
         Row("Table 3", "Kitty near, Kitty-Pro at 16 bit's accuracy",
             _perplexities("16 bit", "kitty", "kitty, search", "kitty-pro", "kitty-pro, search"),
             "range search on K is this package's ([formats](formats.md))"),
@@ -268,14 +244,5 @@ PAPERS = {
         Row("Fig. 14", "the same steps for products of weights", lambda lines: "not built as steps",
             "products of codebook weights have one form each ([weights](weights.md))"),
     ),
-    "leankv": (
-        Row("Table 1", "as 16 bit with 18.9 to 28.9 % of the memory, 5 % less with 7.6 to 20.6 %", _lean_memory,
-            "pages of 128 tokens, 32 sinks; nothing is pruned"),
-        Row("Fig. 7", "K4V2 keeps what K2V4 loses", _perplexities("k4v2, sinks", "k4v4, sinks"),
-            "the paper's K is quantized per token, ours per channel"),
-        Row("Fig. 13", "nearly as much faster as bytes are fewer: 1.7x at K8V8, 2x fewer", _lean_speed,
-            "one launch for both levels"),
-        Row("Fig. 12", "memory management below 0.9 % of a step", _lean_management,
-            "two launches a layer in every step, also where nothing moves; weights and attention alone are the step"),
-    ),
+    "leankv": leankv_rows.ROWS,
 }

@@ -92,7 +92,7 @@ class Dequantize:
     @cute.kernel
     def flat_kernel(self, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor, out: cute.Tensor,
                     first: Int32, blocks: Int32):
-        """Of aqlm_1x16: a slice of a row is a thread's, and neighbours write neighbouring slices."""
+        """aqlm_1x16: a slice of a row is a thread's, and neighbours write neighbouring slices."""
         groups = codes.shape[1]
         for item in cutlass.range(cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0], groups * blocks,
                                   cute.arch.grid_dim()[0] * self.threads, unroll=1):
