@@ -19,7 +19,7 @@ from lowbit_attn.hopper.linear.tables import words_at
 ACCESS_BYTES = 16
 
 
-class Unit(NamedTuple):
+class ChunkUnit(NamedTuple):
     """What a warp decodes at once: pieces of rows, a tile of them; several units are a block of rows of the pack."""
 
     warps: int  # of a CTA
@@ -37,7 +37,8 @@ class Unit(NamedTuple):
         return self.warps * self.pieces * self.stride
 
 
-UNITS = {"aqlm_2x8": Unit(12, 1, 32, 512), "aqlm_2x12": Unit(16, 1, 128, 64), "gptvq2": Unit(24, 128, 64, 64)}
+UNITS = {"aqlm_2x8": ChunkUnit(12, 1, 32, 512), "aqlm_2x12": ChunkUnit(16, 1, 128, 64),
+         "gptvq2": ChunkUnit(24, 128, 64, 64)}
 FLAT_THREADS = 256  # of aqlm_1x16, whose codes lie in the order of W
 
 
