@@ -153,7 +153,7 @@ ELSEWHERE = {  # what is not run here, and why
     "perf/outliers.py": "needs captured tensors of a model",
 }
 GPU = ("bench", "pack", "append", "e2e", "gpu_model", "stalls", "context_parallel", "linear", "levels",
-       "level_manage")
+       "level_manage", "vq_steps")
 
 
 def option_is_known(source: str, option: str) -> bool:
