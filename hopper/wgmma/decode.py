@@ -44,14 +44,15 @@ class WgmmaSm90(DecodeKernel):
         """Shared memory in the order of ``WgmmaConfig.smem_plan``."""
         cfg, element, plan = self.cfg, ELEMENT[self.cfg.dtype], self.cfg.smem_plan
         stages = cfg.mma_groups * cfg.packed_stages
+        sizes = [plan[name] for name in ("query", "weights", "k_packed", "v_packed", "maxima")]
 
         @cute.struct
         class Smem:
-            query: cute.struct.Align[cute.struct.MemRange[element, plan["query"] // 2], SMEM_ALIGN]
-            weights: cute.struct.Align[cute.struct.MemRange[element, plan["weights"] // 2], SMEM_ALIGN]
-            k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, plan["k_packed"] // 4], 128]
-            v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, plan["v_packed"] // 4], 128]
-            maxima: cute.struct.Align[cute.struct.MemRange[Float32, plan["maxima"] // 4], 128]
+            query: cute.struct.Align[cute.struct.MemRange[element, sizes[0] // 2], SMEM_ALIGN]
+            weights: cute.struct.Align[cute.struct.MemRange[element, sizes[1] // 2], SMEM_ALIGN]
+            k_packed: cute.struct.Align[cute.struct.MemRange[Uint32, sizes[2] // 4], 128]
+            v_packed: cute.struct.Align[cute.struct.MemRange[Uint32, sizes[3] // 4], 128]
+            maxima: cute.struct.Align[cute.struct.MemRange[Float32, sizes[4] // 4], 128]
             k_bars: cute.struct.MemRange[Int64, 2 * stages]
             v_bars: cute.struct.MemRange[Int64, 2 * stages]
             joined: cute.struct.MemRange[Int64, 1]
