@@ -43,6 +43,9 @@ PRESETS["wide"] = [BenchCase(name, 8, heads, 8, head_dim, 32768, q_len) for head
     (32, 128, 4, "k4v4"), (32, 128, 4, "k2v2"), (64, 128, 8, "k4v4"), (64, 128, 8, "k2v2"), (32, 96, 1, "k4v4"),
     (32, 256, 1, "k4v4"), (32, 256, 1, "k2v2"), (32, 256, 1, "k8v4"), (32, 256, 4, "k4v4"), (32, 128, 1, "k4tv4"),
     (32, 128, 8, "k4v4"), (32, 128, 8, "k2v2"))]
+# 16 to 64 query rows of a KV head, by heads and by queries
+PRESETS["rows"] = [BenchCase(name, 8, heads, 8, 128, 32768, q_len) for heads, q_len in (
+    (32, 4), (40, 4), (32, 6), (32, 8), (64, 6), (64, 8)) for name in ("k4v4", "k2v2")]
 PRESETS["formats"] = [BenchCase(name, 8, 32, 8, head_dim, 32768, dtype=dtype) for name, head_dim, dtype in (
     *((name, 128, "float16") for name in ("k4v2", "k8v4", "k4tv4", "k4v4-g32", "k2v2-g32")),
     *((name, head_dim, "float16") for head_dim in (64, 256) for name in ("k4v4", "k2v2")), ("k4v4", 96, "float16"),
@@ -52,14 +55,20 @@ PRESETS["codebooks"] = [BenchCase(name, batch, heads, kv_heads, head_dim, seqlen
                             (1, 32, 8, 128, 131072), (8, 32, 8, 128, 32768), (1, 32, 32, 128, 131072),
                             (8, 64, 8, 128, 32768), (8, 32, 8, 64, 32768))
                         for name in ("k4v4", "k2v2", "cq2", "cq4", "kcq4vcq2")]
+# of VQ-LLM's evaluation: Llama-7B's heads, batch 8 and 4,096 tokens
+PRESETS["codebooks-4k"] = [BenchCase(name, 8, 32, kv_heads, 128, 4096) for kv_heads in (32, 8)
+                           for name in ("k4v4", "k2v2", "cq2", "cq4", "kcq4vcq2")]
 # more query rows than a warp's kernel takes at once: codebook64, and codebook8 in blocks (--path)
-PRESETS["codebook-rows"] = [BenchCase(name, 8, heads, 8, head_dim, 32768) for head_dim in (128, 64)
-                            for heads in (72, 128, 256, 512) for name in ("cq2", "cq4", "kcq4vcq2")]
+PRESETS["codebook-rows"] = [BenchCase(name, 8, heads, 8, head_dim, 32768) for head_dim, heads in (
+    (128, 72), (128, 128), (128, 256), (128, 512), (64, 128), (64, 512)) for name in ("cq2", "cq4")]
 PRESETS["boosted"] = [BenchCase(name, batch, heads, kv_heads, head_dim, seqlen)
                       for batch, heads, kv_heads, head_dim, seqlen in (
                           (8, 32, 8, 128, 32768), (1, 32, 8, 128, 131072), (64, 32, 8, 128, 4096),
                           (8, 64, 8, 128, 32768), (8, 32, 8, 64, 32768))
                       for name in ("k4v2", "k4v2-boost", "k4v4")]
+# Fig. 13 of the LeanKV paper: its pairs of bits, beside 16 bit
+PRESETS["leankv"] = [BenchCase(name, 8, 32, 8, 128, seqlen) for seqlen in (4096, 32768)
+                     for name in ("k8v8", "k8v4", "k4v4", "k4v2")]
 # more blocks of query rows than SMs, or a number that splits do not fill them with
 PRESETS["batches"] = [BenchCase(name, batch, 32, 8, 128, seqlen, ragged=ragged) for name in ("k4v4", "k2v2")
                       for batch, seqlen, ragged in ((9, 32768, None), (20, 16384, None), (32, 4096, None),

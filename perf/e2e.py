@@ -4,6 +4,7 @@
     python perf/e2e.py --model qwen3-8b --generation 8192   tokens/s over a generation, largest batches
     python perf/e2e.py --weights "16 bit" --weights e8p4 --contexts 4K --contexts 128K --batch 1 --batch 8
                                                             with layers of codebook weights, too
+    python perf/e2e.py --formats lean --formats lean-low    caches of two levels; every eighth step manages them
 
 One JSON line a case in perf/results/e2e.jsonl, tables on screen. Weights and tokens are random; packs are random K and
 V quantized by the cache's own kernels, every sequence in pages of its own. A step is embedding, all layers with append
@@ -20,6 +21,7 @@ from typing import Annotated
 import torch
 import typer
 from e2e_report import generation_lines, generation_table, result_table, target_table
+from level_store import LevelStore
 from llama import SHAPES, Decoder, LowBitStore, Shape, SixteenBitStore
 from provenance import append_result, need, provenance
 from random_weights import random_weight
@@ -27,6 +29,7 @@ from rich.console import Console
 
 from lowbit_attn import layout
 from lowbit_attn.budget import SIXTEEN_BIT, Gpu, parse_tokens
+from lowbit_attn.formats import levels
 
 KEPT_FREE_BYTES = 3 << 30
 PERIOD = layout.PAGE_TOKENS  # steps that are timed: every sequence flushes once in them
@@ -36,6 +39,7 @@ SPARE_TOKENS = PERIOD + WARM_UP + 1  # that a graph's replays append before the 
 ATTENTION_REPLAYS = 10  # of each candidate for 16-bit attention
 READ_MIB = (16, 64, 256, 1024)
 LARGEST = 0
+DTYPES = dict(float16=torch.float16, bfloat16=torch.bfloat16)
 POINTS = 5  # lengths at which a generation is measured
 
 
@@ -43,7 +47,8 @@ POINTS = 5  # lengths at which a generation is measured
 class Result:
     """Mean milliseconds of one decode step and of its parts: weights, attention, and both append and attention from
     graphs of their own, append and other by difference; floors are plain reads of the same bytes. layer_bytes: of one
-    layer's cache. attention_by: what computed it. weights: format of the layers' weights."""
+    layer's cache. attention_by: what computed it. weights: format of the layers' weights. manage_ms: of levels, the
+    mean over a period, by difference too."""
 
     model: str
     format: str
@@ -62,10 +67,13 @@ class Result:
     layer_bytes: int
     attention_by: str
     weights: str = SIXTEEN_BIT
+    manage_ms: float = 0.0
 
 
 def store_class(format: str):
-    return SixteenBitStore if format == SIXTEEN_BIT else LowBitStore
+    if format == SIXTEEN_BIT:
+        return SixteenBitStore
+    return LevelStore if levels.parse(format) else LowBitStore
 
 
 def activation_bytes(shape: Shape) -> int:
@@ -86,15 +94,18 @@ class Runner:
     def __init__(self, device: str):
         self.is_cuda = device == "cuda"
 
-    def ms(self, step, replays: int) -> float:
-        """Mean time of a replay of the captured step, after WARM_UP more runs of it."""
-        step()
-        replay = self._capture(step) if self.is_cuda else step
-        for _ in range(WARM_UP - 1):
-            replay()
+    def ms(self, steps, replays: int) -> float:
+        """Mean time of a replay of the captured step, after WARM_UP more runs of it; of several steps in turn."""
+        turns = steps if isinstance(steps, list) else [steps]
+        replay = {}
+        for step in dict.fromkeys(turns):
+            step()
+            replay[step] = self._capture(step) if self.is_cuda else step
+        for _ in range(WARM_UP - len(replay)):
+            replay[turns[0]]()
         started = self._now()
-        for _ in range(replays):
-            replay()
+        for i in range(replays):
+            replay[turns[i % len(turns)]]()
         return (self._now() - started) / replays * 1e3
 
     def _now(self) -> float:
@@ -162,13 +173,26 @@ def measure(name: str, model: Decoder, format: str, batch: int, seqlen: int, lar
 
     weights = runner.ms(lambda: model.linear_step(inputs), PART_REPLAYS)
     attention = runner.ms(attend, PART_REPLAYS)
-    both = runner.ms(append_and_attend, PERIOD)
+    both, manage = cache_ms(store, append_and_attend, runner)
     store.restart()
-    step = runner.ms(lambda: model.step(tokens, position, store), PERIOD)
+    step = runner.ms(store.turns(lambda: model.step(tokens, position, store)), PERIOD)
+    store.check()
     return Result(
         name, format, seqlen, batch, largest, step, batch / step * 1e3, weights, attention, both - attention, both,
-        step - weights - both, gpu.read_us(model.linear_bytes) * 1e-3, shape.layers * gpu.read_us(layer_bytes) * 1e-3,
-        layer_bytes, by, model.weights)
+        step - weights - both - manage, gpu.read_us(model.linear_bytes) * 1e-3,
+        shape.layers * gpu.read_us(layer_bytes) * 1e-3, layer_bytes, by, model.weights, manage)
+
+
+
+def cache_ms(store, append_and_attend, runner: Runner) -> tuple[float, float]:
+    """(append and attention, ``manage`` beside them) of a step; without levels the latter is 0."""
+    turns = store.turns(append_and_attend)
+    if len(turns) == 1:
+        return runner.ms(turns, PERIOD), 0.0
+    with_manage = runner.ms(turns, PERIOD)
+    store.restart()
+    both = runner.ms(append_and_attend, PART_REPLAYS)
+    return both, with_manage - both
 
 
 def release() -> None:
@@ -189,7 +213,7 @@ class Bench:
         self.memory = torch.cuda.mem_get_info()[0]
         quantized = None if weights == SIXTEEN_BIT else partial(random_weight, weights, device=device)
         self.model = Decoder(self.shape, positions + SPARE_TOKENS + 1, dtype, device, fuse, quantized)
-        self.runner, self.origin = Runner(device), provenance()
+        self.runner, self.origin = Runner(device), provenance() | dict(dtype=str(dtype).removeprefix("torch."))
 
     def batch(self, format: str, seqlen: int, wanted: int) -> int:
         """``wanted``, or the largest; 0 where it does not fit."""
@@ -247,16 +271,19 @@ def main(
     most: Annotated[int, typer.Option(help="largest batch ever taken")] = 1024,
     weights: Annotated[list[str], typer.Option(help="16 bit or formats of codebook weights")] = [SIXTEEN_BIT],
     fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
+    dtype: Annotated[str, typer.Option(help="of weights and 16-bit caches: float16 or bfloat16")] = "float16",
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/e2e.jsonl",
 ) -> None:
     """Time decode steps of a model with 16-bit and low-bit caches in the same memory."""
     need()
     lengths = [parse_tokens(text) for text in contexts_of]
     start = parse_tokens(prompt)
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype: got {dtype}, supported: {', '.join(DTYPES)}")
     positions = start + generated if generated else max(lengths)
     everything, console, results = [SIXTEEN_BIT, *formats], Console(width=170), []
     for name in weights:
-        bench = Bench(model, positions, most, "cuda", output, fuse, weights=name)
+        bench = Bench(model, positions, most, "cuda", output, fuse, DTYPES[dtype], weights=name)
         with torch.no_grad():
             if generated:
                 generation(bench, start, generated, everything, console)

@@ -1,5 +1,6 @@
 """What four papers claim, and which measured lines stand beside it: the rows of papers.py."""
 
+import leankv_rows
 from paper_lines import Lines, Row
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
@@ -7,6 +8,7 @@ ONE = dict(arch="hopper", batch=1, heads=32, kv_heads=8, head_dim=128, seqlen=13
 EIGHT = ONE | dict(batch=8, seqlen=32768)
 WIDE = EIGHT | dict(heads=64)
 MHA = ONE | dict(kv_heads=32)
+LLAMA = EIGHT | dict(kv_heads=32, seqlen=4096)  # VQ-LLM's: Llama-7B, batch 8
 
 
 def _gain(lines: Lines, case: dict, fmt: str, gpu: str = H100) -> str:
@@ -35,8 +37,9 @@ def _step(lines: Lines) -> str:
 
 def _rates(seqlen: int):
     def cell(lines: Lines) -> str:
-        plain, four, two = (lines.newest("e2e", model="llama-3.1-8b", format=fmt, seqlen=seqlen, largest=True,
-                                         weights=None) for fmt in ("16 bit", "k4v4", "k2v2"))
+        case = dict(model="llama-3.1-8b", seqlen=seqlen, largest=True)
+        case["commit"] = lines.newest("e2e", format="k2v2", **case)["commit"]  # all of one run
+        plain, four, two = (lines.newest("e2e", format=fmt, **case) for fmt in ("16 bit", "k4v4", "k2v2"))
         cells = [f"{plain['tokens_per_s']:.0f} tokens/s at batch {plain['batch']}"]
         for name, line in (("4 bits", four), ("2 bits", two)):
             cells.append(f"{name}: {line['tokens_per_s']:.0f} at {line['batch']}, "
@@ -99,16 +102,63 @@ def _generation(lines: Lines) -> str:
 
 def _codebook_over_int4(lines: Lines) -> str:
     cells = []
-    for name, case in (("batch 8, 32K", EIGHT), ("batch 1, 128K", ONE)):
-        ours = lines.newest("decode", gpu=H100, format="cq4", **case)
-        int4 = lines.newest("decode", gpu=H100, format="k4v4", commit=ours["commit"], **case)
+    for name, case, gpu in (("batch 8, 32K, H100", EIGHT, H100), ("batch 1, 128K, H100", ONE, H100),
+                            ("batch 8, 4,096, 32 KV heads, H200", LLAMA, H200)):
+        ours = lines.newest("decode", gpu=gpu, format="cq4", **case)
+        int4 = lines.newest("decode", gpu=gpu, format="k4v4", commit=ours["commit"], **case)
         cells.append(f"{ours['us'] / int4['us']:.2f}x ({name})")
     return ", ".join(cells)
 
 
 def _codebook_saves(lines: Lines) -> str:
-    line = lines.newest("decode", gpu=H100, format="cq4", **EIGHT)
-    return f"{100 - 100 * line['us'] / line['fp16_us']:.1f} % less time at batch 8, 32K"
+    cells = []
+    for name, case, gpu in (("batch 8, 4,096, 32 KV heads, H200", LLAMA, H200), ("batch 8, 32K, H100", EIGHT, H100)):
+        line = lines.newest("decode", gpu=gpu, format="cq4", path="codebook", **case)
+        cells.append(f"{100 - 100 * line['us'] / line['fp16_us']:.1f} % ({name})")
+    return "less time: " + ", ".join(cells)
+
+
+STEPS = {"global": "global memory", "shared": "shared memory, entry order", "banks": "a bank a group",
+         "rotated": "rotated", "table": "K table"}
+
+
+def _steps(lines: Lines, fmt: str, case: dict) -> dict[str, dict]:
+    asked = {key: case[key] for key in ("batch", "kv_heads", "seqlen")}
+    last = lines.newest("vq_steps", gpu=H200, format=fmt, step="default", **asked)
+    return {step: lines.newest("vq_steps", gpu=H200, format=fmt, step=step, commit=last["commit"], **asked)
+            for step in (*STEPS, "default")}
+
+
+def _lookups_over_fp16(lines: Lines) -> str:
+    found = _steps(lines, "cq2", LLAMA)
+    cells = [f"{found[step]['us'] / found[step]['fp16_us']:.2f} ({STEPS[step]})" for step in STEPS]
+    return "cq2 over 16 bit, batch 8, 4,096, 32 KV heads: " + ", ".join(cells)
+
+
+def _steps_gain(lines: Lines) -> str:
+    cells = []
+    for name, case in (("1,024", LLAMA | dict(seqlen=1024)), ("4,096", LLAMA), ("32K, 8 KV heads", EIGHT)):
+        for fmt in ("cq2", "cq4"):
+            found = _steps(lines, fmt, case)
+            cells.append(f"{100 - 100 * found['default']['us'] / found['global']['us']:.0f} % ({fmt}, {name})")
+    return "decode over codebooks in global memory, batch 8: " + ", ".join(cells)
+
+
+def _step_times(fmt: str):
+    def cell(lines: Lines) -> str:
+        found = _steps(lines, fmt, EIGHT)
+        cells = [f"{found[step]['us']:.0f} ({name})" for step, name in STEPS.items()
+                 if (fmt, step) != ("cq4", "table")]
+        return f"{fmt}, batch 8, 32K, us: {', '.join(cells)}; a read {found['default']['read_us']:.0f}"
+    return cell
+
+
+def _four_over_two(lines: Lines) -> str:
+    cells = []
+    for step in ("global", "shared", "rotated", "default"):
+        four, two = (_steps(lines, fmt, LLAMA)[step]["us"] for fmt in ("cq4", "cq2"))
+        cells.append(f"{four / two:.2f} ({STEPS.get(step, 'as shipped')})")
+    return "batch 8, 4,096, 32 KV heads: " + ", ".join(cells)
 
 
 def _weights_saves(lines: Lines) -> str:
@@ -125,32 +175,6 @@ def _codebook_quality(lines: Lines) -> str:
     int4 = lines.newest("quality", preset="table", label="k4v4, sinks")["kl"]
     return (f"KL {kl['cq4']:.4f} (cq4) and {int4:.4f} (k4v4) with 32 sinks; 2 bits {kl['cq2']:.4f}, "
             f"{kl['cq2 plain']:.4f} with k-means alone")
-
-
-def _lean(lines: Lines, label: str, task: str = "text") -> dict:
-    return lines.newest("leankv", task=task, label=label)
-
-
-def _lean_memory(lines: Lines) -> str:
-    plain = _lean(lines, "16 bit")["perplexity"]
-    return "; ".join(f"{name}: {_lean(lines, name)['bits_per_element_at_128'] / 16:.1%} of 16 bit, perplexity "
-                     f"{_lean(lines, name)['perplexity']:.2f}" for name in ("lean", "lean-low")) + f" ({plain:.2f})"
-
-
-def _lean_speed(lines: Lines) -> str:
-    line = lines.newest("levels", batch=8, seqlen=32768, high=25)
-    plain = lines.newest("decode", gpu=H100, format="k4v4", **EIGHT)["fp16_us"]
-    least = 2 * 2 * line["batch"] * line["seqlen"] * line["kv_heads"] * line["head_dim"] / line["bytes"]
-    gain = plain / min(line["us"].values())
-    return (f"k4v4 over k2v2, 25 % high, batch 8, 32K: {least:.1f}x fewer bytes, {gain:.1f}x 16 bit, "
-            f"{line['ratio_fastest']:.2f} of the fastest read")
-
-
-def _lean_management(lines: Lines) -> str:
-    shares = [(f"batch {batch}, {seqlen >> 10}K",
-               lines.newest("level_manage", levels="lean", batch=batch, seqlen=seqlen)["kernels_share"])
-              for batch, seqlen in ((64, 4096), (8, 32768))]
-    return "`manage` of lean: " + ", ".join(f"{share:.1%} ({case})" for case, share in shares)
 
 
 PAPERS = {
@@ -186,7 +210,7 @@ PAPERS = {
         Row("Table 2, sinks", "32 tokens in 16 bit give KIVI-2 8.3 points back",
             _perplexities("KIVI (groups of 32, simulator)", "KIVI, sinks (simulator)"), "the same direction"),
         Row("Table 2, K4V2", "4-bit keys recover more than 4-bit values",
-            _perplexities("k2v2, sinks", "k4v2, sinks"), "k2v4 is not in this table yet"),
+            leankv_rows.kl_of("k2v2", "k4v2", "k2v4"), "the same; 4-bit values beside 2-bit keys hardly help"),
         Row("Table 3", "Kitty near, Kitty-Pro at 16 bit's accuracy",
             _perplexities("16 bit", "kitty", "kitty, search", "kitty-pro", "kitty-pro, search"),
             "range search on K is this package's ([formats](formats.md))"),
@@ -200,23 +224,29 @@ PAPERS = {
         Row("Fig. 16, attention", "CQ-4 takes 1.01x the time of 4-bit integers", _codebook_over_int4,
             "lookups from shared memory without bank conflicts, codes in the order of the fragments"),
         Row("Sec. VII-F", "66.4 % less time than the best 16-bit attention at batch 8, 4,096 (RTX 4090)",
-            _codebook_saves, "a shape at which a read takes longer than a launch"),
+            _codebook_saves, "of 64 us some 15 are a call's start and end; one query row costs the lookups of four"),
         Row("Fig. 16, weights", "0.88x of AWQ's GeMV in 4 bits", _weights_saves,
             "no 4-bit integer kernel of weights is here"),
         Row("Fig. 17, quality", "2.5 points of arc-challenge above qServe in 4 bits", _codebook_quality,
             "our calibration: query weights, page means, random positions ([codebooks](codebooks.md))"),
-        Row("Fig. 4, 13 to 15, Table IV, V", "steps from codebooks in global memory to shuffles",
-            lambda lines: "not measured: the steps are not built as kernels",
-            "conflict-free tables need no hot entries in registers"),
+        Row("Fig. 4", "CQ-2 with codebooks in global memory is slower than 16-bit attention; in shared memory less so",
+            _lookups_over_fp16, "every step here has the paper's O3: codebooks come once a block, whose other data "
+            "leave them room"),
+        Row("Fig. 13, attention", "46 % less time than codebooks in global memory on average, 54 % at most (RTX 4090)",
+            _steps_gain, "steps differ in lookups alone, not in dataflow"),
+        Row("Fig. 15 left, Table IV", "CQ-2: shared memory slower than global; O1 (the most used entries there) pays, "
+            "O2 (in registers) little, O3 (one load a block) most, O4 (shuffles) little", _step_times("cq2"),
+            "all entries of all groups are in shared memory, so O1 and O2 have nothing to choose; in entry order some "
+            "three lanes meet in a bank, in a bank a group four, rotated none"),
+        Row("Fig. 15 left, CQ-4", "as CQ-2, not shown", _step_times("cq4"),
+            "twice the lookups; eight lanes of K meet in a bank a group"),
+        Row("Fig. 15 right", "CQ-4 over CQ-2, in a figure alone", _four_over_two,
+            "twice the lookups, of half the size; twice the bytes of codes"),
+        Row("Table V, CQ-2", "64 KB of codebooks a block, below 1 entry beyond 3 sigma, 3 shuffles",
+            lambda lines: "64 KB a side, all in shared memory; no entry is cached apart; no shuffle",
+            "the query operand and the weights undo the order of lookups"),
+        Row("Fig. 14", "the same steps for products of weights", lambda lines: "not built as steps",
+            "products of codebook weights have one form each ([weights](weights.md))"),
     ),
-    "leankv": (
-        Row("Table 1", "as 16 bit with 18.9 to 28.9 % of the memory, 5 % less with 7.6 to 20.6 %", _lean_memory,
-            "pages of 128 tokens, 32 sinks; nothing is pruned"),
-        Row("Fig. 7", "K4V2 keeps what K2V4 loses", _perplexities("k4v2, sinks", "k4v4, sinks"),
-            "the paper's K is quantized per token, ours per channel"),
-        Row("Fig. 13", "nearly as much faster as bytes are fewer: 1.7x at K8V8, 2x fewer", _lean_speed,
-            "one launch for both levels"),
-        Row("Fig. 12", "memory management below 0.9 % of a step", _lean_management,
-            "two launches a layer in every step, also where nothing moves; weights and attention alone are the step"),
-    ),
+    "leankv": leankv_rows.ROWS,
 }

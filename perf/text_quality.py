@@ -29,9 +29,10 @@ SMOLLM2 = "SmolLM2-135M-Instruct"
 RESULTS = "perf/results/texts.jsonl"
 TEXTS = ("docs", "gpl", "code")
 WINDOWS, TOKENS, SINKS, TOGETHER = 2, 1024, 32, 6
-FORMATS = ("k8v8", "k8v4", "k4v4", "k4tv4", "k4v2", "k2v4", "k2v2", "k4v1", "k1v4", "k1v1", "kitty", "kitty-variance",
-           "kitty-weighted", "kitty-pro", "kitty-pro-variance", "kitty-pro-weighted", "k4v2-boost", "lean", "lean-low")
-PAIRS = (("k4v2", "k2v4"), ("k4v1", "k1v4"), ("kitty-variance", "kitty"), ("kitty-weighted", "kitty"),
+FORMATS = ("k8v8", "k8v4", "k4v8", "k4v4", "k4tv4", "k4v2", "k2v4", "k2v2", "k4v1", "k1v4", "k1v1", "kitty",
+           "kitty-variance", "kitty-weighted", "kitty-pro", "kitty-pro-variance", "kitty-pro-weighted", "k4v2-boost",
+           "lean", "lean-low")
+PAIRS = (("k8v4", "k4v8"), ("k4v2", "k2v4"), ("k4v1", "k1v4"), ("kitty-variance", "kitty"), ("kitty-weighted", "kitty"),
          ("kitty-pro-variance", "kitty-pro"), ("kitty-pro-weighted", "kitty-pro"), ("k4v2-boost", "k4v2"),
          ("lean", "k4v4"))
 WITHOUT_SINKS = ("k4v4", "k4v2", "k2v2")

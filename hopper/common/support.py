@@ -12,6 +12,7 @@ from lowbit_attn.registers import WIDE_HEAD_DIM
 
 FLOATS = (torch.float16, torch.bfloat16)
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
+WGMMA = "wgmma"
 BOOK_TILE = "codebook64"  # the tile path of formats with codebooks
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
@@ -59,10 +60,12 @@ class BookTileSupport(CodebookSupport):
                   ("V bits", v.bits, self.v_bits if v.kind is Kind.CODEBOOK else affine.v_bits),
                   ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
                   *(("feature", name, self.features) for name in features)]
+        if any(spec.kind is Kind.CODEBOOK and spec.bits == 1 for spec in (k, v)):
+            wanted.append(("head_dim with codebooks of 1 bit", head_dim, (128,)))
         return unserved(wanted)
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; one side may be as on the tile path"
+        return f"{super().__str__()}; one side may be as on the tile path; codebooks of 1 bit at head_dim 128"
 
 
 PATHS = {
@@ -70,6 +73,10 @@ PATHS = {
                        k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                        dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
                        windows=True, boosted=True, boosted_values=True),
+    # codes become numbers by fp16 instructions; fp32 ones, which bf16 needs, are too many
+    WGMMA: Support(arithmetic="wgmma", k_bits=(4, 2), v_bits=(4, 2), k_groups=(32, 64, 128), head_dims=(64, 128),
+                   dtypes=(torch.float16,), storages=(torch.float16,), rows=(32,), wide_rows=(32,),
+                   channel_groups=(32, 64, 128), k_per_token=True, least_rows=17),
     "register": Support(arithmetic="fp16", clusters=True,
                         k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 16), wide_rows=(8,), channel_groups=(32, 64, 128),
@@ -94,6 +101,7 @@ PATHS = {
                                 dtypes=FLOATS, storages=(), rows=(4,), wide_rows=(4,), codebooks=True),
     "codebook8": CodebookSupport(arithmetic="codebook8", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
                                  dtypes=FLOATS, storages=(), rows=(8,), wide_rows=(8,), codebooks=True),
-    BOOK_TILE: BookTileSupport(arithmetic="codebook64", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
-                               dtypes=FLOATS, storages=(), rows=(64,), wide_rows=(64,), codebooks=True),
+    BOOK_TILE: BookTileSupport(arithmetic="codebook64", k_bits=(4, 2, 1), v_bits=(4, 2, 1), k_groups=(),
+                               head_dims=(64, 128), dtypes=FLOATS, storages=(), rows=(64,), wide_rows=(64,),
+                               codebooks=True),
 }

@@ -142,7 +142,8 @@ ELSEWHERE = {  # what is not run here, and why
     **dict.fromkeys(("examples/hf_long_document.py", "examples/quality_check.py", "examples/cuda_graph_decode.py",
                      "examples/paged_serving.py"), "test_examples.py runs it"),
     "perf/peers.py": "needs a GPU and other libraries; test_perf_peers.py runs its parts",
-    **dict.fromkeys(("perf/quality.py", "perf/text_quality.py", "perf/tasks.py", "perf/leankv.py", "perf/weights.py"),
+    **dict.fromkeys(("perf/quality.py", "perf/text_quality.py", "perf/tasks.py", "perf/leankv.py",
+                     "perf/leankv_figures.py", "perf/weights.py"),
                     "minutes to hours of a downloaded model; test_perf_*.py and test_readme.py run its parts"),
     "perf/frames.py": "takes minutes; test_level_steps.py takes fewer of its steps",
     "perf/papers.py": "test_perf_papers.py compares what it prints with docs/papers.md",
@@ -152,8 +153,8 @@ ELSEWHERE = {  # what is not run here, and why
     "perf/host_time.py": "times this machine, into perf/results",
     "perf/outliers.py": "needs captured tensors of a model",
 }
-GPU = ("bench", "pack", "append", "e2e", "gpu_model", "stalls", "context_parallel", "linear", "levels",
-       "level_manage")
+GPU = ("bench", "pack", "append", "e2e", "gpu_model", "stalls", "context_parallel", "tensor_parallel", "million",
+       "linear", "levels", "level_manage", "vq_steps")
 
 
 def option_is_known(source: str, option: str) -> bool:

@@ -16,6 +16,7 @@ from lowbit_attn.budget import SIXTEEN_BIT, Gpu
 sys.path.append(str(Path(__file__).parents[2] / "perf"))
 import e2e  # noqa: E402
 import e2e_report  # noqa: E402
+from level_store import LevelStore  # noqa: E402
 from llama import SHAPES, Decoder, LowBitStore, Shape, SixteenBitStore  # noqa: E402
 from random_weights import random_weight  # noqa: E402
 
@@ -100,6 +101,55 @@ def test_bytes_of_a_sequence_are_those_allocated(format):
     assert sum(x.nbytes for x in held) == BATCH * LowBitStore.sequence_bytes(shape, format, SEQLEN, SPARE)
 
 
+WIDE = replace(TINY, head_dim=64)  # levels need whole blocks of codes
+LONG = 1500  # tokens, after which a head has pages of both levels
+
+
+def level_store(format: str) -> LevelStore:
+    store = LevelStore(WIDE, format, BATCH, LONG, SPARE, torch.float16, "cpu")
+    store.fill()
+    return store
+
+
+@pytest.mark.parametrize("format", ("lean", "lean-low"))
+def test_every_sequence_over_levels_has_frames_of_its_own(format):
+    store = level_store(format)
+    for cache in store.caches:
+        cache.pool.check(cache)  # each frame is free or held once
+        first = cache.gather(0)
+        assert [len(k) for k, _ in first] == [LONG - 1] * 2 and (cache.c_pack > 0).all()
+        for row in range(1, BATCH):
+            assert all(torch.equal(x, y) for a, b in zip(first, cache.gather(row)) for x, y in zip(a, b))
+    assert not torch.equal(store.caches[0].gather(0)[0][0], store.caches[1].gather(0)[0][0])
+    held = [cache.pool.nbytes + sum(getattr(cache, name).nbytes for name in (
+        "table", "hi_k", "hi_v", "lo_k", "lo_v", "ring_k", "ring_v", "score", "seen")) for cache in store.caches]
+    assert held == [BATCH * LevelStore.sequence_bytes(WIDE, format, LONG, SPARE)] * 2
+
+
+def test_steps_over_levels_are_managed_and_start_anew():
+    store = level_store("lean")
+    model = Decoder(WIDE, LONG + SPARE, torch.float16, "cpu", fuse=False)
+    tokens, position = torch.tensor([1, 7, 33]), torch.full((BATCH,), LONG - 1)
+    turns = store.turns(lambda: model.step(tokens, position, store))
+    assert len(turns) == 8 and len(set(turns)) == 2
+    before = [[k.clone() for k, _ in cache.gather(1)] for cache in store.caches]
+    packed = [cache.n_out.tolist() for cache in store.caches]
+    for i in range(e2e.PERIOD):
+        turns[i % 8]()
+    for cache, out in zip(store.caches, packed):
+        assert cache.n_out.tolist() == [n + 128 for n in out]  # a block of each left
+        assert cache.n_tok.tolist() == [LONG - 1 + e2e.PERIOD] * BATCH and not cache.n_drop.any()
+        cache.pool.check(cache)
+    store.restart()
+    for cache, old, out in zip(store.caches, before, packed):
+        assert cache.n_out.tolist() == out and cache.n_tok.tolist() == [LONG - 1] * BATCH
+        cache.pool.check(cache)
+        assert [len(k) for k, _ in cache.gather(1)] == [len(k) for k in old]
+    with pytest.raises(RuntimeError, match="ring of 192 recent tokens full"):
+        for _ in range(192):  # steps that are never managed
+            store.append(0, *(torch.zeros(BATCH, 1, 2, 64, dtype=torch.float16) for _ in range(2)))
+
+
 def test_largest_batch():
     shape, spare = SHAPES["llama-3.1-8b"], e2e.SPARE_TOKENS
     assert shape.weights_bytes // 2 == 8_030_261_248 - 65 * 4096  # the published count without the norms
@@ -114,6 +164,15 @@ def test_largest_batch():
     assert batches[SIXTEEN_BIT] == 7 and 3.5 < batches["k4v4"] / 7 < 4 and 6.5 < batches["k2v2"] / 7 < 8
     assert e2e.largest_batch(memory, shape, "k2v2", 4096, spare, 100) == 100
     assert e2e.largest_batch(10**9, shape, "k4v4", 4096, spare, 100) == 0
+
+
+def test_a_step_over_levels_is_measured_with_manage(monkeypatch):
+    monkeypatch.setattr(e2e, "PERIOD", 16)
+    model = Decoder(WIDE, LONG + e2e.SPARE_TOKENS, torch.float16, "cpu", fuse=False)
+    gpu = Gpu("none", 1.0, ((0.0, 0.0), (1e6, 10.0)), "invented")
+    result = e2e.measure("tiny", model, "lean", 2, LONG, True, gpu, e2e.Runner("cpu"))
+    parts = result.weights_ms + result.attention_ms + result.append_ms + result.manage_ms + result.other_ms
+    assert parts == pytest.approx(result.step_ms) and result.manage_ms  # 0 for all other caches
 
 
 @pytest.mark.parametrize("format", (SIXTEEN_BIT, "k4v4"))

@@ -6,7 +6,17 @@ import torch
 
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.levels import PRESETS, parse
-from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, manage_keys, merge_key, pair_key, step_keys
+from lowbit_attn.kernels.key import (
+    ROWS,
+    KernelKey,
+    device_target,
+    level_append_key,
+    manage_keys,
+    merge_key,
+    pair_key,
+    rank_keys,
+    step_keys,
+)
 from lowbit_attn.kernels.linear import linear_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, no_pair, other_ctas, pick
 from lowbit_attn.kernels.support import manage_missing, quantize_missing
@@ -16,6 +26,7 @@ SHIPPED_FORMATS = tuple(FORMATS)  # presets
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_DTYPES = ("float16", "bfloat16")
 SHIPPED_ROWS = (2, 4, 8, 16)
+DRAFT_ROWS = 32  # of speculative decoding; shipped where a kernel takes as many at once
 READ_VARIANTS = ("256x8", "512x4", "512x8", "1024x2")
 
 
@@ -26,6 +37,7 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
         return pick(arch, FORMATS[name], head_dim, getattr(torch, dtype), rows, path)[0]
 
     shapes = [picked(rows) for rows in SHIPPED_ROWS]
+    shapes += [shape for shape in [picked(DRAFT_ROWS)] if shape and shape[1] == DRAFT_ROWS]
     shapes += [picked(ROWS[0], path) for path in other_ctas(arch)]
     if (name, dtype) == ("k4v4", "float16"):
         shapes += [picked(ROWS[-1]), picked(ROWS[0], "tile")]
@@ -33,10 +45,10 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
 
 
 def levels_keys(target: str, dtype: str, head_dim: int) -> list[KernelKey]:
-    """What manages caches of the presets of levels."""
-    presets = [parse(name) for name in PRESETS]
-    return [key for levels in presets if not manage_missing(levels, head_dim, getattr(torch, dtype))
-            for key in manage_keys(target, dtype, head_dim, levels)]
+    """What appends to and manages caches of the presets of levels."""
+    served = [levels for levels in map(parse, PRESETS) if not manage_missing(levels, head_dim, getattr(torch, dtype))]
+    keys = [key for levels in served for key in manage_keys(target, dtype, head_dim, levels)]
+    return [level_append_key(target, dtype, head_dim), *keys] if served else []
 
 
 def pair_keys(arch: str, target: str, dtype: str, head_dim: int) -> list[KernelKey]:
@@ -50,7 +62,8 @@ def shipped_keys(arch: str) -> list[KernelKey]:
     keys = {}
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
-        keys |= dict.fromkeys([merge_key(*common), *levels_keys(*common), *pair_keys(arch, *common)])
+        keys |= dict.fromkeys([merge_key(*common), *rank_keys(arch, *common), *levels_keys(*common),
+                               *pair_keys(arch, *common)])
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))

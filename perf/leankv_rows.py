@@ -1,0 +1,202 @@
+"""What the LeanKV paper claims, and which measured lines stand beside it: rows of papers.py, numbers of its figures."""
+
+from itertools import pairwise
+from math import log
+
+from leankv_plots import (
+    TEXTS,
+    critical_by_head,
+    critical_by_layer,
+    extremes,
+    mean,
+    of_case,
+    recalls,
+    requests,
+    spans,
+    uniform_kl,
+)
+from paper_lines import Lines, Row
+from text_quality import SMOLLM2, WINDOWS
+
+H100 = "NVIDIA H100 80GB HBM3"
+EIGHT = dict(arch="hopper", batch=8, heads=32, kv_heads=8, head_dim=128, seqlen=32768, q_len=1, dtype="float16")
+
+
+def milli(kl: float) -> str:
+    """KL in thousandths of a nat, two digits of it."""
+    return f"{1e3 * kl:.2f}" if kl < 0.01 else f"{1e3 * kl:.0f}"
+
+
+def kl_of(*labels: str):
+    """A cell: KL of uniform formats with 32 sinks, over all windows of three texts."""
+    def cell(lines: Lines) -> str:
+        found = [mean(lines.newest("texts", model=SMOLLM2, label=label, text=text, window=window)["kl"]
+                      for text in TEXTS for window in range(WINDOWS)) for label in labels]
+        return "KL, 1e-3 nats: " + ", ".join(f"{milli(kl)} ({label})" for label, kl in zip(labels, found))
+    return cell
+
+
+def of_two(values: list[float], digits: int = 1) -> str:
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def distributions(lines: Lines) -> str:
+    return (f"decades between extremes: scores {extremes(lines, 'score'):.1f}, norms of V "
+            f"{extremes(lines, 'norm'):.1f}; from the 1st to the 99th percentile of a layer "
+            f"{of_two(spans(lines, 'score'))} and {of_two(spans(lines, 'norm'))}")
+
+
+def by_layer(lines: Lines) -> str:
+    found, of_query = critical_by_layer(lines), critical_by_layer(lines, "critical_of_a_query")
+    tokens, errors = zip(*found)
+    return (f"of {requests(lines)[0]['tokens']:,} tokens {of_two(tokens, 0)} by layer, of a single query "
+            f"{of_two([one for one, _ in of_query], 0)}; requests differ by {of_two(errors, 0)} (standard deviation)")
+
+
+def by_head(lines: Lines) -> str:
+    cells = []
+    for layer in requests(lines)[0]["scores"]:
+        means, errors = zip(*critical_by_head(lines, int(layer)))
+        cells.append(f"{', '.join(f'{one:.0f} ± {error:.0f}' for one, error in zip(means, errors))} (layer {layer})")
+    return "tokens by KV head: " + "; ".join(cells)
+
+
+def case_cells(lines: Lines, *labels: str) -> str:
+    return ", ".join(f"{of_case(lines, label, 'pruned'):.0%}: {milli(of_case(lines, label, 'kl'))}" for label in labels)
+
+
+def dynamic(lines: Lines) -> str:
+    static = case_cells(lines, *(f"pruned {n} %, static" for n in (20, 40, 60)))
+    labels = [f"pruned, T_l {share}, dynamic" for share in (0.02, 0.05, 0.1, 0.2)]
+    random = case_cells(lines, *(f"pruned {n} %, random" for n in (20, 40)))
+    least, most = (of_case(lines, labels[1], f"{which}_pruned") for which in ("least", "most"))
+    return (f"KL, 1e-3 nats, by share pruned: static {static}; dynamic {case_cells(lines, *labels)} (at the second of "
+            f"heads {least:.0%} to {most:.0%}); random {random}")
+
+
+def found_again(lines: Lines) -> str:
+    cells = []
+    for how in ("static", "dynamic", "random"):
+        found = sorted((line["pruned"], line["right"], line["questions"]) for line in recalls(lines, how))
+        cells.append(f"{how} " + ", ".join(f"{pruned:.0%}: {right} of {asked}" for pruned, right, asked in found))
+    return "codes found again, by share pruned: " + "; ".join(cells)
+
+
+def of_pairs(lines: Lines, *labels: str) -> str:
+    """Packed bytes of 16 bit and KL of caches of two levels."""
+    return ", ".join(f"{of_case(lines, label, 'bits') / 16:.1%}, {milli(of_case(lines, label, 'kl'))} ({label})"
+                     for label in labels)
+
+
+def of_formats(lines: Lines, *labels: str) -> str:
+    bits = [lines.newest("texts", model=SMOLLM2, label=label)["bits_per_element"] for label in labels]
+    return ", ".join(f"{one / 16:.1%}, {milli(uniform_kl(lines, label))} ({label})" for one, label in zip(bits, labels))
+
+
+def equal_bits(lines: Lines, kl: float) -> float:
+    """Bits of an element at which k8v4, k4v4, k4v2 and k2v2, joined by lines over log KL, have this KL."""
+    found = [(lines.newest("texts", model=SMOLLM2, label=label)["bits_per_element"], log(uniform_kl(lines, label)))
+             for label in ("k8v4", "k4v4", "k4v2", "k2v2")]
+    for (more, less_kl), (fewer, more_kl) in pairwise(found):
+        if less_kl <= log(kl) <= more_kl:
+            return more + (fewer - more) * (log(kl) - less_kl) / (more_kl - less_kl)
+    raise ValueError(f"kl: got {kl}, supported: between those of k8v4 and k2v2")
+
+
+def pareto(lines: Lines) -> str:
+    saved = {label: 1 - of_case(lines, label, "bits") / equal_bits(lines, of_case(lines, label, "kl"))
+             for label in ("k4v4+k4v2", "lean, 10 % high", "lean, 50 % high")}
+    return (f"of 16 bit's bytes, KL in 1e-3 nats: {of_formats(lines, 'k8v4', 'k4v4', 'k4v2', 'k2v2')}; "
+            f"{of_pairs(lines, *saved, 'lean, 20 % pruned')}; fewer bytes than uniform formats at equal KL: "
+            f"{', '.join(f'{one:.0%} ({label})' for label, one in saved.items())}")
+
+
+def pruning(lines: Lines) -> str:
+    eight = case_cells(lines, *(f"pruned {n} %, static" for n in (10, 20, 40, 80)))
+    lean = case_cells(lines, *(f"lean, {n} % pruned" for n in (10, 20, 40)))
+    return f"KL, 1e-3 nats, by share pruned: stored in 8 bits {eight}; lean {lean}"
+
+
+def one_bit(lines: Lines) -> str:
+    mixed = [f"{n} %: {milli(of_case(lines, f'k4v2+k4v1, {n} % k4v1', 'kl'))}" for n in (20, 40, 60, 80)]
+    ends = milli(uniform_kl(lines, "k4v2")), milli(uniform_kl(lines, "k4v1"))
+    return f"KL, 1e-3 nats, by share in k4v1: none {ends[0]}, {', '.join(mixed)}, all {ends[1]}"
+
+
+def lean(lines: Lines, label: str, task: str = "text") -> dict:
+    return lines.newest("leankv", task=task, label=label)
+
+
+def memory(lines: Lines) -> str:
+    plain = lean(lines, "16 bit")["perplexity"]
+    return "; ".join(f"{name}: {lean(lines, name)['bits_per_element_at_128'] / 16:.1%} of 16 bit, perplexity "
+                     f"{lean(lines, name)['perplexity']:.2f}" for name in ("lean", "lean-low")) + f" ({plain:.2f})"
+
+
+def speed(lines: Lines) -> str:
+    line = lines.newest("levels", batch=8, seqlen=32768, high=25)
+    plain = lines.newest("decode", gpu=H100, format="k4v4", **EIGHT)["fp16_us"]
+    least = 2 * 2 * line["batch"] * line["seqlen"] * line["kv_heads"] * line["head_dim"] / line["bytes"]
+    gain = plain / min(line["us"].values())
+    return (f"k4v4 over k2v2, 25 % high, batch 8, 32K: {least:.1f}x fewer bytes, {gain:.1f}x 16 bit, "
+            f"{line['ratio_fastest']:.2f} of the fastest read")
+
+
+def management(lines: Lines) -> str:
+    shares = [(f"batch {batch}, {seqlen >> 10}K",
+               lines.newest("level_manage", levels="lean", batch=batch, seqlen=seqlen)["kernels_share"])
+              for batch, seqlen in ((64, 4096), (8, 32768))]
+    step = largest(lines, "lean")
+    return ("`manage` of lean: " + ", ".join(f"{share:.1%} ({case})" for case, share in shares)
+            + f"; called in every eighth step {step['manage_ms'] / step['step_ms']:.1%} (batch {step['batch']}, 32K)")
+
+
+def largest(lines: Lines, name: str) -> dict:
+    """A step at the largest batch of 32K tokens, of the newest run that had caches of two levels."""
+    run = lines.newest("e2e", model="llama-3.1-8b", format="lean-low", seqlen=32768, largest=True)
+    return lines.newest("e2e", model="llama-3.1-8b", format=name, seqlen=32768, largest=True, commit=run["commit"])
+
+
+def throughput(lines: Lines) -> str:
+    plain = largest(lines, "16 bit")
+    cells = [f"{plain['tokens_per_s']:.0f} tokens/s at batch {plain['batch']}"]
+    for name in ("lean", "lean-low"):
+        line = largest(lines, name)
+        cells.append(f"{name}: {line['tokens_per_s']:.0f} at {line['batch']}, "
+                     f"{line['tokens_per_s'] / plain['tokens_per_s']:.2f}x")
+    return "; ".join(cells) + ", 32K tokens each"
+
+
+ROWS = (
+    Row("Fig. 1", "scores span seven orders of magnitude, norms of values at most two", distributions,
+        "the same: keys decide over decades, values within one or two"),
+    Row("Fig. 2", "tokens that hold 95 % of the scores vary considerably across layers", by_layer,
+        "short texts: each token has some score from itself and its neighbours; what one query needs differs more"),
+    Row("Fig. 3", "and across heads of a layer, and for a head across requests", by_head,
+        "the same in kind; three texts differ less than a thousand articles"),
+    Row("Table 1", "as 16 bit with 18.9 to 28.9 % of the memory, 5 % less with 7.6 to 20.6 %", memory,
+        "pages of 128 tokens, 32 sinks; nothing is pruned"),
+    Row("Fig. 7", "K8V4 as 16 bit, K4V8 less; K4V2 keeps 78 % of GSM8K and more, K2V4 nearly nothing",
+        kl_of("k8v4", "k4v8", "k4v2", "k2v4"),
+        "the same direction; K per channel here, per token there, so K2V4 is not ruined"),
+    Row("Fig. 8, KL", "dynamic shares of heads lose less than equal ones, the more the more is pruned", dynamic,
+        "a peaked head holds its scores in few tokens and loses most others, which later text asks for; texts, not "
+        "GSM8K: equal shares stay the default"),
+    Row("Fig. 8, recall", "clearest where a task asks for what was read", found_again,
+        "what is asked for only later has low scores before: chance keeps more of it than scores do, and thresholds "
+        "prune more of such a prompt than of prose"),
+    Row("Fig. 9", "levels need less than K4V4's memory for 16 bit's accuracy", pareto,
+        "levels fill the gap between k4v4 and k4v2; in texts this short a seventh of the packed tokens or more wait in "
+        "16-bit stages, which flatters them"),
+    Row("Fig. 10", "models differ in how much may be pruned; GQA and large ones least", pruning,
+        "one model, three query heads a KV head; KL grows from the first tokens that go: nothing is pruned by default"),
+    Row("Fig. 11", "small models lose already with all tokens in K4V2", one_bit,
+        "a fifth of the tokens in k4v2 keep most of what 1-bit values lose; 16-bit stages flatter the mixed rows"),
+    Row("Fig. 12", "memory management below 0.9 % of a step", management,
+        "two launches a layer, also where nothing moves; two graphs spare them in seven of eight steps"),
+    Row("Fig. 13", "nearly as much faster as bytes are fewer: 1.7x at K8V8, 2x fewer", speed,
+        "one launch for both levels"),
+    Row("Fig. 14", "2.0x to 2.5x the tokens/s of vLLM at equal accuracy, 3.0x to 6.9x at 5 % less; batch 62 and 177 "
+        "instead of 22", throughput,
+        "each at its largest batch in equal memory; nothing is pruned. 16 bit was 8 % faster in another run (873)"),
+)
