@@ -52,9 +52,12 @@ PRESETS["codebooks"] = [BenchCase(name, batch, heads, kv_heads, head_dim, seqlen
                             (1, 32, 8, 128, 131072), (8, 32, 8, 128, 32768), (1, 32, 32, 128, 131072),
                             (8, 64, 8, 128, 32768), (8, 32, 8, 64, 32768))
                         for name in ("k4v4", "k2v2", "cq2", "cq4", "kcq4vcq2")]
+# of VQ-LLM's evaluation: Llama-7B's heads, batch 8 and 4,096 tokens
+PRESETS["codebooks-4k"] = [BenchCase(name, 8, 32, kv_heads, 128, 4096) for kv_heads in (32, 8)
+                           for name in ("k4v4", "k2v2", "cq2", "cq4", "kcq4vcq2")]
 # more query rows than a warp's kernel takes at once: codebook64, and codebook8 in blocks (--path)
-PRESETS["codebook-rows"] = [BenchCase(name, 8, heads, 8, head_dim, 32768) for head_dim in (128, 64)
-                            for heads in (72, 128, 256, 512) for name in ("cq2", "cq4", "kcq4vcq2")]
+PRESETS["codebook-rows"] = [BenchCase(name, 8, heads, 8, head_dim, 32768) for head_dim, heads in (
+    (128, 72), (128, 128), (128, 256), (128, 512), (64, 128), (64, 512)) for name in ("cq2", "cq4")]
 PRESETS["boosted"] = [BenchCase(name, batch, heads, kv_heads, head_dim, seqlen)
                       for batch, heads, kv_heads, head_dim, seqlen in (
                           (8, 32, 8, 128, 32768), (1, 32, 8, 128, 131072), (64, 32, 8, 128, 4096),

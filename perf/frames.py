@@ -1,9 +1,11 @@
-"""Random steps of two levels in torch on the CPU: no frame may be lost or held twice, no page overwritten.
+"""Random steps of two levels in torch on the CPU: no frame may be lost or held by whom it is not counted for, no page
+overwritten.
 
     python perf/frames.py --steps 100000
 
 Rows of a LevelCache take their blocks' plans (``levels.step.Plan``: classes, prefix sums over the circular free list,
-halves of frames) with random scores and few frames, and are released at random. Records are stamps instead of codes, so
+halves of frames) with random scores and few frames; they are released, and made to share another's frames, at random.
+Records are stamps instead of codes, so
 that each page says who wrote it.
 """
 
@@ -17,20 +19,25 @@ import torch
 import typer
 from provenance import append_result, provenance
 
+from lowbit_attn.cache.pages import PageExhaustedError
+
 RESULTS = "perf/results/frames.jsonl"
 ROWS, HEADS, HEAD_DIM, PAGES = 4, 2, 64, 24
 FRAMES = {"lean": 17, "lean-low": (13, 19)}
-RELEASED = 0.15  # of the steps
+RELEASED, SHARED = 0.15, 0.05  # of the steps
 
 
 @dataclass
 class Done:
-    """steps; pages written; plans refused for want of frames; rows released; turns of the list; pages looked at."""
+    """steps; pages written; plans refused for want of frames; rows released, and made from another; frames that were
+    common then; turns of the list; pages looked at."""
 
     steps: int = 0
     pages: int = 0
     refused: int = 0
     releases: int = 0
+    shares: int = 0
+    common: int = 0
     wraps: int = 0
     checked: int = 0
 
@@ -83,8 +90,21 @@ class Life:
             self.pages[level][int(plan.v[i])].append(first[level] + i)
             self.done.pages += 1
 
-    def release(self) -> None:
-        row = self.random.randrange(ROWS)
+    def share(self) -> None:
+        """A row takes another's pages, as far as there are frames for what must be copied."""
+        src, dst = self.random.sample(range(ROWS), 2)
+        self.release(dst)
+        try:
+            self.cache.share(src, dst)
+        except PageExhaustedError:
+            return
+        for level in self.pages:
+            for head in range(HEADS):
+                level[dst * HEADS + head] = list(level[src * HEADS + head])
+        self.done.shares += 1
+        self.done.common += sum(int(free.shared.sum()) for free in self.pool.lists)
+
+    def release(self, row: int) -> None:
         self.look(row)
         self.cache.free([row])
         for level in self.pages:
@@ -105,13 +125,18 @@ class Life:
                 self.done.checked += len(by_head[v])
 
     def step(self) -> None:
-        self.release() if self.random.random() < RELEASED else self.plan()
+        kind = self.random.random()
+        if kind < RELEASED:
+            self.release(self.random.randrange(ROWS))
+        else:
+            self.share() if kind < RELEASED + SHARED else self.plan()
         self.pool.check(self.cache)
         self.done.steps += 1
 
 
 def life(name: str, steps: int, seed: int = 0) -> Done:
-    """So many random steps; AssertionError at the first that loses a frame, holds one twice or overwrites a page."""
+    """So many random steps; AssertionError at the first that loses a frame, miscounts its holders or overwrites a
+    page."""
     mine = Life(name, seed)
     for _ in range(steps):
         mine.step()

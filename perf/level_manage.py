@@ -1,4 +1,5 @@
-"""Times ``manage`` over two levels, by kernels and in torch, and its share of a step of an 8B model, on one GPU.
+"""Times the steps of two levels on one GPU: ``manage`` by kernels and in torch, its share of a step of an 8B model,
+``append``, and a layer's whole step: append, decode, manage.
 
     python perf/level_manage.py           one JSON line a case in perf/results/level_manage.jsonl
 
@@ -6,6 +7,9 @@ A step is one of three: at rest, one that scores (every eighth), and one in whic
 Every time is a replay of a CUDA graph, L2 flushed, medians, with the counters put back before, less the time of that
 alone. The mean weighs them as often as they come. A step of Llama-3.1-8B's shape is taken as 32 layers of decode and
 ``manage`` and a plain read of its weights; what else a model does is not in it, so a share is an upper bound.
+
+Kernels that start while the one before them ends cost less behind decode than alone, so ``layer_share`` takes a layer's
+whole step, less one without ``manage``.
 """
 
 from typing import Annotated
@@ -71,34 +75,79 @@ def manage_us(case: LevelCase, kind: str, path: str | None) -> float:
     return found
 
 
+def append_us(case: LevelCase) -> float:
+    """One ``append`` of a token to each sequence, in a graph."""
+    cache = prepared(case, "rest")
+    k, v = new_tokens(case, cache)
+    restore = restorer(cache)
+    alone = bench.graph_us(restore)
+
+    def step() -> None:
+        restore()
+        cache.append(k, v)
+
+    return bench.graph_us(step) - alone
+
+
+def layer_us(case: LevelCase, kind: str | None) -> float:
+    """A layer's whole step in a graph, whose ``manage`` is of this kind; None: append and decode alone."""
+    cache = prepared(case, kind or "rest")
+    cache.n_tok -= 1
+    cache.recount()
+    q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, device="cuda", dtype=cache.dtype)
+    k, v = new_tokens(case, cache)
+    decode(q, cache)
+    restore = restorer(cache)
+    alone = bench.graph_us(restore)
+
+    def step() -> None:
+        restore()
+        cache.append(k, v)
+        _, lse = decode(q, cache)
+        if kind:
+            cache.manage(q, lse)
+
+    return bench.graph_us(step) - alone
+
+
+def new_tokens(case: LevelCase, cache: LevelCache) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = case.batch, 1, case.num_heads_kv, case.head_dim
+    return tuple(torch.randn(shape, device="cuda", dtype=cache.dtype) for _ in range(2))
+
+
 def mean_us(us: dict[str, float]) -> float:
     """The mean of steps, each kind as often as it comes."""
     score, flush = 1 / EVERY - 1 / PAGE, 1 / PAGE
     return us["rest"] * (1 - score - flush) + us["score"] * score + us["flush"] * flush
 
 
-def share(mean: float, decode_us: float, weights_us: float) -> float:
-    """Part of a step that ``manage`` is."""
-    return LAYERS * mean / (LAYERS * (mean + decode_us) + weights_us)
+def share(mean: float, others_us: float, weights_us: float) -> float:
+    """Part of a step that ``manage`` is; others_us: what else a layer does."""
+    return LAYERS * mean / (LAYERS * (mean + others_us) + weights_us)
 
 
-def measure(case: LevelCase) -> dict:
+def measure(case: LevelCase, with_torch: bool = True) -> dict:
     """The numbers of a case."""
     cache = prepared(case, "rest")
     q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, device="cuda", dtype=cache.dtype)
     decoding = bench.graph_us(lambda: decode(q, cache))
     weights = bench.read_us(READ_BYTES)[0] * WEIGHT_BYTES / READ_BYTES
     us = {name: {kind: round(manage_us(case, kind, path), 2) for kind in RECENT}
-          for name, path in (("kernels", None), ("torch", "reference"))}
+          for name, path in (("kernels", None), *[("torch", "reference")] * with_torch)}
     line = {name: value for name, value in case.line.items() if name != "ragged"}
     for name, times in us.items():
         line |= {f"{name}_us": times, f"{name}_mean_us": round(mean_us(times), 2),
                  f"{name}_share": round(share(mean_us(times), decoding, weights), 4)}
-    return line | {"decode_us": round(decoding, 2), "weights_us": round(weights, 1), "target": TARGET}
+    layer, without = {kind: round(layer_us(case, kind), 2) for kind in RECENT}, layer_us(case, None)
+    return line | {"append_us": round(append_us(case), 2), "layer_us": layer, "layer_mean_us": round(mean_us(layer), 2),
+                   "layer_without_us": round(without, 2),
+                   "layer_share": round(share(mean_us(layer) - without, without, weights), 4),
+                   "decode_us": round(decoding, 2), "weights_us": round(weights, 1), "target": TARGET}
 
 
 def main(
     only: Annotated[list[int], typer.Option(help="Only the case of this number; repeatable.")] = [],
+    with_torch: Annotated[bool, typer.Option("--torch/--no-torch", help="also time manage in torch")] = True,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/level_manage.jsonl",
 ) -> None:
     """Time the cases, one JSON line each."""
@@ -106,7 +155,7 @@ def main(
     torch.ones((8, 8), device="cuda") @ torch.ones((8, 8), device="cuda")  # cuBLAS cannot start in a captured step
     origin = provenance()
     for number in only or range(len(CASES)):
-        line = measure(CASES[number])
+        line = measure(CASES[number], with_torch)
         append_result(output, origin | line)
         print(line, flush=True)
 

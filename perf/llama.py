@@ -12,6 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowbit_attn
 from lowbit_attn import layout
+from lowbit_attn.formats import FORMATS
+from lowbit_attn.testing import normal_codebooks
 
 NORM_EPS = 1e-5
 ROPE_BASE = 500_000.0
@@ -133,15 +135,23 @@ class Decoder:
             q, k, v = self.split_heads(F.linear(x, layer["qkv"]), self.cosine, self.sine, position, *head_norms,
                                        shape.num_heads, shape.num_heads_kv)
             store.append(i, k, v)
-            x = F.linear(store.attend(i, q).flatten(1), layer["o"])
+            x = self.reduce(F.linear(store.attend(i, q).flatten(1), layer["o"]))
             x, residual = self.add_norm(x, residual, layer["norms"][1])
-            x = F.linear(self.swiglu(F.linear(x, layer["gate_up"])), layer["down"])
+            x = self.reduce(F.linear(self.swiglu(F.linear(x, layer["gate_up"])), layer["down"]))
         return F.linear(self.add_norm(x, residual, self.last_norm)[0], self.head)
 
     def step(self, tokens: torch.Tensor, position: torch.Tensor, store) -> None:
         """Greedy decoding in place: the next tokens and positions take the place of these."""
-        tokens.copy_(self.logits(tokens, position, store).argmax(-1))
+        tokens.copy_(self.best(self.logits(tokens, position, store)))
         position.add_(1)
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of what they made of their heads or features: of one rank, as it is."""
+        return x
+
+    def best(self, logits: torch.Tensor) -> torch.Tensor:
+        """The most likely token of each sequence."""
+        return logits.argmax(-1)
 
     def linear_step(self, inputs: dict[str, torch.Tensor]) -> None:
         """The linear maps of a step alone; inputs: [batch, in features] of each and of "head"."""
@@ -224,9 +234,13 @@ class LowBitStore:
     def __init__(self, shape: Shape, format: str, batch: int, seqlen: int, spare: int, dtype: torch.dtype, device: str):
         self.shape, self.batch, self.seqlen, self.spare = shape, batch, seqlen, spare
         pages = batch * self._pages(seqlen + spare)
+        books = None  # random ones, for formats that need some: what is timed does not depend on them
+        if FORMATS[format].needs_codebooks:
+            books = normal_codebooks(format, shape.layers, shape.num_heads_kv, shape.head_dim)
         self.caches = [lowbit_attn.KVCache(format, pages, shape.num_heads_kv, shape.head_dim, dtype, device,
-                                           sinks_of(format), max_batch=batch, max_seqlen=seqlen + spare)
-                       for _ in range(shape.layers)]
+                                           sinks_of(format), max_batch=batch, max_seqlen=seqlen + spare,
+                                           codebooks=books and books.layer(i))
+                       for i in range(shape.layers)]
         self.starts = [cache.counters() for cache in self.caches]
 
     @staticmethod
@@ -236,8 +250,10 @@ class LowBitStore:
     @classmethod
     def sequence_bytes(cls, shape: Shape, format: str, seqlen: int, spare: int) -> int:
         """Bytes of one sequence in one layer, as allocated: pages, table, sinks and rings."""
+        books = normal_codebooks(format, 1, shape.num_heads_kv, shape.head_dim).layer(0) \
+            if FORMATS[format].needs_codebooks else None
         one = lowbit_attn.KVCache(format, 1, shape.num_heads_kv, shape.head_dim, sinks=sinks_of(format),
-                                  max_seqlen=seqlen + spare)
+                                  max_seqlen=seqlen + spare, codebooks=books)
         return (cls._pages(seqlen + spare) * one.pool.nbytes + one.table.nbytes
                 + sum(x.nbytes for x in (one.sink_k, one.sink_v, one.ring_k, one.ring_v)))
 

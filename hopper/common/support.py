@@ -59,10 +59,12 @@ class BookTileSupport(CodebookSupport):
                   ("V bits", v.bits, self.v_bits if v.kind is Kind.CODEBOOK else affine.v_bits),
                   ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
                   *(("feature", name, self.features) for name in features)]
+        if any(spec.kind is Kind.CODEBOOK and spec.bits == 1 for spec in (k, v)):
+            wanted.append(("head_dim with codebooks of 1 bit", head_dim, (128,)))
         return unserved(wanted)
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; one side may be as on the tile path"
+        return f"{super().__str__()}; one side may be as on the tile path; codebooks of 1 bit at head_dim 128"
 
 
 PATHS = {
@@ -94,6 +96,7 @@ PATHS = {
                                 dtypes=FLOATS, storages=(), rows=(4,), wide_rows=(4,), codebooks=True),
     "codebook8": CodebookSupport(arithmetic="codebook8", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
                                  dtypes=FLOATS, storages=(), rows=(8,), wide_rows=(8,), codebooks=True),
-    BOOK_TILE: BookTileSupport(arithmetic="codebook64", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
-                               dtypes=FLOATS, storages=(), rows=(64,), wide_rows=(64,), codebooks=True),
+    BOOK_TILE: BookTileSupport(arithmetic="codebook64", k_bits=(4, 2, 1), v_bits=(4, 2, 1), k_groups=(),
+                               head_dims=(64, 128), dtypes=FLOATS, storages=(), rows=(64,), wide_rows=(64,),
+                               codebooks=True),
 }

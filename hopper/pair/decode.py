@@ -20,7 +20,7 @@ from lowbit_attn.hopper.pair.config import HIGH_POSITIONS, LevelConfig, PairConf
 from lowbit_attn.hopper.pair.items import LevelViews, level_item, walks_of
 from lowbit_attn.hopper.schedule import fixup, items
 from lowbit_attn.hopper.schedule.splits import SplitsSm90
-from lowbit_attn.hopper.schedule.stream import Common, Own, finish, own_of, prefetch_parts
+from lowbit_attn.hopper.schedule.stream import Common, Own, finish, meet, own_of, prefetch_parts
 from lowbit_attn.hopper.warp import fetch, residual, softmax
 from lowbit_attn.hopper.warp.config import PLAN_WORDS
 from lowbit_attn.hopper.warp.page_loop import (
@@ -97,18 +97,8 @@ class PairSm90(SplitsSm90):
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         high_plans = smem.plans.data_ptr()
         own = own_of(cfg, smem, me, on_pace, high_plans + PLAN_WORDS * cfg.warps)
-        with cute.arch.elect_one():
-            fetch.init(cfg, own.ring)
-            own.runs.clear(me.warp)
-        cute.arch.mbarrier_init_fence()
         out_to = combine.Outputs(*results, cta, Int32(0))
-        fixup.prefetch(cfg, out_to, ctas)
-        cursor = items.begin(views, early, blocks, cta, parts, me.warp, cfg.warps, me.lane, level_item)
-        with cute.arch.elect_one():
-            own.runs.store_cursor(me.warp, cursor)
-        if cute.arch.thread_idx()[0] == 0:
-            own.pace.begin(base)
-        cute.arch.sync_threads()
+        cursor = meet(cfg, views, own, me, early, base, blocks, parts, out_to, ctas, level_item)
         common = Common(blocks, parts, scale_log2)
         left, slot, phase = cursor.left, Int32(0), Int32(0)
         while left > 0:

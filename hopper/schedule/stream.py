@@ -54,18 +54,8 @@ class StreamSm90(SplitsSm90):
         base = load_base(on_pace)
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         own = own_of(cfg, smem, me, on_pace, smem.plans.data_ptr())
-        with cute.arch.elect_one():
-            fetch.init(cfg, own.ring)
-            own.runs.clear(me.warp)
-        cute.arch.mbarrier_init_fence()
         out_to = combine.Outputs(*results, cta, Int32(0))
-        fixup.prefetch(cfg, out_to, ctas)
-        cursor = items.begin(view, early, blocks, cta, parts, me.warp, cfg.warps, me.lane)
-        with cute.arch.elect_one():
-            own.runs.store_cursor(me.warp, cursor)
-        if cute.arch.thread_idx()[0] == 0:
-            own.pace.begin(base)
-        cute.arch.sync_threads()
+        cursor = meet(cfg, view, own, me, early, base, blocks, parts, out_to, ctas, items.work_item)
         common = Common(blocks, parts, scale_log2)
         left, slot, phase = cursor.left, Int32(0), Int32(0)
         while left > 0:
@@ -101,6 +91,28 @@ def own_of(cfg: WarpConfig, smem, me: fetch.Lane, on_pace: Pace, plans: cute.Poi
                channels + me.warp * (cfg.channel_bytes // WORD),
                plans_of(plans, me.warp, cfg.warps), fixup.views(cfg, plans, smem.sums.data_ptr()),
                on_pace._replace(words=smem.pace.data_ptr()))
+
+
+@cute.jit
+def meet(cfg: cutlass.Constexpr[WarpConfig], views, own: Own, me: fetch.Lane, early, base: Int32, blocks: Int32,
+         parts: cute.FastDivmodDivisorV2, out: combine.Outputs, ctas: Int32,
+         item_of: cutlass.Constexpr) -> items.Cursor:
+    """Make the warp's barriers, find where its run begins, and wait for the CTA's other warps; the cursor.
+
+    early: counters of the first rows (items.load_pair); base: of the pace; item_of: as ``items.begin``.
+    """
+    with cute.arch.elect_one():
+        fetch.init(cfg, own.ring)
+        own.runs.clear(me.warp)
+    cute.arch.mbarrier_init_fence()
+    fixup.prefetch(cfg, out, ctas)
+    cursor = items.begin(views, early, blocks, out.place, parts, me.warp, cfg.warps, me.lane, item_of)
+    with cute.arch.elect_one():
+        own.runs.store_cursor(me.warp, cursor)
+    if cute.arch.thread_idx()[0] == 0:
+        own.pace.begin(base)
+    cute.arch.sync_threads()
+    return cursor
 
 
 class Common(NamedTuple):

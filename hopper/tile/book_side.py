@@ -49,8 +49,8 @@ class BookTile(SideSpec):
 
     @property
     def atoms(self) -> int:
-        """Atoms of 64 channels."""
-        return self.head_dim // ATOM
+        """K: atoms of 64 channels, or pairs of them where a lane has fewer codes of one than a word."""
+        return self.groups // (QUAD * self.steps)
 
     @property
     def runs(self) -> int:
@@ -75,7 +75,7 @@ class BookTile(SideSpec):
     @property
     def steps(self) -> int:
         """K: codes of a lane in an atom of a block. V: codes of a lane, token and part of a block."""
-        return self.rotations if self.transposed else ATOM // self.group_size // QUAD
+        return self.rotations if self.transposed else max(QUAD, ATOM // self.group_size // QUAD)
 
     def key_quad(self, step, g):
         """K: which quad of an atom's groups a lane of this g asks for in a step.
@@ -106,9 +106,10 @@ class BookTile(SideSpec):
         return ((step ^ (t % self.rotations)) + self.rotations - t % self.rotations) % self.rotations
 
     def entry_offset(self, group, t=0):
-        """Offset, in a row of the codebook, of a group's entry; V's lanes t = 2, 3 take a second copy if R = 2."""
+        """Offset, in a row of the codebook, of a group's entry; V's lanes t = 2, 3 take a second copy if R = 2, where a
+        row has one."""
         offset = self.entry_bytes * group
-        if self.transposed and self.rotations == 2:
+        if self.transposed and self.rotations == 2 and self.groups * self.entry_bytes < order.BOOK_ROW_BYTES:
             second = order.BOOK_ROW_BYTES // 2 + order.BOOK_ROW_BYTES // 4
             return offset ^ (t // 2 * second)
         return offset

@@ -1,6 +1,7 @@
 """Private names of torch and Python: all that are used, each beside the public way to the same answer.
 
 They save microseconds of a decode call. Where a version lacks one, the public way is taken. Of the DSLs none is used.
+Memory that GPUs of a host share has no public way: ``shared_words`` raises where a version lacks it.
 """
 
 import os
@@ -52,6 +53,22 @@ def mark_static_address(x: torch.Tensor) -> None:
     with the same results."""
     if mark := _find(torch, "_dynamo.mark_static_address"):
         mark(x, guard=True)
+
+
+def shared_words(count: int, device: torch.device, group) -> tuple[torch.Tensor, list[int], object]:
+    """int64 zeros [count] that every GPU of a group on one host may write; every rank calls it, with the same count.
+
+    Returns this rank's, the addresses of all ranks' as this GPU sees them, and what keeps these valid.
+    """
+    from torch.distributed import _symmetric_memory
+
+    own = _symmetric_memory.empty(count, dtype=torch.int64, device=device)
+    own.zero_()
+    handle = _symmetric_memory.rendezvous(own, group)
+    peer = getattr(handle, "get_remote_tensor", None) or handle.get_buffer
+    ranks = range(handle.world_size)
+    tensors = [own if rank == handle.rank else peer(rank, (count,), torch.int64) for rank in ranks]
+    return own, [x.data_ptr() for x in tensors], (handle, tensors)
 
 
 def environment(name: str) -> Callable[[], bytes | None]:

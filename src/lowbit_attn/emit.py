@@ -14,6 +14,8 @@ LAUNCH = Path(__file__).parent / "device" / "launch.c"
 CUTE_RUNTIME = "nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so"
 _DIM_SLOTS = {"blockIdx.x": 0, "blockIdx.y": 1, "blockIdx.z": 2, "threadIdx.x": 3, "threadIdx.y": 4, "threadIdx.z": 5,
               "tirx.use_dyn_shared_memory": 6}
+# what waits for the kernel before, or lets the next one start, in TileLang's text
+_OVERLAP_CALLS = re.compile(r"cuda(GridDependencySynchronize|TriggerProgrammaticLaunchCompletion)\(\);")
 _LOWERED: dict[KernelKey, Any] = {}  # at most one entry: see _lower
 
 
@@ -52,7 +54,7 @@ def emit_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
     import tilelang
 
     lowered = _lower(key, program)
-    source = lowered.kernel_source
+    source = for_target(lowered.kernel_source, key)
     includes = (tilelang.env.TILELANG_TEMPLATE_PATH, tilelang.env.CUTLASS_INCLUDE_DIR)
     host = lowered.rt_mod.inspect_source("c") if lowered.rt_mod is not None else lowered.host_mod.inspect_source()
     (symbol, device_function), = lowered.device_mod.functions.items()
@@ -63,6 +65,7 @@ def emit_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
         folder = Path(scratch)
         (folder / "kernel_meta.h").write_text(
             f'#define KERNEL_NAME "{kernel_name}"\n#define NUM_PARAMS {len(kinds)}\n#define NUM_DIMS {len(dims)}\n'
+            f"#define OVERLAPS {int(program.overlaps and may_overlap(key))}\n"
             f'static const char param_kind[] = "{kinds}";\n'
             f'static const int dim_slot[] = {{{", ".join(map(str, dims))}}};\n')
         (folder / "host.c").write_text(_standalone(host))
@@ -85,13 +88,28 @@ def same_source(key: KernelKey) -> KernelKey:
     return replace(key, target="") if key.arch == "device" else key
 
 
+def may_overlap(key: KernelKey) -> bool:
+    """Whether a target's kernels may start before the one ahead of them has ended."""
+    return key.target.startswith("sm_9")
+
+
+def for_target(source: str, key: KernelKey) -> str:
+    """TileLang's text of a kernel, without the calls that its target does not know."""
+    return source if may_overlap(key) else _OVERLAP_CALLS.sub("", source)
+
+
+def lowering_target(key: KernelKey, program) -> str:
+    """What TileLang is told to write for: it refuses to write of early starts for less than sm_90."""
+    return "sm_90" if program.overlaps else key.target
+
+
 def _lower(key: KernelKey, program):
     """TileLang's text of a kernel; the last one is kept, so that its other targets only take nvcc's time."""
     import tilelang
 
     shared = same_source(key)
     if (lowered := _LOWERED.get(shared)) is None:
-        target = tilelang.tvm.target.Target({"kind": "cuda", "arch": key.target})
+        target = tilelang.tvm.target.Target({"kind": "cuda", "arch": lowering_target(key, program)})
         with tilelang.tvm.transform.PassContext(opt_level=3, config=program.pass_configs), target:
             lowered = tilelang.lower(program.prim_func, target=target, enable_host_codegen=True,
                                      enable_device_compile=False)

@@ -6,7 +6,8 @@ bytes of every sequence:
     position p < sinks            rank 0
     block b = (p - sinks) / 128   rank b mod N
 
-Each rank attends to its own tokens; one all-gather of (o, lse) and a merge by lse give every rank the whole result.
+Each rank attends to its own tokens; one all-gather of (o, lse) and a merge by lse give every rank the whole result
+(exchange.py).
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lowbit_attn import reference
-from lowbit_attn.api import decode, merge_states
+from lowbit_attn import dispatch, reference
+from lowbit_attn.api import decode, merge_states, ready
 from lowbit_attn.cache import KVCache, PageExhaustedError
+from lowbit_attn.checks import check_tensor
+from lowbit_attn.exchange import Exchanges
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.layout import PAGE_TOKENS
 from lowbit_attn.ops import decode_with_counters
+from lowbit_attn.plan import ACCESS_BYTES
 from lowbit_attn.reference import Attention
 
 
@@ -52,13 +56,15 @@ class ShardedKVCache:
         num_pages: pages of 128 tokens of each rank.
         sinks: first tokens of each sequence in 16 bit, on rank 0; None: as a KVCache of the format.
         group: a torch.distributed process group; None: the default group, or one rank where none is initialised.
+        peer_memory: ranks exchange results by one kernel that writes to the other GPUs' memory, not by an all-gather:
+            Hopper GPUs of one host.
 
     A block is packed by its rank's next step or by ``flush``, so up to a block a rank more than in one KVCache may be
     in 16 bit. ``local`` is this rank's KVCache, ``n_tok`` int32 [max_batch], on the device, the tokens of all ranks.
     """
 
     def __init__(self, format: str, num_pages: int, num_heads_kv: int, head_dim: int, *, sinks: int | None = None,
-                 group: "dist.ProcessGroup | None" = None, **options):
+                 group: "dist.ProcessGroup | None" = None, peer_memory: bool = False, **options):
         if FORMATS[format].needs_codebooks:
             raise NotImplementedError(f"format: {format} has codebooks, supported by KVCache")
         is_alone = group is None and not (dist.is_available() and dist.is_initialized())
@@ -73,6 +79,7 @@ class ShardedKVCache:
         self.n_tok = torch.zeros(batch, dtype=torch.int32, device=self.local.device)
         self._pages = np.zeros((self.world, batch), np.int64)  # that each rank holds
         self._settled = np.zeros(batch, np.int64)  # lengths that packing has seen: what rewind may go back from
+        self.exchanges = Exchanges(self.local.pool.device, group, self.rank, self.world, peer_memory)
 
     # ---- the steps
 
@@ -206,26 +213,59 @@ class ShardedKVCache:
 
 def decode_sharded(q: torch.Tensor, cache: ShardedKVCache, *, softmax_scale: float | None = None,
                    softcap: float | None = None, sink_logits: torch.Tensor | None = None,
+                   out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
                    path: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of new queries over a sharded cache, on every rank of its group; all ranks call it together.
 
     q: [batch, q_len, num_heads, head_dim], the same on every rank; query j of a row sees the tokens of all ranks up to
     position seqlen - q_len + j. The keywords are those of ``decode``; sliding windows are not supported.
-    Returns (o, lse) of all tokens, as ``decode`` does. One all-gather of fp32 [batch, q_len, num_heads, head_dim + 1];
-    nothing is read by the host, so it can be captured in a CUDA graph once it was called.
+    Returns (o, lse) of all tokens, as ``decode`` does. A rank sends its o in q's dtype and its lse, in one all-gather
+    or into the other GPUs' memory, from memory that the cache keeps: calls of one cache run one after the other.
+    Nothing is read by the host, so a call can be captured in a CUDA graph once one of its shape was called.
     """
     options = dict(softmax_scale=softmax_scale, softcap=softcap, path=path,
                    sink_logits=sink_logits if cache.rank == 0 else None)
-    own = decode(q, cache.local, **options) if q.shape[1] == 1 else _decode_drafts(q, cache, options)
-    if cache.world == 1:
-        return own
-    o, lse = own
-    mine = torch.cat((o.float(), lse.transpose(1, 2)[..., None]), -1).contiguous()
-    every = mine.new_empty(cache.world * len(mine), *mine.shape[1:])
-    dist.all_gather_into_tensor(every, mine, group=cache.group)
-    every = every.unflatten(0, (cache.world, -1))
-    o, lse = merge_states(every[..., :-1], every[..., -1].transpose(2, 3).contiguous())
-    return o.to(q.dtype), lse
+    if cache.world == 1 and q.shape[1] == 1:
+        return decode(q, cache.local, out=out, lse=lse, **options)
+    for name, x, shape, dtype in (("out", out, q.shape, q.dtype), ("lse", lse, _lse_shape(q), torch.float32)):
+        if x is not None:
+            check_tensor(name, x, shape, (dtype,), q.device)
+    with torch.no_grad():
+        own, own_lse = (x if _is_dense(x) else None for x in (out, lse))
+        own = torch.empty_like(q, memory_format=torch.contiguous_format) if own is None else own
+        own_lse = q.new_empty(_lse_shape(q), dtype=torch.float32) if own_lse is None else own_lse
+        if cache.world == 1:
+            for x, found in zip((own, own_lse), _decode_drafts(q, cache, options)):
+                x.copy_(found)
+        else:
+            _decode_ranks(q, cache, options, own, own_lse, sink_logits)
+        return tuple(x if given is None or given is x else given.copy_(x)
+                     for given, x in ((out, own), (lse, own_lse)))
+
+
+def _lse_shape(q: torch.Tensor) -> tuple[int, int, int]:
+    return q.shape[0], q.shape[2], q.shape[1]
+
+
+def _is_dense(x: torch.Tensor | None) -> bool:
+    """Whether the merge writes there as it is."""
+    return x is not None and x.is_contiguous() and not x.data_ptr() % ACCESS_BYTES
+
+
+def _decode_ranks(q: torch.Tensor, cache: ShardedKVCache, options: dict, out: torch.Tensor, lse: torch.Tensor,
+                  sink_logits: torch.Tensor | None) -> None:
+    """Decode over this rank's tokens, then the exchange with the others."""
+    name = (q.shape, q.dtype, dispatch.is_reference(cache.local, options["path"]))
+    if not cache.exchanges.has(*name) and not cache.local.is_capturing():
+        # what is refused is refused on every rank, before they make anything together
+        ready(q, cache.local, **options | {"sink_logits": sink_logits}, load=False)
+    exchange = cache.exchanges.find(*name, cache.local.is_capturing())
+    if q.shape[1] == 1:
+        decode(q, cache.local, out=exchange.o, lse=exchange.lse, **options)
+    else:
+        for x, found in zip((exchange.o, exchange.lse), _decode_drafts(q, cache, options)):
+            x.copy_(found)
+    exchange.merge(out, lse)
 
 
 def _decode_drafts(q: torch.Tensor, cache: ShardedKVCache, options: dict) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,12 +43,12 @@ def promised(arch: str) -> list[KernelKey]:
     common = product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, HEAD_DIMS, map(FORMATS.get, formats()))
     keys = [key for target, dtype, head_dim, fmt in common if _has_record(fmt, head_dim)
             for keys in (_packing, _decoding) for key in keys(arch, target, dtype, head_dim, fmt)]
-    keys += [kernels.merge_key(*common) for common in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES,
-                                                              HEAD_DIMS)]
+    keys += [key for common in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, HEAD_DIMS)
+             for key in (kernels.merge_key(*common), *kernels.rank_keys(arch, *common))]
     keys += [key for *common, name, search in product(
         kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, kernels.PLAN_HEAD_DIMS, LEVELS, (None, True, False))
         if all(_has_record(fmt, common[-1]) for fmt in parse(name).formats)
-        for key in kernels.manage_keys(*common, parse(name), search)]
+        for key in (kernels.level_append_key(*common), *kernels.manage_keys(*common, parse(name), search))]
     keys += [kernels.pair_key(target, dtype, head_dim, levels, features) for target, dtype, head_dim, levels, features
              in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, HEAD_DIMS, map(parse, LEVELS), FEATURES)
              if not kernels.no_pair(arch, levels, head_dim, getattr(torch, dtype), features)]

@@ -147,7 +147,8 @@ CODEBOOK = tuple(MatrixKernel(*kernel) for kernel in (
     *((name, dtype, head_dim, 64) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
       for head_dim in (128, 64)),
     ("kcq2vcq4", F16, 128, 64), ("cq2-nonorm", F16, 128, 64), ("cq4", F16, 128, 64, ("softcap", "window")),
-    *((name, dtype, 128, 64) for name in ("k4vcq2", "kcq4v2", "k8tvcq4") for dtype in (F16, BF16)),
+    *((name, dtype, 128, 64) for name in ("k4vcq2", "kcq4v2", "k8tvcq4", "cq1", "kcq2vcq1", "k4vcq1")
+      for dtype in (F16, BF16)),
 ))
 
 # Ampere's in the sizes of sm_89, whose shared memory does not hold both codebooks of head_dim 128

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 PATH, BF16 = "codebook", torch.bfloat16
 FORMATS = ("cq2", "cq4", "kcq4vcq2")
 ONE_SIDED = ("k4vcq2", "kcq4v2", "k8tvcq4")
+OF_1_BIT = ("cq1", "kcq2vcq1", "k4vcq1")
 AMPERE, SM_89 = "ampere", "ampere-sm_89"
 PATHS = (*(("hopper", name, path) for path in (PATH, "codebook8", "codebook64") for name in FORMATS),
          ("hopper", "cq2", "codebook2"),
@@ -57,7 +58,7 @@ def test_query_rows(arch, name, heads, q_len, record_property):
     """Of one KV head: up to 8 at once, on Hopper up to 64, more in blocks; the last queries of a step do not see each
     other's tokens."""
     case = Case(name, num_heads=2 * heads, num_heads_kv=2, lengths=(900, 300), q_len=q_len, sinks=3)
-    is_tile = arch == "hopper" and (heads * q_len > 8 or name in ONE_SIDED)
+    is_tile = arch == "hopper" and (heads * q_len > 8 or name in ONE_SIDED + OF_1_BIT)
     path = "codebook64" if is_tile else None
     check_problem(*problem_and_expected(case, path), None, f"{arch} codebook {name} rows", record_property)
 
@@ -96,8 +97,8 @@ def test_many_rows(name, head_dim, data, rows, record_property):
 
 @pytest.mark.parametrize("rows", (1, 4, 16))
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
-@pytest.mark.parametrize("name", ONE_SIDED)
-def test_codebooks_on_one_side(name, dtype, rows, record_property):
+@pytest.mark.parametrize("name", ONE_SIDED + OF_1_BIT)
+def test_codebooks_on_one_side_or_of_1_bit(name, dtype, rows, record_property):
     case = Case(name, dtype, num_heads=2 * rows, num_heads_kv=2, lengths=(1300, 0, 400), sinks=32)
     check_decode(case, "codebook64", f"hopper codebook64 {name}", record_property)
 
@@ -146,7 +147,7 @@ def test_a_graph_sees_new_tokens(arch, name, record_property):
 @pytest.mark.parametrize("arch", ["hopper", AMPERE])
 def test_what_no_kernel_serves(arch):
     not_read = f"no kernel on {arch} reads its codebooks yet"
-    for name, head_dim, rope, why in (("cq1", 128, "post", not_read), ("cq2", 96, "post", not_read),
+    for name, head_dim, rope, why in (("cq1", 64, "post", not_read), ("cq2", 96, "post", not_read),
                                       *[("k4vcq2", 128, "post", not_read)] * (arch != "hopper"),
                                       ("cq2", 128, "pre", "before their rotary embedding")):
         problem = testing.build(Case(name, head_dim=head_dim, rope=rope), "cuda")

@@ -10,7 +10,7 @@ import pytest
 from lowbit_attn import closure, compile
 
 ROOTS = {"hopper": ("hopper", "decode"), "ampere": ("ampere", "decode"), "append": ("device", "append"),
-         "quantize": ("device", "quantize"), "read": ("device", "read")}
+         "quantize": ("device", "quantize"), "read": ("device", "read"), "pair": ("hopper", "pair")}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,8 @@ def test_limits_of_kernels_count_and_lists_of_them_do_not(reached):
         assert "kernels.shipped" not in modules(names)
         assert not {("kernels.key", "append_key"), ("kernels.registry", "pick")} & names
     assert ("hopper.common.support", "PATHS") in reached["hopper"] and ("emit", "emit_cute") in reached["hopper"]
+    assert ("emit", "emit_cute") in reached["pair"] and ("emit", "emit_tilelang") not in reached["pair"]
+    assert ("hopper.pair.config", "checks") in reached["pair"]
     assert ("emit", "emit_tilelang") in reached["ampere"] and ("emit", "_link") in reached["ampere"]
     assert {("ampere.config", "checks"), ("ampere.pages", "STEPS")} <= reached["ampere"]
     assert ("formats.affine", "SEARCH_FACTORS") in reached["quantize"]

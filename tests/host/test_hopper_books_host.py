@@ -9,9 +9,9 @@ import pytest
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.tile import config
-from lowbit_attn.hopper.tile.book_side import ATOM, QUAD
+from lowbit_attn.hopper.tile.book_side import QUAD
 
-SIDES = {(name, d, side): spec for name, d in product(("cq2", "cq4"), (64, 128))
+SIDES = {(name, d, side): spec for name, d in (*product(("cq2", "cq4"), (64, 128)), ("cq1", 128))
          for side, spec in zip("kv", config.plan_sides(FORMATS[name], d, "float16"))}
 LANES = np.arange(32)
 G, T = LANES // 4, LANES % 4
@@ -60,12 +60,14 @@ def test_each_code_is_looked_up_once_where_the_order_has_it(side):
 
 @sides
 def test_no_lookup_and_no_store_meets_a_bank_twice(side):
+    """But for V of 1 bit: lanes t and t + 2 ask for the same group, whose entries of 16 bytes fill a row."""
     codes = np.random.default_rng(0).integers(0, 256, 32)
     for _, token, group in accesses(side):
-        part = group // (ATOM // side.group_size if not side.transposed else side.groups // side.parts_a_block)
-        within = group % (ATOM // side.group_size if not side.transposed else side.groups // side.parts_a_block)
+        together = side.groups // (side.parts_a_block if side.transposed else side.atoms)
+        part, within = group // together, group % together
         offset = side.entry_offset(within, T) + part * order.BOOK_ROW_BYTES // 2
-        assert conflicts(codes * order.BOOK_ROW_BYTES + offset, side.entry_bytes) == 1
+        most = 2 if side.transposed and side.bits == 1 else 1
+        assert conflicts(codes * order.BOOK_ROW_BYTES + offset, side.entry_bytes) <= most
         assert conflicts(side.place(token, side.group_size * group), side.entry_bytes) == 1
 
 

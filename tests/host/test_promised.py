@@ -34,8 +34,9 @@ def test_what_is_shipped_is_promised(arch):
 def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
     of_caches = [key for key in all_promised(arch) if key.op != "linear"]
     found = {name: {getattr(key, name) for key in of_caches} for name in ("op", "head_dim", "dtype")}
-    one_launch = {"pair"} if arch == "hopper" else set()
-    assert found == {"op": {"decode", "quantize", "dequantize", "append", "merge", "plan", "pack"} | one_launch,
+    one_launch = {"pair", "exchange"} if arch == "hopper" else set()
+    assert found == {"op": {"decode", "quantize", "dequantize", "append", "merge", "merge_states", "level_append",
+                            "plan", "pack"} | one_launch,
                      "head_dim": {64, 96, 128, 256},
                      "dtype": {"float16", "bfloat16", "float32"}}  # dequantize writes fp32
     decode = [key for key in all_promised(arch) if key.op == "decode"]
@@ -76,8 +77,8 @@ def test_levels_of_a_preset_are_managed_by_shipped_kernels(arch, name):
     shipped, levels = set(kernels.shipped_keys(arch)), parse(name)
     for target, dtype, head_dim in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, (64, 128)):
         assert kernels.manage_missing(levels, head_dim, getattr(torch, dtype)) == []
-        assert {*kernels.manage_keys(target, dtype, head_dim, levels), kernels.merge_key(target, dtype, head_dim)
-                } <= shipped
+        assert {*kernels.manage_keys(target, dtype, head_dim, levels), kernels.merge_key(target, dtype, head_dim),
+                kernels.level_append_key(target, dtype, head_dim)} <= shipped
         assert (kernels.no_pair(arch, levels, head_dim, getattr(torch, dtype)) == []) == (arch == "hopper")
         assert (kernels.pair_key(target, dtype, head_dim, levels) in shipped) == (arch == "hopper")
 

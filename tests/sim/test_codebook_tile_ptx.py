@@ -33,8 +33,11 @@ def scratch(tmp_path_factory):
     (replace(ONE_HEAD, format="k4vcq2", head_dim=128), 1, Attention()),
     (replace(ONE_HEAD, format="kcq4v2-vg32-bf16", num_heads=3), 2, Attention()),
     (replace(ONE_HEAD, format="k8tvcq4", dtype=torch.bfloat16, num_heads=4, q_len=2), 1, FEATURES),
+    (replace(ONE_HEAD, format="cq1", head_dim=128), 1, Attention()),
+    (replace(ONE_HEAD, format="kcq2vcq1", head_dim=128, dtype=torch.bfloat16, num_heads=3), 2, Attention()),
+    (replace(ONE_HEAD, format="kcq1v4", head_dim=128, q_len=2), 1, FEATURES),
 ], ids=("cq2-d128", "cq4-d128", "cq2-ragged", "cq4-features", "kcq4vcq2-bf16", "kcq2vcq4-bf16", "nonorm", "k4vcq2",
-        "kcq4v2", "k8tvcq4"))
+        "kcq4v2", "k8tvcq4", "cq1", "kcq2vcq1-bf16", "kcq1v4"))
 def test_codebook_tile_path(case, splits, options, scratch):
     text, cfg = compiled(key_of(case, options, PATH, ROWS), scratch)
     problem = testing.build(case)

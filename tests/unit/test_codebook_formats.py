@@ -104,9 +104,9 @@ def test_presets_are_in_the_registry_and_have_kernels():
 
 
 @pytest.mark.parametrize("name, head_dim, archs", [
-    ("cq1", 128, ("hopper", "ampere")), ("cq2", 96, ("hopper", "ampere")), ("cq4", 256, ("hopper", "ampere")),
-    ("k4vcq1", 128, ("hopper", "ampere")), ("k4vcq2", 96, ("hopper",)), ("k4vcq2", 128, ("ampere",)),
-    ("kcq4v2", 64, ("ampere",))])
+    ("cq1", 128, ("ampere",)), ("cq1", 64, ("hopper", "ampere")), ("k4vcq1", 64, ("hopper",)),
+    ("cq2", 96, ("hopper", "ampere")), ("cq4", 256, ("hopper", "ampere")), ("k4vcq1", 128, ("ampere",)),
+    ("k4vcq2", 96, ("hopper",)), ("k4vcq2", 128, ("ampere",)), ("kcq4v2", 64, ("ampere",))])
 def test_what_no_kernel_reads(name, head_dim, archs):
     for arch in archs:
         assert kernels.pick(arch, FORMATS[name], head_dim, torch.float16, 4)[0] is None
@@ -118,6 +118,13 @@ def test_a_codebook_on_one_side_goes_through_tiles_whatever_the_rows(name):
     for head_dim, rows in product((64, 128), (1, 8, 64)):
         assert kernels.no_codebooks("hopper", FORMATS[name], head_dim) == []
         assert kernels.pick("hopper", FORMATS[name], head_dim, torch.bfloat16, rows)[0] == ("codebook64", 64)
+
+
+@pytest.mark.parametrize("name", ("cq1", "kcq2vcq1", "kcq1vcq4-nonorm", "k4vcq1", "kcq1v2"))
+def test_codebooks_of_1_bit_go_through_tiles_whatever_the_rows(name):
+    for rows in (1, 8, 64):
+        assert kernels.pick("hopper", FORMATS[name], 128, torch.float16, rows)[0] == ("codebook64", 64)
+    assert "head_dim with codebooks of 1 bit 64, supported: 128" in kernels.no_codebooks("hopper", FORMATS[name], 64)[0]
 
 
 # ---- records

@@ -153,8 +153,8 @@ ELSEWHERE = {  # what is not run here, and why
     "perf/host_time.py": "times this machine, into perf/results",
     "perf/outliers.py": "needs captured tensors of a model",
 }
-GPU = ("bench", "pack", "append", "e2e", "gpu_model", "stalls", "context_parallel", "linear", "levels",
-       "level_manage")
+GPU = ("bench", "pack", "append", "e2e", "gpu_model", "stalls", "context_parallel", "tensor_parallel", "million",
+       "linear", "levels", "level_manage")
 
 
 def option_is_known(source: str, option: str) -> bool:

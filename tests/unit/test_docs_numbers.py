@@ -101,12 +101,45 @@ def test_steps_and_generations():
 
 
 def test_several_gpus():
-    rows, lines = rows_of(PERFORMANCE, "Several GPUs"), found("parallel", "1e7bcdc7b95d")
-    assert len(rows) == len(lines) == 3
-    for (case, *cells), line in zip(rows, lines):
+    rows, lines = rows_of(PERFORMANCE, "Several GPUs"), found("parallel", "4f2aee016a05")
+    names = ("one_gpu_us", "us", "gain", "c_us", "local_us", "exchange_us", "error")
+    assert len(rows) == len(lines) == 8
+    for (case, exchange, *cells), line in zip(rows, lines):
         assert case == f"{line['tokens']:,}, {line['batch']}"
-        for shown, name in zip(cells, ("one_gpu_us", "us", "gain", "local_us", "error"), strict=True):
+        assert exchange == ("all-gather", "peers")[line["peer_memory"]]
+        for shown, name in zip(cells, names, strict=True):
             assert is_rounded(shown, line[name]), (case, name)
+        share = line["one_gpu_us"] / line["ranks"]
+        assert math.isclose(line["gain"], line["one_gpu_us"] / (share + line["c_us"]), rel_tol=2e-3)
+    slow, fast = ([line["exchange_us"] for line in lines[i : i + 2]] for i in (0, 2))
+    assert in_text(PERFORMANCE, f"took {sum(slow) / 2:.0f} us, in the last two {sum(fast) / 2:.0f}: not explained")
+
+
+def test_a_model_on_two_gpus():
+    rows, lines = rows_of(PERFORMANCE, "A model on two GPUs"), found("tensor_parallel", "4f2aee016a05")
+    both = [line for line in lines if line["ranks"] == 2]
+    assert len(rows) == len(both) == 4
+    for (case, one, *cells), line in zip(rows, both):
+        assert case == f"{line['format']}, {line['batch']}"
+        alone = [x for x in lines if x["ranks"] == 1 and all(x[key] == line[key] for key in ("format", "batch"))]
+        assert (one == "does not fit") == (not alone) == (cells[1] == "-")
+        if alone:
+            assert is_rounded(one, alone[0]["step_ms"]) and is_rounded(cells[1], line["gain"])
+        names = ("step_ms", "weights_ms", "attention_ms", "reduce_ms")
+        assert all(map(is_rounded, (cells[0], *cells[2:]), (line[name] for name in names)))
+    each = [1e3 * line["reduce_ms"] / 64 for line in both]
+    assert in_text(PERFORMANCE, f"An all-reduce takes {min(each):.0f} to {max(each):.0f} us")
+
+
+def test_a_million_tokens():
+    rows, lines = rows_of(PERFORMANCE, "A million tokens on one GPU"), found("million", "4f2aee016a05")
+    assert [row[0] for row in rows] == [line["format"] for line in lines] == ["k4v4", "k2v2", "cq2"]
+    for (_, *cells), line in zip(rows, lines):
+        assert line["seqlen"] == 1 << 20 and line["pool_bytes"] > 1 << 32
+        sizes = [line[name] / 1e9 for name in ("cache_bytes", "peak_bytes")]
+        want = (*(line[name] for name in ("step_ms", "weights_ms", "attention_ms")), *sizes, line["pack_s"],
+                line["o_error"], line["lse_error"])
+        assert all(map(is_rounded, (cell.removesuffix(" GB").removesuffix(" s") for cell in cells), want)), cells
 
 
 def decode(commit: str, format: str, **of) -> dict:

@@ -60,6 +60,8 @@ CALLS = {
     "manage that scores": lambda cache: manage(cache, [1]),
     "rewind": lambda cache: cache.rewind([0, 2], [9, 2]),
     "free": lambda cache: cache.free([1, 0]),
+    "share": lambda cache: cache.share(0, 4),
+    "share of a prefix in 16 bit": lambda cache: cache.share(2, 3, 2),
     "extend": lambda cache: cache.extend(2000),
     "grow": grow,
 }
@@ -73,6 +75,7 @@ def contents(cache) -> dict:
         for v in range(cache.table.shape[1]):
             for page, first in enumerate(cache.table[level, v, : int(cache.c_pack[level, v]) // 128].tolist()):
                 found[f"record {level, v, page}"] = units[first : first + size].clone()
+    found |= {f"shared {i}": free.shared.clone() for i, free in enumerate(cache.pool.lists)}
     numbers = (cache.max_seqlen, *(len(memory) for memory in cache.pool.memory))
     return found | {"numbers": torch.tensor(numbers, device="cpu")}
 
@@ -80,7 +83,8 @@ def contents(cache) -> dict:
 def versions(cache) -> list[tuple]:
     """What changes with every write to a tensor of a cache or its pool, and where a tensor takes another's place."""
     pool = cache.pool
-    tensors = [*vars(cache).values(), *pool.memory, *(x for free in pool.lists for x in (free.ids, free.ends))]
+    of_lists = (x for free in pool.lists for x in (free.ids, free.ends, free.shared))
+    tensors = [*vars(cache).values(), *pool.memory, *of_lists]
     return [(id(x), x._version) for x in tensors if isinstance(x, torch.Tensor)] + [cache.max_seqlen]
 
 

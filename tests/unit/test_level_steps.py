@@ -265,6 +265,7 @@ def test_random_steps_conserve_every_frame(name):
     with script("frames") as frames:
         done = frames.life(name, steps=300, seed=1)
     assert done.pages > 120 and done.refused > 20 and done.wraps and done.releases > 30 and done.checked > 120
+    assert done.shares > 5 and done.common > 20
 
 
 def test_manage_is_done_by_kernels_where_they_serve_and_says_where_not(monkeypatch):
@@ -276,7 +277,8 @@ def test_manage_is_done_by_kernels_where_they_serve_and_says_where_not(monkeypat
     q, lse = tokens(2, 1)[2], torch.zeros(2, H * R, 1)
     assert cache.why_torch() == ["device: cpu has no kernels, supported: cuda"]
     called = []
-    stand_in = step.Kernels(manage.why_not_on, lambda _, rows, q, lse, options: called.append((rows, q, options)), None)
+    stand_in = step.Kernels(manage.why_not_on, lambda _, rows, q, lse, options: called.append((rows, q, options)), None,
+                            lambda _, rows, k, v: called.append((rows, k, v)))
     monkeypatch.setitem(step.KERNELS, "cpu", stand_in)
     assert cache.why_torch() == [] and cache.why_torch(window=9) == ["window 9, supported: None"]
     cache.manage(q, lse, softcap=5.0)
@@ -288,6 +290,14 @@ def test_manage_is_done_by_kernels_where_they_serve_and_says_where_not(monkeypat
     assert len(called) == 1
     with pytest.raises(ValueError, match="path: got stream, supported: None, reference"):
         cache.manage(q, lse, path="stream")
+    before, (k, v, _) = cache.n_tok.clone(), tokens(1, 1)
+    cache.append(k, v.float(), [1])
+    rows, *stored = called.pop()
+    assert rows.tolist() == [1] and all(map(torch.equal, stored, (k, v))) and torch.equal(cache.n_tok, before)
+    with pytest.raises(RuntimeError, match="ring of 192 recent tokens full"):  # before any launch
+        cache.n_tok += cache.limit - cache.n_tok
+        cache.append(k, v, [1])
+    assert len(called) == 1
 
 
 def test_pairs_and_heads_that_no_kernel_manages():
@@ -295,6 +305,7 @@ def test_pairs_and_heads_that_no_kernel_manages():
     assert manage.why_not_on(wide, PLAIN) == ["head_dim 256, supported: 64, 96, 128"]
     single = LevelCache(FramePool("k8v4+k4v2-high10", head_dim=D, frames=1), 1, max_seqlen=300, dtype=torch.bfloat16)
     assert manage.why_not_on(single, PLAIN) == []
+    assert (one := manage.append_key_of(single, "sm_89")).name == "level_append-bfloat16-d64" and one.target == "sm_80"
     plan, pack = manage.keys_of(single, "sm_89")
     assert (plan.name, plan.target, pack.name) == ("plan-bfloat16-d64", "sm_80", "pack-k8v4+k4v2-bfloat16-d64")
     low = LevelCache(FramePool("lean-low", head_dim=D, frames=(1, 1)), 1, max_seqlen=300)

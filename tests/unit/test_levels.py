@@ -380,7 +380,6 @@ def test_nbytes_counts_what_tokens_need():
 
 @pytest.mark.parametrize("error, words, call", [
     (NotImplementedError, "window: got 100 over levels", lambda c: decode(tokens(1, 1)[2], c, window=100)),
-    (NotImplementedError, "share: a LevelCache", lambda c: c.share(0, 1)),
     (NotImplementedError, "no kernels", lambda c: decode(tokens(1, 1)[2], c, path="register")),
     (ValueError, "k: 2 tokens a step", lambda c: c.append(*tokens(1, 2)[:2])),
     (ValueError, "q: 4 heads, supported: multiples of num_heads_kv = 3",

@@ -69,6 +69,17 @@ class LevelLife(RuleBasedStateMachine):
         self.cache.free([row])
         self.rows[row] = []
 
+    @rule(src=st.integers(0, ROWS - 1), cut=st.integers(0, 40))
+    def share(self, src, cut):
+        dst, cache = (src + 1) % ROWS, self.cache
+        self.free(dst)
+        count = max(len(self.rows[src]) - cut, cache.first_recent(src) if int(cache.n_out[src]) else 0)
+        try:
+            cache.share(src, dst, count)
+        except PageExhaustedError:
+            return
+        self.rows[dst] = self.rows[src][:count]
+
     @rule()
     def copy(self):
         self.cache = copy.deepcopy(self.cache)

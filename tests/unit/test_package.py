@@ -45,7 +45,7 @@ LAYERS = (
     ("loader", "build", "kernel_wheel"),
     ("plan",),
     ("dispatch",),
-    ("ops", "environment", "linear_kernels", "levels.pair", "levels.manage"),
+    ("ops", "environment", "exchange", "linear_kernels", "levels.pair", "levels.manage"),
     ("levels.decode",),
     ("paged",),
     ("paged_dense", "paged_static"),

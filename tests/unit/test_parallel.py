@@ -120,6 +120,42 @@ def exhaustion(cache, generator):
     check(cache, torch.randn(1, 1, HEADS, HEAD_DIM, generator=generator).half())
 
 
+def buffers(cache, generator):
+    """Results go where the caller says, whatever its layout; a call that is refused writes nothing."""
+    for row, length in enumerate((300, 0, 129)):
+        cache.prefill(row, *(torch.randn(length, HEADS_KV, HEAD_DIM, generator=generator).half() for _ in range(2)))
+    for tokens in (1, 2):
+        q = torch.randn(BATCH, tokens, HEADS, HEAD_DIM, generator=generator).half()
+        want = decode_sharded(q, cache)
+        dense = torch.empty_like(q), torch.empty_like(want[1])
+        wide = torch.full((BATCH, tokens, HEADS, 2 * HEAD_DIM), torch.nan).half()
+        strided = wide[..., HEAD_DIM:], torch.empty(HEADS, BATCH, tokens).transpose(0, 1)
+        for out, lse in (dense, strided):
+            found = decode_sharded(q, cache, out=out, lse=lse)
+            assert found[0] is out and found[1] is lse
+            assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+        assert wide[..., :HEAD_DIM].isnan().all()
+    with pytest.raises(ValueError, match="out: got shape"):
+        decode_sharded(q, cache, out=wide)
+    with pytest.raises(TypeError, match="lse: got torch.float16, supported: torch.float32"):
+        decode_sharded(q, cache, lse=want[1].half())
+    again = decode_sharded(q, cache), decode_sharded(q, cache)  # neither is the other's memory
+    assert torch.equal(again[0][0], want[0]) and again[0][0].data_ptr() != again[1][0].data_ptr()
+    if cache.world > 1:
+        found = decode_sharded(q.float(), cache)
+        assert found[0].dtype == torch.float32 and torch.allclose(found[0], want[0].float(), atol=2e-3)
+        logits, wrong = torch.zeros(HEADS + 1), torch.zeros(2, 1, HEADS, HEAD_DIM // 2).half()
+        with pytest.raises(ValueError, match="sink_logits: got shape"):  # on all ranks, not only where it is used
+            decode_sharded(q[:2], cache, sink_logits=logits)
+        with pytest.raises(ValueError, match="q: got shape"):
+            decode_sharded(wrong, cache)
+        assert not cache.exchanges.has(wrong.shape, wrong.dtype, True)
+        with pytest.raises(RuntimeError, match="captured before its first call of this shape"):
+            cache.exchanges.find(torch.Size((BATCH, 3, HEADS, HEAD_DIM)), q.dtype, True, True)
+        with pytest.raises(NotImplementedError, match="peer_memory: got cpu, supported: Hopper GPUs"):
+            ShardedKVCache("k4v4", 4, HEADS_KV, HEAD_DIM, peer_memory=True)
+
+
 def run(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
@@ -132,6 +168,7 @@ def run(rank: int, world: int, folder: str) -> None:
             generator = torch.Generator().manual_seed(8)
             drafts(*(kind("k8v8", 16, sinks=sinks, max_q_len=5, **shape) for kind in (ShardedKVCache, KVCache)),
                    generator)
+        buffers(ShardedKVCache("k4v4", 16, max_q_len=3, **shape), torch.Generator().manual_seed(10))
         exhaustion(ShardedKVCache("k4v4", 6, **shape, max_seqlen=4000), torch.Generator().manual_seed(9))
     finally:
         dist.destroy_process_group()

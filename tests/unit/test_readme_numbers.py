@@ -15,11 +15,15 @@ def lines(name: str) -> list[dict]:
     return [json.loads(line) for line in (ROOT / "perf/results" / name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("text", (TEXT, PERFORMANCE), ids=("README", "performance"))
-def test_cost_of_the_gather(text):
-    """Time of a call over several GPUs less that of a rank's own tokens."""
-    costs = [line["us"] - line["local_us"] for line in lines("parallel.jsonl")]
-    assert len(costs) == 3 and f"{min(costs):.0f} to {max(costs):.0f} us a call" in text
+def test_cost_of_the_gather():
+    """Time of a call over several GPUs less that of a rank's own tokens: one call a graph, an all-gather, peers."""
+    costs = {None: [], False: [], True: []}
+    for line in lines("parallel.jsonl"):
+        costs[line.get("peer_memory")].append(line["us"] - line["local_us"])
+    first, gather, peers = costs.values()
+    assert list(map(len, costs.values())) == [3, 4, 4]
+    assert f"{min(first):.0f} to {max(first):.0f} us a call" in PERFORMANCE
+    assert f"{round(min(peers))} to {round(max(peers))} us a call over NVLink, {min(gather):.0f} us and more" in TEXT
 
 
 @pytest.mark.parametrize("model, words", (

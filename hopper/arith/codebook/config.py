@@ -18,7 +18,7 @@ BOOK_SIDES = ("k", "v")
 
 def uses_table(cfg: WarpConfig) -> bool:
     """Whether K's lookups give products of entries with q (VQ-LLM's K side as a table), not entries."""
-    return cfg.k.group_size == TABLE_VEC_SIZE and cfg.rows <= FEW
+    return cfg.arithmetic.has_tables and cfg.k.group_size == TABLE_VEC_SIZE and cfg.rows <= FEW
 
 
 def groups(side: SidePlan) -> int:
@@ -113,6 +113,7 @@ class Codebook(Arithmetic):
     """
 
     has_books = True
+    has_tables = True  # of K where they are faster: see uses_table
     query_width = 4  # q of stored keys in fp32
     query_parts = 2  # weights leave no 16-bit number
     merge_pad = 8

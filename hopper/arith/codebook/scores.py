@@ -25,7 +25,7 @@ ONE, HIGH_ONE = 0x3C00, 0x3C00_0000  # fp16 1 in the low or the high half
 
 
 def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> Scores:
-    """S with the slopes of the lane's rows; the page's mean times q' is their offset."""
+    """S with the slopes and offsets of the lane's rows."""
     side = cfg.k
     acc = cute.make_rmem_tensor((4, side.row_tiles), Float32)
     acc.fill(0.0)
@@ -38,6 +38,12 @@ def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> 
     else:
         for tile in range(side.row_tiles):
             add_entries(cfg, codes, entries, me, found.operand, acc, tile)
+    return with_mean(cfg, piece, me, found, acc)
+
+
+def with_mean(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery, acc: cute.Tensor) -> Scores:
+    """S of a page's codes with the slopes of the lane's rows, and the page's mean times q' as their offset."""
+    side = cfg.k
     products = query.mean_product(cfg, found, page_mean(cfg, piece, me), me)
     offsets = [x * own[query.TOKEN_SLOPE] + own[query.OFFSET] for x, own in zip(products, found.factors)]
     # a mean that is no number makes the page's weights so

@@ -87,8 +87,10 @@ def rescale(cfg: cutlass.Constexpr[WarpConfig], state: State, tops: tuple, scale
         state.exponent[0] = exponent
 
 
-def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, tops: tuple) -> None:
-    """p: fp32 accumulators of S^T, weights of the lane's rows; tops: their maxima."""
+def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, tops: tuple,
+               looked_up_by=None) -> None:
+    """p: fp32 accumulators of S^T, weights of the lane's rows; tops: their maxima; looked_up_by(cfg, piece, me): the
+    lookups and masks, of another order of codes or entries than this file's."""
     norms, largest = None, None
     if cfg.v.has_meta:
         norms = norm_words(cfg, piece, me)
@@ -98,7 +100,7 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     softmax.add_sums(cfg, state, p)
     up = numbers.pow2((state.exponent[0] if norms else Int32(0)) + subnormals.PROBABILITY_SHIFT)
     codes = books.Codes(cfg, piece, cfg.v, me.lane)
-    entries, masks = lookups(cfg, piece, me), rotation_masks(cfg, me)
+    entries, masks = (looked_up_by or rotated)(cfg, piece, me)
     for tile in range(cfg.v.col_tiles):
         scales = [up] * 2
         if norms:
@@ -107,6 +109,11 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
                                 for row8, scale in enumerate(scales)])
         masked = [masked_operand(own, mask) for mask in masks]
         add_tile(cfg, codes, entries, masked, state, tile)
+
+
+def rotated(cfg: WarpConfig, piece: Piece, me: Lane) -> tuple[books.Lookups, list[Uint32]]:
+    """Lookups, and the masks that undo their rotation."""
+    return lookups(cfg, piece, me), rotation_masks(cfg, me)
 
 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> books.Lookups:

@@ -4,7 +4,8 @@
  * the one that makes a device current, the one that encodes a tensor map (unused by our kernels) and the kernel
  * itself. This file is that environment: it loads the cubin linked beside it through the CUDA driver, found at
  * the first launch, so the result loads (and checks arguments) on a machine without a GPU.
- * kernel_meta.h, written by emit.py, gives KERNEL_NAME, NUM_PARAMS, param_kind[], NUM_DIMS and dim_slot[]. */
+ * kernel_meta.h, written by emit.py, gives KERNEL_NAME, NUM_PARAMS, param_kind[], NUM_DIMS, dim_slot[], and OVERLAPS:
+ * whether the launch may begin while the kernel before it in the stream ends. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -16,11 +17,23 @@
 enum { DIM_DYNAMIC_SMEM = 6, CUDA_DEVICE = 2, MAX_DEVICES = 64 };
 enum { ATTR_MAX_DYNAMIC_SMEM = 8 }; /* CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES */
 enum { STATIC_SMEM_LIMIT = 48 * 1024 };
+enum { ATTR_EARLY_START = 6 }; /* CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION */
 
 extern const unsigned char kernel_cubin[];
 
 typedef int CUresult;
 typedef void *CUkernel;
+typedef struct { /* CUlaunchAttribute: the value's bytes begin with an int that allows it */
+  int id;
+  char pad[4];
+  union { char bytes[64]; int allowed; } value;
+} Attribute;
+typedef struct { /* CUlaunchConfig */
+  unsigned dim[6], smem_bytes;
+  void *stream;
+  Attribute *attributes;
+  unsigned num_attributes;
+} Config;
 static struct {
   CUresult (*GetErrorString)(CUresult, const char **);
   CUresult (*DeviceGet)(int *, int);
@@ -32,6 +45,7 @@ static struct {
   CUresult (*KernelSetAttribute)(int, int, CUkernel, int);
   CUresult (*LaunchKernel)(CUkernel, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *,
                            void **, void **);
+  CUresult (*LaunchKernelEx)(const Config *, CUkernel, void **, void **);
 } cu;
 
 static CUkernel kernel;
@@ -55,6 +69,7 @@ static int load_driver(void) {
       {(void **)&cu.LibraryLoadData, "cuLibraryLoadData"},
       {(void **)&cu.LibraryGetKernel, "cuLibraryGetKernel"},
       {(void **)&cu.KernelSetAttribute, "cuKernelSetAttribute"},
+      {(void **)&cu.LaunchKernelEx, "cuLaunchKernelEx"},
       {(void **)&cu.LaunchKernel, "cuLaunchKernel"},
   };
   if (cu.LaunchKernel) return 0;
@@ -123,8 +138,16 @@ static int launch(void *self, const TVMFFIAny *args, int32_t num_args, TVMFFIAny
       *done = dim[DIM_DYNAMIC_SMEM];
     }
   }
-  code = cu.LaunchKernel(kernel, dim[0], dim[1], dim[2], dim[3], dim[4], dim[5], dim[DIM_DYNAMIC_SMEM],
-                         TVMFFIEnvGetStream(CUDA_DEVICE, current_device), params, 0);
+  void *stream = TVMFFIEnvGetStream(CUDA_DEVICE, current_device);
+  if (OVERLAPS) {
+    Attribute early = {ATTR_EARLY_START, {0}, {{0}}};
+    Config config = {{dim[0], dim[1], dim[2], dim[3], dim[4], dim[5]}, dim[DIM_DYNAMIC_SMEM], stream, &early, 1};
+    early.value.allowed = 1;
+    code = cu.LaunchKernelEx(&config, kernel, params, 0);
+    return code ? fail("cuLaunchKernelEx", code) : 0;
+  }
+  code = cu.LaunchKernel(kernel, dim[0], dim[1], dim[2], dim[3], dim[4], dim[5], dim[DIM_DYNAMIC_SMEM], stream, params,
+                         0);
   return code ? fail("cuLaunchKernel", code) : 0;
 }
 

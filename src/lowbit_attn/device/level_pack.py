@@ -279,6 +279,7 @@ def pack_kernel(levels: Levels, head_dim: int, dtype: str, searches: tuple[str, 
         sinks: T.int32,
     ):
         with T.Kernel(T.min(len(SIDES) * heads * batch, step.max_blocks), threads=step.threads) as block:
+            T.pdl_sync()
             plan = Plan(which, goes, n_out, order, fresh, n_stage, c_pack, table, score, seen)
             (m0, m1, m2, m3), (s0, s1, s2, s3), (u0, u1, u2, u3) = step.matrices, step.searched, step.first_units
             high_k = Side(m0, s0, u0, pool_high, meta_high, hi_k, sinks, ring_k)
@@ -289,4 +290,4 @@ def pack_kernel(levels: Levels, head_dim: int, dtype: str, searches: tuple[str, 
             blocks = T.min(len(SIDES) * heads * batch, step.max_blocks)
             move_all(step, plan, high_k, high_v, low_k, low_v, batch, heads, block, blocks, T.get_thread_binding())
 
-    return TileKernel(pack, compile_flags=EXACT)
+    return TileKernel(pack, compile_flags=EXACT, overlaps=True)

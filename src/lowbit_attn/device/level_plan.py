@@ -6,8 +6,9 @@
     needs    the last CTA of a row: seen; which heads need frames, and their places among the row's
     grant    the last due row: ``level_grant``
 
-A row that does not act and waits for nothing costs two dependent loads. Which CTA is last does not matter: what it does
-depends on counters and on what the others wrote. ``level_pack`` then moves the tokens of the rows in ``goes``.
+A row that does not act and waits for nothing costs one round of loads. Which CTA is last does not matter: what it does
+depends on counters and on what the others wrote. ``level_pack`` then moves the tokens of the rows in ``goes``; it may
+be launched while this kernel runs, and waits for its end.
 """
 
 from typing import Any, NamedTuple
@@ -239,6 +240,8 @@ def plan_kernel(head_dim: int, dtype: str) -> TileKernel:
         t_high: T.float32,
     ):
         with T.Kernel(num_heads, size, threads=THREADS) as (head, at):
+            T.pdl_trigger()
+            T.pdl_sync()
             tx = T.get_thread_binding()
             call = Batch(which, n_sink, n_out, n_tok, waits, every, due_at, q_len)
             policy = Policy(is_cumulative, high, kept, t_low, t_high)
@@ -254,4 +257,4 @@ def plan_kernel(head_dim: int, dtype: str) -> TileKernel:
                        seen, arrivals, Ends(starved, limit, max_seqlen, room), shared, row_accesses, at, head, size,
                        num_heads, tx)
 
-    return TileKernel(plan)
+    return TileKernel(plan, overlaps=True)

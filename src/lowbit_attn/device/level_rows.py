@@ -10,7 +10,7 @@ from lowbit_attn.cache.state import MAX_Q_LEN
 PAGE, LANES = layout.PAGE_TOKENS, layout.LANES
 THREADS = 192  # of a CTA of the plan: slots of a default ring, and whole rows of 8, 12 or 16 accesses
 # of what ``read_row`` finds; FIRST: position of the oldest recent token
-ROW, LENGTH, FIRST, ACTS, DUE = FIELDS = range(5)
+ROW, LENGTH, FIRST, WAITS, ACTS, DUE = FIELDS = range(6)
 
 
 class Batch(NamedTuple):
@@ -31,15 +31,26 @@ def row_in_registers():
 
 
 @T.macro
+def read_counters(batch, row, found):
+    found[LENGTH] = batch.n_tok[row]
+    found[FIRST] = batch.n_sink[row] + batch.n_out[row]
+    found[WAITS] = T.cast(batch.waits[row], "int32")
+
+
+@T.macro
 def read_row(batch, at, found):
-    """Row ``at`` of the call -> found. It acts if the step brought its length to or over a multiple of ``every``."""
+    """Row ``at`` of the call -> found. It acts if the step brought its length to or over a multiple of ``every``.
+
+    Mostly it is row ``at`` of the cache, whose counters are read meanwhile.
+    """
     before = T.alloc_var("int32")
     found[ROW] = T.cast(batch.rows[at], "int32")
-    found[LENGTH] = batch.n_tok[found[ROW]]
-    found[FIRST] = batch.n_sink[found[ROW]] + batch.n_out[found[ROW]]
+    read_counters(batch, at, found)
+    if found[ROW] != at:
+        read_counters(batch, found[ROW], found)
     before = T.truncdiv(found[LENGTH] - batch.q_len + MAX_Q_LEN * batch.every, batch.every) - MAX_Q_LEN
     found[ACTS] = T.cast(T.truncdiv(found[LENGTH], batch.every) > before, "int32")
-    found[DUE] = T.cast(T.And(T.Or(found[ACTS] != 0, batch.waits[found[ROW]] != T.uint8(0)),
+    found[DUE] = T.cast(T.And(T.Or(found[ACTS] != 0, found[WAITS] != 0),
                               found[LENGTH] - found[FIRST] >= batch.due_at), "int32")
 
 

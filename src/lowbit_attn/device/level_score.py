@@ -45,7 +45,7 @@ def age_of(slot, oldest, slots):
 
 @T.macro
 def load_keys(ring_k, v, first, oldest, held, row_accesses, keys, tx):
-    """Keys of the slots from ``first`` on that hold a token -> shared memory; waits, the caller synchronises."""
+    """Keys of the slots from ``first`` on that hold a token -> shared memory; ``observe`` waits for them."""
     slots = ring_k.shape[1]
     for i in T.unroll(row_accesses):
         row, access = token_place(i * THREADS + tx, row_accesses)
@@ -53,7 +53,6 @@ def load_keys(ring_k, v, first, oldest, held, row_accesses, keys, tx):
             T.ptx_cp_async(T.access_ptr(keys[swizzled(row, access, row_accesses), 0], "w", ACCESS),
                            T.access_ptr(ring_k[v, first + row, access * ACCESS], "r", ACCESS), ACCESS)
     T.ptx_commit_group()
-    T.ptx_wait_group(0)
 
 
 @T.macro
@@ -118,6 +117,7 @@ def observe(queries, at, head, ratio, behind, row_accesses, shared, tx, total):
     for block in T.serial(T.truncdiv(queries.x.shape[1] * ratio + (ROWS - 1), ROWS)):
         T.sync_threads()  # the rows before were read
         load_queries(queries, at, head, ratio, block, row_accesses, shared, tx)
+        T.ptx_wait_group(0)  # the keys
         T.sync_threads()
         multiply(shared, row_accesses, tx, s)
         for j in T.unroll(ROWS):
@@ -143,14 +143,15 @@ def score_ring(batch, found, queries, at, head, num_heads, ring_k, score, seen, 
         first = chunk * THREADS
         slot = first + tx
         age = age_of(slot, oldest, slots)
+        if slot < slots:
+            mine = score[v, slot]
+            given = seen[found[ROW], slot]
         if found[ACTS] != 0:
             T.sync_threads()  # the keys before were read
             load_keys(ring_k, v, first, oldest, found[LENGTH] - found[FIRST], row_accesses, shared.keys, tx)
             observe(queries, at, head, ratio, found[LENGTH] - batch.q_len - found[FIRST] - age, row_accesses, shared,
                     tx, total)
         if slot < slots:
-            mine = score[v, slot]
-            given = seen[found[ROW], slot]
             if found[ACTS] != 0:
                 is_held = age < found[LENGTH] - found[FIRST]
                 mine = T.if_then_else(is_held, mine + total[0], T.float32(0.0))

@@ -87,12 +87,13 @@ def permute(a: Uint32, b: Uint32, selector) -> Uint32:
     return one_word("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", a, b, Uint32(selector))
 
 
-def lookup(address, offset: int, words: int) -> list[Uint32]:
-    """``words`` (1 or 2) words of shared memory that does not change while lookups run, ``offset`` bytes behind an
-    address: free to be moved between other accesses, unlike the DSL's loads."""
+def lookup(address, offset: int, words: int, space: str = "shared") -> list[Uint32]:
+    """``words`` (1, 2 or 4) words of memory that does not change while lookups run, ``offset`` bytes behind an address:
+    free to be moved between other accesses, unlike the DSL's loads. space: "shared", "global.nc" (64-bit address)."""
     if words == 1:
-        return [one_word(f"ld.shared.b32 {{$w0}}, [{{$r0}}+{offset}];", address)]
-    return some_words(f"ld.shared.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}}+{offset}];", words, address)
+        return [one_word(f"ld.{space}.b32 {{$w0}}, [{{$r0}}+{offset}];", address)]
+    names = ", ".join(f"{{$w{i}}}" for i in range(words))
+    return some_words(f"ld.{space}.v{words}.b32 {{{names}}}, [{{$r0}}+{offset}];", words, address)
 
 
 def add_f16x2(a: Uint32, b: Uint32) -> Uint32:

@@ -16,8 +16,13 @@ ONE_SOURCE_PASSES = {
 
 @dataclass(frozen=True)
 class TileKernel:
-    """A prim_func, the pass configuration it is lowered under, and extra nvcc flags."""
+    """A prim_func, the pass configuration it is lowered under, and extra nvcc flags.
+
+    overlaps: its launch may begin while the kernel before it in the stream ends (programmatic dependent launch, from
+    sm_90 on): what it does first is T.pdl_sync(), which waits for all that one has written.
+    """
 
     prim_func: Any
     pass_configs: dict[str, Any] = field(default_factory=lambda: dict(ONE_SOURCE_PASSES))
     compile_flags: tuple[str, ...] = ()
+    overlaps: bool = False

@@ -24,12 +24,16 @@ from lowbit_attn.kernels.key import (
     append_key,
     dequantize_key,
     device_target,
+    exchange_key,
     is_even,
+    level_append_key,
     manage_keys,
     merge_key,
+    merge_states_key,
     packing_keys,
     pair_key,
     quantize_key,
+    rank_keys,
     step_keys,
 )
 from lowbit_attn.kernels.registry import (
@@ -66,11 +70,10 @@ from lowbit_attn.kernels.support import (
 
 __all__ = [
     "ARCH_TARGETS", "Checks", "CuteKernel", "FEATURES", "KernelKey", "PAIR_ROWS", "PLAN_HEAD_DIMS",
-    "QUANTIZE_HEAD_DIMS", "ROWS",
-    "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS", "SHIPPED_HEAD_DIMS", "SHIPPED_TARGETS", "SMALL",
-    "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key", "arch_package", "baselines",
-    "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target", "is_even", "manage_keys",
-    "manage_missing", "merge_key", "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys",
-    "pair_key", "path_name", "path_of", "pick", "quantize_key", "quantize_missing", "shipped_keys", "step_keys",
-    "trace",
+    "QUANTIZE_HEAD_DIMS", "ROWS", "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS", "SHIPPED_HEAD_DIMS",
+    "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key",
+    "arch_package", "baselines", "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target",
+    "exchange_key", "is_even", "level_append_key", "manage_keys", "manage_missing", "merge_key", "merge_states_key",
+    "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys", "pair_key", "path_name", "path_of", "pick",
+    "quantize_key", "quantize_missing", "rank_keys", "shipped_keys", "step_keys", "trace",
 ]

@@ -23,7 +23,8 @@ class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
     op: str  # "decode", "quantize", "dequantize", "append", "read"; "linear": of codebook weights; of levels "merge",
-    # of both in one launch "pair", and of their manage "plan", "pack"
+    # of both in one launch "pair", of their append "level_append", of their manage "plan", "pack"; of several ranks
+    # "merge_states", "exchange"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
@@ -130,9 +131,30 @@ def merge_key(target: str, dtype: str, head_dim: int) -> KernelKey:
     return KernelKey("merge", "device", device_target(target), dtype, head_dim)
 
 
+def merge_states_key(target: str, dtype: str, head_dim: int) -> KernelKey:
+    """The kernel that merges what decode gave on several ranks."""
+    return KernelKey("merge_states", "device", device_target(target), dtype, head_dim)
+
+
+def exchange_key(target: str, dtype: str, head_dim: int) -> KernelKey:
+    """Hopper's kernel that exchanges what decode gave between the GPUs of a host, and merges it."""
+    return KernelKey("exchange", "hopper", target, dtype, head_dim)
+
+
+def rank_keys(arch: str, target: str, dtype: str, head_dim: int) -> list[KernelKey]:
+    """The kernels that merge what decode gave on several ranks, with and without an exchange of their own."""
+    keys = [merge_states_key(target, dtype, head_dim)]
+    return keys + [exchange_key(target, dtype, head_dim)] * (arch == "hopper")
+
+
 def pair_key(target: str, dtype: str, head_dim: int, levels: Levels, features: tuple[str, ...] = ()) -> KernelKey:
     """Hopper's kernel of decode over both levels in one launch."""
     return KernelKey("pair", "hopper", target, dtype, head_dim, levels.pair, "", "int8", STREAM, PAIR_ROWS, features)
+
+
+def level_append_key(target: str, dtype: str, head_dim: int) -> KernelKey:
+    """The kernel of ``LevelCache.append``, whatever the levels."""
+    return KernelKey("level_append", "device", device_target(target), dtype, head_dim)
 
 
 def manage_keys(target: str, dtype: str, head_dim: int, levels: Levels,

@@ -24,15 +24,18 @@ MODULES = {
     "hopper": "lowbit_attn.hopper", "hopper.config": "lowbit_attn.hopper.config",
     "hopper.decode": "lowbit_attn.hopper.decode", "hopper.linear": "lowbit_attn.hopper.linear.kernels",
     "hopper.linear.config": "lowbit_attn.hopper.linear.config",
+    "hopper.exchange": "lowbit_attn.hopper.exchange",
     "hopper.pair": "lowbit_attn.hopper.pair.decode", "hopper.pair.config": "lowbit_attn.hopper.pair.config",
     "ampere": "lowbit_attn.ampere", "ampere.config": "lowbit_attn.ampere.config",
     "ampere.decode": "lowbit_attn.ampere.decode",
     "quantize": "lowbit_attn.device.quantize", "dequantize": "lowbit_attn.device.quantize",
     "append": "lowbit_attn.device.append", "merge": "lowbit_attn.device.merge", "read": "lowbit_attn.device.read",
+    "merge_states": "lowbit_attn.device.merge_states", "level_append": "lowbit_attn.device.level_append",
     "plan": "lowbit_attn.device.level_plan", "pack": "lowbit_attn.device.level_pack",
 }
 
-OF_ARCHITECTURES = ("decode", "linear", "pair")  # ops whose programs are an architecture's own
+OVERLAPPING = ("level_append", "plan", "pack")  # ops that start while the kernel before ends, and wait for that
+OF_ARCHITECTURES = ("decode", "linear", "pair", "exchange")  # ops whose programs are an architecture's own
 
 
 @cache
@@ -56,10 +59,14 @@ def trace(key: KernelKey):
     if key.op == "read":
         threads, unroll = map(int, key.variant.split("x"))
         return module("read").read_kernel(threads, unroll)
-    if key.op in ("linear", "pair"):
+    if key.op in ("linear", "pair", "exchange"):
         return getattr(module(program(key.arch, key.op)), f"{key.op}_kernel")(key)
     if key.op == "merge":
         return module("merge").merge_kernel(key.head_dim, key.dtype)
+    if key.op == "merge_states":
+        return module("merge_states").merge_states_kernel(key.head_dim, key.dtype)
+    if key.op == "level_append":
+        return module("level_append").level_append_kernel(key.head_dim, key.dtype)
     if key.op == "plan":
         return module("plan").plan_kernel(key.head_dim, key.dtype)
     if key.op == "pack":
@@ -95,6 +102,8 @@ def checks(key: KernelKey) -> Checks:
                                                    features=key.features)
     if key.op in ("linear", "pair"):
         return module(f"{key.arch}.{key.op}.config").checks(key)
+    if key.op in OVERLAPPING and key.target == "sm_90":
+        return Checks(need=("ACQBULK",))
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM:
         k, v = FORMATS[key.format].specs(key.head_dim)
         if k.high or v.wide:

@@ -6,7 +6,17 @@ import torch
 
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.levels import PRESETS, parse
-from lowbit_attn.kernels.key import ROWS, KernelKey, device_target, manage_keys, merge_key, pair_key, step_keys
+from lowbit_attn.kernels.key import (
+    ROWS,
+    KernelKey,
+    device_target,
+    level_append_key,
+    manage_keys,
+    merge_key,
+    pair_key,
+    rank_keys,
+    step_keys,
+)
 from lowbit_attn.kernels.linear import linear_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, no_pair, other_ctas, pick
 from lowbit_attn.kernels.support import manage_missing, quantize_missing
@@ -33,10 +43,10 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
 
 
 def levels_keys(target: str, dtype: str, head_dim: int) -> list[KernelKey]:
-    """What manages caches of the presets of levels."""
-    presets = [parse(name) for name in PRESETS]
-    return [key for levels in presets if not manage_missing(levels, head_dim, getattr(torch, dtype))
-            for key in manage_keys(target, dtype, head_dim, levels)]
+    """What appends to and manages caches of the presets of levels."""
+    served = [levels for levels in map(parse, PRESETS) if not manage_missing(levels, head_dim, getattr(torch, dtype))]
+    keys = [key for levels in served for key in manage_keys(target, dtype, head_dim, levels)]
+    return [level_append_key(target, dtype, head_dim), *keys] if served else []
 
 
 def pair_keys(arch: str, target: str, dtype: str, head_dim: int) -> list[KernelKey]:
@@ -50,7 +60,8 @@ def shipped_keys(arch: str) -> list[KernelKey]:
     keys = {}
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
-        keys |= dict.fromkeys([merge_key(*common), *levels_keys(*common), *pair_keys(arch, *common)])
+        keys |= dict.fromkeys([merge_key(*common), *rank_keys(arch, *common), *levels_keys(*common),
+                               *pair_keys(arch, *common)])
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))

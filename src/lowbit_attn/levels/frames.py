@@ -4,11 +4,15 @@ Free frames stand in a circular list with a head and a tail that only grow; free
 what it needs, or nothing: offsets into the list are the exclusive sums of the rows' needs in row order, and a row goes
 ahead if its inclusive sum is free. Nothing depends on who comes first, so a GPU's blocks can do it from one scan.
 
+Sequences may share frames: ``shared`` counts the holders of a frame beside the first, so that what gives frames out
+need not know of it. A frame is free again when its last holder returns it.
+
 A frame holds one record of the high level or a whole number of the low one's, where the records' sizes allow it with
 little waste; else each level has frames of its own. All in torch, on any device.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -34,11 +38,13 @@ class Copied:
 
 
 class FreeList(Copied):
-    """The circular list of one size of frames: ids int32 [frames]; ends int64 [2], its head and tail."""
+    """The circular list of one size of frames: ids int32 [frames]; ends int64 [2], its head and tail; shared int32
+    [frames], holders of each frame beside the first."""
 
     def __init__(self, frames: int, device: torch.device):
         self.ids = torch.arange(frames, dtype=torch.int32, device=device)
         self.ends = torch.tensor([0, frames], dtype=torch.int64, device=device)
+        self.shared = torch.zeros_like(self.ids)
 
     @property
     def n_free(self) -> int:
@@ -74,6 +80,16 @@ class FreeList(Copied):
         self.ids[places] = ids
         self.ends[1] += len(ids)
 
+    def share(self, ids: torch.Tensor) -> None:
+        """Give frames in use, distinct ids, one holder more."""
+        self.shared[ids.long()] += 1
+
+    def release(self, ids: torch.Tensor) -> None:
+        """Take a holder from frames, distinct ids; those that had no other return to the list's tail."""
+        has_others = self.shared[ids.long()] > 0
+        self.shared[ids.long()] -= has_others.int()
+        self.give(ids[~has_others])
+
     def extend(self, frames: int, journal: Journal) -> None:
         """Add new ids behind the free ones."""
         first = len(self.ids)
@@ -81,7 +97,7 @@ class FreeList(Copied):
         free = torch.cat((self.free_ids(), fresh))
         ids = torch.cat((free, torch.zeros(first + frames - len(free), dtype=torch.int32, device=free.device)))
         journal.keep(self.ends)
-        journal.set(self, ids=ids)
+        journal.set(self, ids=ids, shared=torch.nn.functional.pad(self.shared, (0, frames)))
         self.ends[0], self.ends[1] = 0, len(free)
 
 
@@ -176,9 +192,14 @@ class FramePool(Copied):
         return [free.take(count) for free, count in zip(self.lists, counts)]
 
     def give(self, ids: Iterable[torch.Tensor]) -> None:
-        """Return frames of each size, int32 ids."""
+        """Return frames of each size, distinct int32 ids, of one holder."""
         for free, mine in zip(self.lists, ids):
-            free.give(mine)
+            free.release(mine)
+
+    def share(self, ids: Iterable[torch.Tensor]) -> None:
+        """Give frames of each size, distinct int32 ids that are in use, one holder more."""
+        for free, mine in zip(self.lists, ids):
+            free.share(mine)
 
     def grow(self, frames: int | tuple[int, int]) -> None:
         """Add frames; the old ones keep their ids and contents. Both copies exist meanwhile."""
@@ -190,10 +211,10 @@ class FramePool(Copied):
                 free.extend(n, journal)
 
     def keep(self, journal: Journal) -> None:
-        """Remember which frames are free. What a free one holds means nothing."""
+        """Remember which frames are free, and which are shared. What a free one holds means nothing."""
         for free in self.lists:
-            journal.keep(free.ids)
-            journal.keep(free.ends)
+            for x in (free.ids, free.ends, free.shared):
+                journal.keep(x)
 
     def most(self, heads: int, tokens: int) -> tuple[int, ...]:
         """Frames of each size that so many heads take at most for so many tokens more, whatever their classes."""
@@ -211,11 +232,14 @@ class FramePool(Copied):
                                      f"{list(wanted)} frames in {tokens} tokens, {list(self.n_free)} are free")
 
     def check(self, *caches) -> None:
-        """Raise AssertionError unless every frame is free or held by one of these caches, which must be all, once."""
+        """Raise AssertionError unless every frame is free, or held by these caches, which must be all, as often as its
+        count says: once if it is not shared."""
         for size, free in enumerate(self.lists):
-            held = [frame for cache in caches for frame in cache.held_frames(size)]
-            ids = sorted(free.free_ids().tolist() + held)
+            held = Counter(frame for cache in caches for frame in cache.held_frames(size))
+            ids = sorted(free.free_ids().tolist() + list(held))
             assert ids == list(range(len(free.ids))), f"size {size}: {len(ids)} frames free or held of {len(free.ids)}"
+            holders = [max(0, held[frame] - 1) for frame in range(len(free.ids))]
+            assert free.shared.tolist() == holders, f"size {size}: frames free or held otherwise than counted"
 
 
 def frame_sizes(high_bytes: int, low_bytes: int) -> tuple[int, tuple[int, ...]]:

@@ -10,8 +10,8 @@ K per channel, and its stage holds what is not yet a page. ``append`` fills the 
 it gives each a class: high and low ones go behind their head's stages, a full stage becomes a page, pruned ones are
 gone. Classes are decided once. Heads end up with different numbers of tokens, so memory comes from a FramePool.
 
-All of this is in torch, on any device, the steps in fixed shapes (step.py); on a GPU ``decode`` and ``manage`` have
-kernels (decode.py, manage.py), and decode reads each level as an ordinary cache (view.py).
+All of this is in torch, on any device, the steps in fixed shapes (step.py); on a GPU ``decode``, ``append`` and
+``manage`` have kernels (decode.py, manage.py), and decode reads each level as an ordinary cache (view.py).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from lowbit_attn.cache.significance import Scores, means, observe, prompt_querie
 from lowbit_attn.cache.state import CacheFaultError
 from lowbit_attn.checks import check_rank, check_tensor, integer, is_sequence, one_of
 from lowbit_attn.levels import step
-from lowbit_attn.levels.moves import Departure, head_tokens
+from lowbit_attn.levels.moves import Departure, head_tokens, share_pages
 from lowbit_attn.levels.state import MOVED, PAGE, SCORED, STAGED, STEPPED, WINDOW, LevelState
 from lowbit_attn.precision import full_precision, on_own_defaults
 from lowbit_attn.reference import PLAIN, Attention, attention
@@ -53,9 +53,9 @@ class LevelCache(LevelState):
         manage_every: how often ``manage`` acts, in tokens of a row.
         dtype: of tokens in 16 bit; range_search, saturate: as in KVCache.
 
-    A call does all of its work or raises and leaves everything as it was. Sharing of prefixes and sliding windows are
-    not served. Steps (``append``, ``decode``, ``manage`` of rows 0 .. batch - 1) read nothing on the host while a CUDA
-    graph is captured, so one graph serves all lengths; calls outside graphs ask the device for the counters.
+    A call does all of its work or raises and leaves everything as it was. Sliding windows are not served. Steps
+    (``append``, ``decode``, ``manage`` of rows 0 .. batch - 1) read nothing on the host while a CUDA graph is captured,
+    so one graph serves all lengths; calls outside graphs ask the device for the counters.
 
     State, with a row of its own for each (sequence b, KV head h) at v = b num_heads_kv + h, levels high, low: ``table``
     int32 [2, v, pages], units of 128 bytes in the level's memory of the pool; ``half`` int32 [v], unit of the next free
@@ -119,8 +119,12 @@ class LevelCache(LevelState):
             for row in rows:
                 self._check_limit(row, int(lengths.n_tok[row]) + tokens,
                                   self.sinks + int(lengths.n_qk[row]) + self.slots)
+        index = self.row_tensor(rows)
+        if not self._why_torch(PLAIN):
+            step.KERNELS[self.device.type].append(self, index, k, v)
+            return
         with self.undoing(STEPPED):  # the tokens' places hold none
-            step.append(self, self.row_tensor(rows), k, v)
+            step.append(self, index, k, v)
 
     def _check_limit(self, row: int, length: int, room: int) -> None:
         if length <= min(self.max_seqlen, room):
@@ -186,7 +190,10 @@ class LevelCache(LevelState):
                 step.store_scores(self, index, scores)
 
     def why_torch(self, **attention) -> list[str]:
-        """Reasons why ``manage`` of this cache is done by torch operations; empty where kernels do it."""
+        """Reasons why ``append`` and ``manage`` of this cache are torch operations; empty where they are kernels.
+
+        attention: as ``manage`` is given it; ``append`` does not depend on it.
+        """
         return self._why_torch(Attention(**attention))
 
     def _why_torch(self, options: Attention) -> list[str]:
@@ -239,9 +246,46 @@ class LevelCache(LevelState):
         self.seen[row], self.n_sink[row], self.n_out[row], self.n_tok[row] = 0, 0, 0, 0
         self.waits[row], self.faults[row] = False, 0
 
+    @torch.no_grad()
+    @on_own_defaults
     def share(self, src: int, dst: int, tokens: int | None = None) -> None:
-        """Refuse: frames have one holder."""
-        raise NotImplementedError("share: a LevelCache does not share frames between sequences, supported: prefill")
+        """Make the empty row dst a copy of the first ``tokens`` tokens of src (default: all), with common frames.
+
+        A page has tokens of several blocks in an order of its own, so a prefix must hold all that left the ring: from
+        n_sink + n_out tokens of src on, or any number if none left it. dst gets what the queries of src decided:
+        classes, what is pruned, and scores of the recent tokens, also by queries behind the prefix. Frames are held by
+        both, and free once both have returned them; stages, sinks, ring, and the low pages of a frame that is not full
+        yet, a frame a head at most, are copied. Raises PageExhaustedError if there is none for those.
+        """
+        if self.is_capturing():
+            raise RuntimeError("share: called while a CUDA graph is captured, supported there: append, decode, manage")
+        src, = self.check_rows([src])
+        dst, = self.check_rows([dst])
+        if src == dst or int(self.n_tok[dst]):
+            raise ValueError(f"dst: row {dst} is src or holds tokens, supported: an empty row")
+        length = int(self.n_tok[src])
+        least = self.first_recent(src) if int(self.n_out[src]) else 0
+        tokens = length if tokens is None else integer("tokens", tokens)
+        if not least <= tokens <= length:
+            raise ValueError(f"tokens: got {tokens}, supported for sequence {src}: {least} to {length}, as the pages "
+                             "of a level are shared whole")
+        with self.undoing((*STEPPED, *SCORED, *MOVED, *STAGED, "ring_k", "ring_v"), dst):
+            share_pages(self, src, dst)
+            self._share_tokens(src, dst, tokens)
+
+    def _share_tokens(self, src: int, dst: int, tokens: int) -> None:
+        """Copy what a prefix of src holds in 16 bit, its scores and its counters."""
+        here, there = self.heads_of(src), self.heads_of(dst)
+        recent = self.recent(src)
+        kept = len(recent.seen) - min(len(recent.seen), int(self.n_tok[src]) - tokens)
+        for x in (self.hi_k, self.hi_v, self.lo_k, self.lo_v, self.order, self.n_drop):
+            x[there] = x[here]
+        for x in (self.n_stage, self.new, self.c_pack):
+            x[:, there] = x[:, here]
+        self.n_out[dst], self.n_tok[dst], self.n_sink[dst] = self.n_out[src], tokens, min(tokens, self.sinks)
+        self.waits[dst] = self.waits[src] & (kept >= WINDOW + PAGE)
+        self.store_recent(dst, recent.part(slice(0, kept)))
+        self.recount()
 
     # ---- reading
 
@@ -279,7 +323,9 @@ class LevelCache(LevelState):
     @property
     def nbytes(self) -> int:
         """Bytes that hold the present tokens: pages, stages, sinks and recent tokens of both sides."""
-        pages = (self.c_pack.long().sum(1) // PAGE).tolist()
+        places = torch.arange(self.table.shape[2], device=self.device)
+        is_page = places < self.c_pack[..., None] // PAGE
+        pages = [len(table[mine].unique()) for table, mine in zip(self.table, is_page)]  # shared ones once
         packed = sum(n * size for n, size in zip(pages, self.pool.record_bytes))
         beside = int(self.n_stage.sum()) + self.num_heads_kv * int((self.n_tok - self.n_out).sum())
         return packed + beside * 4 * self.head_dim

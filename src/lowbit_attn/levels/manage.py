@@ -1,10 +1,11 @@
-"""``manage`` of a LevelCache by kernels: scores and plans, then what moves, in two launches (LeanKV, 4.1, 5.2).
+"""``append`` and ``manage`` of a LevelCache by kernels (LeanKV, 4.1, 5.2): a launch, and two.
 
+    append  device/level_append.py  new tokens -> sinks and rings
     plan    device/level_plan.py    scores, classes, frames by prefix sums, counters
     pack    device/level_pack.py    tokens of the rows that go -> pages and stages
 
-Both read the device's counters: a captured step launches them always, and they return at once where no row acts. What
-they do not serve stays in torch (step.py), and ``why_not`` says so.
+They read the device's counters: a captured step launches them always, and those of ``manage`` return at once where no
+row acts. What they do not serve stays in torch (step.py), and ``why_not`` says so.
 """
 
 import torch
@@ -20,7 +21,7 @@ from lowbit_attn.reference import PLAIN, Attention
 
 
 def why_not(cache, options: Attention) -> list[str]:
-    """Reasons why no kernel serves ``manage`` of this cache; empty if one does."""
+    """Reasons why no kernels serve the steps of this cache; empty if some do."""
     if cache.device.type != "cuda":
         return [f"device: {cache.device} has no kernels, supported: a CUDA device"]
     try:
@@ -38,10 +39,23 @@ def why_not_on(cache, options: Attention) -> list[str]:
     return reasons
 
 
+def append_key_of(cache, target: str) -> kernels.KernelKey:
+    """The kernel of ``append`` on an architecture."""
+    return kernels.level_append_key(target, str(cache.dtype).removeprefix("torch."), cache.head_dim)
+
+
 def keys_of(cache, target: str) -> tuple[kernels.KernelKey, kernels.KernelKey]:
-    """The two kernels of a cache on an architecture."""
+    """The two kernels of ``manage`` on an architecture."""
     dtype = str(cache.dtype).removeprefix("torch.")
     return kernels.manage_keys(target, dtype, cache.head_dim, cache.format, cache.range_search)
+
+
+def append_arguments(cache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict:
+    """What the kernel of ``append`` takes, by name and in its order."""
+    return dict(
+        x_k=_dense(k), x_v=_dense(v), which=rows, hi_k=cache.hi_k, hi_v=cache.hi_v, ring_k=cache.ring_k,
+        ring_v=cache.ring_v, n_sink=cache.n_sink, n_tok=cache.n_tok, limit=cache.limit, faults=cache.faults,
+        n_stage=cache.n_stage, c_sink=cache.c_sink, c_out=cache.c_out, c_tok=cache.c_tok, sinks=cache.sinks)
 
 
 def plan_arguments(cache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, options: Attention) -> dict:
@@ -78,9 +92,16 @@ def pack_arguments(cache, rows: torch.Tensor) -> dict:
         heads=cache.num_heads_kv, sinks=cache.sinks)
 
 
-def _dense(q: torch.Tensor) -> torch.Tensor:
-    """Queries as the kernel loads them, in whole accesses."""
-    return q.contiguous() if not q.data_ptr() % ACCESS_BYTES else q.clone(memory_format=torch.contiguous_format)
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Queries or tokens as kernels load them, in whole accesses."""
+    return x.contiguous() if not x.data_ptr() % ACCESS_BYTES else x.clone(memory_format=torch.contiguous_format)
+
+
+def append(cache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Put new tokens [batch, tokens, num_heads_kv, head_dim] behind those of distinct rows int64 [batch]."""
+    with torch.no_grad(), torch.cuda.device(cache.device):
+        kernel = loader.load(append_key_of(cache, dispatch.target_of(cache.device)[1]))
+        kernel(*append_arguments(cache, rows, k, v).values())
 
 
 def manage(cache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, options: Attention) -> None:
@@ -95,7 +116,8 @@ def manage(cache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, option
 
 def ready(cache) -> None:
     """Load or build the kernels of a cache."""
-    for key in keys_of(cache, dispatch.target_of(cache.device)[1]):
+    target = dispatch.target_of(cache.device)[1]
+    for key in (append_key_of(cache, target), *keys_of(cache, target)):
         loader.load(key)
 
 
@@ -109,7 +131,8 @@ def prepare(cache) -> None:
         pool = FramePool(cache.format, head_dim=cache.head_dim, frames=sizes, device=cache.device)
         empty = LevelCache(pool, 1, max_seqlen=PAGE, dtype=cache.dtype, range_search=cache.range_search)
         q = torch.zeros((1, 1, 1, cache.head_dim), dtype=cache.dtype, device=cache.device)
+        append(empty, empty.all_rows, q, q)
         manage(empty, empty.all_rows, q, torch.zeros((1, 1, 1), device=cache.device), PLAIN)
 
 
-step.KERNELS["cuda"] = step.Kernels(why_not, manage, prepare)
+step.KERNELS["cuda"] = step.Kernels(why_not, manage, prepare, append)

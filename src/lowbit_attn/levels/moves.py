@@ -93,6 +93,32 @@ class Departure:
         return found
 
 
+def share_pages(cache, src: int, dst: int) -> None:
+    """Make the frames of a row common with those of an empty one; low pages of a frame that is not full are copied.
+
+    PageExhaustedError, and nothing is written, if the pool has too few frames for the copies.
+    """
+    pool, here, there = cache.pool, cache.heads_of(src), cache.heads_of(dst)
+    pages = [n // PAGE for n in cache.c_pack[LOW, here].tolist()]
+    opened = [n % pool.per_low for n in pages]  # low pages of a head's frame that is not full
+    size = pool.sizes[LOW]
+    fresh = pool.take([sum(map(bool, opened)) if i == size else 0 for i in range(len(pool.lists))])[size].tolist()
+    common = [cache.frames_of(here, i) for i in range(len(pool.lists))]
+    own = [int(cache.table[LOW, here.start + head, pages[head] - n]) // pool.frame_units(LOW)
+           for head, n in enumerate(opened) if n]
+    is_common = ~torch.isin(common[size], torch.tensor(own, dtype=torch.int32, device=cache.device))
+    pool.share([ids[is_common] if i == size else ids for i, ids in enumerate(common)])
+    cache.table[:, there] = cache.table[:, here]
+    cache.half[there] = -1
+    frames, units = pool.units(LOW).unflatten(0, (-1, pool.frame_units(LOW))), pool.frame_units(LOW)
+    record = pool.record_bytes[LOW] // layout.RECORD_ALIGN
+    for (head, n), source, frame in zip(((head, n) for head, n in enumerate(opened) if n), own, fresh):
+        v, first = there.start + head, pages[head] - n
+        frames[frame, : n * record] = frames[source, : n * record]
+        cache.table[LOW, v, first : pages[head]] = frame * units + record * torch.arange(n, device=cache.device).int()
+        cache.half[v] = frame * units + n * record
+
+
 def stage_stores(cache, level: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensors whose rows hold a level's stage: the high one's begins behind the sinks."""
     return (cache.hi_k, cache.hi_v) if level == HIGH else (cache.lo_k, cache.lo_v)

@@ -6,7 +6,7 @@
               whole records -> pages, the rest -> stages
 
 Rows that have nothing to do take part in every operation and write what was there before. In torch, on any device;
-``KERNELS`` has what does the last two by kernels.
+``KERNELS`` has what does all three by kernels.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,14 @@ from lowbit_attn.reference import Attention
 
 
 class Kernels(NamedTuple):
-    """Kernels that ``manage`` a LevelCache on one type of device; the first argument of each is the cache."""
+    """Kernels of a LevelCache's steps on one type of device; the first argument of each is the cache."""
 
     why_not: Callable[[Any, Attention], list[str]]  # reasons why they do not serve a call; empty if they do
     # (cache, rows int64 [batch], q, lse, options): as ``observed`` and a Plan of the rows that act or wait
     manage: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, Attention], None]
     prepare: Callable[[Any], None]  # makes what no captured step may be the first to make
+    # (cache, rows int64 [batch], k, v): as ``append`` below
+    append: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 KERNELS: dict[str, Kernels] = {}  # by device type; levels/manage.py adds its own, so that this file knows of no kernel

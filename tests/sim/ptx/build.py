@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from lowbit_attn import kernels, toolchain
+from lowbit_attn import emit, kernels, toolchain
 from sim.ptx import program as ptx
 
 
@@ -38,8 +38,8 @@ def source(key: kernels.KernelKey) -> tuple[str, tuple[str, ...]]:
     except toolchain.ToolMissingError as error:
         pytest.skip(str(error))
     traced = kernels.trace(key)
-    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": key.target})
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": emit.lowering_target(key, traced)})
     with tilelang.tvm.transform.PassContext(opt_level=3, config=traced.pass_configs), target:
         lowered = tilelang.lower(traced.prim_func, target=target, enable_host_codegen=True, enable_device_compile=False)
-    return lowered.kernel_source, ("-std=c++20", f"-I{tilelang.env.TILELANG_TEMPLATE_PATH}",
+    return emit.for_target(lowered.kernel_source, key), ("-std=c++20", f"-I{tilelang.env.TILELANG_TEMPLATE_PATH}",
                                    f"-I{tilelang.env.CUTLASS_INCLUDE_DIR}", *traced.compile_flags)

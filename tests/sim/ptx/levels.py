@@ -1,4 +1,4 @@
-"""``manage`` of a LevelCache on the CPU by its compiled kernels, whose PTX runs CTA after CTA in any order."""
+"""Steps of a LevelCache on the CPU by their compiled kernels, whose PTX runs CTA after CTA in any order."""
 
 import struct
 from collections.abc import Callable, Iterable
@@ -46,6 +46,15 @@ def sizes_of(cache: LevelCache, rows: torch.Tensor) -> dict[str, int]:
             "cache_rows": len(cache.half), "slots": cache.slots, "pages": cache.table.shape[2],
             "frames_high": len(cache.pool.lists[0].ids), "frames_low": len(cache.pool.lists[-1].ids),
             "high_slots": cache.hi_k.shape[1], "units_high": len(units(0)), "units_low": len(units(1))}
+
+
+def run_append(cache: LevelCache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: Order = range) -> None:
+    """The launch of levels.manage.append."""
+    from lowbit_attn.device.level_append import THREADS
+
+    sizes = sizes_of(cache, rows) | {"tokens": k.shape[1], "heads": cache.num_heads_kv}
+    run_kernel(manage.append_key_of(cache, TARGET), manage.append_arguments(cache, rows, k, v), sizes, THREADS,
+               (cache.num_heads_kv, len(rows)), order)
 
 
 def run_plan(cache: LevelCache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, options: Attention = PLAIN,

@@ -1,0 +1,178 @@
+"""Decode steps of a whole model whose heads and FFN are dealt to the GPUs of one host, beside one GPU in the same run.
+
+    torchrun --nproc-per-node 2 perf/tensor_parallel.py --context 128K --batch 1 --batch 8
+
+Each rank has its share of the heads, of the FFN and of the vocabulary (Megatron-LM's tensor parallelism): two
+all-reduces a layer through NCCL and one gather of the best tokens, all in one CUDA graph. Weights and caches are those
+of e2e.py. One JSON line a case in perf/results/tensor_parallel.jsonl.
+"""
+
+import os
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from e2e import LARGEST, PART_REPLAYS, PERIOD, SPARE_TOKENS, Runner, best_attention, largest_batch, release, store_class
+from llama import SHAPES, Decoder, Shape
+from provenance import append_result, need, provenance
+
+from lowbit_attn.budget import SIXTEEN_BIT, parse_tokens
+
+SEED, RESULTS = 0, "perf/results/tensor_parallel.jsonl"
+SUMMED = torch.bfloat16  # what torch's kernel over shared memory adds: not fp16
+
+
+def share_of(shape: Shape, ranks: int) -> Shape:
+    """What each of so many ranks has of a shape; ValueError unless all have the same."""
+    sizes = {name: getattr(shape, name) for name in ("num_heads", "num_heads_kv", "ffn", "vocab")}
+    if odd := [f"{name} {size}" for name, size in sizes.items() if size % ranks]:
+        raise ValueError(f"{ranks} ranks: got {', '.join(odd)}, supported: multiples of the number of ranks")
+    return replace(shape, **{name: size // ranks for name, size in sizes.items()})
+
+
+class ShardedDecoder(Decoder):
+    """A rank's share of a Decoder of a shape. The embedding is whole: a step reads a row of it a sequence."""
+
+    def __init__(self, whole: Shape, positions: int, dtype: torch.dtype, device: str, fuse: bool, rank: int,
+                 ranks: int):
+        super().__init__(share_of(whole, ranks), positions, dtype, device, fuse)
+        self.rank, self.ranks = rank, ranks
+        self.embedding = torch.empty(whole.vocab, whole.hidden, dtype=dtype, device=device).normal_()
+        self.shared = None
+
+    def share_memory(self, batch: int) -> None:
+        """Sum from now on by torch's kernel over the other GPUs' memory, which takes SUMMED; batch: the largest."""
+        from torch.distributed import _symmetric_memory
+
+        self.shared = _symmetric_memory.empty(batch * self.shape.hidden, dtype=self.head.dtype, device=self.head.device)
+        self.handle = _symmetric_memory.rendezvous(self.shared, dist.group.WORLD)
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shared is None:
+            dist.all_reduce(x)
+            return x
+        own = self.shared[: x.numel()].view_as(x)
+        own.copy_(x)
+        return torch.ops.symm_mem.one_shot_all_reduce(own, "sum", dist.group.WORLD.group_name)
+
+    def best(self, logits: torch.Tensor) -> torch.Tensor:
+        """The best token of all ranks' shares of the vocabulary: numbers below 2^24 are exact in fp32."""
+        value, token = logits.max(-1)
+        mine = torch.stack((value.float(), (token + self.rank * self.shape.vocab).float()))
+        every = mine.new_empty(self.ranks, *mine.shape)
+        dist.all_gather_into_tensor(every.view(-1, *mine.shape[1:]), mine)
+        return every[:, 1].gather(0, every[:, 0].argmax(0, keepdim=True))[0].long()
+
+
+def measure(model: Decoder, format: str, batch: int, seqlen: int, runner: Runner) -> dict:
+    """Mean milliseconds of a step of a batch, and of its linear maps and its attention from graphs of their own."""
+    shape, head = model.shape, model.head
+    like = dict(dtype=head.dtype, device=head.device)
+    names = (shape,) if format == SIXTEEN_BIT else (shape, format)
+    store = store_class(format)(*names, batch, seqlen, SPARE_TOKENS, head.dtype, head.device.type)
+    store.fill()
+    q = torch.randn(batch, 1, shape.num_heads, shape.head_dim, **like)
+    tokens = torch.arange(batch, device=head.device)
+    position = torch.full((batch,), seqlen - 1, device=head.device)
+    by = best_attention(store, q, runner) if format == SIXTEEN_BIT else "lowbit_attn"
+    inputs = model.linear_inputs(batch)
+
+    def attend():
+        for i in range(shape.layers):
+            store.attend(i, q)
+
+    attention = runner.ms(attend, PART_REPLAYS)
+    weights = runner.ms(lambda: model.linear_step(inputs), PART_REPLAYS)
+    store.restart()
+    step = runner.ms(lambda: model.step(tokens, position, store), PERIOD)
+    return dict(step_ms=step, weights_ms=weights, attention_ms=attention, layer_bytes=store.layer_bytes,
+                attention_by=by)
+
+
+def reduce_ms(model: ShardedDecoder, batch: int, runner: Runner) -> float:
+    """The all-reduces of a step alone."""
+    x = torch.zeros(batch, model.shape.hidden, dtype=model.head.dtype, device=model.head.device)
+
+    def step():
+        for _ in range(2 * model.shape.layers):
+            model.reduce(x)
+
+    return runner.ms(step, PART_REPLAYS)
+
+
+def cases(shape: Shape, formats: list[str], batches: list[int], seqlen: int, memory: int) -> list[tuple[str, int]]:
+    """(format, batch) of those that fit into so many bytes beside the weights."""
+    return [(format, batch) for format in formats for batch in batches
+            if largest_batch(memory, shape, format, seqlen, SPARE_TOKENS, batch) >= batch > LARGEST]
+
+
+def least_memory() -> int:
+    """Free bytes of the GPU that has the fewest, so that all ranks find the same cases to fit."""
+    free = torch.tensor(torch.cuda.mem_get_info()[0], device="cuda")
+    dist.all_reduce(free, op=dist.ReduceOp.MIN)
+    return int(free)
+
+
+def run(model: Decoder, wanted: list[tuple[str, int]], seqlen: int, runner: Runner, note) -> dict:
+    """Every case's measurements; ``note`` gets each as it comes."""
+    found = {}
+    for format, batch in wanted:
+        found[format, batch] = measure(model, format, batch, seqlen, runner)
+        release()
+        if isinstance(model, ShardedDecoder):
+            found[format, batch]["reduce_ms"] = reduce_ms(model, batch, runner)
+        note(model, format, batch, found[format, batch])
+    return found
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "llama-3.1-8b",
+    context: Annotated[str, typer.Option(help="tokens, such as 32K")] = "128K",
+    batch: Annotated[list[int], typer.Option(help="sequences")] = [1, 8],
+    formats: Annotated[list[str], typer.Option(help="cache formats beside 16 bit")] = ["k4v4"],
+    shared: Annotated[bool, typer.Option(help="bfloat16, also with sums through the GPUs' own memory")] = False,
+    fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
+    output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = RESULTS,
+) -> None:
+    """Time decode steps of a model on one GPU, then on all ranks together."""
+    need()
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of torch's shared memory: not used here
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    torch.manual_seed(SEED)
+    rank, ranks, shape, seqlen = dist.get_rank(), dist.get_world_size(), SHAPES[model], parse_tokens(context)
+    one_gpu, runner, memory, origin = {}, Runner("cuda"), least_memory(), provenance()
+    everything = [*formats, SIXTEEN_BIT]  # 16 bit fills the memory: last
+    dtype = SUMMED if shared else torch.float16
+
+    def note(decoder: Decoder, format: str, batch: int, found: dict) -> None:
+        is_sharded = isinstance(decoder, ShardedDecoder)
+        line = origin | dict(model=model, ranks=ranks if is_sharded else 1, format=format, seqlen=seqlen, batch=batch,
+                             dtype=str(dtype).removeprefix("torch."))
+        line |= {name: round(x, 3) if isinstance(x, float) else x for name, x in found.items()}
+        line |= {"reduce": "nccl" if decoder.shared is None else "shared memory"} if is_sharded else {}
+        if is_sharded and (format, batch) in one_gpu:
+            line["gain"] = round(one_gpu[format, batch]["step_ms"] / found["step_ms"], 3)
+        if rank == 0:
+            append_result(output, line)
+            print(line, flush=True)
+
+    with torch.no_grad():
+        if rank == 0:
+            whole = Decoder(shape, seqlen + SPARE_TOKENS + 1, dtype, "cuda", fuse)
+            one_gpu = run(whole, cases(shape, everything, batch, seqlen, memory), seqlen, runner, note)
+            del whole
+            release()
+        dist.barrier()
+        part = ShardedDecoder(shape, seqlen + SPARE_TOKENS + 1, dtype, "cuda", fuse, rank, ranks)
+        run(part, cases(part.shape, everything, batch, seqlen, memory), seqlen, runner, note)
+        if shared:
+            part.share_memory(max(batch))
+            run(part, cases(part.shape, formats, batch, seqlen, memory), seqlen, runner, note)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
