@@ -2,6 +2,8 @@
 
     python perf/e2e.py                                      Llama-3.1-8B's shape: 4K, 32K, 128K; batch 1 and largest
     python perf/e2e.py --model qwen3-8b --generation 8192   tokens/s over a generation, largest batches
+    python perf/e2e.py --weights "16 bit" --weights e8p4 --contexts 4K --contexts 128K --batch 1 --batch 8
+                                                            with layers of codebook weights, too
     python perf/e2e.py --formats lean --formats lean-low    caches of two levels; every eighth step manages them
 
 One JSON line a case in perf/results/e2e.jsonl, tables on screen. Weights and tokens are random; packs are random K and
@@ -13,6 +15,7 @@ import gc
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -21,6 +24,7 @@ from e2e_report import generation_lines, generation_table, result_table, target_
 from level_store import LevelStore
 from llama import SHAPES, Decoder, LowBitStore, Shape, SixteenBitStore
 from provenance import append_result, need, provenance
+from random_weights import random_weight
 from rich.console import Console
 
 from lowbit_attn import layout
@@ -35,6 +39,7 @@ SPARE_TOKENS = PERIOD + WARM_UP + 1  # that a graph's replays append before the 
 ATTENTION_REPLAYS = 10  # of each candidate for 16-bit attention
 READ_MIB = (16, 64, 256, 1024)
 LARGEST = 0
+DTYPES = dict(float16=torch.float16, bfloat16=torch.bfloat16)
 POINTS = 5  # lengths at which a generation is measured
 
 
@@ -42,7 +47,8 @@ POINTS = 5  # lengths at which a generation is measured
 class Result:
     """Mean milliseconds of one decode step and of its parts: weights, attention, and both append and attention from
     graphs of their own, append and other by difference; floors are plain reads of the same bytes. layer_bytes: of one
-    layer's cache. attention_by: what computed it. manage_ms: of levels, the mean over a period, by difference too."""
+    layer's cache. attention_by: what computed it. weights: format of the layers' weights. manage_ms: of levels, the mean
+    over a period, by difference too."""
 
     model: str
     format: str
@@ -60,6 +66,7 @@ class Result:
     floor_attention_ms: float
     layer_bytes: int
     attention_by: str
+    weights: str = SIXTEEN_BIT
     manage_ms: float = 0.0
 
 
@@ -172,8 +179,9 @@ def measure(name: str, model: Decoder, format: str, batch: int, seqlen: int, lar
     store.check()
     return Result(
         name, format, seqlen, batch, largest, step, batch / step * 1e3, weights, attention, both - attention, both,
-        step - weights - both - manage, gpu.read_us(shape.linear_bytes) * 1e-3,
-        shape.layers * gpu.read_us(layer_bytes) * 1e-3, layer_bytes, by, manage)
+        step - weights - both - manage, gpu.read_us(model.linear_bytes) * 1e-3,
+        shape.layers * gpu.read_us(layer_bytes) * 1e-3, layer_bytes, by, model.weights, manage)
+
 
 
 def cache_ms(store, append_and_attend, runner: Runner) -> tuple[float, float]:
@@ -198,13 +206,14 @@ class Bench:
     """One model's weights and what all of its cases share."""
 
     def __init__(self, name: str, positions: int, most: int, device: str, output: str, fuse: bool = True,
-                 dtype: torch.dtype = torch.float16):
+                 dtype: torch.dtype = torch.float16, weights: str = SIXTEEN_BIT):
         self.name, self.shape, self.most, self.output = name, SHAPES[name], most, output
         self.gpu = read_points()
         release()
         self.memory = torch.cuda.mem_get_info()[0]
-        self.model = Decoder(self.shape, positions + SPARE_TOKENS + 1, dtype, device, fuse)
-        self.runner, self.origin = Runner(device), provenance()
+        quantized = None if weights == SIXTEEN_BIT else partial(random_weight, weights, device=device)
+        self.model = Decoder(self.shape, positions + SPARE_TOKENS + 1, dtype, device, fuse, quantized)
+        self.runner, self.origin = Runner(device), provenance() | dict(dtype=str(dtype).removeprefix("torch."))
 
     def batch(self, format: str, seqlen: int, wanted: int) -> int:
         """``wanted``, or the largest; 0 where it does not fit."""
@@ -214,12 +223,16 @@ class Bench:
     def run(self, format: str, batch: int, seqlen: int, is_largest: bool) -> Result:
         result = measure(self.name, self.model, format, batch, seqlen, is_largest, self.gpu, self.runner)
         release()
-        append_result(self.output, self.origin | asdict(result))
+        line = asdict(result)
+        if result.weights == SIXTEEN_BIT:  # as lines were before there were others
+            del line["weights"]
+        append_result(self.output, self.origin | line)
         return result
 
 
-def contexts(bench: Bench, lengths: list[int], formats: list[str], batches: list[int], console: Console) -> None:
-    """Every context, batch and format; the table and the targets that the results allow to judge."""
+def contexts(bench: Bench, lengths: list[int], formats: list[str], batches: list[int],
+             console: Console) -> list[Result]:
+    """Every context, batch and format, and their table."""
     results = []
     for seqlen in lengths:
         for wanted in batches:
@@ -228,7 +241,8 @@ def contexts(bench: Bench, lengths: list[int], formats: list[str], batches: list
                     results.append(bench.run(format, batch, seqlen, wanted == LARGEST))
                 else:
                     console.print(f"{format} {seqlen} tokens, batch {wanted or 'largest'}: does not fit")
-    console.print(result_table(results), target_table(results))
+    console.print(result_table(results))
+    return results
 
 
 def generation(bench: Bench, prompt: int, generated: int, formats: list[str], console: Console) -> None:
@@ -255,20 +269,30 @@ def main(
     generated: Annotated[int, typer.Option("--generation", help="tokens; 0: steps at fixed contexts")] = 0,
     prompt: Annotated[str, typer.Option(help="tokens before a generation")] = "1K",
     most: Annotated[int, typer.Option(help="largest batch ever taken")] = 1024,
+    weights: Annotated[list[str], typer.Option(help="16 bit or formats of codebook weights")] = [SIXTEEN_BIT],
     fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
+    dtype: Annotated[str, typer.Option(help="of weights and 16-bit caches: float16 or bfloat16")] = "float16",
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/e2e.jsonl",
 ) -> None:
     """Time decode steps of a model with 16-bit and low-bit caches in the same memory."""
     need()
     lengths = [parse_tokens(text) for text in contexts_of]
     start = parse_tokens(prompt)
-    bench = Bench(model, start + generated if generated else max(lengths), most, "cuda", output, fuse)
-    everything, console = [SIXTEEN_BIT, *formats], Console(width=170)
-    with torch.no_grad():
-        if generated:
-            generation(bench, start, generated, everything, console)
-        else:
-            contexts(bench, lengths, everything, batch, console)
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype: got {dtype}, supported: {', '.join(DTYPES)}")
+    positions = start + generated if generated else max(lengths)
+    everything, console, results = [SIXTEEN_BIT, *formats], Console(width=170), []
+    for name in weights:
+        bench = Bench(model, positions, most, "cuda", output, fuse, DTYPES[dtype], weights=name)
+        with torch.no_grad():
+            if generated:
+                generation(bench, start, generated, everything, console)
+            else:
+                results += contexts(bench, lengths, everything, batch, console)
+        del bench
+        release()
+    if results:
+        console.print(target_table(results))
 
 
 if __name__ == "__main__":

@@ -36,10 +36,14 @@ FORMATS_SERVED = ("k4v4", "k2v2", "kitty-pro", "kcq4vcq2")
 # (head_dim, query rows of a KV head): Llama-3.1-8B's, with two drafts (tests/gpu/test_gpu_paged.py), and SmolLM2's
 SHAPES = ((128, 4), (128, 12), (64, 3))
 # compiled parts that are imported on a Hopper GPU, by the beginnings of their names; all others are guarded there
-COMPILED = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_vllm_fa3_C", "cumem_allocator", "fs_io_C", "spinloop")
+COMPILED = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_vllm_fa2_C", "_vllm_fa3_C", "cumem_allocator", "fs_io_C",
+            "spinloop")
+# FlashAttention 2 comes as code for 8.0 and its PTX, which a newer GPU's driver compiles. Of vLLM's dtypes here only
+# turboquant_4bit_nc needs it, for layers that it leaves in 16 bit: kept is the PTX of decode, of head_dim 128
+PTX_KEPT = {"_vllm_fa2_C": (b"flash_fwd_splitkv_kernel", b"ILi128E", b"bfloat16_t")}
 KEPT = (".py", ".json", ".jinja", ".txt", ".typed", ".ini", "METADATA", "LICENSE")
 MIB = 1 << 20
-FATBIN_MAGIC, ENTRY_LEAST = 0xBA55ED50, 64  # of CUDA's containers of code for several architectures
+FATBIN_MAGIC, ENTRY_LEAST, PTX = 0xBA55ED50, 64, 1  # of CUDA's containers of code for several architectures
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)] + ["manylinux2014_x86_64",
                                                                              "manylinux1_x86_64"]
 ENVIRONMENT = """# . /tmp/engine/env.sh
@@ -51,11 +55,12 @@ export HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER
 COMMAND = '#!/bin/sh\nexec python3 -m vllm.entrypoints.cli.main "$@"\n'
 
 
-def emptied(library: bytes, architecture: int) -> bytes:
+def emptied(library: bytes, architecture: int, ptx_of: tuple[bytes, ...] = ()) -> bytes:
     """A compiled part whose code of other architectures is zeros: it keeps its size, and compresses.
 
-    A container is a header (magic, version, its bytes, bytes of its entries) and entries: kind, bytes of the header at
-    4, of the code at 8, architecture at 28.
+    ptx_of: the PTX, of any architecture, of containers in which all of these words stand is kept, too. A container is a
+    header (magic, version, its bytes, bytes of its entries) and entries: kind, bytes of the header at 4, of the code at
+    8, architecture at 28.
     """
     found, magic, at = bytearray(library), struct.pack("<I", FATBIN_MAGIC), 0
     while (at := library.find(magic, at)) >= 0:
@@ -64,12 +69,14 @@ def emptied(library: bytes, architecture: int) -> bytes:
             at += len(magic)
             continue
         entry, end = at + head, at + head + size
+        keeps_ptx = ptx_of and all(library.find(word, at, end) >= 0 for word in ptx_of)
         while entry + ENTRY_LEAST <= end:
             head, size, built_for = (struct.unpack_from(form, library, entry + place)[0] for form, place in
                                      (("<I", 4), ("<Q", 8), ("<I", 28)))
             if head < ENTRY_LEAST or entry + head + size > end:
                 break
-            if built_for != architecture:
+            is_ptx = struct.unpack_from("<H", library, entry)[0] == PTX
+            if built_for != architecture and not (is_ptx and keeps_ptx):
                 found[entry + head : entry + head + size] = bytes(size)
             entry += head + size
         at = end
@@ -82,8 +89,9 @@ def unpack_engine(wheel: Path, site: Path, architecture: int) -> None:
         for entry in archive.infolist():
             name = Path(entry.filename).name
             if name.endswith(".so"):
-                if name.startswith(COMPILED):
-                    _write(site / entry.filename, emptied(archive.read(entry), architecture))
+                if part := next((part for part in COMPILED if name.startswith(part)), None):
+                    kept = emptied(archive.read(entry), architecture, PTX_KEPT.get(part, ()))
+                    _write(site / entry.filename, kept)
             elif name.endswith(KEPT) or name == "entry_points.txt":
                 _write(site / entry.filename, archive.read(entry))
 

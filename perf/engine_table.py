@@ -2,6 +2,10 @@
 
     python perf/engine_table.py steps        time per output token
     python perf/engine_table.py largest      the largest batch that the cache holds
+    python perf/engine_table.py prompts      time per output token behind prompts, and behind blocks of dummy values
+    python perf/engine_table.py ranks        time per output token of several GPUs, and of one
+    python perf/engine_table.py quality      perplexity through the engine, and by lowbit_attn.quality
+    python perf/engine_table.py overhead     the same steps in the engine and in perf/e2e.py, on one card in one run
 
 A ratio is to vLLM's own 16-bit cache ("auto") in the same run: the newest one before the row's line, of its commit.
 """
@@ -13,19 +17,27 @@ from typing import Annotated
 import typer
 from provenance import ROOT
 
-RESULTS = ROOT / "perf/results/engine.jsonl"
+RESULTS, E2E = ROOT / "perf/results/engine.jsonl", ROOT / "perf/results/e2e.jsonl"
 BASE = "auto"
 CASES = [(context, batch) for context in (8192, 32768, 131072) for batch in (1, 8)]
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 Gpu = Annotated[str, typer.Option(help="Part of the GPU's name.")]
 
 
-def lines(gpu: str, fill: str = "dummy") -> Iterator[dict]:
-    """Measured steps on a GPU, oldest first, each with ``base``: the 16-bit line of its run and case, or None."""
+def read(part: str, gpu: str) -> list[dict]:
+    """All lines of a part on a GPU, oldest first."""
+    lines = map(json.loads, RESULTS.read_text().splitlines())
+    return [line for line in lines if line["part"] == part and gpu in line["gpu"]]
+
+
+def lines(gpu: str, fill: str = "dummy", several: bool = False) -> Iterator[dict]:
+    """Measured steps on a GPU, or on ``several`` of them, oldest first, each with ``base``: the 16-bit line of its run
+    and case, or None."""
     bases: dict[tuple, dict] = {}
-    for line in map(json.loads, RESULTS.read_text().splitlines()):
-        is_step = line["part"] == "steps" and "context" in line  # not of a row that ended early
-        if not is_step or gpu not in line["gpu"] or line["fill"] != fill or line["is_eager"]:
+    for line in read("steps", gpu):
+        if "context" not in line or line["fill"] != fill or line["is_eager"]:  # without: a row that ended early
+            continue
+        if (line.get("ranks", 1) > 1) != several:
             continue
         case = (line["context"], line["batch"] * (not line["is_largest"]))
         if line["dtype"] == BASE:
@@ -60,6 +72,83 @@ def largest(gpu: str) -> str:
     return "\n".join((head, "|---" * 6 + "|", *found.values()))
 
 
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    return "\n".join(("| " + " | ".join(head) + " |", "|---" * len(head) + "|",
+                      *("| " + " | ".join(row) + " |" for row in rows)))
+
+
+def case_of(line: dict) -> str:
+    return f"{line['context'] >> 10}K, batch {line['batch']}"
+
+
+def newest(gpu: str, like: dict, **same: str) -> float | None:
+    """ms a token of the newest line of a dtype and case on one GPU with dummy blocks; same: what else agrees."""
+    found = [line["ms_per_token"] for line in lines(gpu) if "ms_per_token" in line and not line["is_largest"]
+             and all(line[name] == like[name] for name in ("dtype", "context", "batch"))
+             and all(line[name] == value for name, value in same.items())]
+    return found[-1] if found else None
+
+
+def prompts(gpu: str) -> str:
+    """Markdown: ms of a step behind prompts of random tokens, behind dummy blocks in that engine, and their ratio."""
+    rows = {}
+    for line in lines(gpu):
+        if behind := line.get("ms_prompts"):
+            dummy = line["ms_stepped"]
+            rows[line["dtype"], case_of(line)] = [f"{behind:.2f}", f"{dummy:.2f}", f"{behind / dummy:.2f}"]
+    return table(["dtype", "case", "prompts, ms", "dummy blocks, ms", "ratio"],
+                 [[*key, *row] for key, row in rows.items()])
+
+
+def ranks(gpu: str) -> str:
+    """Markdown: ms a token of several GPUs by tensor parallel, of one, and how much faster several are."""
+    rows = {}
+    for line in lines(gpu, several=True):
+        if "ms_per_token" in line:
+            one, ms = newest(gpu, line), line["ms_per_token"]
+            rows[line["dtype"], f"{line['ranks']}", case_of(line)] = \
+                [f"{ms:.2f}", f"{one:.2f}" if one else "-", f"{one / ms:.2f}x" if one else "-"]
+    return table(["dtype", "GPUs", "case", "ms a token", "one GPU", "gain"],
+                 [[*key, *row] for key, row in rows.items()])
+
+
+def quality(gpu: str) -> str:
+    """Markdown: perplexity of the same text in the same chunks, through the engine and by lowbit_attn.quality."""
+    found: dict[str, dict[str, float]] = {}
+    for line in read("quality", gpu):
+        if "perplexity" in line:
+            found.setdefault(line["dtype"], {})[line["by"]] = line["perplexity"]
+    rows = []
+    for dtype, by in sorted(found.items(), key=lambda item: (item[0] != BASE, item[0].startswith("lowbit"), item[0])):
+        ours, engine = by.get("lowbit_attn.quality"), by.get("vllm")
+        rows.append([dtype, f"{engine:.3f}" if engine else "-", f"{ours:.3f}" if ours else "-",
+                     f"{engine / ours - 1:+.2%}".replace("%", " %") if ours and engine else "-"])
+    return table(["dtype", "vLLM", "lowbit_attn.quality", "apart"], rows)
+
+
+def overhead(gpu: str) -> str:
+    """Markdown: for each case ms of a step in perf/e2e.py and how much more the engine takes, in 16 bit and for k4v4.
+
+    Of the newest run that has both, on the same card.
+    """
+    plain = [line for line in map(json.loads, E2E.read_text().splitlines())
+             if line.get("dtype") == "bfloat16" and gpu in line["gpu"]]
+    kinds, rows = {"16 bit": BASE, "k4v4": "lowbit_k4v4"}, {}
+    for line in plain:
+        like = dict(dtype=kinds.get(line["format"]), context=line["seqlen"], batch=line["batch"])
+        if ms := newest(gpu, like, commit=line["commit"]):
+            rows.setdefault((like["context"], like["batch"]), {})[line["format"]] = (line["step_ms"], ms)
+    body = []
+    for (context, batch), found in rows.items():
+        cells = [f"{context >> 10}K, batch {batch}"]
+        for kind in kinds:
+            cells += ["-", "-"] if kind not in found else \
+                [f"{found[kind][0]:.2f}", f"+{found[kind][1] - found[kind][0]:.2f}".replace("+-", "-")]
+        body.append(cells)
+    return table(["case", "16 bit, e2e", "engine more", "k4v4, e2e", "engine more"], body)
+
+
 @app.command("steps")
 def print_steps(gpu: Gpu = "H100") -> None:
     """Time per output token by context and batch."""
@@ -70,6 +159,30 @@ def print_steps(gpu: Gpu = "H100") -> None:
 def print_largest(gpu: Gpu = "H100") -> None:
     """Largest batches."""
     print(largest(gpu))
+
+
+@app.command("prompts")
+def print_prompts(gpu: Gpu = "H100") -> None:
+    """Prompts beside dummy blocks."""
+    print(prompts(gpu))
+
+
+@app.command("ranks")
+def print_ranks(gpu: Gpu = "H100") -> None:
+    """Several GPUs."""
+    print(ranks(gpu))
+
+
+@app.command("quality")
+def print_quality(gpu: Gpu = "H100") -> None:
+    """Perplexity."""
+    print(quality(gpu))
+
+
+@app.command("overhead")
+def print_overhead(gpu: Gpu = "H100") -> None:
+    """The engine beside perf/e2e.py."""
+    print(overhead(gpu))
 
 
 if __name__ == "__main__":

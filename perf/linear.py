@@ -12,30 +12,17 @@ from typing import Annotated
 import torch
 import typer
 from provenance import append_result, need, provenance
+from random_weights import random_weight
 
 from lowbit_attn import bench, linear_kernels
-from lowbit_attn.linear import VQWeight, format_named, linear
+from lowbit_attn.linear import linear
 
 RESULTS = "perf/results/linear.jsonl"
 
 
-def random_planes(format: str, n: int, k: int) -> VQWeight:
-    """Weights of random codes on the GPU."""
-    planes = {}
-    for name, (shape, dtype) in format_named(format).shapes(n, k).items():
-        if dtype == torch.uint8:
-            planes[name] = torch.randint(0, 256, shape, dtype=dtype, device="cuda")
-        elif dtype in (torch.int16, torch.int32):
-            limit = torch.iinfo(dtype)
-            planes[name] = torch.randint(limit.min, limit.max, shape, device="cuda").to(dtype)
-        else:
-            planes[name] = (torch.randn(shape, device="cuda") * 0.02).to(dtype)
-    return VQWeight(format, n, k, planes)
-
-
 def measure(format: str, n: int, k: int, m: int, path: str | None) -> dict:
     """One case."""
-    w, x = random_planes(format, n, k), torch.randn(m, k, device="cuda").half()
+    w, x = random_weight(format, n, k, "cuda"), torch.randn(m, k, device="cuda").half()
     dense = torch.randn(n, k, device="cuda").half()
     us, cublas = bench.graph_us(lambda: linear(x, w, path=path)), bench.graph_us(lambda: x @ dense.T)
     nbytes = sum(plane.nbytes for name, plane in w.planes.items() if name in ("codes", "codebooks"))

@@ -3,6 +3,7 @@
 Only shapes and bytes are those of the named models: weights are random, so what it generates means nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,9 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowbit_attn
 from lowbit_attn import layout
+from lowbit_attn.budget import SIXTEEN_BIT
 from lowbit_attn.formats import FORMATS
+from lowbit_attn.linear import VQWeight, linear
 from lowbit_attn.testing import normal_codebooks
 
+Weight = torch.Tensor | VQWeight
 NORM_EPS = 1e-5
 ROPE_BASE = 500_000.0
 COPY_BYTES = 256 << 20  # of a cache's pages copied at once
@@ -99,13 +103,20 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def multiply(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """x W^T, of weights in 16 bit or in codebooks."""
+    return linear(x, weight) if isinstance(weight, VQWeight) else F.linear(x, weight)
+
+
 class Decoder:
     """Random weights of a shape, and one decode step with them.
 
-    fuse: compile the elementwise parts, so that a step is not made of many small kernels.
+    fuse: compile the elementwise parts, so that a step is not made of many small kernels. quantized: makes the layers'
+    weights of (out, in) features; the embedding and the output head stay in 16 bit.
     """
 
-    def __init__(self, shape: Shape, positions: int, dtype: torch.dtype, device: str, fuse: bool):
+    def __init__(self, shape: Shape, positions: int, dtype: torch.dtype, device: str, fuse: bool,
+                 quantized: Callable[[int, int], VQWeight] | None = None):
         self.shape = shape
 
         def random(*size):
@@ -114,7 +125,8 @@ class Decoder:
         def ones(*size):
             return torch.ones(size, dtype=dtype, device=device)
 
-        self.layers = [{name: random(*size) for name, size in shape.linears.items()}
+        make = quantized or random
+        self.layers = [{name: make(*size) for name, size in shape.linears.items()}
                        | {"norms": ones(2, shape.hidden), "head_norms": ones(2, shape.head_dim)}
                        for _ in range(shape.layers)]
         self.embedding = torch.empty(shape.vocab, shape.hidden, dtype=dtype, device=device).normal_()
@@ -125,6 +137,17 @@ class Decoder:
         parts = (add_norm, split_heads, swiglu)
         self.add_norm, self.split_heads, self.swiglu = (torch.compile(f, dynamic=True) if fuse else f for f in parts)
 
+    @property
+    def weights(self) -> str:
+        """Format of the layers' weights."""
+        weight = self.layers[0]["o"]
+        return weight.format if isinstance(weight, VQWeight) else SIXTEEN_BIT
+
+    @property
+    def linear_bytes(self) -> int:
+        """Bytes of weights that a step multiplies with."""
+        return self.head.nbytes + sum(layer[name].nbytes for layer in self.layers for name in self.shape.linears)
+
     def logits(self, tokens: torch.Tensor, position: torch.Tensor, store) -> torch.Tensor:
         """One step: tokens and their positions int [batch] -> logits [batch, vocab]; store gets their K and V."""
         shape, x = self.shape, self.embedding[tokens]
@@ -132,12 +155,12 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             x, residual = self.add_norm(x, residual, layer["norms"][0])
             head_norms = tuple(layer["head_norms"]) if shape.qk_norm else (None, None)
-            q, k, v = self.split_heads(F.linear(x, layer["qkv"]), self.cosine, self.sine, position, *head_norms,
+            q, k, v = self.split_heads(multiply(x, layer["qkv"]), self.cosine, self.sine, position, *head_norms,
                                        shape.num_heads, shape.num_heads_kv)
             store.append(i, k, v)
-            x = self.reduce(F.linear(store.attend(i, q).flatten(1), layer["o"]))
+            x = self.reduce(multiply(store.attend(i, q).flatten(1), layer["o"]))
             x, residual = self.add_norm(x, residual, layer["norms"][1])
-            x = self.reduce(F.linear(self.swiglu(F.linear(x, layer["gate_up"])), layer["down"]))
+            x = self.reduce(multiply(self.swiglu(multiply(x, layer["gate_up"])), layer["down"]))
         return F.linear(self.add_norm(x, residual, self.last_norm)[0], self.head)
 
     def step(self, tokens: torch.Tensor, position: torch.Tensor, store) -> None:
@@ -157,7 +180,7 @@ class Decoder:
         """The linear maps of a step alone; inputs: [batch, in features] of each and of "head"."""
         for layer in self.layers:
             for name in self.shape.linears:
-                F.linear(inputs[name], layer[name])
+                multiply(inputs[name], layer[name])
         F.linear(inputs["head"], self.head)
 
     def linear_inputs(self, batch: int) -> dict[str, torch.Tensor]:

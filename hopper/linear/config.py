@@ -3,6 +3,8 @@
     hadamard-digits     x to Hadamard coefficients in 16-bit fixed point, in the order of the product's B operand
     hadamard-rotate     x to Hadamard coefficients in 16 bits
     hadamard-output     the product's coefficients to y
+    kronecker-digits    the same as hadamard-digits of some sizes, for few rows; ``rows`` of the key: columns of a part
+    kronecker-output    the same as hadamard-output
     gemv                the product of up to ``rows`` rows of x with packed codes
     dequantize          packed codes to rows of 16-bit weights
     sum                 partial sums to y
@@ -38,17 +40,22 @@ class GemvConfig:
 
     @property
     def warps(self) -> int:
-        return 16 if self.column_blocks == 1 else 8
+        return 16 if self.column_blocks <= 2 else 8
 
     @property
     def blocks(self) -> int:
         """Row blocks of W that a warp has at once: x's digits are loaded once for all of them."""
-        return 4 if self.column_blocks == 1 else 8
+        return 4 if self.column_blocks <= 2 else 8
 
     @property
     def accumulators(self) -> int:
         """Accumulators of a product: of even and odd fields; or one, odd fields shifted, where registers lack."""
         return 2 if self.column_blocks == 1 else 1
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether L2 is asked for codes all the way; more rows of x are bound by their products, not by memory."""
+        return self.column_blocks == 1
 
     @property
     def block_rows(self) -> int:
@@ -58,7 +65,7 @@ class GemvConfig:
     @property
     def phase_blocks(self) -> int:
         """Row blocks whose sums are in shared memory at once."""
-        return 32 if self.column_blocks == 1 else 16
+        return 32 if self.column_blocks <= 2 else 16
 
     @property
     def sums(self) -> int:
@@ -67,7 +74,7 @@ class GemvConfig:
 
     @property
     def smem_bytes(self) -> int:
-        return TABLE_BYTES + 4 * self.sums
+        return TABLE_BYTES + 4 * (self.sums + 2 * self.rows)
 
 
 def checks(key: KernelKey) -> Checks:

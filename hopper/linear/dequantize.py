@@ -1,7 +1,11 @@
-"""Packed codes of AQLM and GPTVQ to rows of W in 16 bits: an item of a thread is one load of codes.
+"""Packed codes of AQLM and GPTVQ to rows of W in 16 bits: a warp decodes a unit of the pack at a time.
 
-Rows ``first`` (in units of the pack) on, as many as ``out`` [rows, columns of the pack] has; scales of rows included.
+Lanes have rows of their own, as the products need it, so that what a lane decodes goes to a tile in shared memory
+first: memory gets pieces of rows of 64 bytes or more, whole sectors of L2. Rows ``first`` (in units of the pack) on, as
+many as ``out`` [rows, columns of the pack] has; scales of rows included.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -12,34 +16,97 @@ from lowbit_attn.hopper.linear.aqlm12 import entries
 from lowbit_attn.hopper.linear.config import WARP
 from lowbit_attn.hopper.linear.tables import words_at
 
+ACCESS_BYTES = 16
+
+
+class Unit(NamedTuple):
+    """What a warp decodes at once: pieces of rows, a tile of them; several units are a block of rows of the pack."""
+
+    warps: int  # of a CTA
+    of_block: int  # units that share block and group
+    pieces: int
+    piece_bytes: int  # in memory
+
+    @property
+    def stride(self) -> int:
+        """Bytes of a piece in shared memory: an access more, so that lanes with pieces of their own have banks too."""
+        return self.piece_bytes + ACCESS_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.warps * self.pieces * self.stride
+
+
+UNITS = {"aqlm_2x8": Unit(12, 1, 32, 512), "aqlm_2x12": Unit(16, 1, 128, 64), "gptvq2": Unit(24, 128, 64, 64)}
+FLAT_THREADS = 256  # of aqlm_1x16, whose codes lie in the order of W
+
 
 class Dequantize:
     """The kernel of a format; scales: fp32 [n], of GPTVQ of any length."""
 
-    threads, smem_bytes = 256, 0
-
     def __init__(self, format: str, dtype: str):
-        self.element = ELEMENT[dtype]
-        self.items, self.write = {"aqlm_2x8": (4 * WARP, write_aqlm_2x8), "aqlm_2x12": (4 * WARP, write_aqlm_2x12),
-                                  "aqlm_1x16": (1, write_aqlm_1x16), "gptvq2": (128 * WARP, write_gptvq2)}[format]
-        self.is_row_major = format in ("aqlm_1x16", "gptvq2")
+        self.element, self.unit = ELEMENT[dtype], UNITS.get(format)
+        self.decode, self.place = {
+            "aqlm_2x8": (decode_aqlm_2x8, place_aqlm_2x8), "aqlm_2x12": (decode_aqlm_2x12, place_aqlm_2x12),
+            "gptvq2": (decode_gptvq2, place_gptvq2), "aqlm_1x16": (None, None)}[format]
+        self.is_row_major = format == "gptvq2"
+        self.threads = self.unit.warps * WARP if self.unit else FLAT_THREADS
+        self.smem_bytes = self.unit.smem_bytes if self.unit else 0
 
     @cute.jit
     def __call__(self, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, first: Int32,
                  blocks: Int32, ctas: Int32, stream):
-        self.kernel(codes, codebooks, scales, out, first, blocks).launch(
+        kernel = self.flat_kernel if self.unit is None else self.kernel
+        kernel(codes, codebooks, scales, out, first, blocks).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, first: Int32,
                blocks: Int32):
+        unit = self.unit
+
+        @cute.struct
+        class Smem:
+            tiles: cute.struct.Align[cute.struct.MemRange[Uint32, unit.smem_bytes // 4], 128]
+
+        base = Int32(cutlass.memory.SmemAllocator().allocate(Smem).tiles.data_ptr().toint())
+        lane, warp = cute.arch.thread_idx()[0] % WARP, cute.arch.thread_idx()[0] // WARP
+        tile = base + warp * (unit.pieces * unit.stride)
         groups = codes.shape[1 if self.is_row_major else 0]
-        start = cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]
-        for item in cutlass.range(start, groups * blocks * self.items, cute.arch.grid_dim()[0] * self.threads,
-                                  unroll=1):
-            inside, place = item % self.items, item // self.items
+        for i in cutlass.range(cute.arch.block_idx()[0] * unit.warps + warp, groups * blocks * unit.of_block,
+                               cute.arch.grid_dim()[0] * unit.warps, unroll=1):
+            inside, place = i % unit.of_block, i // unit.of_block
             block, group = place // groups, place % groups
-            self.write(self.element, codes, codebooks, scales, out, first, block, group, inside)
+            self.decode(self.element, codes, codebooks, scales, tile, first, block, group, inside, lane)
+            cute.arch.sync_warp()
+            accesses = unit.piece_bytes // ACCESS_BYTES  # of a piece
+            for j in cutlass.range(lane, unit.pieces * accesses, WARP, unroll=4):
+                piece, part = j // accesses, j % accesses
+                row, column = self.place(block, group, inside, piece)
+                words = cute.make_rmem_tensor(4, Uint32)
+                cute.autovec_copy(tile_words(tile + piece * unit.stride + part * ACCESS_BYTES, 4), words)
+                at = out.iterator.toint() + (Int64(row) * out.shape[1] + column) * 2 + part * ACCESS_BYTES
+                cute.autovec_copy(words, words_at(at))
+            cute.arch.sync_warp()
+
+    @cute.kernel
+    def flat_kernel(self, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor, out: cute.Tensor,
+                    first: Int32, blocks: Int32):
+        """aqlm_1x16: a slice of a row is a thread's, and neighbours write neighbouring slices."""
+        groups = codes.shape[1]
+        for item in cutlass.range(cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0], groups * blocks,
+                                  cute.arch.grid_dim()[0] * self.threads, unroll=1):
+            row, group = item // groups, item % groups
+            scale = scale_of(scales, first + row)
+            entry = entry_of(codebooks, Int32(codes[first + row, group]))
+            at = out.iterator.toint() + (Int64(row) * out.shape[1] + group * 8) * 2
+            cute.autovec_copy(rounded(self.element, [value * scale for value in entry]), words_at(at))
+
+
+def tile_words(address: Int32, count: int) -> cute.Tensor:
+    """Words of shared memory, in one access."""
+    return cute.make_tensor(cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=4 * count),
+                            cute.make_layout(count))
 
 
 def entry_of(codebooks: cute.Tensor, index: Int32, words: int = 4) -> list[Float32]:
@@ -50,14 +117,13 @@ def entry_of(codebooks: cute.Tensor, index: Int32, words: int = 4) -> list[Float
     return [Float32(values[i]) for i in range(2 * words)]
 
 
-def store(element, out: cute.Tensor, row: Int32, column: Int32, values: list[Float32]) -> None:
-    """Neighbouring numbers of a row, in one access."""
-    made, rounded = cute.make_rmem_tensor(len(values), Float32), cute.make_rmem_tensor(len(values), element)
+def rounded(element, values: list[Float32]) -> cute.Tensor:
+    """Words of numbers in 16 bits."""
+    made, halves = cute.make_rmem_tensor(len(values), Float32), cute.make_rmem_tensor(len(values), element)
     for i, value in enumerate(values):
         made[i] = value
-    rounded.store(made.load().to(element))
-    at = out.iterator.toint() + (Int64(row) * out.shape[1] + column) * 2
-    cute.autovec_copy(cute.recast_tensor(rounded, Uint32), words_at(at, len(values) // 2))
+    halves.store(made.load().to(element))
+    return cute.recast_tensor(halves, Uint32)
 
 
 @cute.jit
@@ -70,61 +136,69 @@ def scale_of(scales: cute.Tensor, row: Int32) -> Float32:
 
 
 @cute.jit
-def write_aqlm_2x8(element: cutlass.Constexpr, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor,
-                   out: cute.Tensor, first: Int32, block: Int32, group: Int32, inside: Int32):
-    """Eight slices of a row."""
-    load, lane = inside // WARP, inside % WARP
-    words = cute.make_rmem_tensor(4, Uint32)
-    at = ((group * codes.shape[1] + first + block) * 4 + load) * WARP + lane
-    cute.autovec_copy(words_at(codes.iterator.toint() + Int64(at) * 16), words)
-    row = block * WARP + lane
-    scale = scale_of(scales, first * WARP + row)
-    for i in cutlass.range_constexpr(8):
-        pair = [Int32((words[i // 2] >> Uint32(16 * (i % 2) + 8 * book)) & Uint32(255)) + 256 * book
-                for book in range(2)]
-        low, high = (entry_of(codebooks, index) for index in pair)
-        column = (group * 32 + ((8 * load + i + lane) & 31)) * 8
-        store(element, out, row, column, [(a + b) * scale for a, b in zip(low, high)])
+def decode_aqlm_2x8(element: cutlass.Constexpr, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor,
+                    tile: Int32, first: Int32, block: Int32, group: Int32, inside: Int32, lane: Int32):
+    """32 slices of a lane's row."""
+    scale = scale_of(scales, (first + block) * WARP + lane)
+    start = codes.iterator.toint() + Int64((group * codes.shape[1] + first + block) * 4 * WARP + lane) * 16
+    own = tile + lane * UNITS["aqlm_2x8"].stride
+    for load in cutlass.range(4, unroll=1):
+        words = cute.make_rmem_tensor(4, Uint32)
+        cute.autovec_copy(words_at(start + load * (WARP * 16)), words)
+        for i in cutlass.range_constexpr(8):
+            pair = [Int32((words[i // 2] >> Uint32(16 * (i % 2) + 8 * book)) & Uint32(255)) + 256 * book
+                    for book in range(2)]
+            low, high = (entry_of(codebooks, index) for index in pair)
+            at = own + ((8 * load + i + lane) & 31) * ACCESS_BYTES
+            cute.autovec_copy(rounded(element, [(a + b) * scale for a, b in zip(low, high)]), tile_words(at, 4))
+
+
+def place_aqlm_2x8(block: Int32, group: Int32, inside: Int32, piece: Int32):
+    """(row of ``out``, first column) of a piece: 256 columns of a row."""
+    return block * WARP + piece, group * 256
 
 
 @cute.jit
-def write_aqlm_2x12(element: cutlass.Constexpr, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor,
-                    out: cute.Tensor, first: Int32, block: Int32, group: Int32, inside: Int32):
-    """Four slices of a row."""
-    lane, own = inside // 4, inside % 4
-    start = codes.iterator.toint() + Int64((group * codes.shape[1] + first + block) * 3) * (WARP * 16)
-    places = [3 * own + i for i in range(3)]
-    words = [words_at(start + ((i // 4) * WARP + lane) * 16 + i % 4 * 4, 1)[0] for i in places]
-    row = block * 128 + lane * 4 + own
-    scale, found = scale_of(scales, first * 128 + row), entries(words)
-    for i in cutlass.range_constexpr(4):
-        low, high = (entry_of(codebooks, Int32(found[2 * i + book] >> Uint32(4)) + 4096 * book) for book in range(2))
-        column = (group * 4 + ((i + lane) & 3)) * 8
-        store(element, out, row, column, [(a + b) * scale for a, b in zip(low, high)])
+def decode_aqlm_2x12(element: cutlass.Constexpr, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor,
+                     tile: Int32, first: Int32, block: Int32, group: Int32, inside: Int32, lane: Int32):
+    """Four slices of each of a lane's four rows."""
+    start = codes.iterator.toint() + Int64((group * codes.shape[1] + first + block) * 3) * (WARP * 16) + lane * 16
+    loads = cute.make_rmem_tensor((4, 3), Uint32)
+    for i in cutlass.range_constexpr(3):
+        cute.autovec_copy(words_at(start + i * (WARP * 16)), loads[None, i])
+    for own in cutlass.range_constexpr(4):
+        places = [3 * own + i for i in range(3)]
+        row = lane * 4 + own
+        scale, found = scale_of(scales, (first + block) * 128 + row), entries([loads[i % 4, i // 4] for i in places])
+        for i in cutlass.range_constexpr(4):
+            low, high = (entry_of(codebooks, Int32(found[2 * i + book] >> Uint32(4)) + 4096 * book)
+                         for book in range(2))
+            at = tile + row * UNITS["aqlm_2x12"].stride + ((i + lane) & 3) * ACCESS_BYTES
+            cute.autovec_copy(rounded(element, [(a + b) * scale for a, b in zip(low, high)]), tile_words(at, 4))
+
+
+def place_aqlm_2x12(block: Int32, group: Int32, inside: Int32, piece: Int32):
+    """(row of ``out``, first column) of a piece: 32 columns of a row."""
+    return block * 128 + piece, group * 32
 
 
 @cute.jit
-def write_aqlm_1x16(element: cutlass.Constexpr, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor,
-                    out: cute.Tensor, first: Int32, block: Int32, group: Int32, inside: Int32):
-    """One slice of a row."""
-    scale = scale_of(scales, first + block)
-    entry = entry_of(codebooks, Int32(codes[first + block, group]))
-    store(element, out, block, group * 8, [value * scale for value in entry])
-
-
-@cute.jit
-def write_gptvq2(element: cutlass.Constexpr, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor,
-                 out: cute.Tensor, first: Int32, block: Int32, group: Int32, inside: Int32):
-    """Eight slices of four columns of two rows."""
-    lane, piece = inside % WARP, inside // WARP
+def decode_gptvq2(element: cutlass.Constexpr, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor,
+                  tile: Int32, first: Int32, block: Int32, group: Int32, inside: Int32, lane: Int32):
+    """Eight slices of four columns of two rows: piece 4 row + t of the tile."""
     g, t = lane >> 2, lane & 3
     segment = (first + block) * codes.shape[1] + group
     words = cute.make_rmem_tensor(4, Uint32)
-    at = (Int64(segment) * 128 + piece) * WARP + lane
+    at = (Int64(segment) * 128 + inside) * WARP + lane
     cute.autovec_copy(words_at(codes.iterator.toint() + at * 16), words)
-    for j in cutlass.range_constexpr(8):
-        for half in cutlass.range_constexpr(2):
-            code = Int32((words[j // 2] >> Uint32(16 * (j % 2) + 8 * half)) & Uint32(255))
-            row = block * 256 + piece // 8 * 16 + 8 * half + g
-            column = group * 1024 + t * 256 + (piece % 8 * 8 + j) * 4
-            store(element, out, row, column, entry_of(codebooks, (segment * 256 + code) * 4 + t, 2))
+    for half in cutlass.range_constexpr(2):
+        own = tile + (4 * (8 * half + g) + t) * UNITS["gptvq2"].stride
+        for j in cutlass.range_constexpr(0, 8, 2):
+            found = [Int32((words[j // 2] >> Uint32(16 * i + 8 * half)) & Uint32(255)) for i in range(2)]
+            pair = [entry_of(codebooks, (segment * 256 + code) * 4 + t, 2) for code in found]
+            cute.autovec_copy(rounded(element, pair[0] + pair[1]), tile_words(own + 8 * j, 4))
+
+
+def place_gptvq2(block: Int32, group: Int32, inside: Int32, piece: Int32):
+    """(row of ``out``, first column) of a piece: 32 columns of a row in one of four tiles."""
+    return block * 256 + inside // 8 * 16 + piece // 4, group * 1024 + piece % 4 * 256 + inside % 8 * 32

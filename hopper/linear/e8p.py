@@ -18,7 +18,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common.numbers import pack
 from lowbit_attn.hopper.linear.config import (
     COLUMNS,
     HALF_ROW,
@@ -30,7 +29,6 @@ from lowbit_attn.hopper.linear.config import (
     GemvConfig,
 )
 from lowbit_attn.hopper.linear.tables import (
-    CODE_WORDS,
     advance,
     begin_kernel,
     codes_now_and_ahead,
@@ -42,6 +40,7 @@ from lowbit_attn.hopper.linear.tables import (
 EVEN, ODD = 0x0F0F_0F0F, 0xF0F0_F0F0
 DIGIT_WORDS = 8  # of a lane, column block and chunk
 SUMS_AT = TABLE_AT + TABLE_BYTES
+PREFETCHED = 4  # loads of all of a CTA's warps, 32 KiB each, that L2 is asked for ahead
 
 
 class Digits(NamedTuple):
@@ -81,25 +80,28 @@ class E8PGemv:
         first, last = cta.share(blocks)
         source = codes.iterator.toint() + lane * 16
         row_bytes = Int64(chunks) * (WARP * 16)
+        for iteration in cutlass.range_constexpr(1, PREFETCHED):  # memory is busy while x's digits are made
+            prefetch(cfg, codes.iterator.toint(), row_bytes, first, last, Int32(iteration), chunks, warp)
         place = Digits(digits.iterator.toint() + lane * (4 * DIGIT_WORDS), digits.shape[1], digit_sums.shape[0],
                        lane >> 3)
         x = cute.make_rmem_tensor((4, cfg.column_blocks, 2), Uint32)
         x.fill(0)
         current, ahead = codes_now_and_ahead(cfg.blocks)
         load_codes(cfg, current, source, row_bytes, first, last, warp, chunks)
-        fill_tables(cfg, tables, thread)
+        fill_tables(cfg.warps * WARP, tables, thread)
         clear_sums(cfg, thread)
         cute.arch.griddepcontrol_wait()
         load_digits(cfg, x, 0, place, cutlass.min(warp, chunks - 1))
+        add_digit_sums(cfg, digit_sums, thread)
         cute.arch.sync_threads()
         offset = Uint32(ptx.opaque(lane * 4))
         for start in cutlass.range(first, last, cfg.phase_blocks, unroll=1):
             end = cutlass.min(start + cfg.phase_blocks, last)
             for block in cutlass.range(start, end, cfg.blocks, unroll=1):
-                multiply_blocks(cfg, current, ahead, x, source, row_bytes, place, block, start, last, warp, chunks,
-                                lane, offset)
+                multiply_blocks(cfg, current, ahead, x, codes.iterator.toint(), source, row_bytes, place, block,
+                                start, last, warp, chunks, lane, offset)
             cute.arch.sync_threads()
-            write_rows(cfg, digit_sums, scales, out, start, end, thread)
+            write_rows(cfg, digit_sums.shape[0], scales, out, start, end, thread)
             if start + cfg.phase_blocks < last:
                 cute.arch.sync_threads()
                 clear_sums(cfg, thread)
@@ -107,9 +109,38 @@ class E8PGemv:
 
 
 @cute.jit
-def fill_tables(cfg: cutlass.Constexpr[GemvConfig], tables: cute.Tensor, thread: Int32):
+def prefetch(cfg: cutlass.Constexpr[GemvConfig], base: Int64, row_bytes: Int64, block: Int32, last: Int32,
+             iteration: Int32, chunks: Int32, warp: Int32):
+    """Ask L2 for what all warps load in one iteration, counted on from the first one of some row blocks. By one thread,
+    of another warp each time.
+    """
+    blocks, warps = cfg.blocks, cfg.warps
+    if warp == iteration % warps:
+        with cute.arch.elect_one():
+            iterations = (chunks + warps - 1) // warps  # of a row block
+            first, chunk = block + iteration // iterations * blocks, iteration % iterations * warps
+            size = cutlass.min(chunks - chunk, Int32(warps)) * (WARP * 16)
+            at = base + Int64(first) * row_bytes + Int64(chunk) * (WARP * 16)
+            for b in cutlass.range_constexpr(blocks):
+                if first + b < last:
+                    ptx.prefetch_bulk(at + b * row_bytes, size, Uint32(ptx.EVICT_FIRST))
+
+
+@cute.jit
+def add_digit_sums(cfg: cutlass.Constexpr[GemvConfig], digit_sums: cute.Tensor, thread: Int32):
+    """Sums of the rows' digits, [row of x][digit], over the parts that were summed apart."""
+    at = SUMS_AT + 4 * cfg.sums
+    if thread < 2 * digit_sums.shape[0]:
+        total = Int32(0)
+        for part in cutlass.range(digit_sums.shape[1], unroll=8):
+            total += digit_sums[thread // 2, part, thread % 2]
+        shared(Int32, at + 4 * thread, 0)[0] = total
+
+
+@cute.jit
+def fill_tables(threads: cutlass.Constexpr[int], tables: cute.Tensor, thread: Int32):
     """Both tables, once for every lane. A thread writes the copies of one entry, neighbours to different banks."""
-    for entry in cutlass.range(thread, 512, cfg.warps * WARP, unroll=1):
+    for entry in cutlass.range(thread, 512, threads, unroll=1):
         word = tables[entry & 1, entry >> 1]
         at = TABLE_AT + (entry >> 1) * ROW_BYTES + (entry & 1) * HALF_ROW
         for i in cutlass.range_constexpr(8):
@@ -146,8 +177,8 @@ def load_digits(cfg: cutlass.Constexpr[GemvConfig], x: cute.Tensor, half: cutlas
 
 @cute.jit
 def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ahead: cute.Tensor, x: cute.Tensor,
-                    source: Int64, row_bytes: Int64, place: Digits, block: Int32, start: Int32, last: Int32,
-                    warp: Int32, chunks: Int32, lane: Int32, offset: Uint32):
+                    base: Int64, source: Int64, row_bytes: Int64, place: Digits, block: Int32, start: Int32,
+                    last: Int32, warp: Int32, chunks: Int32, lane: Int32, offset: Uint32):
     """A warp's chunks of some row blocks: adds their products to the CTA's sums.
 
     Codes of the next chunk, and digits of the next half of one, are on their way meanwhile.
@@ -159,6 +190,8 @@ def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ah
         next_block = block + cfg.blocks * Int32(is_end)
         next_chunk = cutlass.select_(is_end, warp, chunk + cfg.warps)
         load_codes(cfg, ahead, source, row_bytes, next_block, last, next_chunk, chunks)
+        if cutlass.const_expr(cfg.prefetches):
+            prefetch(cfg, base, row_bytes, block, last, chunk // cfg.warps + PREFETCHED, chunks, warp)
         for half in cutlass.range_constexpr(2):
             load_digits(cfg, x, 1 - half, place, chunk if half == 0 else next_chunk)
             for b in cutlass.range_constexpr(cfg.blocks):
@@ -166,9 +199,9 @@ def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ah
                 for column in cutlass.range_constexpr(cfg.column_blocks):
                     for odd in cutlass.range_constexpr(2):
                         add_product(acc[None, b, column, odd % cfg.accumulators], operands[odd],
-                                    [x[odd, column, half], x[2 + odd, column, half]])
+                                    [x[2 * odd, column, half], x[2 * odd + 1, column, half]])
         advance(current, ahead)
-    add_sums(cfg, acc, block - start, last - block, lane)
+    add_sums(cfg, acc, block - start, last - block, place.m, lane)
 
 
 def weights(cfg: GemvConfig, codes: cute.Tensor, b: int, half: int, offset: Uint32) -> tuple[list, list]:
@@ -197,87 +230,41 @@ def add_product(acc: cute.Tensor, a: list[Uint32], digits: list[Uint32]) -> None
 
 
 @cute.jit
-def add_sums(cfg: cutlass.Constexpr[GemvConfig], acc: cute.Tensor, first: Int32, count: Int32, lane: Int32):
-    """Add a warp's sums to the CTA's, [row block of the phase][row of an MMA][row of x][digit]."""
-    g, t = lane >> 2, lane & 3
+def add_sums(cfg: cutlass.Constexpr[GemvConfig], acc: cute.Tensor, first: Int32, count: Int32, m: Int32, lane: Int32):
+    """Add a warp's sums to the CTA's: see ``place_of_sum``."""
+    g, t, rows = lane >> 2, lane & 3, cfg.rows
     for b in cutlass.range_constexpr(cfg.blocks):
-        if b < count:
-            for column in cutlass.range_constexpr(cfg.column_blocks):
+        for column in cutlass.range_constexpr(cfg.column_blocks):
+            line = column * COLUMNS + t
+            if b < count and line < m:
                 for i in cutlass.range_constexpr(4):
                     value = Int32(acc[i, b, column, 0])
                     if cutlass.const_expr(cfg.accumulators == 2):
                         value = value + (Int32(acc[i, b, column, 1]) >> 4)
-                    row = (first + b) * 16 + g + 8 * (i // 2)
-                    at = SUMS_AT + ((row * cfg.rows + column * COLUMNS + t) * 2 + i % 2) * 4
+                    at = place_of_sum(rows, first + b, g + 8 * (i // 2), line, i % 2)
                     cute.arch.atomic_add(shared(Int32, at, 0).iterator, value, sem="relaxed", scope="cta")
 
 
+def place_of_sum(rows: int, block, row, line, digit):
+    """Address of a sum: [row block of the phase][half of an MMA's rows][digit][row of x][8 rows], so that lanes of an
+    accumulator have neighbouring words."""
+    return SUMS_AT + 4 * ((((block * 2 + row // 8) * 2 + digit) * rows + line) * 8 + row % 8)
+
+
 @cute.jit
-def write_rows(cfg: cutlass.Constexpr[GemvConfig], digit_sums: cute.Tensor, scales: cute.Tensor,
-               out: cute.Tensor, start: Int32, end: Int32, thread: Int32):
+def write_rows(cfg: cutlass.Constexpr[GemvConfig], m: Int32, scales: cute.Tensor, out: cute.Tensor, start: Int32,
+               end: Int32, thread: Int32):
     """y' of a phase's rows: sum over stages of scale / 4 (2 U - 15 X), digit by digit."""
-    m, count = digit_sums.shape[0], (end - start) * cfg.block_rows
+    count = (end - start) * cfg.block_rows
     for i in cutlass.range(thread, count * m, cfg.warps * WARP, unroll=1):
         row, line = i % count, i // count
         block, inside = row // cfg.block_rows, row % cfg.block_rows
-        high, low = Int32(0), Int32(0)
-        for part in cutlass.range(digit_sums.shape[1], unroll=1):
-            high += digit_sums[line, part, 0]
-            low += digit_sums[line, part, 1]
+        digit_sums = shared(Int32, SUMS_AT + 4 * (cfg.sums + 2 * line), 0, 2)
+        high, low = digit_sums[0], digit_sums[1]
         total = Float32(0.0)
         for stage in cutlass.range_constexpr(cfg.stages):
-            at = SUMS_AT + ((block * 16 + inside + 8 * stage) * cfg.rows + line) * 8
-            pair = shared(Int32, at, 0, 2)
+            pair = [shared(Int32, place_of_sum(cfg.rows, block, inside + 8 * stage, line, digit), 0)[0]
+                    for digit in range(2)]
             made = Float32(2 * pair[0] - 15 * high) * 256.0 + Float32(2 * pair[1] - 15 * low)
             total = total + made * scales[stage]
         out[line, start * cfg.block_rows + row] = total * 0.25
-
-
-class E8PDequantize:
-    """Rows of Q, fp16 [rows, columns of the pack]: a lane writes what its words of codes stand for.
-
-    codes: uint32 [row blocks, chunks, 32 lanes, 4]; tables, scales as for the product.
-    """
-
-    threads, smem_bytes = 256, 0
-
-    def __init__(self, stages: int):
-        self.stages = stages
-
-    @cute.jit
-    def __call__(self, codes: cute.Tensor, tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, ctas: Int32,
-                 stream):
-        self.kernel(codes, tables, scales, out).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream)
-
-    @cute.kernel
-    def kernel(self, codes: cute.Tensor, tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor):
-        factors = [scales[stage] for stage in range(self.stages)]
-        chunks = codes.shape[1]
-        first = cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0]
-        for item in cutlass.range(first, codes.shape[0] * chunks * WARP, cute.arch.grid_dim()[0] * self.threads,
-                                  unroll=1):
-            lane, place = item % WARP, item // WARP
-            block, chunk = place // chunks, place % chunks
-            words = cute.make_rmem_tensor(CODE_WORDS, Uint32)
-            cute.autovec_copy(words_at(codes.iterator.toint() + Int64(item) * 16), words)
-            for j in cutlass.range_constexpr(CODE_WORDS):
-                column = chunk * 128 + 8 * (4 * j + (lane & 3))
-                codes_of = [[(words[j] >> Uint32(8 * (2 * code + byte))) & Uint32(255) for byte in range(2)]
-                            for code in range(2)]
-                fields = [tables[0, Int32(pattern)] ^ tables[1, Int32(sign)] for pattern, sign in codes_of]
-                if cutlass.const_expr(self.stages == 2):
-                    write_vector(out, block * 8 + (lane >> 2), column, fields, factors)
-                else:
-                    for half in cutlass.range_constexpr(2):
-                        write_vector(out, block * 16 + half * 8 + (lane >> 2), column, fields[half : half + 1], factors)
-
-
-def write_vector(out: cute.Tensor, row: Int32, column: Int32, fields: list[Uint32], factors: list[Float32]) -> None:
-    """Eight weights of a row, from ``column`` on: the sum over stages of (2 u - 15) scale / 4."""
-    words = cute.make_rmem_tensor(4, Uint32)
-    for i in range(4):
-        pair = [sum((Float32(Int32(2 * ((u >> Uint32(4 * e)) & Uint32(15))) - 15) * (factor * 0.25)
-                     for u, factor in zip(fields, factors)), Float32(0.0)) for e in (2 * i, 2 * i + 1)]
-        words[i] = pack(*pair)
-    at = out.iterator.toint() + (Int64(row) * out.shape[1] + column) * 2
-    cute.autovec_copy(words, words_at(at))

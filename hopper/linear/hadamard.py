@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common.numbers import ELEMENT
@@ -130,7 +130,7 @@ class Hadamard:
         else:
             largest = largest_of(buffers, at, notes, Int32(smem.notes.data_ptr().toint()), mine, thread)
             top = DIGIT_MAX if self.kind == "digits" else 1
-            inverse = write_step(top, largest, steps, row, mine, norm, thread)
+            inverse = write_step(top, largest, steps, row, norm, (thread == 0) & (mine.rank == 0))
             if cutlass.const_expr(self.kind == "digits"):
                 write_digits(buffers, at, notes, out, digit_sums, row, mine, inverse, thread)
             else:
@@ -296,8 +296,8 @@ def largest_of(buffers: cute.Tensor, at: Int32, notes: cute.Tensor, own_notes: I
 
 
 @cute.jit
-def write_step(top: cutlass.Constexpr[int], largest: Uint32, steps: cute.Tensor, row: Int32, mine: Share,
-               norm: Float32, thread: Int32) -> Float32:
+def write_step(top: cutlass.Constexpr[int], largest: Uint32, steps: cute.Tensor, row: Int32, norm: Float32,
+               is_first: Boolean) -> Float32:
     """Write a row's step, with which its largest coefficient is ``top`` steps; returns steps a value of the buffer."""
     value = largest.bitcast(Float32)
     inverse, step = Float32(0.0), value * norm * Float32(1 / top)
@@ -305,7 +305,7 @@ def write_step(top: cutlass.Constexpr[int], largest: Uint32, steps: cute.Tensor,
         step = Uint32(NAN_BITS).bitcast(Float32)
     elif value >= Float32(SMALLEST):
         inverse = Float32(top) / value
-    if thread == 0 and mine.rank == 0:
+    if is_first:
         steps[row] = step
     return inverse
 
@@ -339,7 +339,7 @@ def store_digits(buffers: cute.Tensor, at: Int32, out: cute.Tensor, row: Int32, 
     if mine.cluster_log2 == 0:
         groups = chunks * 16
     high_sum, low_sum = Int32(0), Int32(0)
-    row_words = out.iterator.toint() + (Int64(row // COLUMNS) * chunks * (WARP * 8) + (row % COLUMNS) * 64) * 4
+    row_words = row_of_digits(out, row)
     for i in cutlass.range(thread, groups * parts, THREADS, unroll=1):
         part, inside = i // groups, (i % groups) * GROUP
         words = cute.make_rmem_tensor((2, 2), Uint32)  # even and odd columns, high and low digits
@@ -347,18 +347,33 @@ def store_digits(buffers: cute.Tensor, at: Int32, out: cute.Tensor, row: Int32, 
         for e in cutlass.range_constexpr(GROUP):
             if inside + e < mine.share:
                 value = buffers[at + place(part * mine.share + inside + e)]
-                number = (value * inverse + ROUND).bitcast(Int32) - ROUND_BITS
-                high = (number + 128) >> 8
-                low = number - (high << 8)
+                high, low = digits_of(value, inverse)
                 high_sum += high
                 low_sum += low
                 for digit, kept in enumerate((high, low)):
                     words[e % 2, digit] = words[e % 2, digit] | (Uint32(kept) & Uint32(255)) << Uint32(8 * (e // 2))
-        group = mine.column(part, inside) // GROUP
-        chunk, j, t = group >> 4, (group >> 2) & 3, group & 3
-        for digit in cutlass.range_constexpr(2):
-            target = row_words + Int64(chunk * (WARP * 8) + (4 * digit + t) * 8 + 2 * j) * 4
-            pair = cute.make_tensor(cute.make_ptr(Uint32, target, cute.AddressSpace.gmem, assumed_align=8),
-                                    cute.make_layout(2))
-            cute.autovec_copy(words[None, digit], pair)
+        store_group(words, row_words, mine.column(part, inside) // GROUP)
     return high_sum, low_sum
+
+
+def digits_of(value: Float32, inverse: Float32) -> tuple[Int32, Int32]:
+    """(high, low) digit of a coefficient, both signed bytes: 256 high + low is its number of steps."""
+    number = (value * inverse + ROUND).bitcast(Int32) - ROUND_BITS
+    high = (number + 128) >> 8
+    return high, number - (high << 8)
+
+
+def row_of_digits(out: cute.Tensor, row: Int32) -> Int64:
+    """Address of a row's digits in chunk 0."""
+    return out.iterator.toint() + (Int64(row // COLUMNS) * out.shape[1] * (WARP * 8) + (row % COLUMNS) * 64) * 4
+
+
+def store_group(words: cute.Tensor, row_words: Int64, group: Int32) -> None:
+    """Digits of eight columns, (even and odd columns, digit), to where the product's B operand has them: a lane's words
+    of two groups are even columns of both, then odd ones, so that an operand is two neighbouring registers."""
+    chunk, j, t = group >> 4, (group >> 2) & 3, group & 3
+    for digit in range(2):
+        target = row_words + Int64(chunk * (WARP * 8) + (4 * digit + t) * 8 + 4 * (j >> 1) + (j & 1)) * 4
+        for parity in range(2):
+            word = cute.make_ptr(Uint32, target + 8 * parity, cute.AddressSpace.gmem, assumed_align=4)
+            cute.make_tensor(word, cute.make_layout(1))[0] = words[parity, digit]

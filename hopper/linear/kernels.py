@@ -9,9 +9,11 @@ from lowbit_attn.hopper.linear.aqlm import Aqlm2x8, Sum
 from lowbit_attn.hopper.linear.aqlm12 import Aqlm2x12
 from lowbit_attn.hopper.linear.config import GemvConfig
 from lowbit_attn.hopper.linear.dequantize import Dequantize
-from lowbit_attn.hopper.linear.e8p import E8PDequantize, E8PGemv
+from lowbit_attn.hopper.linear.e8p import E8PGemv
+from lowbit_attn.hopper.linear.e8p_dequantize import E8PDequantize
 from lowbit_attn.hopper.linear.gptvq import Gptvq2
 from lowbit_attn.hopper.linear.hadamard import Hadamard
+from lowbit_attn.hopper.linear.kronecker import SIGNS, Kronecker
 from lowbit_attn.kernels.key import CuteKernel, KernelKey
 
 
@@ -26,6 +28,8 @@ def linear_kernel(key: KernelKey) -> CuteKernel:
     what, _, kind = key.variant.partition("-")
     if what == "hadamard":
         return hadamard_kernel(kind, key.dtype)
+    if what == "kronecker":
+        return kronecker_kernel(kind, key.dtype, key.rows)
     if what == "sum":
         return CuteKernel(Sum(key.dtype), (tensor(Float32, None, None, None), tensor(Float32, None),
                                            tensor(ELEMENT[key.dtype], None, None, align=2)))
@@ -72,3 +76,15 @@ def hadamard_kernel(kind: str, dtype: str) -> CuteKernel:
     arguments = (source, tensor(Float32, None), tensor(Float32, None, None, align=16), out,
                  tensor(Int32, None, None, 2), tensor(Float32, None), Int32(1), Int32(0), Float32(1.0))
     return CuteKernel(Hadamard(kind, dtype), arguments)
+
+
+def kronecker_kernel(kind: str, dtype: str, columns: int) -> CuteKernel:
+    """A transform of few rows: see ``Kronecker``."""
+    if kind == "digits":
+        source, out = tensor(ELEMENT[dtype], None, None, align=8), tensor(Uint32, None, None, 32, 8, align=16)
+    else:
+        source, out = tensor(Float32, None, None, align=16), tensor(ELEMENT[dtype], None, None, align=16)
+    arguments = (source, tensor(Float32, None, align=16 if kind == "digits" else 4),
+                 tensor(Float32, None, 32, SIGNS, align=16), out, tensor(Int32, None, None, 2), tensor(Float32, None),
+                 Int32(1), Float32(1.0))
+    return CuteKernel(Kronecker(kind, dtype, columns), arguments)

@@ -20,7 +20,7 @@ from lowbit_attn.hopper.pair.config import HIGH_POSITIONS, LevelConfig, PairConf
 from lowbit_attn.hopper.pair.items import LevelViews, level_item, walks_of
 from lowbit_attn.hopper.schedule import fixup, items
 from lowbit_attn.hopper.schedule.splits import SplitsSm90
-from lowbit_attn.hopper.schedule.stream import Common, Own, finish, meet, own_of, prefetch_parts
+from lowbit_attn.hopper.schedule.stream import Common, Own, begin, finish, own_of, prefetch_parts
 from lowbit_attn.hopper.warp import fetch, residual, softmax
 from lowbit_attn.hopper.warp.config import PLAN_WORDS
 from lowbit_attn.hopper.warp.page_loop import (
@@ -98,7 +98,7 @@ class PairSm90(SplitsSm90):
         high_plans = smem.plans.data_ptr()
         own = own_of(cfg, smem, me, on_pace, high_plans + PLAN_WORDS * cfg.warps)
         out_to = combine.Outputs(*results, cta, Int32(0))
-        cursor = meet(cfg, views, own, me, early, base, blocks, parts, out_to, ctas, level_item)
+        cursor = begin(cfg, views, own, me, early, base, blocks, parts, out_to, ctas, level_item)
         common = Common(blocks, parts, scale_log2)
         left, slot, phase = cursor.left, Int32(0), Int32(0)
         while left > 0:

@@ -55,7 +55,7 @@ class StreamSm90(SplitsSm90):
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         own = own_of(cfg, smem, me, on_pace, smem.plans.data_ptr())
         out_to = combine.Outputs(*results, cta, Int32(0))
-        cursor = meet(cfg, view, own, me, early, base, blocks, parts, out_to, ctas, items.work_item)
+        cursor = begin(cfg, view, own, me, early, base, blocks, parts, out_to, ctas, items.work_item)
         common = Common(blocks, parts, scale_log2)
         left, slot, phase = cursor.left, Int32(0), Int32(0)
         while left > 0:
@@ -94,7 +94,7 @@ def own_of(cfg: WarpConfig, smem, me: fetch.Lane, on_pace: Pace, plans: cute.Poi
 
 
 @cute.jit
-def meet(cfg: cutlass.Constexpr[WarpConfig], views, own: Own, me: fetch.Lane, early, base: Int32, blocks: Int32,
+def begin(cfg: cutlass.Constexpr[WarpConfig], views, own: Own, me: fetch.Lane, early, base: Int32, blocks: Int32,
          parts: cute.FastDivmodDivisorV2, out: combine.Outputs, ctas: Int32,
          item_of: cutlass.Constexpr) -> items.Cursor:
     """Make the warp's barriers, find where its run begins, and wait for the CTA's other warps; the cursor.

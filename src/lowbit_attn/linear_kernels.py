@@ -1,39 +1,36 @@
 """x W^T of codebook weights on a CUDA device: which kernels serve a call, and what they are launched with.
 
-    kernel       few rows of x (MOST_ROWS): packed codes are multiplied as they are read
-    dequantize   more: W in chunks of 16 bits that stay in L2, each multiplied by cuBLAS
+    kernel       few rows of x (CROSSOVER): packed codes are multiplied as they are read
+    dequantize   more: W in chunks of 16 bits, each multiplied by cuBLAS
     reference    torch in fp32, as on the CPU
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch.nn.functional import pad
 
-from lowbit_attn import dispatch, loader
+from lowbit_attn import dispatch
 from lowbit_attn.formats.uniform import dtype_name
 from lowbit_attn.kernels.linear import (
     CLUSTER_LOG2,
+    CROSSOVER,
     DTYPES,
     HADAMARD_LIMIT,
     MOST_ROWS,
     PRODUCT_DTYPES,
     ROWS,
-    linear_key,
 )
 from lowbit_attn.kernels.linear import E8P as E8P_FORMATS
-from lowbit_attn.linear import e8p, hadamard
+from lowbit_attn.linear import e8p
 from lowbit_attn.linear.constants import constant
 from lowbit_attn.linear.formats import E8P, Planes, format_named
 from lowbit_attn.linear.layouts import ceil_to
 from lowbit_attn.linear.weight import DEQUANTIZE, KERNEL, PRODUCTS, REFERENCE, VQWeight
+from lowbit_attn.linear_transforms import cluster_log2, kernel_of, parts_of_sums, transform
 
-CHUNK_BYTES = 16 << 20  # of W in 16 bits at a time: a third of the smallest L2
-GRID_ROWS = 32_768  # rows of x in one launch of a transform
-LONG = 8192  # coefficients from which CTAs share a row of a transform
-SHORT_ORDER = 40  # of a small matrix, up to which one CTA transforms a short row
-DEQUANTIZE_CTAS = 8  # of an SM
+CHUNK_BYTES = 256 << 20  # of W in 16 bits at a time: to keep them in L2 costs more, in launches, than it saves
+FLAT_CTAS = 8  # of an SM, of the kernel that decodes aqlm_1x16
 
 
 def why_not(x_dtype: torch.dtype, device: torch.device, format: str, n: int, k: int, path: str = KERNEL) -> list[str]:
@@ -46,27 +43,27 @@ def why_not(x_dtype: torch.dtype, device: torch.device, format: str, n: int, k: 
         reasons += [] if arch == "hopper" else [f"device: {arch}, supported: hopper"]
     except NotImplementedError as error:
         reasons.append(str(error))
-    if path == KERNEL and format not in MOST_ROWS:
-        return [*reasons, f"format {format}, supported: {', '.join(MOST_ROWS)}"]
+    if path == KERNEL and format not in ROWS:
+        return [*reasons, f"format {format}, supported: {', '.join(ROWS)}"]
     spec = format_named(format)
     if not isinstance(spec, E8P):
         return reasons
     most = HADAMARD_LIMIT << CLUSTER_LOG2
     return reasons + [f"a transform of {size} coefficients: supported are up to {HADAMARD_LIMIT}, or {most} in "
                       "multiples of 64 times the order of their matrix"
-                      for size in spec.sides(n, k) if _cluster_log2(size) is None]
+                      for size in spec.sides(n, k) if cluster_log2(size) is None]
 
 
 def product(x: torch.Tensor, planes: Planes, format: str, n: int, k: int, path: str) -> torch.Tensor | None:
     """y [m, n] of x [m, k], on x's device; path: "" picks one. None: the reference serves this call."""
     if path == REFERENCE:
         return None
-    m, most = len(x), MOST_ROWS.get(format, 0)
-    has_kernel = m <= most and dtype_name(x.dtype) in PRODUCT_DTYPES.get(format, DTYPES)
-    wanted = path or (KERNEL if has_kernel else DEQUANTIZE)
+    m = len(x)
+    is_few = m <= CROSSOVER.get(format, 0) and dtype_name(x.dtype) in PRODUCT_DTYPES.get(format, DTYPES)
+    wanted = path or (KERNEL if is_few else DEQUANTIZE)
     missing = why_not(x.dtype, x.device, format, n, k, wanted)
-    if wanted == KERNEL and m > most > 0:
-        missing.append(f"{m} rows of x, supported: up to {most}")
+    if wanted == KERNEL and format in ROWS and m > MOST_ROWS:
+        missing.append(f"{m} rows of x, supported: up to {MOST_ROWS}")
     if missing and path:
         raise NotImplementedError(f"path {path!r}: {'; '.join(missing)}")
     if missing or m == 0:
@@ -80,43 +77,10 @@ def product(x: torch.Tensor, planes: Planes, format: str, n: int, k: int, path: 
 PRODUCTS["cuda"] = product
 
 
-@cache
-def _kernel(index: int, *args):
-    return loader.load(linear_key(dispatch.target_of(torch.device("cuda", index))[1], *args))
-
-
-def _cluster_log2(size: int) -> int | None:
-    """log2 of the CTAs that share a row of a transform; None: no kernel does it."""
-    order = hadamard.base_order(size)
-    can_share = size // order >= 64 and size <= HADAMARD_LIMIT << CLUSTER_LOG2
-    if size <= HADAMARD_LIMIT and not (can_share and (size >= LONG or order > SHORT_ORDER)):
-        return 0
-    return CLUSTER_LOG2 if can_share else None
-
-
 @constant
 def _tables(device: torch.device) -> torch.Tensor:
     """Both tables of E8P, int32 [2, 256]."""
     return torch.stack(e8p.tables()).to(torch.int32).to(device)
-
-
-@constant
-def _matrix(order: int, device: torch.device, transpose: bool) -> torch.Tensor:
-    """The small matrix as kernels read it, fp32 [source row, result row]."""
-    matrix = hadamard.matrix(order)
-    return (matrix if transpose else matrix.T).contiguous().to(device)
-
-
-def _transform(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums, steps) -> None:
-    """Launch a transform of ``size`` coefficients; see hopper/linear/hadamard.py."""
-    order = hadamard.base_order(size)
-    bits = (size // order).bit_length() - 1
-    kernel = _kernel(source.device.index, f"hadamard-{kind}", "", dtype_name(dtype))
-    matrix = _matrix(order, source.device, kind != "output")
-    for at in range(0, len(source), GRID_ROWS):
-        some = slice(at, at + GRID_ROWS)
-        kernel(source[some], scale, matrix, out if kind == "digits" else out[some], sums, steps[some], bits,
-               _cluster_log2(size), size**-0.5)
 
 
 class _E8PCall:
@@ -126,24 +90,31 @@ class _E8PCall:
         self.spec, self.x, self.planes, m, device = format_named(format), x, planes, len(x), x.device
         self.sides, self.codes = self.spec.sides(n, k), planes["codes"]
         self.digits = torch.empty(ceil_to(m, 4) // 4, self.codes.shape[1], 32, 8, dtype=torch.uint32, device=device)
-        self.sums = torch.empty(m, 1 << _cluster_log2(self.sides[1]), 2, dtype=torch.int32, device=device)
+        self.sums = torch.empty(m, parts_of_sums(m, k, self.sides[1]), 2, dtype=torch.int32, device=device)
         self.steps = torch.empty(m, dtype=torch.float32, device=device)
         self.product = torch.empty(m, len(self.codes) * self.spec.row_multiple, dtype=torch.float32, device=device)
         self.y = torch.empty(m, n, dtype=x.dtype, device=device)
 
     def make_digits(self) -> None:
-        _transform("digits", self.x.dtype, self.sides[1], self.x, self.planes["in_scale"], self.digits, self.sums,
-                   self.steps)
+        transform("digits", self.x.dtype, self.sides[1], self.x, self.planes["in_scale"], self.digits, self.sums,
+                  self.steps)
 
     def multiply(self) -> None:
-        device, rows = self.x.device, next(rows for rows in ROWS[self.spec.name] if rows >= len(self.x))
-        _kernel(device.index, "gemv", self.spec.name, "float32", rows)(
-            self.codes.view(torch.uint32), self.digits, self.sums, _tables(device).view(torch.uint32),
-            self.planes["scales"], self.product, min(dispatch.running_ctas(device, 1), len(self.codes)))
+        device, m = self.x.device, len(self.x)
+        arguments = (_tables(device).view(torch.uint32), self.planes["scales"])
+        ctas = min(dispatch.running_ctas(device, 1), len(self.codes))
+        at, most = 0, ROWS[self.spec.name][-1]
+        while at < m:
+            rows = next((rows for rows in ROWS[self.spec.name] if rows >= m - at), most)
+            some = slice(at, at + rows)
+            kernel_of(device.index, "gemv", self.spec.name, "float32", rows)(
+                self.codes.view(torch.uint32), self.digits[at // 4 : (at + rows) // 4], self.sums[some], *arguments,
+                self.product[some], ctas)
+            at += rows
 
     def make_output(self) -> None:
-        _transform("output", self.x.dtype, self.sides[0], self.product, self.planes["out_scale"], self.y, self.sums,
-                   self.steps)
+        transform("output", self.x.dtype, self.sides[0], self.product, self.planes["out_scale"], self.y, self.sums,
+                  self.steps)
 
 
 def _e8p_kernel(x: torch.Tensor, planes: Planes, format: str, n: int, k: int) -> torch.Tensor:
@@ -157,7 +128,7 @@ def _e8p_kernel(x: torch.Tensor, planes: Planes, format: str, n: int, k: int) ->
 class _SumCall:
     """Memory of the products with AQLM or GPTVQ codes: partial sums, launches that make and add them.
 
-    AQLM's kernels take rows of x one after the other, GPTVQ's all of them, in fp16.
+    AQLM's kernels take one row of x at a time, GPTVQ's four, in fp16.
     """
 
     def __init__(self, x: torch.Tensor, planes: Planes, format: str, n: int, k: int):
@@ -172,15 +143,17 @@ class _SumCall:
             self.codes = codes.flatten(2, 3)
             self.books = self.books.view(torch.uint32).view(len(codes), groups, 512, 4)
             self.scales = _ones(n, device)
-            self.partial = torch.empty(groups, m, rows, dtype=torch.float32, device=device)
+            self.partial = [torch.empty(groups, len(some), rows, dtype=torch.float32, device=device)
+                            for some in x.split(ROWS[format][0])]
             return
         parts = min(self.ctas, groups) if format == "aqlm_2x12" else groups
         self.partial = torch.empty(m, parts, 1, rows, dtype=torch.float32, device=device)
 
     def multiply(self) -> None:
-        kernel = _kernel(self.x.device.index, "gemv", self.format, self.dtype, ROWS[self.format][0])
+        kernel = kernel_of(self.x.device.index, "gemv", self.format, self.dtype, ROWS[self.format][0])
         if self.format == "gptvq2":
-            kernel(self.padded(), self.codes, self.books, self.partial, self.ctas)
+            for some, partial in zip(self.padded().split(ROWS[self.format][0]), self.partial):
+                kernel(some, self.codes, self.books, partial, self.ctas)
             return
         ctas = [min(self.ctas, self.partial.shape[1] * self.codes.shape[1])] * (self.format == "aqlm_2x8")
         for row, partial in zip(self.x.split(1), self.partial):
@@ -193,11 +166,8 @@ class _SumCall:
         return x if x.data_ptr() % 16 == 0 else x.clone()
 
     def add_up(self) -> None:
-        kernel = _kernel(self.x.device.index, "sum", "", self.dtype)
-        if self.format == "gptvq2":
-            kernel(self.partial, self.scales, self.y)
-            return
-        for partial, y in zip(self.partial, self.y.split(1)):
+        kernel = kernel_of(self.x.device.index, "sum", "", self.dtype)
+        for partial, y in zip(self.partial, self.y.split(ROWS[self.format][0])):
             kernel(partial, self.scales, y)
 
 
@@ -215,7 +185,7 @@ def _ones(count: int, device: torch.device) -> torch.Tensor:
 
 def launches(x: torch.Tensor, w: VQWeight) -> dict[str, Callable[[], None]]:
     """The launches of a call of the kernel path by name, in order, each to be repeated alone; empty: it has none."""
-    if why_not(x.dtype, x.device, w.format, w.n, w.k) or len(x) > MOST_ROWS[w.format]:
+    if why_not(x.dtype, x.device, w.format, w.n, w.k) or len(x) > MOST_ROWS:
         return {}
     if isinstance(w.spec, E8P):
         call = _E8PCall(x, w.planes, w.format, w.n, w.k)
@@ -233,21 +203,20 @@ def _e8p_dequantize(x: torch.Tensor, planes: Planes, format: str, n: int, k: int
     rotated = torch.empty(m, columns, dtype=torch.float16, device=device)
     sums = torch.empty(1, 1, 2, dtype=torch.int32, device=device)
     steps = torch.empty(m, dtype=torch.float32, device=device)
-    _transform("rotate", x.dtype, k_side, x, planes["in_scale"], rotated, sums, steps)
-    top = planes["scales"].abs().amax()
-    scales = planes["scales"] / top.clamp(min=1e-30)  # so that no weight leaves the range of fp16
+    transform("rotate", x.dtype, k_side, x, planes["in_scale"], rotated, sums, steps)
     blocks = max(1, CHUNK_BYTES // (2 * columns * unit))
     product = torch.empty(m, len(codes) * unit, dtype=torch.float32, device=device)
     w = torch.empty(min(blocks, len(codes)) * unit, columns, dtype=torch.float16, device=device)
-    dequantize = _kernel(device.index, "dequantize", format)
-    ctas = dispatch.running_ctas(device, DEQUANTIZE_CTAS)
+    dequantize = kernel_of(device.index, "dequantize", format)
+    ctas = dispatch.running_ctas(device, 1)
     for at in range(0, len(codes), blocks):
         some = codes[at : at + blocks]
         part = w[: len(some) * unit]
-        dequantize(some, _tables(device).view(torch.uint32), scales, part, ctas)
-        product[:, at * unit : at * unit + len(part)] = torch.mm(rotated, part.T)
+        dequantize(some, _tables(device).view(torch.uint32), planes["scales"], part, ctas)
+        torch.mm(rotated, part.T, out_dtype=torch.float32, out=product[:, at * unit : at * unit + len(part)])
     y = torch.empty(m, n, dtype=x.dtype, device=device)
-    _transform("output", x.dtype, n_side, product, planes["out_scale"], y, sums, steps * top)
+    steps *= torch.linalg.vector_norm(planes["scales"], torch.inf)  # of which W is in units
+    transform("output", x.dtype, n_side, product, planes["out_scale"], y, sums, steps)
     return y
 
 
@@ -262,8 +231,8 @@ def _dequantize(x: torch.Tensor, planes: Planes, format: str, n: int, k: int) ->
     padded = pad(x, (0, columns - k)) if columns > k else x
     blocks = min(max(1, CHUNK_BYTES // (2 * columns * unit)), rows // unit)
     w = torch.empty(blocks * unit, columns, dtype=x.dtype, device=device)
-    kernel = _kernel(device.index, "dequantize", format, dtype_name(x.dtype))
-    ctas = dispatch.running_ctas(device, DEQUANTIZE_CTAS)
+    kernel = kernel_of(device.index, "dequantize", format, dtype_name(x.dtype))
+    ctas = dispatch.running_ctas(device, FLAT_CTAS if format == "aqlm_1x16" else 1)
     y = torch.empty(m, rows, dtype=x.dtype, device=device)
     for at in range(0, rows // unit, blocks):
         count = min(blocks, rows // unit - at)

@@ -61,6 +61,7 @@ def test_tokens_from_any_address_and_of_any_strides():
     step.append(twin, twin.all_rows, k, v)
     cache.append(k.float(), v.float())
     step.append(twin, twin.all_rows, k, v)
+    cache.append(k[:0], v[:0], [])  # no rows, no launch
     for name in ("ring_k", "ring_v", "hi_k", "hi_v", "n_tok", "c_tok"):
         assert torch.equal(getattr(cache, name), getattr(twin, name)), name
 

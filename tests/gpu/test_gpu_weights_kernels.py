@@ -7,8 +7,8 @@ import torch
 from codebook_weights import random_weight
 
 from lowbit_attn import linear_kernels
-from lowbit_attn.kernels.linear import MOST_ROWS
-from lowbit_attn.linear import NAMES, VQLinear, VQWeight, linear
+from lowbit_attn.kernels.linear import CROSSOVER, MOST_ROWS, ROWS
+from lowbit_attn.linear import NAMES, VQLinear, VQWeight, hadamard, linear
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(1, 1), (5, 7), (33, 129), (257, 1030), (700, 2800), (1536, 576), (4096, 4096), (512, 14336), (11008, 172),
@@ -59,6 +59,56 @@ def test_products(name, shape, dtype):
     assert ((y.cpu().double() - right[:16]).abs() <= 1.5 * room[:16]).all()  # W is rounded too
 
 
+@pytest.mark.parametrize("shape", [(28672, 1024), (1024, 28672), (6144, 5120), (14336, 12288)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_transforms_of_real_sizes(shape, dtype):
+    """Both sides as Kronecker products of several CTAs: the exact product of the lattice between exact transforms."""
+    w = random_weight("e8p4", *shape)
+    w.planes["scales"].mul_(0.25)
+    x, on_gpu = torch.randn(16, w.k).to(dtype), w.to("cuda")
+    x[0], x[1, 0] = 0, 1e4
+    lattice = w.spec.lattice(on_gpu.planes, w.n, w.k).double()
+    middle = hadamard.transform(x.cuda().double() * on_gpu.planes["in_scale"], transpose=True) @ lattice.T
+    right = (hadamard.transform(middle) * on_gpu.planes["out_scale"]).cpu()
+    room = DTYPES[dtype] * right.abs().amax(1, True) + 1e-5
+    alone = torch.cat([linear(row[None], on_gpu) for row in x.cuda()])
+    for m in (1, 3, 16):
+        y = linear(x[:m].cuda(), on_gpu)
+        assert ((y.cpu().double() - right[:m]).abs() <= room[:m]).all(), m
+        assert torch.equal(y, alone[:m])
+    x[2, w.k // 3], x[3, 0] = torch.nan, torch.inf
+    y = linear(x.cuda(), on_gpu)
+    assert y[2:4].isnan().all() and torch.equal(y[4:], alone[4:])
+
+
+@pytest.mark.parametrize("name, n, k", [(name, 40, 300) for name in NAMES] + [("e8p4", 1024, 2048)])
+def test_one_small_case(name, n, k):
+    """Every kernel of a format once: few enough launches for compute-sanitizer."""
+    w = random_weight(name, n, k)
+    x, on_gpu = torch.randn(5, k).half(), w.to("cuda")
+    right = exact(x, w.dequantize())
+    for path in ("kernel", "dequantize")[name not in ROWS :]:
+        y = linear(x.cuda(), on_gpu, path=path).cpu().double()
+        assert ((y - right).abs() <= 2**-9 * right.abs().amax(1, True) + 1e-5).all()
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_more_rows_than_one_launch_takes(name):
+    """As many launches as it takes, each row as if it were alone; the default path changes behind CROSSOVER."""
+    w = random_weight(name, 300, 700)
+    x, on_gpu = inputs(w.k, torch.float16).cuda(), w.to("cuda")
+    x[1, 0] = 1e3  # so that y is within fp16
+    y = linear(x, on_gpu, path="kernel")
+    right = exact(x, w.dequantize())
+    assert ((y.cpu().double() - right).abs() <= 2**-10 * right.abs().amax(1, True) + 1e-5).all()
+    for m in (5, 17, 18, 33):
+        assert torch.equal(linear(x[:m], on_gpu, path="kernel"), y[:m])
+    for m in (CROSSOVER[name], CROSSOVER[name] + 1):
+        wanted = "kernel" if m <= CROSSOVER[name] else "dequantize"
+        some = x.repeat(2, 1)[:m]
+        assert torch.equal(linear(some, on_gpu), linear(some, on_gpu, path=wanted))
+
+
 def test_rows_of_x_do_not_change_each_other():
     """Row by row or together, by any kernel: the same bits, since sums are exact."""
     on_gpu, x = random_weight("e8p4", 520, 1100).to("cuda"), inputs(1100, torch.float16).cuda()
@@ -80,7 +130,7 @@ def test_any_number_of_ctas_gives_the_same_bits(ctas, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_finite_is_not_hidden(name, value, path):
     w = random_weight(name, 40, 300).to("cuda")
-    if path == "kernel" and name not in MOST_ROWS:
+    if path == "kernel" and name not in ROWS:
         pytest.skip("no kernel multiplies codes of this format")
     x = torch.randn(2, 300).half().cuda()
     x[1, 299] = value
@@ -106,8 +156,8 @@ def test_captured_and_compiled(name, m):
 
 
 def test_refusals_name_what_is_supported():
-    w, x = random_weight("e8p4", 40, 300).to("cuda"), torch.randn(17, 300, device="cuda").half()
-    for bad, words in ((x, "17 rows of x, supported: up to 16"),
+    w, x = random_weight("e8p4", 40, 300).to("cuda"), torch.randn(MOST_ROWS + 1, 300, device="cuda").half()
+    for bad, words in ((x, f"{len(x)} rows of x, supported: up to {MOST_ROWS}"),
                        (x[:2].float(), "x: torch.float32, supported by kernel of e8p4: float16")):
         with pytest.raises(NotImplementedError, match=words):
             linear(bad, w, path="kernel")

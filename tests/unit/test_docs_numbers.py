@@ -275,6 +275,44 @@ def test_products():
                             f"{min(others):,.0f} to {max(others):,.0f} us for `gptvq2` and `aqlm_2x8`")
 
 
+TODAY = "a6690c7f499b+dirty"
+
+
+def test_transforms_and_crossover():
+    rows = re.findall(r"^\| (\d+) x (\d+) \| ([\d.| ]+) \|$", WEIGHTS, flags=re.M)
+    assert len(rows) == 5
+    for n, k, cells in rows:
+        line = newest("linear", TODAY, format="e8p4", n=int(n), k=int(k), m=1, path=None)
+        for shown, name in zip(cells.split(" | "), ("us", "digits_us", "multiply_us", "output_us"), strict=False):
+            assert is_rounded(shown, line[name]), (n, k, name)
+        assert is_rounded(cells.split(" | ")[4], min(line["read_us"], line["hinted_read_us"]))
+        assert is_rounded(cells.split(" | ")[5], line["cublas_us"])
+    rows = re.findall(r"^\| (16|32|64|256) \| ([\d.| -]+) \|$", WEIGHTS, flags=re.M)
+    assert len(rows) == 4
+    for m, cells in rows:
+        for n, pair in zip((8192, 4096), (cells.split(" | ")[:2], cells.split(" | ")[2:])):
+            for shown, of in zip(pair, ({"path": "kernel"}, {"path": "dequantize", "chunk_mib": 1024})):
+                if shown != "-":
+                    assert is_rounded(shown, newest("linear", TODAY, format="e8p4", n=n, m=int(m), **of)["us"]), (m, n)
+    small = [line["us"] for line in found("linear", TODAY, format="e8p4", n=8192, path="dequantize", chunk_mib=16)]
+    others = {path: [newest("linear", TODAY, format=format, n=4096, m=16, path=path)["us"]
+                     for format in ("gptvq2", "aqlm_2x8", "aqlm_2x12")] for path in ("kernel", "dequantize")}
+    assert in_text(WEIGHTS, "took {} us for `gptvq2`, {} for `aqlm_2x8` and {} for".format(*others["kernel"]))
+    assert in_text(WEIGHTS, "`dequantize` {}, {} and {}, in that run".format(*others["dequantize"]))
+    assert in_text(WEIGHTS, f"it took {min(small):.0f} to {max(small):.0f} us")
+
+
+def test_steps_with_codebook_weights():
+    rows = rows_of(WEIGHTS, "A whole step")
+    assert len(rows) == 8
+    for weights, cache, batch, *cells in rows:
+        of = {} if weights == "16 bit" else {"weights": weights.strip("`")}
+        line = next(line for line in found("e2e", TODAY, format=cache, batch=int(batch), seqlen=4096)
+                    if line.get("weights") == of.get("weights"))
+        for shown, name in zip(cells, ("step_ms", "weights_ms", "attention_ms", "append_ms", "other_ms"), strict=True):
+            assert is_rounded(shown, line[name]), (weights, cache, name)
+
+
 LABELS = {"int4 rounded to nearest, groups of 128": "int4 g128", "int2 rounded to nearest, groups of 64": "int2 g64"}
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import e2e  # noqa: E402
 import e2e_report  # noqa: E402
 from level_store import LevelStore  # noqa: E402
 from llama import SHAPES, Decoder, LowBitStore, Shape, SixteenBitStore  # noqa: E402
+from random_weights import random_weight  # noqa: E402
 
 TINY = Shape(layers=2, hidden=64, num_heads=4, num_heads_kv=2, head_dim=32, ffn=96, vocab=50)
 BATCH, SEQLEN, SPARE = 3, 300, 140
@@ -42,6 +44,28 @@ def test_a_step_over_8_bits_is_the_step_over_16(shape):
     assert (got - want).norm() < 0.02 * want.norm()
     moved = model.logits(tokens, position - 1, stores("k8v8", shape)[1])
     assert (moved - want).norm() > 0.05 * want.norm()  # RoPE counts
+
+
+@pytest.mark.parametrize("weights", ("e8p4", "gptvq2"))
+def test_a_step_with_codebook_weights_is_the_step_with_what_they_decode_to(weights):
+    make = partial(random_weight, weights, device="cpu")
+    quantized = Decoder(TINY, SEQLEN + SPARE, torch.float16, "cpu", fuse=False, quantized=make)
+    plain = Decoder(TINY, SEQLEN + SPARE, torch.float16, "cpu", fuse=False)
+    for mine, theirs in zip(plain.layers, quantized.layers):
+        mine |= {name: theirs[name].dequantize(torch.float16) for name in TINY.linears}
+    for name in ("embedding", "head"):
+        setattr(plain, name, getattr(quantized, name))
+    tokens, position, stores_of = torch.tensor([1, 7, 33]), torch.full((BATCH,), SEQLEN - 1), stores("k4v4", TINY)
+    want, got = (model.logits(tokens, position, stores_of[0]) for model in (plain, quantized))
+    assert want.std() > 0.1 and (got - want).norm() < 0.02 * want.norm()
+    assert (plain.weights, quantized.weights) == (SIXTEEN_BIT, weights)
+    assert plain.linear_bytes == TINY.linear_bytes
+    assert quantized.linear_bytes == TINY.linear_bytes - sum(x.nbytes for x in plain_weights(plain)) + sum(
+        x.nbytes for x in plain_weights(quantized))
+
+
+def plain_weights(model: Decoder) -> list:
+    return [layer[name] for layer in model.layers for name in TINY.linears]
 
 
 def test_steps_go_on_from_their_own_tokens():
@@ -182,6 +206,10 @@ def test_targets():
     assert [round(t.value, 3) for t in found] == [0.738, 1.056, 0.7, 1.143, 3.377, 5.714]
     assert [round(t.bound, 3) for t in found] == [0.72, 1.1, 0.66, 1.1, 3.0, 4.5]
     assert [t.is_met for t in found] == [False, True, False, False, True, True]
+    both = replace(result("k4v4", 3.5, 0.1, seqlen=4096), weights="e8p4")
+    found = list(e2e_report.targets([result(SIXTEEN_BIT, 8.0, 4.0, seqlen=4096), both]))
+    assert [(t.value, t.bound, t.is_met) for t in found] == [(3.5 / 8, 0.45, True)]
+    assert not list(e2e_report.targets([replace(result(SIXTEEN_BIT, 8.0, 4.0, seqlen=4096), weights="e8p4"), both]))
     strict, *_ = e2e_report.targets([result(SIXTEEN_BIT, 8.0, 6.0), result("k4v4", 4.5, 1.8)])
     assert strict.bound == pytest.approx(3.8 / 8 + 0.03) and not strict.is_met
     assert not list(e2e_report.targets(results[1:3]))  # nothing to compare with

@@ -45,8 +45,8 @@ LAYERS = (
     ("loader", "build", "kernel_wheel"),
     ("plan",),
     ("dispatch",),
-    ("ops", "environment", "exchange", "linear_kernels", "levels.pair", "levels.manage"),
-    ("levels.decode",),
+    ("ops", "environment", "exchange", "linear_transforms", "levels.pair", "levels.manage"),
+    ("levels.decode", "linear_kernels"),
     ("paged",),
     ("paged_dense", "paged_static"),
     ("paged_attention",),
@@ -226,7 +226,7 @@ def imported_with(path: Path) -> set[str]:
 
 
 def test_the_default_kernel_is_read_in_few_files():
-    """At most 14 files and 3,000 lines of Hopper; 18 and 3,550 with what they stand on, which no format is among.
+    """At most 14 files and 3,000 lines of Hopper; 18 and 3,570 with what they stand on, which no format is among.
 
     The first is the count by which hopper.register.decode had 29 files and 4,885 lines at dcb2272 (with files outside
     hopper/ 39 and 6,451): modules imported by name, so a package's __init__ only where a file imports from it.
@@ -239,7 +239,7 @@ def test_the_default_kernel_is_read_in_few_files():
     hopper = {module for module in closure if part(module) == "hopper"}
     lines = {module: len(MODULES[module].read_text().splitlines()) for module in closure}
     assert len(hopper) <= 14 and sum(lines[module] for module in hopper) <= 3_000, lines
-    assert len(closure) <= 18 and sum(lines.values()) <= 3_550, lines
+    assert len(closure) <= 18 and sum(lines.values()) <= 3_570, lines
     assert {module.removeprefix("lowbit_attn.") for module in closure - hopper} == {
         "device.ptx", "formats.spec", "layout", "registers"}
 

@@ -17,9 +17,9 @@ def bundle():
         yield module
 
 
-def entry(architecture: int, code: bytes, head: int = 64) -> bytes:
+def entry(architecture: int, code: bytes, head: int = 64, kind: int = 2) -> bytes:
     found = bytearray(head)
-    struct.pack_into("<HHIQ", found, 0, 2, 257, head, len(code))
+    struct.pack_into("<HHIQ", found, 0, kind, 257, head, len(code))
     struct.pack_into("<I", found, 28, architecture)
     return bytes(found) + code
 
@@ -38,6 +38,17 @@ def test_code_of_one_architecture_is_kept(bundle):
     assert bundle.emptied(b"no code" * 20, 90) == b"no code" * 20
     cut = library[: len(library) - 10]
     assert bundle.emptied(cut, 90)[-50:] == cut[-50:], "a container that ends behind the file is none"
+
+
+def test_ptx_of_some_kernels_is_kept(bundle):
+    """Of containers whose code names them; PTX itself is compressed, so that its names cannot be read."""
+    ptx, code, other = (random.Random(i).randbytes(200 + 8 * i) for i in range(3))
+    named = b"a kernel_of_this" + code + b"dim_128"
+    library = container(entry(80, ptx, kind=1), entry(80, named)) + \
+        container(entry(80, other, kind=1), entry(80, b"a kernel_of_this"))
+    found = bundle.emptied(library, 90, (b"kernel_of_this", b"dim_128"))
+    assert len(found) == len(library) and ptx in found and code not in found and other not in found
+    assert ptx not in bundle.emptied(library, 90)
 
 
 def test_what_is_kept_of_a_wheel(bundle, tmp_path):

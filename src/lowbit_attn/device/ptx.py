@@ -1,7 +1,7 @@
 """The only inline PTX: single instructions that the DSL has no pure operation for, on 32-bit words."""
 
 import cutlass.cute as cute
-from cutlass import Uint32
+from cutlass import Float32, Uint32
 
 OR_OF_AND = 0xEA  # lop3 table of (a & b) | c
 # L2 cache policies, their high words: what createpolicy.fractional gives for all bytes
@@ -117,6 +117,20 @@ def multiply_bytes(a: list[Uint32], b: list[Uint32], acc: list[Uint32], is_signe
     operands = ", ".join(f"{{ {', '.join(f'{{$r{next(names)}}}' for _ in registers)} }}" for registers in (a, b, acc))
     return some_words(f"mma.sync.aligned.m16n8k{16 * len(b)}.row.col.s32.u8.{kind}.s32 "
                       f"{{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, {operands};", 4, *a, *b, *acc)
+
+
+def multiply_tf32(a: list[Uint32], b: list[Uint32], acc: list[Float32]) -> list[Float32]:
+    """m16n8k8: acc + a b in fp32; a: 4 registers of tf32, which is fp32 without its low 13 bits, b: 2, acc: 4."""
+    text = ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, "
+            "{ {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };")
+    return list(cute.arch.inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *acc]))
+
+
+def prefetch_bulk(source, nbytes, policy) -> None:
+    """Ask L2 for ``nbytes`` of global memory, both multiples of 16; policy: high word of L2's."""
+    text = ("{ .reg .b64 policy; cvt.u64.u32 policy, {$r2}; shl.b64 policy, policy, 32; "
+            "cp.async.bulk.prefetch.L2.global.L2::cache_hint [{$r0}], {$r1}, policy; }")
+    cute.arch.inline_ptx(text, read_only_args=[source, nbytes, policy])
 
 
 def of_cta(address, rank) -> Uint32:

@@ -6,12 +6,17 @@ from lowbit_attn.kernels.key import KernelKey
 from lowbit_attn.linear.formats import NAMES
 
 E8P = ("e8p2", "e8p4")  # with Hadamard transforms on both sides
-MOST_ROWS = {"e8p2": 16, "e8p4": 16, "gptvq2": 4, "aqlm_2x8": 4, "aqlm_2x12": 2}  # of x that product kernels take
-ROWS = {"e8p2": (4, 16), "e8p4": (4, 16), "gptvq2": (4,), "aqlm_2x8": (1,), "aqlm_2x12": (1,)}  # at once
+# rows of x in one launch
+ROWS = {"e8p2": (4, 8, 16), "e8p4": (4, 8, 16), "gptvq2": (4,), "aqlm_2x8": (1,), "aqlm_2x12": (1,)}
+MOST_ROWS = 64  # of x that product kernels take, launch by launch
+# rows up to which those launches are faster than chunks of W in 16 bits and cuBLAS: see docs/weights.md
+CROSSOVER = {"e8p2": 32, "e8p4": 32, "gptvq2": 24, "aqlm_2x8": 8, "aqlm_2x12": 4}
 DTYPES = ("float16", "bfloat16")
 PRODUCT_DTYPES = {"gptvq2": ("float16",)}  # of x in product kernels, where they are fewer than DTYPES
 TRANSFORMS = ("digits", "rotate", "output")
 HADAMARD_LIMIT = 8192  # coefficients of a transform that a CTA has
+KRONECKER = (256, 512)  # columns of what a faster kernel transforms as a Kronecker product
+KRONECKER_ORDER, KRONECKER_ROWS = 64, 8  # its rows, at most, and those of a CTA
 CLUSTER_LOG2 = 3  # of the CTAs that share a row of a long transform
 
 
@@ -23,6 +28,8 @@ def linear_key(target: str, variant: str, format: str = "", dtype: str = "float3
 def linear_keys(target: str) -> list[KernelKey]:
     """All kernels of codebook weights."""
     keys = [linear_key(target, f"hadamard-{kind}", "", dtype) for kind, dtype in product(TRANSFORMS, DTYPES)]
+    keys += [linear_key(target, f"kronecker-{kind}", "", dtype, columns)
+             for kind, dtype, columns in product(("digits", "output"), DTYPES, KRONECKER)]
     keys += [linear_key(target, "sum", "", dtype) for dtype in DTYPES]
     for name in NAMES:
         dtypes = ("float32",) if name in E8P else DTYPES

@@ -99,6 +99,8 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 def append(cache, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Put new tokens [batch, tokens, num_heads_kv, head_dim] behind those of distinct rows int64 [batch]."""
+    if not len(rows):
+        return
     with torch.no_grad(), torch.cuda.device(cache.device):
         kernel = loader.load(append_key_of(cache, dispatch.target_of(cache.device)[1]))
         kernel(*append_arguments(cache, rows, k, v).values())

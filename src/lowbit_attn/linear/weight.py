@@ -81,7 +81,7 @@ def linear(x: torch.Tensor, w: VQWeight, out: torch.Tensor | None = None, path: 
     """y = x W^T: x [..., k], y [..., n] of x's dtype (fp16, bf16 or fp32), accumulated in fp32 or exactly.
 
     A row of x that holds a NaN or an infinity gives a row of NaN, in every format. out: receives y; its shape, dtype
-    and device must be y's. path: "kernel" multiplies packed codes (a CUDA device, up to 16 rows of x), "dequantize"
+    and device must be y's. path: "kernel" multiplies packed codes (a CUDA device, up to 64 rows of x), "dequantize"
     has chunks of W in 16 bits (a CUDA device), "reference" is torch in fp32, anywhere; None: the first that serves
     the call. Raises ValueError for what does not fit, NotImplementedError, with the reasons, for a path that does not
     serve the call. Gradients reach x alone.

@@ -341,8 +341,10 @@ def ldmatrix(warp, suffixes, operands, active):
 
 
 def mma(warp, suffixes, operands, active):
-    """m16n8k16 of 16-bit floats, m16n8k32 and m16n8k16 of bytes: fragments by the PTX manual."""
+    """m16n8k16 of 16-bit floats, m16n8k32 and m16n8k16 of bytes, m16n8k8 of tf32: fragments by the PTX manual."""
     assert active.all()
+    if "tf32" in suffixes:
+        return mma_tf32(warp, operands, active)
     names, a, b, c = names_of(operands[0]), *(warp.values(x) for x in operands[1:])
     kinds, k = suffixes[-3:-1], 32 if "m16n8k32" in suffixes else 16
     is_bytes = "s32" in suffixes
@@ -368,6 +370,19 @@ def mma(warp, suffixes, operands, active):
             warp.set(name, unsigned(raw(signed(word, 32) + part.astype(np.int64)), 32), active)
         else:
             warp.set(name, bits(f32(word) + part), active)
+
+
+def mma_tf32(warp, operands, active):
+    """m16n8k8: the low 13 bits of a and b do not count."""
+    names, a, b, c = names_of(operands[0]), *(warp.values(x) for x in operands[1:])
+    left, right = np.zeros((16, 8)), np.zeros((8, 8))
+    for i, word in enumerate(a):
+        left[G + 8 * (i % 2), T + 4 * (i // 2)] = f32(word & U64(0xFFFF_E000))
+    for i, word in enumerate(b):
+        right[T + 4 * i, G] = f32(word & U64(0xFFFF_E000))
+    product = left @ right
+    for i, (name, word) in enumerate(zip(names, c)):
+        warp.set(name, bits((f32(word) + product[G + 8 * (i // 2), 2 * T + i % 2]).astype(np.float32)), active)
 
 
 def nothing(warp, suffixes, operands, active):

@@ -1,0 +1,42 @@
+"""How transforms of linear layers are split for the kernels that make them as Kronecker products."""
+
+import pytest
+import torch
+
+from lowbit_attn.kernels.linear import KRONECKER_ROWS
+from lowbit_attn.linear import hadamard
+from lowbit_attn.linear_transforms import kronecker_signs, parts_of_sums, split_of
+
+SPLITS = {4096: (16, 256, 2), 6144: (24, 256, 4), 8192: (32, 256, 4), 14336: (56, 256, 8), 16384: (64, 256, 8),
+          28672: (56, 512, 8), 32768: (64, 512, 8), 1024: (4, 256, 1), 5120: (20, 256, 4)}
+
+
+def test_sizes_of_real_layers():
+    assert {size: split_of(size) for size in SPLITS} == SPLITS
+    assert not [size for size in (576, 1536, 2304, 11008, 53248, 65536, 512) if split_of(size)]
+    for split in filter(None, map(split_of, filter(hadamard.base_order, range(4, 40000, 4)))):
+        each = -(-split.order // split.ctas)
+        assert each <= KRONECKER_ROWS and (split.ctas - 1) * each < split.order  # every CTA has a row
+        assert hadamard.base_order(split.order * split.columns) in (1, hadamard.base_order(split.order))
+
+
+def test_parts_of_sums():
+    assert [parts_of_sums(m, 28672, 28672) for m in (1, 64, 65)] == [8, 8, 8]
+    assert [parts_of_sums(m, 4096, 4096) for m in (1, 64, 65)] == [2, 2, 1]
+    assert parts_of_sums(1, 4094, 4096) == 1  # columns that lanes cannot read by fours
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("size", [4096, 28672, 36 * 512, 44 * 256])
+def test_signs_are_the_matrix(size, transpose):
+    """Lane 4 g + t of a CTA: rows 8 s + 4 h + t of the matrix, by which a row is multiplied, in its column g."""
+    split = split_of(size)
+    signs = kronecker_signs(split, transpose).view(split.ctas, 8, 4, -1, 2)  # cta, g, t, s, h
+    each = -(-split.order // split.ctas)
+    made = signs.permute(3, 4, 2, 0, 1).reshape(-1, split.ctas, KRONECKER_ROWS)
+    assert not made[:, :, each:].any()
+    made = made[:, :, :each].flatten(1)
+    assert not made[split.order:].any() and not made[:, split.order:].any()
+    row = torch.randn(1, split.order, dtype=torch.double)
+    want = hadamard.transform(row, transpose) * split.order**0.5
+    torch.testing.assert_close(row @ made[: split.order, : split.order].double(), want)

@@ -1,0 +1,85 @@
+"""Hadamard transforms as Kronecker products, without a GPU: their PTX, thread by thread, gives the exact transform."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from lowbit_attn import kernels
+from lowbit_attn.kernels.linear import linear_key
+from lowbit_attn.linear import hadamard
+from lowbit_attn.linear_transforms import kronecker_signs, split_of
+from sim.hopper_calls import packed, ptx_of
+from sim.linear_calls import arguments, digits_of
+from sim.ptx import program as ptx
+
+pytest.importorskip("cutlass.cute", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("ptx")
+
+
+@cache
+def program(kind: str, columns: int, scratch) -> ptx.Program:
+    key = linear_key("sm_90a", f"kronecker-{kind}", "", "float16", columns)
+    return ptx.Program(ptx_of(kernels.trace(key), key.target, scratch))
+
+
+def transform(kind: str, size: int, source, scale, out, sums, steps, scratch, reverse=False):
+    """Run a transform; (out, sums, steps)."""
+    split = split_of(size)
+    tensors = [source, scale, kronecker_signs(split, kind != "output"), out, sums, steps]
+    memory, given = arguments(tensors, [(2, 1), (1, 0), (1, 0), (2, 2 if kind == "digits" else 1), (2, 1), (1, 0)])
+    given += packed("i", split.order) + packed("f", size**-0.5)
+    code = program(kind, split.columns, scratch)
+    for row in range(len(source)):
+        ctas = [ptx.Cta(code, given, memory.memory, (x, row, 0), (split.ctas, len(source), 1))
+                for x in range(split.ctas)]
+        for cta in ctas:
+            cta.cluster = ctas
+        ptx.run_grid(ctas[:: -1 if reverse else 1], split.columns, reverse)
+    return [memory.tensor(i, tensors[i]) for i in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("k, rows", [(1024, 5), (9 * 256, 0), (28 * 256, 2), (6140, 1), (64 * 256, 1),
+                                     (36 * 512, 1), (56 * 512, 1)])
+def test_digits(k, rows, scratch):
+    """Digits are the transform in one step a row, their sums add up, and a row that is not finite says so."""
+    size = hadamard.padded_size(k)
+    split = split_of(size)
+    if not rows:
+        assert split is None  # 36 x 64
+        return
+    x = torch.randn(rows, k).half()
+    x[0, 0] = 6e4
+    if rows > 2:
+        x[1], x[2, k // 2], x[3, k - 1] = 0, torch.nan, -torch.inf
+    signs = torch.randn(k).sign() if rows > 1 else torch.randn(k)
+    out = torch.full((-(-rows // 4), size // 128, 32, 8), -1, dtype=torch.int32)
+    out, sums, steps = transform("digits", size, x, signs, out,
+                                 torch.full((rows, split.ctas, 2), -7, dtype=torch.int32), torch.zeros(rows), scratch,
+                                 reverse=k == 28 * 256)
+    exact = hadamard.transform(torch.nn.functional.pad(x.double() * signs, (0, size - k)), transpose=True)
+    digits, finite = digits_of(out, rows), x.isfinite().all(1)
+    assert torch.equal(steps.isnan(), ~finite)
+    assert rows <= 2 or steps[1] == 0 and not digits[1].any()
+    assert (digits[finite].abs() <= 32512).all()
+    error = digits[finite] * steps[finite, None].double() - exact[finite]
+    assert (error.abs() <= 0.5001 * steps[finite, None] + 1e-6 * exact[finite].abs().amax(1, True)).all()
+    high = (digits + 128) >> 8
+    assert torch.equal(sums[finite].sum(1), torch.stack((high, digits - 256 * high), 2)[finite].sum(1).int())
+
+
+@pytest.mark.parametrize("n, m", [(1024, 2), (28 * 256, 1), (11256, 1), (44 * 512, 1)])
+def test_output(n, m, scratch):
+    """H y' of the padded rows' first columns, times the scales, in 16 bits."""
+    size = hadamard.padded_size(n)
+    y = torch.randn(m, size + 8)
+    y[:, size:] = torch.nan
+    scale = torch.randn(n)
+    out, _, _ = transform("output", size, y, scale, torch.full((m, n), torch.nan).half(), torch.zeros(1, 1, 2).int(),
+                          torch.tensor([0.5, 3])[:m], scratch)
+    exact = hadamard.transform(y[:, :size].double())[:, :n] * scale * torch.tensor([[0.5], [3]])[:m]
+    torch.testing.assert_close(out.double(), exact, atol=2e-3, rtol=1e-3)
