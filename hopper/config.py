@@ -9,15 +9,16 @@ from lowbit_attn.formats.contract import Format
 from lowbit_attn.hopper.arith.codebook.config import CODEBOOK, CODEBOOK2, CODEBOOK8
 from lowbit_attn.hopper.arith.fp16.config import FP16
 from lowbit_attn.hopper.arith.int8.config import INT8
-from lowbit_attn.hopper.common.support import BOOK_TILE, PATHS
+from lowbit_attn.hopper.common.support import BOOK_TILE, PATHS, WGMMA
 from lowbit_attn.hopper.schedule.config import SMALL, SPLITS, STREAM
 from lowbit_attn.hopper.tile import config as tile
 from lowbit_attn.hopper.warp import plan
 from lowbit_attn.hopper.warp.config import WarpConfig
+from lowbit_attn.hopper.wgmma import config as wgmma
 from lowbit_attn.kernels.key import Checks, KernelKey
 
 TARGET = tile.TARGET
-TILE_PATHS = ("tile", BOOK_TILE)
+TILE_PATHS = ("tile", BOOK_TILE, WGMMA)
 SPILLS = ("LDL", "STL")
 WARP_FORBID = ("STSM", "HGMMA")  # which the tile path has
 ARITHMETICS = {arithmetic.name: arithmetic for arithmetic in (FP16, INT8, CODEBOOK2, CODEBOOK, CODEBOOK8)}
@@ -29,6 +30,8 @@ def make_config(path: str, fmt: Format, head_dim: int, dtype: str, rows: int,
     """The configuration of a path's kernel; ValueError with the reasons if there is none."""
     if found := PATHS[path].missing(fmt, head_dim, getattr(torch, dtype)):
         raise ValueError("; ".join(found))
+    if path == WGMMA:
+        return wgmma.make_config(fmt, head_dim, dtype, rows, features)
     if path in TILE_PATHS:
         return tile.make_config(fmt, head_dim, dtype, rows, features)
     arithmetic, schedule = ARITHMETICS[PATHS[path].arithmetic], SCHEDULES[PATHS[path].schedule]

@@ -13,6 +13,7 @@ from lowbit_attn.hopper.config import make_config
 from lowbit_attn.hopper.tile.config import TARGET
 from lowbit_attn.hopper.tile.config import DecodeConfig as TileConfig
 from lowbit_attn.hopper.warp.config import WarpConfig
+from lowbit_attn.hopper.wgmma.config import WgmmaConfig
 from lowbit_attn.kernels.key import CuteKernel
 
 UNIT_WORDS = 32  # of 128 bytes, in which the pool is counted
@@ -37,6 +38,10 @@ def kernel_of(cfg: WarpConfig | TileConfig):
     """The kernel class of a configuration, with it."""
     if isinstance(cfg, WarpConfig):
         return cfg.schedule.kernel(cfg)
+    if isinstance(cfg, WgmmaConfig):
+        from lowbit_attn.hopper.wgmma.decode import WgmmaSm90
+
+        return WgmmaSm90(cfg)
     from lowbit_attn.hopper.tile.decode import BookDecodeSm90, DecodeSm90
 
     return BookDecodeSm90(cfg) if cfg.has_books else DecodeSm90(cfg)

@@ -43,6 +43,9 @@ PRESETS["wide"] = [BenchCase(name, 8, heads, 8, head_dim, 32768, q_len) for head
     (32, 128, 4, "k4v4"), (32, 128, 4, "k2v2"), (64, 128, 8, "k4v4"), (64, 128, 8, "k2v2"), (32, 96, 1, "k4v4"),
     (32, 256, 1, "k4v4"), (32, 256, 1, "k2v2"), (32, 256, 1, "k8v4"), (32, 256, 4, "k4v4"), (32, 128, 1, "k4tv4"),
     (32, 128, 8, "k4v4"), (32, 128, 8, "k2v2"))]
+# 16 to 64 query rows of a KV head, by heads and by queries
+PRESETS["rows"] = [BenchCase(name, 8, heads, 8, 128, 32768, q_len) for heads, q_len in (
+    (32, 4), (40, 4), (32, 6), (32, 8), (64, 6), (64, 8)) for name in ("k4v4", "k2v2")]
 PRESETS["formats"] = [BenchCase(name, 8, 32, 8, head_dim, 32768, dtype=dtype) for name, head_dim, dtype in (
     *((name, 128, "float16") for name in ("k4v2", "k8v4", "k4tv4", "k4v4-g32", "k2v2-g32")),
     *((name, head_dim, "float16") for head_dim in (64, 256) for name in ("k4v4", "k2v2")), ("k4v4", 96, "float16"),

@@ -47,8 +47,8 @@ POINTS = 5  # lengths at which a generation is measured
 class Result:
     """Mean milliseconds of one decode step and of its parts: weights, attention, and both append and attention from
     graphs of their own, append and other by difference; floors are plain reads of the same bytes. layer_bytes: of one
-    layer's cache. attention_by: what computed it. weights: format of the layers' weights. manage_ms: of levels, the mean
-    over a period, by difference too."""
+    layer's cache. attention_by: what computed it. weights: format of the layers' weights. manage_ms: of levels, the
+    mean over a period, by difference too."""
 
     model: str
     format: str

@@ -102,18 +102,18 @@ def _generation(lines: Lines) -> str:
 
 def _codebook_over_int4(lines: Lines) -> str:
     cells = []
-    for name, case in (("batch 8, 4,096, 32 KV heads", LLAMA), ("batch 8, 32K", EIGHT), ("batch 1, 128K", ONE)):
-        ours = lines.newest("decode", gpu=H100, format="cq4", **case)
-        int4 = lines.newest("decode", gpu=H100, format="k4v4", commit=ours["commit"], **case)
+    for name, case, gpu in (("batch 8, 32K, H100", EIGHT, H100), ("batch 1, 128K, H100", ONE, H100),
+                            ("batch 8, 4,096, 32 KV heads, H200", LLAMA, H200)):
+        ours = lines.newest("decode", gpu=gpu, format="cq4", **case)
+        int4 = lines.newest("decode", gpu=gpu, format="k4v4", commit=ours["commit"], **case)
         cells.append(f"{ours['us'] / int4['us']:.2f}x ({name})")
     return ", ".join(cells)
 
 
 def _codebook_saves(lines: Lines) -> str:
     cells = []
-    for name, case in (("batch 8, 4,096, 32 KV heads", LLAMA), ("the same, 8 KV heads", LLAMA | dict(kv_heads=8)),
-                       ("batch 8, 32K", EIGHT)):
-        line = lines.newest("decode", gpu=H100, format="cq4", **case)
+    for name, case, gpu in (("batch 8, 4,096, 32 KV heads, H200", LLAMA, H200), ("batch 8, 32K, H100", EIGHT, H100)):
+        line = lines.newest("decode", gpu=gpu, format="cq4", path="codebook", **case)
         cells.append(f"{100 - 100 * line['us'] / line['fp16_us']:.1f} % ({name})")
     return "less time: " + ", ".join(cells)
 
@@ -124,8 +124,8 @@ STEPS = {"global": "global memory", "shared": "shared memory, entry order", "ban
 
 def _steps(lines: Lines, fmt: str, case: dict) -> dict[str, dict]:
     asked = {key: case[key] for key in ("batch", "kv_heads", "seqlen")}
-    last = lines.newest("vq_steps", format=fmt, step="default", **asked)
-    return {step: lines.newest("vq_steps", format=fmt, step=step, commit=last["commit"], **asked)
+    last = lines.newest("vq_steps", gpu=H200, format=fmt, step="default", **asked)
+    return {step: lines.newest("vq_steps", gpu=H200, format=fmt, step=step, commit=last["commit"], **asked)
             for step in (*STEPS, "default")}
 
 
@@ -224,20 +224,24 @@ PAPERS = {
         Row("Fig. 16, attention", "CQ-4 takes 1.01x the time of 4-bit integers", _codebook_over_int4,
             "lookups from shared memory without bank conflicts, codes in the order of the fragments"),
         Row("Sec. VII-F", "66.4 % less time than the best 16-bit attention at batch 8, 4,096 (RTX 4090)",
-            _codebook_saves, "a shape at which a read takes longer than a launch"),
+            _codebook_saves, "of 64 us some 15 are a call's start and end; one query row costs the lookups of four"),
         Row("Fig. 16, weights", "0.88x of AWQ's GeMV in 4 bits", _weights_saves,
             "no 4-bit integer kernel of weights is here"),
         Row("Fig. 17, quality", "2.5 points of arc-challenge above qServe in 4 bits", _codebook_quality,
             "our calibration: query weights, page means, random positions ([codebooks](codebooks.md))"),
         Row("Fig. 4", "CQ-2 with codebooks in global memory is slower than 16-bit attention; in shared memory less so",
-            _lookups_over_fp16, "@@4"),
+            _lookups_over_fp16, "every step here has the paper's O3: codebooks come once a block, whose other data "
+            "leave them room"),
         Row("Fig. 13, attention", "46 % less time than codebooks in global memory on average, 54 % at most (RTX 4090)",
-            _steps_gain, "@@13"),
+            _steps_gain, "steps differ in lookups alone, not in dataflow"),
         Row("Fig. 15 left, Table IV", "CQ-2: shared memory slower than global; O1 (the most used entries there) pays, "
             "O2 (in registers) little, O3 (one load a block) most, O4 (shuffles) little", _step_times("cq2"),
-            "@@15"),
-        Row("Fig. 15 left, CQ-4", "as CQ-2, not shown", _step_times("cq4"), "@@cq4"),
-        Row("Fig. 15 right", "CQ-4 over CQ-2, figure only", _four_over_two, "@@42"),
+            "all entries of all groups are in shared memory, so O1 and O2 have nothing to choose; in entry order some "
+            "three lanes meet in a bank, in a bank a group four, rotated none"),
+        Row("Fig. 15 left, CQ-4", "as CQ-2, not shown", _step_times("cq4"),
+            "twice the lookups; eight lanes of K meet in a bank a group"),
+        Row("Fig. 15 right", "CQ-4 over CQ-2, in a figure alone", _four_over_two,
+            "twice the lookups, of half the size; twice the bytes of codes"),
         Row("Table V, CQ-2", "64 KB of codebooks a block, below 1 entry beyond 3 sigma, 3 shuffles",
             lambda lines: "64 KB a side, all in shared memory; no entry is cached apart; no shuffle",
             "the query operand and the weights undo the order of lookups"),

@@ -12,6 +12,7 @@ from lowbit_attn.registers import WIDE_HEAD_DIM
 
 FLOATS = (torch.float16, torch.bfloat16)
 MAX_SMALL_PART = 9_216  # bytes: 12 warps an SM with two slots each, of the same size
+WGMMA = "wgmma"
 BOOK_TILE = "codebook64"  # the tile path of formats with codebooks
 MAX_WIDE_RECORD = 68_544  # bytes left beside 16-bit tiles of K, V and Q of head_dim 256 in shared memory
 
@@ -72,6 +73,10 @@ PATHS = {
                        k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                        dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
                        windows=True, boosted=True, boosted_values=True),
+    # codes become numbers by fp16 instructions; fp32 ones, which bf16 needs, are too many
+    WGMMA: Support(arithmetic="wgmma", k_bits=(4, 2), v_bits=(4, 2), k_groups=(32, 64, 128), head_dims=(64, 128),
+                   dtypes=(torch.float16,), storages=(torch.float16,), rows=(32,), wide_rows=(32,),
+                   channel_groups=(32, 64, 128), k_per_token=True, least_rows=17),
     "register": Support(arithmetic="fp16", clusters=True,
                         k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 16), wide_rows=(8,), channel_groups=(32, 64, 128),

@@ -19,7 +19,7 @@ from lowbit_attn.hopper.linear.tables import words_at
 ACCESS_BYTES = 16
 
 
-class Unit(NamedTuple):
+class DecodedUnit(NamedTuple):
     """What a warp decodes at once: pieces of rows, a tile of them; several units are a block of rows of the pack."""
 
     warps: int  # of a CTA
@@ -37,7 +37,8 @@ class Unit(NamedTuple):
         return self.warps * self.pieces * self.stride
 
 
-UNITS = {"aqlm_2x8": Unit(12, 1, 32, 512), "aqlm_2x12": Unit(16, 1, 128, 64), "gptvq2": Unit(24, 128, 64, 64)}
+UNITS = {"aqlm_2x8": DecodedUnit(12, 1, 32, 512), "aqlm_2x12": DecodedUnit(16, 1, 128, 64),
+         "gptvq2": DecodedUnit(24, 128, 64, 64)}
 FLAT_THREADS = 256  # of aqlm_1x16, whose codes lie in the order of W
 
 
@@ -92,7 +93,7 @@ class Dequantize:
     @cute.kernel
     def flat_kernel(self, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor, out: cute.Tensor,
                     first: Int32, blocks: Int32):
-        """aqlm_1x16: a slice of a row is a thread's, and neighbours write neighbouring slices."""
+        """Decode aqlm_1x16: a thread has a slice of a row, and neighbours write neighbouring slices."""
         groups = codes.shape[1]
         for item in cutlass.range(cute.arch.block_idx()[0] * self.threads + cute.arch.thread_idx()[0], groups * blocks,
                                   cute.arch.grid_dim()[0] * self.threads, unroll=1):

@@ -38,6 +38,7 @@ from lowbit_attn.hopper.linear.tables import (
 )
 
 EVEN, ODD = 0x0F0F_0F0F, 0xF0F0_F0F0
+XOR_AND = 0x28  # lop3 table of (a ^ b) & c
 DIGIT_WORDS = 8  # of a lane, column block and chunk
 SUMS_AT = TABLE_AT + TABLE_BYTES
 PREFETCHED = 4  # loads of all of a CTA's warps, 32 KiB each, that L2 is asked for ahead
@@ -211,9 +212,9 @@ def weights(cfg: GemvConfig, codes: cute.Tensor, b: int, half: int, offset: Uint
     for word in (codes[2 * half, b], codes[2 * half + 1, b]):
         for code in range(2):
             first, second = (lookup(word, offset, 2 * code + byte, byte * HALF_ROW) for byte in range(2))
-            u = first ^ second
-            even.append(u & Uint32(EVEN))
-            odd.append(u & Uint32(ODD) if cfg.accumulators == 2 else (u >> Uint32(4)) & Uint32(EVEN))
+            fields = [cute.arch.lop3(Uint32(first), Uint32(second), Uint32(mask), XOR_AND) for mask in (EVEN, ODD)]
+            even.append(fields[0])
+            odd.append(fields[1] if cfg.accumulators == 2 else fields[1] >> Uint32(4))
     return even, odd
 
 

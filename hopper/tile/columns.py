@@ -134,7 +134,8 @@ def agree(cfg: cutlass.Constexpr[DecodeConfig], me: MmaThread, group: Int32, til
 
 def weights_chunk(cfg: DecodeConfig, warp, lane, eight: int):
     """16 bytes of P that a lane addresses: eight tokens of a query row of the ``eight``-th eight."""
-    return tile_chunk(8 * eight + lane % 8, lane // 16 * (TILE_M // 8) + 2 * warp + lane // 8 % 2, cfg.rows)
+    of_warp, of_block = (step // 8 for step in cfg.row_steps(TILE_N // TILE_M))
+    return tile_chunk(8 * eight + lane % 8, lane // 16 * of_block + of_warp * warp + lane // 8 % 2, cfg.rows)
 
 
 @cute.jit
@@ -164,7 +165,7 @@ def store_weights(cfg: cutlass.Constexpr[DecodeConfig], me: MmaThread, group: In
 
 def sums_of(cfg: DecodeConfig, tiles: Tiles, group) -> tuple[cute.Tensor, cute.Tensor]:
     """(O [channels, rows] in K's tile of a group, (sums of four warps, maximum) [5, rows] in V's), fp32."""
-    k_tile, v_tile = (cute.recast_ptr(smem + group * (side.tile_bytes // 2), dtype=Float32)
+    k_tile, v_tile = (cute.recast_ptr(smem + group * (cfg.sums_bytes(side) // 2), dtype=Float32)
                       for smem, side in ((tiles.k_smem, cfg.k), (tiles.v_smem, cfg.v)))
     return (cute.make_tensor(k_tile, cute.make_layout((cfg.v.tile_rows, cfg.rows), stride=(1, cfg.v.tile_rows + PAD))),
             cute.make_tensor(v_tile, cute.make_layout((GROUP_WARPS + 1, cfg.rows))))
@@ -175,11 +176,12 @@ def share_sums(cfg: cutlass.Constexpr[DecodeConfig], me: MmaThread, group: Int32
                maxima: cute.Tensor, sums: cute.Tensor):
     """This group's O, sums and maxima to shared memory, through its tiles, which none of its warps reads any more."""
     o, totals = sums_of(cfg, tiles, group)
+    of_warp, of_block = cfg.row_steps(cfg.v.tile_rows // TILE_M)
     cute.arch.barrier(barrier_id=group_barrier(group), number_of_threads=GROUP_WARPS * WARP)
     for c in cutlass.range_constexpr(cfg.rows // 4):
         row = softmax.column(c, me.t)
         for i, block, half in softmax.column_values(cfg.v.tile_rows // TILE_M, cfg.rows, c):
-            o[TILE_M * block + 16 * me.warp + 8 * half + me.g, row] = acc_o[i]
+            o[of_block * block + of_warp * me.warp + 8 * half + me.g, row] = acc_o[i]
         total = numbers.over_lanes(sums[c], numbers.OVER_G, operator.add)
         if me.g == 0:
             totals[me.warp, row] = total

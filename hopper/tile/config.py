@@ -208,6 +208,10 @@ class DecodeConfig:
     load_k_warp, load_v_warp = 0, 1
 
     @property
+    def path(self) -> str:
+        return BOOK_TILE if self.has_books else "tile"
+
+    @property
     def dequant_groups(self) -> int:
         """2: the first one's side is K, the second one's V."""
         return self.groups - 1 - self.mma_groups
@@ -248,6 +252,15 @@ class DecodeConfig:
     def in_columns(self) -> bool:
         """Query rows are WGMMA's columns, tokens and channels its rows (columns.py)."""
         return self.rows == COLUMNS
+
+    def row_steps(self, blocks: int) -> tuple[int, int]:
+        """Rows of ``blocks`` blocks of 64 between a warp's and the next warp's, and between a warp's in a block and in
+        the next."""
+        return layout.TILE, TILE_M
+
+    def sums_bytes(self, side: TileSide) -> int:
+        """Bytes of an MMA group's own memory of a side, which holds its sums at the end."""
+        return side.tile_bytes
 
     @property
     def is_wide(self) -> bool:
@@ -329,7 +342,7 @@ class DecodeConfig:
     def problems(self) -> list[str]:
         """Reasons why this configuration cannot run; empty if it can."""
         found = []
-        served = PATHS[BOOK_TILE if self.has_books else "tile"].rows
+        served = PATHS[self.path].rows
         if self.rows not in served:
             found.append(f"rows: got {self.rows}, supported: {served}")
         if unknown := set(self.features) - set(FEATURES):

@@ -173,6 +173,11 @@ def load_meta(side: TileSide, me: DequantThread, part: Part, run: Uint32, block:
         words = cute.make_rmem_tensor(count, Uint32)
         cute.autovec_copy(meta[None, Int32(offset // side.meta_bytes), part.stage], words)
         loads.append([words[j] for j in side.meta_words])
+    return meta_values(side, loads)
+
+
+def meta_values(side: TileSide, loads: list[list[Uint32]]):
+    """(scales, zeros) of words of metadata: fp16 pairs of words, else fp32 of the low and of the high column."""
     if side.is_half:
         return half_meta(side, loads)
     wide = [[numbers.widen(word, side.storage) for word in load] for load in loads]

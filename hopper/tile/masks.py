@@ -50,8 +50,9 @@ def lines(cfg: DecodeConfig, me: MmaThread) -> list[Line]:
     if not cfg.in_columns:
         return [Line(16 * me.warp + me.g + 8 * half, 2 * me.t, tuple(
             (i, 8 * (i // 4) + i % 2) for i in softmax.row_values(TILE_N // 2, half))) for half in range(2)]
-    return [Line(softmax.column(c, me.t), 16 * me.warp + me.g, tuple(
-        (i, TILE_M * block + 8 * half) for i, block, half in softmax.column_values(TILE_N // TILE_M, cfg.rows, c)))
+    of_warp, of_block = cfg.row_steps(TILE_N // TILE_M)
+    return [Line(softmax.column(c, me.t), of_warp * me.warp + me.g, tuple(
+        (i, of_block * block + 8 * half) for i, block, half in softmax.column_values(TILE_N // TILE_M, cfg.rows, c)))
         for c in range(cfg.rows // 4)]
 
 

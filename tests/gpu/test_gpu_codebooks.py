@@ -12,9 +12,9 @@ HEADS, DIM = 2, 128
 pytestmark = pytest.mark.gpu
 
 
-def make(name: str, rope: str, device: str) -> KVCache:
-    books = normal_codebooks(name, 1, HEADS, DIM, rope if name.startswith(("cq", "kcq")) else "post").layer(0)
-    return KVCache(name, 12, HEADS, DIM, device=device, codebooks=books, max_batch=2, max_q_len=2)
+def make(name: str, rope: str, device: str, head_dim: int = DIM) -> KVCache:
+    books = normal_codebooks(name, 1, HEADS, head_dim, rope if name.startswith(("cq", "kcq")) else "post").layer(0)
+    return KVCache(name, 12, HEADS, head_dim, device=device, codebooks=books, max_batch=2, max_q_len=2)
 
 
 @pytest.mark.parametrize("name", ("cq4", "cq2", "cq1", "cq2-nonorm", "k4vcq2", "kcq4v2"))
@@ -46,11 +46,11 @@ def test_a_gpu_s_cache_is_the_cpu_s(name, rope, tmp_path):
 
 
 def test_a_call_that_names_no_path_is_refused_where_no_kernel_serves_it():
-    cache = make("cq1", "post", "cuda")
-    cache.prefill(0, *torch.randn(2, 200, HEADS, DIM).half().cuda())
+    cache = make("cq1", "post", "cuda", 64)
+    cache.prefill(0, *torch.randn(2, 200, HEADS, 64).half().cuda())
     assert "no kernel on" in why_not(cache, 8)[0]
     with pytest.raises(NotImplementedError, match="reads its codebooks yet .*path='reference', any device"):
-        decode(torch.randn(1, 1, 8, DIM).half().cuda(), cache)
+        decode(torch.randn(1, 1, 8, 64).half().cuda(), cache)
 
 
 def test_a_step_with_keys_before_their_embedding_cannot_be_captured():

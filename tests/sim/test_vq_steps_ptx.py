@@ -6,7 +6,7 @@ import pytest
 import torch
 from perf_scripts import script
 
-from lowbit_attn import FORMATS, testing
+from lowbit_attn import FORMATS, kernels, testing
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -57,3 +57,11 @@ def test_codes_without_rotation_are_those_of_their_groups(steps):
         v = order.code_offset(n // 16 * 16 + n % 4 // 2 * 8 + 2 * t + n % 2, 4 * g + n % 16 // 4, count, True)
         assert torch.equal(pages[..., at], cache.pool[..., k])
         assert torch.equal(pages[..., start + at], cache.pool[..., start + v])
+
+
+def test_the_shipped_set_knows_no_step():
+    with script("vq_steps") as timed:
+        names = {timed.key_of(case.format, lookup).name for case in timed.CASES for lookup in LOOKUPS}
+        kept = timed.key_of("cq2", timed.TABLE).name
+    shipped = {key.name for key in kernels.shipped_keys("hopper")}
+    assert len(names) == 8 and not names & shipped and kept in shipped

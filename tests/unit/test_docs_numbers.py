@@ -112,7 +112,7 @@ def test_several_gpus():
         share = line["one_gpu_us"] / line["ranks"]
         assert math.isclose(line["gain"], line["one_gpu_us"] / (share + line["c_us"]), rel_tol=2e-3)
     slow, fast = ([line["exchange_us"] for line in lines[i : i + 2]] for i in (0, 2))
-    assert in_text(PERFORMANCE, f"took {sum(slow) / 2:.0f} us, in the last two {sum(fast) / 2:.0f}: not explained")
+    assert in_text(PERFORMANCE, f"took {sum(slow) / 2:.0f} us, in the last two {sum(fast) / 2:.0f}.")
 
 
 def test_a_model_on_two_gpus():
@@ -140,6 +140,9 @@ def test_a_million_tokens():
         want = (*(line[name] for name in ("step_ms", "weights_ms", "attention_ms")), *sizes, line["pack_s"],
                 line["o_error"], line["lse_error"])
         assert all(map(is_rounded, (cell.removesuffix(" GB").removesuffix(" s") for cell in cells), want)), cells
+    four, two = (newest("million", "327b1a011c4b", format=name) for name in ("k4v4", "k2v2"))
+    assert in_text(PERFORMANCE, f"{four['step_ms']:.2f} and {two['step_ms']:.2f} ms (k4v4, k2v2), packed in "
+                                f"{four['pack_s']:.2f} and {two['pack_s']:.2f} s")
 
 
 def decode(commit: str, format: str, **of) -> dict:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Shared memory a block may use (CUDA programming guide, "Technical specifications per compute capability").
 SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90a": 232_448}
-ROWS = (2, 4, 8, 16, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
+ROWS = (2, 4, 8, 16, 32, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
 PAIR_ROWS = 4  # the same of the kernel of two levels
 FEATURES = ("softcap", "window")  # of reference.Attention: compiled in only where a call asks for them
 SPLITS, SMALL, STREAM = SCHEDULES = ("splits", "small", "stream")  # see Support.schedule; the first one is picked

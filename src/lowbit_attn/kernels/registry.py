@@ -146,7 +146,7 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
     """
     best, reach, reasons = None, 0, []
     for name, support in arch_package(arch).PATHS.items():
-        if path != name and (path is not None or support.schedule != SPLITS):
+        if path != name and (path is not None or support.schedule != SPLITS or rows < support.least_rows):
             continue
         missing = support.missing(fmt, head_dim, dtype, features)
         reasons += [f"{arch} {name} path: {reason}" for reason in missing]

@@ -26,6 +26,7 @@ SHIPPED_FORMATS = tuple(FORMATS)  # presets
 SHIPPED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_DTYPES = ("float16", "bfloat16")
 SHIPPED_ROWS = (2, 4, 8, 16)
+DRAFT_ROWS = 32  # of speculative decoding; shipped where a kernel takes as many at once
 READ_VARIANTS = ("256x8", "512x4", "512x8", "1024x2")
 
 
@@ -36,6 +37,7 @@ def shipped_shapes(arch: str, name: str, dtype: str, head_dim: int) -> list[tupl
         return pick(arch, FORMATS[name], head_dim, getattr(torch, dtype), rows, path)[0]
 
     shapes = [picked(rows) for rows in SHIPPED_ROWS]
+    shapes += [shape for shape in [picked(DRAFT_ROWS)] if shape and shape[1] == DRAFT_ROWS]
     shapes += [picked(ROWS[0], path) for path in other_ctas(arch)]
     if (name, dtype) == ("k4v4", "float16"):
         shapes += [picked(ROWS[-1]), picked(ROWS[0], "tile")]
