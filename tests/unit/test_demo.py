@@ -147,10 +147,10 @@ def test_cases_are_known_formats():
     assert set(scoring.ANSWERED) < set(labels) and len(set(labels)) == len(labels)
     assert scoring.CASES[0].format is None and all(case.formats for case in scoring.CASES[1:])
     assert max(map(len, labels)) <= report.COLUMNS[0][1]
-    assert {case.sinks for case in scoring.CASES if case.format in ("cq2", "k4v2-boost", "lean")} == {32}
+    assert {case.sinks for case in scoring.CASES if case.format in ("cq2", "k4v2-boost", "lean", "lean-low")} == {32}
 
 
-@pytest.mark.parametrize("name", ("k4v2-boost", "lean"))
+@pytest.mark.parametrize("name", ("k4v2-boost", "lean", "lean-low"))
 def test_rows_by_significance_are_scored(tiny, name):
     scoring, quality = map(pytest.importorskip, ("lowbit_attn.demo.scoring", "lowbit_attn.quality"))
     case, = (case for case in scoring.CASES if case.format == name)

@@ -51,6 +51,7 @@ CASES = (
     Case("cq2, 32 sinks", "cq2", sinks=32),
     Case("k4v2-boost, 32 sinks", "k4v2-boost", sinks=32),
     Case("lean, 32 sinks", "lean", sinks=32),
+    Case("lean-low, 32 sinks", "lean-low", sinks=32),
     Case("k2tv2 (keys per token)", "k2tv2", range_search=False),
 )
 ANSWERED = ("16 bit", "k4v4", "k2v2, 32 sinks, key search", "k2tv2 (keys per token)")
