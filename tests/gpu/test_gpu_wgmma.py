@@ -38,7 +38,7 @@ def test_formats(head_dim, name, record_property):
     check_decode(case, PATH, f"hopper {PATH} {name} d{head_dim}", record_property)
 
 
-@pytest.mark.parametrize("heads, q_len", [(1, 1), (9, 1), (5, 4), (3, 8), (1, 32), (32, 1), (13, 3)])
+@pytest.mark.parametrize("heads, q_len", [(1, 1), (9, 1), (5, 4), (3, 8), (2, 16), (32, 1), (13, 3)])
 def test_query_rows(heads, q_len, record_property):
     """Of one KV head; 39 in two blocks."""
     case = Case("k4v4", num_heads=2 * heads, num_heads_kv=2, lengths=(900, 300), q_len=q_len, sinks=3)
@@ -48,7 +48,7 @@ def test_query_rows(heads, q_len, record_property):
 def test_draft_rows_take_this_path(record_property):
     """Without being asked for by name."""
     problem, want = problem_and_expected(many(32, lengths=(900, 300)), PATH)
-    assert kernels.path_name(dispatch.kernel_of(problem.q, problem.cache)[0]) == PATH
+    assert kernels.path_name(dispatch.kernel_of(problem.q, problem.cache, None)[0]) == PATH
     check_problem(problem, want, None, f"hopper {PATH} rows", record_property)
 
 
