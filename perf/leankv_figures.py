@@ -6,8 +6,11 @@
     python perf/leankv_figures.py plot                        perf/results/plots/leankv-*.png, of the lines there are
 
 Lines that are there are not measured again: a run that was broken off goes on where it ended. Fig. 7 and the uniform
-formats of Fig. 9 and 11 are lines of text_quality.py, on the same windows; Fig. 12 to 14 are lines of levels.py,
-bench.py and e2e.py, which need a GPU. docs/papers.md has the numbers beside the paper's.
+formats of Fig. 9 and 11 are lines of text_quality.py, on the same windows. Fig. 12 to 14 need a GPU:
+
+    python perf/bench.py --preset leankv --arch hopper --output perf/results/leankv_decode.jsonl
+    python perf/e2e.py --contexts 1K --batch 1 --batch 8 --batch 64 --formats lean
+    python perf/e2e.py --contexts 32K --batch 0 --formats lean --formats lean-low --formats k4v4
 """
 
 import json

@@ -181,34 +181,36 @@ SPEED = dict(batch=8, heads=32, kv_heads=8, head_dim=128, arch="hopper", q_len=1
 PAIRS = ("k8v8", "k8v4", "k4v4", "k4v2")
 LENGTHS = (4096, 32768)
 RATES = ("16 bit", "k4v4", "lean", "lean-low")
+BATCHES = (1, 8, 64)  # of steps at 1K tokens
 
 
-def steps(lines: Lines, gpu: str, **wanted) -> dict:
-    """A step of Llama-3.1-8B's shape, newest of an e2e run in which levels were managed."""
-    return lines.newest("e2e", gpu=gpu, model="llama-3.1-8b", **wanted)
+def steps(lines: Lines, **wanted) -> dict:
+    """The newest step of Llama-3.1-8B's shape."""
+    return lines.newest("e2e", model="llama-3.1-8b", **wanted)
 
 
 def gains(lines: Lines, gpu: str, seqlen: int) -> dict[str, tuple[float, float]]:
     """format -> (how many times fewer bytes than 16 bit, how many times faster), batch 8, 32/8 heads."""
-    found = {name: lines.newest("decode", gpu=gpu, format=name, seqlen=seqlen, **SPEED) for name in PAIRS}
+    found = {name: lines.newest("leankv_decode", gpu=gpu, format=name, seqlen=seqlen, **SPEED) for name in PAIRS}
     full = 2 * 2 * SPEED["batch"] * seqlen * SPEED["kv_heads"] * SPEED["head_dim"]
     return {name: (full / line["bytes"], line["fp16_us"] / line["us"]) for name, line in found.items()}
 
 
-def rates(lines: Lines, gpu: str, seqlen: int = 32768) -> dict[str, dict]:
-    """format -> its step at the largest batch, all of one run."""
-    commit = steps(lines, gpu, format="lean-low", seqlen=seqlen, largest=True)["commit"]
-    return {name: steps(lines, gpu, format=name, seqlen=seqlen, largest=True, commit=commit) for name in RATES}
+def rates(lines: Lines) -> dict[str, dict]:
+    """format -> its step at the largest batch of 32K tokens, all of the newest run that had levels."""
+    case = dict(seqlen=32768, largest=True)
+    commit = steps(lines, format="lean-low", **case)["commit"]
+    return {name: steps(lines, format=name, commit=commit, **case) for name in RATES}
 
 
 def speed_figure(lines: Lines):
     """Fig. 12 to 14: shares of a step, attention beside 16 bit, throughput at the largest batch; of the GPU whose
     steps over levels are the newest."""
-    gpu = lines.newest("e2e", model="llama-3.1-8b", format="lean", seqlen=1024)["gpu"]
+    gpu = steps(lines, format="lean", seqlen=1024)["gpu"]
     figure, axes = figure_of(1, 3, f"LeanKV, Fig. 12 to 14: {gpu}, Llama-3.1-8B's shape, random weights")
-    shown = [("1K, " + f"batch {batch}", steps(lines, gpu, format="lean", seqlen=1024, batch=batch, largest=False))
-             for batch in (1, 8, 64)]
-    best = rates(lines, gpu)
+    shown = [(f"1K, batch {batch}", steps(lines, format="lean", seqlen=1024, batch=batch, largest=False))
+             for batch in BATCHES]
+    best = rates(lines)
     shown.append((f"32K, batch {best['lean']['batch']}", best["lean"]))
     base = [0.0] * len(shown)
     for name, label in PARTS:

@@ -281,40 +281,53 @@ def test_products():
                             f"{min(others):,.0f} to {max(others):,.0f} us for `gptvq2` and `aqlm_2x8`")
 
 
-TODAY = "a6690c7f499b+dirty"
+TODAY = "327b1a011c4b"
 
 
 def test_transforms_and_crossover():
-    rows = re.findall(r"^\| (\d+) x (\d+) \| ([\d.| ]+) \|$", WEIGHTS, flags=re.M)
-    assert len(rows) == 5
-    for n, k, cells in rows:
-        line = newest("linear", TODAY, format="e8p4", n=int(n), k=int(k), m=1, path=None)
-        for shown, name in zip(cells.split(" | "), ("us", "digits_us", "multiply_us", "output_us"), strict=False):
-            assert is_rounded(shown, line[name]), (n, k, name)
-        assert is_rounded(cells.split(" | ")[4], min(line["read_us"], line["hinted_read_us"]))
-        assert is_rounded(cells.split(" | ")[5], line["cublas_us"])
-    rows = re.findall(r"^\| (16|32|64|256) \| ([\d.| -]+) \|$", WEIGHTS, flags=re.M)
-    assert len(rows) == 4
-    for m, cells in rows:
-        for n, pair in zip((8192, 4096), (cells.split(" | ")[:2], cells.split(" | ")[2:])):
-            for shown, of in zip(pair, ({"path": "kernel"}, {"path": "dequantize", "chunk_mib": 1024})):
-                if shown != "-":
-                    assert is_rounded(shown, newest("linear", TODAY, format="e8p4", n=n, m=int(m), **of)["us"]), (m, n)
-    small = [line["us"] for line in found("linear", TODAY, format="e8p4", n=8192, path="dequantize", chunk_mib=16)]
-    others = {path: [newest("linear", TODAY, format=format, n=4096, m=16, path=path)["us"]
-                     for format in ("gptvq2", "aqlm_2x8", "aqlm_2x12")] for path in ("kernel", "dequantize")}
-    assert in_text(WEIGHTS, "took {} us for `gptvq2`, {} for `aqlm_2x8` and {} for".format(*others["kernel"]))
-    assert in_text(WEIGHTS, "`dequantize` {}, {} and {}, in that run".format(*others["dequantize"]))
-    assert in_text(WEIGHTS, f"it took {min(small):.0f} to {max(small):.0f} us")
+    rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| ([\d.| ]+) \|$", WEIGHTS, flags=re.M)
+    assert len(rows) == 14
+    for n, k, m, cells in rows:
+        line = newest("linear", TODAY, format="e8p4", n=int(n), k=int(k), m=int(m), path=None)
+        values = [line[name] for name in ("us", "digits_us", "multiply_us", "output_us")]
+        values += [min(line["read_us"], line["hinted_read_us"]), line["cublas_us"]]
+        assert all(map(is_rounded, cells.split(" | "), values)) and len(values) == len(cells.split(" | ")), (n, k, m)
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| ((?:[\d.]+|-)(?: \| (?:[\d.]+|-)){3}) \|$", WEIGHTS, flags=re.M)
+    rows = [row for row in rows if float(row[2].split(" | ")[1]) > 10]
+    assert len(rows) == 24
+    for format, m, cells in rows:
+        places = [(n, path) for n in (8192, 4096) for path in ("kernel", "dequantize")]
+        for shown, (n, path) in zip(cells.split(" | "), places, strict=True):
+            chunk = {"chunk_mib": 256} if path == "dequantize" else {}
+            if shown != "-":
+                line = newest("linear", TODAY, format=format, n=n, m=int(m), path=path, **chunk)
+                assert is_rounded(shown, line["us"]), (format, m, n, path)
+
+
+def test_what_was_asked_of_products():
+    def of(format, n, m):
+        return newest("linear", TODAY, format=format, n=n, k={8192: 28672, 4096: 4096}[n], m=m, path=None)
+
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \| [\d.-]+ \|$", WEIGHTS, flags=re.M)
+    rows = [row for row in rows if float(row[2]) < 4]
+    assert len(rows) == 6
+    for format, m, product, gain in rows:
+        large, small = of(format, 8192, int(m)), of(format, 4096, int(m))
+        floor = min(large["read_us"], large["hinted_read_us"])
+        assert abs(float(product) - large["multiply_us"] / floor) < 0.03, (format, m)
+        assert abs(float(gain) - small["cublas_us"] / small["us"]) < 0.03, (format, m)
+    for name in ("us", "multiply_us"):
+        with_it, without = (newest("linear", TODAY, n=8192, prefetch=prefetch)[name] for prefetch in (True, False))
+        assert in_text(WEIGHTS, f"{without:.1f}") and in_text(WEIGHTS, f"{with_it:.1f}")
 
 
 def test_steps_with_codebook_weights():
     rows = rows_of(WEIGHTS, "A whole step")
-    assert len(rows) == 8
-    for weights, cache, batch, *cells in rows:
-        of = {} if weights == "16 bit" else {"weights": weights.strip("`")}
-        line = next(line for line in found("e2e", TODAY, format=cache, batch=int(batch), seqlen=4096)
-                    if line.get("weights") == of.get("weights"))
+    assert len(rows) == 12
+    for weights, cache, tokens, batch, *cells in rows:
+        wanted = None if weights == "16 bit" else weights.strip("`")
+        line = next(line for line in found("e2e_weights", TODAY, format=cache, batch=int(batch), seqlen=int(tokens))
+                    if line.get("weights") == wanted)
         for shown, name in zip(cells, ("step_ms", "weights_ms", "attention_ms", "append_ms", "other_ms"), strict=True):
             assert is_rounded(shown, line[name]), (weights, cache, name)
 

@@ -10,7 +10,7 @@ E8P = ("e8p2", "e8p4")  # with Hadamard transforms on both sides
 ROWS = {"e8p2": (4, 8, 16), "e8p4": (4, 8, 16), "gptvq2": (4,), "aqlm_2x8": (1,), "aqlm_2x12": (1,)}
 MOST_ROWS = 64  # of x that product kernels take, launch by launch
 # rows up to which those launches are faster than chunks of W in 16 bits and cuBLAS: see docs/weights.md
-CROSSOVER = {"e8p2": 32, "e8p4": 32, "gptvq2": 24, "aqlm_2x8": 8, "aqlm_2x12": 4}
+CROSSOVER = {"e8p2": 48, "e8p4": 48, "gptvq2": 16, "aqlm_2x8": 8, "aqlm_2x12": 4}
 DTYPES = ("float16", "bfloat16")
 PRODUCT_DTYPES = {"gptvq2": ("float16",)}  # of x in product kernels, where they are fewer than DTYPES
 TRANSFORMS = ("digits", "rotate", "output")
