@@ -11,6 +11,7 @@ A ratio is to vLLM's own 16-bit cache ("auto") in the same run: the newest one b
 """
 
 import json
+import statistics
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -82,9 +83,15 @@ def case_of(line: dict) -> str:
     return f"{line['context'] >> 10}K, batch {line['batch']}"
 
 
+def typical(line: dict) -> float:
+    """Median of a line's measurements of one step, in ms: where a machine is shared, hosts disturb single ones."""
+    stepped = [line["ms_stepped"]] if "ms_stepped" in line else []
+    return statistics.median([*line.get("ms_of_each", [line["ms_per_token"]]), *stepped])
+
+
 def newest(gpu: str, like: dict, **same: str) -> float | None:
-    """ms a token of the newest line of a dtype and case on one GPU with dummy blocks; same: what else agrees."""
-    found = [line["ms_per_token"] for line in lines(gpu) if "ms_per_token" in line and not line["is_largest"]
+    """``typical`` of the newest line of a dtype and case on one GPU with dummy blocks; same: what else agrees."""
+    found = [typical(line) for line in lines(gpu) if "ms_per_token" in line and not line["is_largest"]
              and all(line[name] == like[name] for name in ("dtype", "context", "batch"))
              and all(line[name] == value for name, value in same.items())]
     return found[-1] if found else None
@@ -106,7 +113,7 @@ def ranks(gpu: str) -> str:
     rows = {}
     for line in lines(gpu, several=True):
         if "ms_per_token" in line:
-            one, ms = newest(gpu, line), line["ms_per_token"]
+            one, ms = newest(gpu, line), typical(line)
             rows[line["dtype"], f"{line['ranks']}", case_of(line)] = \
                 [f"{ms:.2f}", f"{one:.2f}" if one else "-", f"{one / ms:.2f}x" if one else "-"]
     return table(["dtype", "GPUs", "case", "ms a token", "one GPU", "gain"],
@@ -128,25 +135,26 @@ def quality(gpu: str) -> str:
 
 
 def overhead(gpu: str) -> str:
-    """Markdown: for each case ms of a step in perf/e2e.py and how much more the engine takes, in 16 bit and for k4v4.
+    """Markdown: for each case ms of a step in perf/e2e.py and in the engine, in 16 bit and for k4v4; and what k4v4
+    takes more there than 16 bit does, in ms and of its own step in perf/e2e.py.
 
-    Of the newest run that has both, on the same card.
+    Cases that the engine ran at the commit of perf/e2e.py's line.
     """
     plain = [line for line in map(json.loads, E2E.read_text().splitlines())
              if line.get("dtype") == "bfloat16" and gpu in line["gpu"]]
-    kinds, rows = {"16 bit": BASE, "k4v4": "lowbit_k4v4"}, {}
+    kinds, found = {"16 bit": BASE, "k4v4": "lowbit_k4v4"}, {}
     for line in plain:
         like = dict(dtype=kinds.get(line["format"]), context=line["seqlen"], batch=line["batch"])
         if ms := newest(gpu, like, commit=line["commit"]):
-            rows.setdefault((like["context"], like["batch"]), {})[line["format"]] = (line["step_ms"], ms)
-    body = []
-    for (context, batch), found in rows.items():
-        cells = [f"{context >> 10}K, batch {batch}"]
-        for kind in kinds:
-            cells += ["-", "-"] if kind not in found else \
-                [f"{found[kind][0]:.2f}", f"+{found[kind][1] - found[kind][0]:.2f}".replace("+-", "-")]
-        body.append(cells)
-    return table(["case", "16 bit, e2e", "engine more", "k4v4, e2e", "engine more"], body)
+            found.setdefault(case_of(like), {})[line["format"]] = (line["step_ms"], ms)
+    rows = []
+    for case, by in found.items():
+        if len(by) == len(kinds):
+            more = {kind: engine - alone for kind, (alone, engine) in by.items()}
+            own = more["k4v4"] - more["16 bit"]
+            rows.append([case, *(f"{by[kind][0]:.2f} -> {by[kind][1]:.2f}, +{more[kind]:.2f}" for kind in kinds),
+                         f"{own:+.2f} ms, {own / by['k4v4'][0]:+.1%}".replace("%", " %")])
+    return table(["case", "16 bit: e2e -> engine, ms", "k4v4: e2e -> engine, ms", "k4v4 more than 16 bit"], rows)
 
 
 @app.command("steps")

@@ -98,7 +98,8 @@ def test_models_without_weights(engine, tmp_path):
     assert not (engine.model_folder(tmp_path, engine.TINY, "auto") / "lowbit_attn").exists()
 
 
-@pytest.mark.parametrize("name,gpu", (("steps", "H100"), ("largest", "H100"), ("quality", "H200")))
+@pytest.mark.parametrize("name,gpu", (("steps", "H100"), ("largest", "H100"), ("quality", "H200"),
+                                      ("prompts", "H200"), ("ranks", "H200"), ("overhead", "H200")))
 def test_the_docs_have_the_newest_lines(name, gpu):
     text = (PERF.parent / "docs/serving.md").read_text()
     command = f"python perf/engine_table.py {name}" + f" --gpu {gpu}" * (gpu != "H100")
@@ -143,10 +144,10 @@ def test_tables_of_prompts_ranks_quality_and_overhead(tmp_path, monkeypatch):
         shown = {name: getattr(table, name)("H100").splitlines()[2:] for name in ("prompts", "ranks", "quality",
                                                                                   "overhead")}
     assert shown["prompts"] == ["| lowbit_k4v4 | 8K, batch 1 | 6.60 | 6.00 | 1.10 |"]
-    assert shown["ranks"] == ["| lowbit_k4v4 | 2 | 8K, batch 1 | 4.00 | 5.90 | 1.48x |",
+    assert shown["ranks"] == ["| lowbit_k4v4 | 2 | 8K, batch 1 | 4.00 | 5.95 | 1.49x |",
                               "| lowbit_k4v4 | 2 | 16K, batch 1 | 1.00 | - | - |"]
     assert shown["quality"] == ["| auto | 12.000 | 12.120 | -0.99 % |", "| int4 | 14.000 | - | - |"]
-    assert shown["overhead"] == ["| 8K, batch 1 | 6.50 | +0.50 | 5.25 | +0.65 |"]
+    assert shown["overhead"] == ["| 8K, batch 1 | 6.50 -> 7.00, +0.50 | 5.25 -> 5.95, +0.70 | +0.20 ms, +3.8 % |"]
 
 
 def test_processes_measure_one_at_a_time_and_none_while_one_starts(engine, tmp_path):
