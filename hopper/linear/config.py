@@ -53,11 +53,6 @@ class GemvConfig:
         return 2 if self.column_blocks == 1 else 1
 
     @property
-    def prefetches(self) -> bool:
-        """Whether L2 is asked for codes all the way; more rows of x are bound by their products, not by memory."""
-        return self.column_blocks == 1
-
-    @property
     def block_rows(self) -> int:
         """Rows of W in one MMA, of two stages each."""
         return 16 // self.stages

@@ -41,7 +41,6 @@ EVEN, ODD = 0x0F0F_0F0F, 0xF0F0_F0F0
 XOR_AND = 0x28  # lop3 table of (a ^ b) & c
 DIGIT_WORDS = 8  # of a lane, column block and chunk
 SUMS_AT = TABLE_AT + TABLE_BYTES
-PREFETCHED = 4  # loads of all of a CTA's warps, 32 KiB each, that L2 is asked for ahead
 
 
 class Digits(NamedTuple):
@@ -81,8 +80,6 @@ class E8PGemv:
         first, last = cta.share(blocks)
         source = codes.iterator.toint() + lane * 16
         row_bytes = Int64(chunks) * (WARP * 16)
-        for iteration in cutlass.range_constexpr(1, PREFETCHED):  # memory is busy while x's digits are made
-            prefetch(cfg, codes.iterator.toint(), row_bytes, first, last, Int32(iteration), chunks, warp)
         place = Digits(digits.iterator.toint() + lane * (4 * DIGIT_WORDS), digits.shape[1], digit_sums.shape[0],
                        lane >> 3)
         x = cute.make_rmem_tensor((4, cfg.column_blocks, 2), Uint32)
@@ -99,32 +96,14 @@ class E8PGemv:
         for start in cutlass.range(first, last, cfg.phase_blocks, unroll=1):
             end = cutlass.min(start + cfg.phase_blocks, last)
             for block in cutlass.range(start, end, cfg.blocks, unroll=1):
-                multiply_blocks(cfg, current, ahead, x, codes.iterator.toint(), source, row_bytes, place, block,
-                                start, last, warp, chunks, lane, offset)
+                multiply_blocks(cfg, current, ahead, x, source, row_bytes, place, block, start, last, warp, chunks,
+                                lane, offset)
             cute.arch.sync_threads()
             write_rows(cfg, digit_sums.shape[0], scales, out, start, end, thread)
             if start + cfg.phase_blocks < last:
                 cute.arch.sync_threads()
                 clear_sums(cfg, thread)
                 cute.arch.sync_threads()
-
-
-@cute.jit
-def prefetch(cfg: cutlass.Constexpr[GemvConfig], base: Int64, row_bytes: Int64, block: Int32, last: Int32,
-             iteration: Int32, chunks: Int32, warp: Int32):
-    """Ask L2 for what all warps load in one iteration, counted on from the first one of some row blocks. By one thread,
-    of another warp each time.
-    """
-    blocks, warps = cfg.blocks, cfg.warps
-    if warp == iteration % warps:
-        with cute.arch.elect_one():
-            iterations = (chunks + warps - 1) // warps  # of a row block
-            first, chunk = block + iteration // iterations * blocks, iteration % iterations * warps
-            size = cutlass.min(chunks - chunk, Int32(warps)) * (WARP * 16)
-            at = base + Int64(first) * row_bytes + Int64(chunk) * (WARP * 16)
-            for b in cutlass.range_constexpr(blocks):
-                if first + b < last:
-                    ptx.prefetch_bulk(at + b * row_bytes, size, Uint32(ptx.EVICT_FIRST))
 
 
 @cute.jit
@@ -178,8 +157,8 @@ def load_digits(cfg: cutlass.Constexpr[GemvConfig], x: cute.Tensor, half: cutlas
 
 @cute.jit
 def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ahead: cute.Tensor, x: cute.Tensor,
-                    base: Int64, source: Int64, row_bytes: Int64, place: Digits, block: Int32, start: Int32,
-                    last: Int32, warp: Int32, chunks: Int32, lane: Int32, offset: Uint32):
+                    source: Int64, row_bytes: Int64, place: Digits, block: Int32, start: Int32, last: Int32,
+                    warp: Int32, chunks: Int32, lane: Int32, offset: Uint32):
     """A warp's chunks of some row blocks: adds their products to the CTA's sums.
 
     Codes of the next chunk, and digits of the next half of one, are on their way meanwhile.
@@ -191,8 +170,6 @@ def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ah
         next_block = block + cfg.blocks * Int32(is_end)
         next_chunk = cutlass.select_(is_end, warp, chunk + cfg.warps)
         load_codes(cfg, ahead, source, row_bytes, next_block, last, next_chunk, chunks)
-        if cutlass.const_expr(cfg.prefetches):
-            prefetch(cfg, base, row_bytes, block, last, chunk // cfg.warps + PREFETCHED, chunks, warp)
         for half in cutlass.range_constexpr(2):
             load_digits(cfg, x, 1 - half, place, chunk if half == 0 else next_chunk)
             for b in cutlass.range_constexpr(cfg.blocks):

@@ -126,13 +126,6 @@ def multiply_tf32(a: list[Uint32], b: list[Uint32], acc: list[Float32]) -> list[
     return list(cute.arch.inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *acc]))
 
 
-def prefetch_bulk(source, nbytes, policy) -> None:
-    """Ask L2 for ``nbytes`` of global memory, both multiples of 16; policy: high word of L2's."""
-    text = ("{ .reg .b64 policy; cvt.u64.u32 policy, {$r2}; shl.b64 policy, policy, 32; "
-            "cp.async.bulk.prefetch.L2.global.L2::cache_hint [{$r0}], {$r1}, policy; }")
-    cute.arch.inline_ptx(text, read_only_args=[source, nbytes, policy])
-
-
 def of_cta(address, rank) -> Uint32:
     """Where this CTA's shared address is in CTA ``rank`` of its cluster."""
     return one_word("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", address, rank)

@@ -92,14 +92,6 @@ def bulk_copy(warp, suffixes, operands, active):
         cta.under_way.setdefault(int(barrier[lane]), []).append((first, start, int(size[lane])))
 
 
-def prefetch(warp, operands, active):
-    """Changes nothing; what L2 is asked for must be there."""
-    start, size = (x[active].astype(np.int64) for x in (warp.address(operands[0]), warp.value(operands[1])))
-    start -= warp.cta.memory.base
-    assert (start % 16 == 0).all() and (size % 16 == 0).all() and (size > 0).all() and (start >= 0).all()
-    assert (start + size <= len(warp.cta.memory.data)).all()
-
-
 def bulk_copies_come(cta, barrier: int) -> None:
     """All that were started until now and count at this barrier."""
     for first, start, size in cta.under_way.pop(barrier, ()):
@@ -110,9 +102,7 @@ def bulk_copies_come(cta, barrier: int) -> None:
 def copy(warp, suffixes, operands, active):
     """cp.async: what a lane copies may come any time before its group is waited for; here, when it is. Until then the
     target is no number."""
-    if "prefetch" in suffixes:
-        prefetch(warp, operands, active)
-    elif "bulk" in suffixes:
+    if "bulk" in suffixes:
         bulk_copy(warp, suffixes, operands, active)
     elif "commit_group" in suffixes:
         warp.groups.append(warp.copies)
