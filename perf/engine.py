@@ -134,11 +134,11 @@ def _row(command: list[str], limit: float, output: Path, about: dict) -> bool:
             reason, told = f"stopped after {limit:.0f} s", process.communicate()[1]
         except SystemExit:  # of the signal: what it printed so far is written
             end(process)
-            write(output, about | dict(error="stopped from outside", told=process.communicate()[1][-3000:]))
+            write(output, about | dict(error="stopped from outside", told=process.communicate()[1][-1500:]))
             raise
     if reason == "exit 0":
         return True
-    write(output, about | dict(error=reason, told=told[-3000:]))
+    write(output, about | dict(error=reason, told=told[-1500:]))
     return False
 
 
