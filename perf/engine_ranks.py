@@ -117,7 +117,7 @@ def check(
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, until - time.monotonic()))
         if failed := [count for count, process in processes.items() if process.returncode != 0]:
-            told = "\n".join(f"{count} ranks: {(folder / f'{count}.log').read_text()[-3000:]}" for count in failed)
+            told = "\n".join(f"{count} ranks: {(folder / f'{count}.log').read_text()[-700:]}" for count in failed)
             engine.write(output, about | dict(error=f"no answer of {failed} ranks", told=told))
             raise typer.Exit(1)
         found = compared(*(json.loads((folder / f"{count}.json").read_text()) for count in processes))

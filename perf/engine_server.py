@@ -88,7 +88,7 @@ def main(
             engine.write(output, about | exchange(words, model, log, seconds))
         except (OSError, RuntimeError, KeyError) as error:
             log.seek(0)
-            engine.write(output, about | dict(error=f"{type(error).__name__}: {error}", told=log.read()[-3000:]))
+            engine.write(output, about | dict(error=f"{type(error).__name__}: {error}", told=log.read()[-1500:]))
             sys.exit(1)
 
 

@@ -34,7 +34,7 @@ def test_a_row_that_fails_or_takes_too_long_leaves_a_line(engine, tmp_path):
     assert not engine._row(hangs, 0.5, output, about)
     assert engine._row([sys.executable, "-c", ""], 60, output, about)
     failed, stopped = lines(output)
-    assert failed["error"] == "exit 3" and failed["told"].endswith("why") and len(failed["told"]) == 3000
+    assert failed["error"] == "exit 3" and failed["told"].endswith("why") and len(failed["told"]) == 1500
     assert stopped["error"].startswith("stopped after") and stopped | about == stopped
 
 
