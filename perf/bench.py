@@ -54,7 +54,7 @@ PRESETS["codebooks"] = [BenchCase(name, batch, heads, kv_heads, head_dim, seqlen
                         for batch, heads, kv_heads, head_dim, seqlen in (
                             (1, 32, 8, 128, 131072), (8, 32, 8, 128, 32768), (1, 32, 32, 128, 131072),
                             (8, 64, 8, 128, 32768), (8, 32, 8, 64, 32768))
-                        for name in ("k4v4", "k2v2", "cq2", "cq4", "kcq4vcq2")]
+                        for name in ("k4v4", "k2v2", "kitty-pro", "cq2", "cq4", "kcq4vcq2")]
 # of VQ-LLM's evaluation: Llama-7B's heads, batch 8 and 4,096 tokens
 PRESETS["codebooks-4k"] = [BenchCase(name, 8, 32, kv_heads, 128, 4096) for kv_heads in (32, 8)
                            for name in ("k4v4", "k2v2", "cq2", "cq4", "kcq4vcq2")]
