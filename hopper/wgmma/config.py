@@ -12,6 +12,7 @@ from lowbit_attn.hopper.tile.config import (
     GROUP_WARPS,
     SMEM_LIMIT,
     TILE_M,
+    UNIT_TOKENS,
     WORD,
     DecodeConfig,
     TileSide,
@@ -19,6 +20,7 @@ from lowbit_attn.hopper.tile.config import (
 
 STEPS = 2  # 16-column steps of a multiply that a lane unpacks together: one access to metadata serves both
 ROWS = 32  # query rows of a CTA: the columns of its multiplies
+BLOCK_UNITS = TILE_M // UNIT_TOKENS  # fills of 16-bit keys that a multiply waits for together
 MAX_STAGES = 4  # of an MMA group's own rings, which hold its sums at the end
 
 
@@ -146,6 +148,8 @@ class WgmmaConfig(DecodeConfig):
         sums = 4 * self.rows * (self.head_dim + 4)
         if sums > self.sums_bytes(self.k):
             found.append(f"rings of {self.sums_bytes(self.k)} B, which hold no sums of {sums} B")
+        if self.packed_stages < BLOCK_UNITS:  # of 16-bit keys, for which one multiply waits together
+            found.append(f"rings of {self.packed_stages} fills, {BLOCK_UNITS} are needed")
         return found
 
 

@@ -14,11 +14,10 @@ from lowbit_attn.hopper.tile.config import GROUP_WARPS, TILE_M, UNIT_TOKENS, UNI
 from lowbit_attn.hopper.tile.dequant import affine, meta_values, unpack_f16
 from lowbit_attn.hopper.tile.mma import make_mma
 from lowbit_attn.hopper.tile.ring import StageRing
-from lowbit_attn.hopper.wgmma.config import STEPS, OperandSide, WgmmaConfig
+from lowbit_attn.hopper.wgmma.config import BLOCK_UNITS, STEPS, OperandSide, WgmmaConfig
 from lowbit_attn.registers import CHUNK, lane_place
 
 UNIT_TILES = UNIT_TOKENS // layout.TILE
-BLOCK_UNITS = TILE_M // UNIT_TOKENS
 META_WORDS = 4  # of an access
 
 

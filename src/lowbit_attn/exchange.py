@@ -89,20 +89,20 @@ class Slots:
         self.words = words.view(shape)
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.calls = torch.zeros(rows, dtype=torch.int32, device=device).view(torch.uint32)
-        torch.cuda.synchronize(device)  # before others write, all must be zeros
-        dist.barrier(group)
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # before others write, all must be zeros
+            dist.barrier(group)
 
 
 class Peers:
     """As Gather, through the memory of the other GPUs of this host."""
 
-    def __init__(self, slots: Slots, shape: tuple[int, ...], dtype: torch.dtype, rank: int):
-        batch, q_len, num_heads, head_dim = shape
+    def __init__(self, slots: Slots, kernel, shape: tuple[int, ...], dtype: torch.dtype, rank: int):
+        batch, q_len, num_heads, _ = shape
         device = slots.peers.device
-        self.slots, self.rank = slots, rank
+        self.slots, self.kernel, self.rank = slots, kernel, rank
         self.o = torch.empty(shape, dtype=dtype, device=device)
         self.lse = torch.empty(batch, num_heads, q_len, dtype=torch.float32, device=device)
-        self.kernel = loader.load(kernels.exchange_key(dispatch.target_of(device)[1], dtype_name(dtype), head_dim))
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """As Gather.merge."""
@@ -160,10 +160,12 @@ class Exchanges:
             raise NotImplementedError(f"peer_memory: got {dtype} of head_dim {head_dim}, supported: "
                                       f"{', '.join(map(str, DTYPES))} of {', '.join(map(str, QUANTIZE_HEAD_DIMS))}")
         group, rank, world = self.of
+        # before what all ranks make together, for it may fail
+        kernel = loader.load(kernels.exchange_key(dispatch.target_of(self.device)[1], dtype_name(dtype), head_dim))
         name = _power_of_two(prod(lead)), head_dim
         if name not in self.buffers:
             self.buffers[name] = Slots(*name, self.device, group, world)
-        return Peers(self.buffers[name], shape, dtype, rank)
+        return Peers(self.buffers[name], kernel, shape, dtype, rank)
 
 
 def _power_of_two(count: int) -> int:

@@ -88,7 +88,9 @@ def _kronecker(kind: str, dtype: torch.dtype, size: int, source, scale, out, sum
     order, columns, _ = split_of(size)
     kernel = kernel_of(source.device.index, f"kronecker-{kind}", "", dtype_name(dtype), columns)
     signs = _signs(size, source.device, kind != "output")
-    source, scale = (x if x.data_ptr() % ALIGN_BYTES == 0 else x.clone() for x in (source, scale))
+    source = source if source.data_ptr() % ALIGN_BYTES == 0 else source.clone()
+    if kind != "output" and scale.data_ptr() % ALIGN_BYTES:  # that of y is read before the kernel ahead has ended
+        scale = scale.clone()
     kernel(source, scale, signs, out, sums, steps, order, size**-0.5)
 
 

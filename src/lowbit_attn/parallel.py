@@ -227,7 +227,9 @@ def decode_sharded(q: torch.Tensor, cache: ShardedKVCache, *, softmax_scale: flo
                    sink_logits=sink_logits if cache.rank == 0 else None)
     if cache.world == 1 and q.shape[1] == 1:
         return decode(q, cache.local, out=out, lse=lse, **options)
-    for name, x, shape, dtype in (("out", out, q.shape, q.dtype), ("lse", lse, _lse_shape(q), torch.float32)):
+    # also what rank 0 alone reads: a call that it alone refuses would leave the others waiting
+    for name, x, shape, dtype in (("out", out, q.shape, q.dtype), ("lse", lse, _lse_shape(q), torch.float32),
+                                  ("sink_logits", sink_logits, q.shape[2:3], torch.float32)):
         if x is not None:
             check_tensor(name, x, shape, (dtype,), q.device)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from lowbit_attn import dispatch, emit, kernels, promised
 from lowbit_attn.formats import FORMATS
 from lowbit_attn.formats.levels import PRESETS as LEVELS
 from lowbit_attn.formats.levels import parse
-from lowbit_attn.kernels import KernelKey
+from lowbit_attn.kernels import KernelKey, registry
 from lowbit_attn.linear import NAMES
 
 # (blocks of query rows, pages of each sequence) of calls, small and large, on a GPU of so many SMs
@@ -110,3 +110,12 @@ def test_parts_of_a_rotation_have_every_class_in_proportion():
             assert abs(found[kind] - count * len(part) / len(keys)) < 8  # about one a class of promised.rotation
         assert {key.dtype for key in part if key.op == "append"} == {"float16", "bfloat16"}
     assert all(not set(a) & set(b) for a, b in pairwise(parts))
+
+
+@pytest.mark.parametrize("arch", kernels.ARCH_TARGETS)
+def test_sides_of_promised_kernels_exist(arch):
+    """Kernels of one side are named by the plainest format that has it, whose other side may be impossible."""
+    of_sides = [key for key in all_promised(arch) if key.op in ("quantize", "dequantize")]
+    assert any((key.format, key.head_dim, key.variant) == ("k1v1", 96, "k") for key in of_sides)
+    for key in of_sides:
+        assert registry.side_of(key).head_dim == key.head_dim

@@ -147,6 +147,10 @@ def buffers(cache, generator):
         logits, wrong = torch.zeros(HEADS + 1), torch.zeros(2, 1, HEADS, HEAD_DIM // 2).half()
         with pytest.raises(ValueError, match="sink_logits: got shape"):  # on all ranks, not only where it is used
             decode_sharded(q[:2], cache, sink_logits=logits)
+        for refused, error in ((logits, ValueError), (logits[1:].half(), TypeError)):  # a shape that was called, too
+            with pytest.raises(error, match="sink_logits: got"):
+                decode_sharded(q, cache, sink_logits=refused)
+        assert torch.equal(decode_sharded(q, cache)[0], want[0])
         with pytest.raises(ValueError, match="q: got shape"):
             decode_sharded(wrong, cache)
         assert not cache.exchanges.has(wrong.shape, wrong.dtype, True)

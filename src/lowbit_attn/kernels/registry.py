@@ -77,11 +77,16 @@ def trace(key: KernelKey):
                                                           path_name(key), key.rows, key.features)
     if key.op == "append":
         return module("append").append_kernel(fmt, key.head_dim, key.dtype, key.variant.removeprefix("search_"))
-    side_name, _, search = key.variant.partition("-")
-    side = fmt.specs(key.head_dim)["kv".index(side_name)]
     if key.op == "quantize":
-        return module("quantize").quantize_kernel(side, key.dtype, search == "search")
-    return module("dequantize").dequantize_kernel(side)
+        return module("quantize").quantize_kernel(side_of(key), key.dtype, key.variant.endswith("-search"))
+    return module("dequantize").dequantize_kernel(side_of(key))
+
+
+def side_of(key: KernelKey):
+    """SideSpec of the one side that a kernel fills or reads. The other side of the format that names it may not be
+    possible: K of k1v4 is k1v1's, whose V does not exist at head_dim 96."""
+    fmt = FORMATS[key.format]
+    return fmt.k.spec(key.head_dim) if key.variant.startswith("k") else fmt.specs(key.head_dim)[1]
 
 
 def searches_of(key: KernelKey) -> tuple[str, str]:
