@@ -20,8 +20,8 @@ class VQWeight:
     """Weights W [n, k] of y = x W^T in one of ``NAMES``'s formats.
 
     n, k: rows (outputs) and columns (inputs), any sizes of 1 or more: padding is inside the planes.
-    planes: the tensors of ``format_named(format).shapes(n, k)``, on one device, in the order that kernels read. A call's
-        kernels read them while the one before in the stream ends: who writes them on the device waits before a call.
+    planes: the tensors of ``format_named(format).shapes(n, k)``, on one device, in the order that kernels read.
+        Kernels read them while the one before in the stream ends: who writes them on the device waits before a call.
     Raises ValueError for planes that do not fit.
     """
 
