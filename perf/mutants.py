@@ -188,6 +188,7 @@ def main(only: Annotated[str, typer.Option(help="a part of the name, file or tes
     known, target = faults(), ROOT / output
     old = [json.loads(line) for line in target.read_text().splitlines()] if target.exists() else []
     results = {line["fault"]: line for line in old}
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking makes CUDA unusable in forked tests
     has_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder) / "tree"
