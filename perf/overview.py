@@ -69,7 +69,7 @@ def overview_figure(calls: list[dict], quality: dict[str, dict]):
 
 def main(
     gpu: Annotated[str, typer.Option(help="Whose times.")] = "h200",
-    commit: Annotated[str, typer.Option(help="Commit of the calls.")] = "7be43a01bf1c",
+    commit: Annotated[str, typer.Option(help="Commit of the calls.")] = "327b1a011c4b",
     kitty: Annotated[str, typer.Option(help="Commit of Kitty's calls.")] = "5e2651264428",
     output: Annotated[str, typer.Option(help="The picture, in the repository.")] = f"{PLOTS}/overview.png",
 ) -> None:
