@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from lowbit_attn import layout
 from lowbit_attn.formats import FORMATS, Format, Kind, SideSpec
 from lowbit_attn.kernels.key import FEATURES, SMEM_LIMIT_BYTES, Checks, KernelKey
-from lowbit_attn.kernels.key import ROWS as ROW_CHOICES
 
 # (warps, ring slots of each), best first: the first that fits is taken. More warps hide the latency of the multiplies,
 # more slots that of memory; two slots are the least that overlaps loading with arithmetic. One warp is slow: it is
@@ -25,7 +24,7 @@ ACCESS_BYTES = 16  # one cp.async, one LDS.128, one row of an ldmatrix
 HALF_BYTES = 2
 TILE_COPIES = 16  # copies that a thread makes of a tile of 16-bit tokens: the addresses of more take too many registers
 MMA_N = 8  # query rows of one m16n8k16: its N side
-ROWS = tuple(rows for rows in ROW_CHOICES if rows >= MMA_N)  # fewer are a kernel of Hopper's integer path
+ROWS = (8, 16, 64)  # query rows that a CTA serves; fewer are a kernel of Hopper's integer path, 32 of its wgmma path
 WARP_ROWS = 16  # query rows that a warp holds at most: one or two multiplies for each A fragment
 TILE = layout.TILE
 SIDE_K, SIDE_V = 0, 1

@@ -262,12 +262,13 @@ def test_only_calls_of_up_to_four_rows_take_the_path():
 
 
 @pytest.mark.parametrize("name, head_dim, rows, want", [
-    ("k4v4", 128, 16, ("register", 16)), ("k4v4", 128, 17, ("register", 16)), ("k2tv4", 64, 32, ("register", 16)),
+    ("k4v4", 128, 16, ("register", 16)), ("k4v4", 128, 17, ("wgmma", 32)), ("k2tv4", 64, 32, ("wgmma", 32)),
+    ("k4v4", 96, 32, ("register", 16)),
     ("k4v4", 128, 33, ("tile", 64)), ("k8v4", 128, 17, ("tile", 64)), ("k4v8", 128, 32, ("tile", 64)),
     ("k4v4", 256, 8, ("register", 8)), ("k4v4", 256, 16, ("register", 8)), ("k4v4", 256, 17, ("tile", 64)),
     ("k8v4", 256, 9, ("tile", 64)), ("kitty", 128, 64, ("register", 16)), ("k4v4", 128, 200, ("tile", 64))])
 def test_two_blocks_of_rows_are_taken_where_they_are_faster(name, head_dim, rows, want):
-    """The tile path pads to 64 rows: two blocks of the register path's take less time, of up to 4 bits."""
+    """The tile path pads to 64 rows: the wgmma path's 32, or two blocks of the register path's, take less time."""
     assert kernels.pick("hopper", FORMATS[name], head_dim, torch.float16, rows)[0] == want
     own = (want[0], kernels.pick("hopper", FORMATS[name], head_dim, torch.float16, rows, want[0])[0][1])
     assert own == want, "the same kernel as by name"

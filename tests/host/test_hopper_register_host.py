@@ -345,8 +345,8 @@ def test_unsupported_calls_say_why():
         decode.decode_kernel(FORMATS["k4v4"], 256, "float16", path="register", rows=16)
     with pytest.raises(ValueError, match="features: got alibi, supported: softcap, window"):
         make_config("register", FORMATS["k4v4"], 128, "float16", 8, features=("alibi",))
-    with pytest.raises(ValueError, match="path: got 'wgmma'"):
-        decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="wgmma")
+    with pytest.raises(ValueError, match="path: got 'mma'"):
+        decode.decode_kernel(FORMATS["k4v4"], 128, "float16", path="mma")
     later = dataclasses.replace(FORMATS["k4v4"], window_v=128)
     assert not PATHS["register"].missing(later, 128, torch.float16)
     assert not PATHS["register"].missing(FORMATS["k1tv8-g32-vg64-bf16"], 64, torch.bfloat16)

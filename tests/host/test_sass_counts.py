@@ -21,7 +21,7 @@ def test_every_default_kernel_is_recorded_once():
     assert len(set(found)) == len(found) and {name for name, _ in found} == set(KEYS)
     assert all(line["counts"]["EXIT"] > 0 and 24 <= line["registers"] <= 255 for line in LINES)
     for line in LINES:
-        is_by_roles = KEYS[line["kernel"]].arithmetic == "tile" and "sm_90a" in line["kernel"]
+        is_by_roles = KEYS[line["kernel"]].arithmetic in ("tile", "wgmma") and "sm_90a" in line["kernel"]
         assert ("page_loop" in line) == (line["kernel"].startswith("decode") and not is_by_roles)
 
 
