@@ -20,7 +20,7 @@ from leankv_plots import (
     steps,
     uniform_kl,
 )
-from paper_lines import Lines, Row
+from paper_lines import Lines, Row, rates_of
 from text_quality import SMOLLM2, WINDOWS
 
 
@@ -160,13 +160,8 @@ def share_of(step: dict, part: str) -> str:
 
 def throughput(lines: Lines) -> str:
     found = rates(lines)
-    plain = found["16 bit"]
-    cells = [f"{plain['tokens_per_s']:.0f} tokens/s at batch {plain['batch']}"]
-    for name in ("k4v4", "lean", "lean-low"):
-        line = found[name]
-        cells.append(f"{name}: {line['tokens_per_s']:.0f} at {line['batch']}, "
-                     f"{line['tokens_per_s'] / plain['tokens_per_s']:.2f}x")
-    return "; ".join(cells) + ", 32K tokens each"
+    named = [(name, found[name]) for name in ("k4v4", "lean", "lean-low")]
+    return rates_of(found["16 bit"], named) + ", 32K tokens each"
 
 
 ROWS = (

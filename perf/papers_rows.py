@@ -1,7 +1,7 @@
 """What four papers claim, and which measured lines stand beside it: the rows of papers.py."""
 
 import leankv_rows
-from paper_lines import Lines, Row
+from paper_lines import Lines, Row, rates_of
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 ONE = dict(arch="hopper", batch=1, heads=32, kv_heads=8, head_dim=128, seqlen=131072, q_len=1, dtype="float16")
@@ -40,11 +40,7 @@ def _rates(seqlen: int):
         case = dict(model="llama-3.1-8b", seqlen=seqlen, largest=True)
         case["commit"] = lines.newest("e2e", format="k2v2", **case)["commit"]  # all of one run
         plain, four, two = (lines.newest("e2e", format=fmt, **case) for fmt in ("16 bit", "k4v4", "k2v2"))
-        cells = [f"{plain['tokens_per_s']:.0f} tokens/s at batch {plain['batch']}"]
-        for name, line in (("4 bits", four), ("2 bits", two)):
-            cells.append(f"{name}: {line['tokens_per_s']:.0f} at {line['batch']}, "
-                         f"{line['tokens_per_s'] / plain['tokens_per_s']:.2f}x")
-        return "; ".join(cells)
+        return rates_of(plain, (("4 bits", four), ("2 bits", two)))
     return cell
 
 
