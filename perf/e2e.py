@@ -184,6 +184,22 @@ def measure(name: str, model: Decoder, format: str, batch: int, seqlen: int, lar
 
 
 
+def step_parts(model: Decoder, store, q: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor,
+               runner: Runner) -> dict[str, float]:
+    """Mean milliseconds of a step, and of its linear maps and its attention from graphs of their own."""
+    inputs = model.linear_inputs(len(tokens))
+
+    def attend():
+        for i in range(model.shape.layers):
+            store.attend(i, q)
+
+    attention = runner.ms(attend, PART_REPLAYS)
+    weights = runner.ms(lambda: model.linear_step(inputs), PART_REPLAYS)
+    store.restart()
+    step = runner.ms(lambda: model.step(tokens, position, store), PERIOD)
+    return dict(step_ms=step, weights_ms=weights, attention_ms=attention)
+
+
 def cache_ms(store, append_and_attend, runner: Runner) -> tuple[float, float]:
     """(append and attention, ``manage`` beside them) of a step; without levels the latter is 0."""
     turns = store.turns(append_and_attend)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import torch
 import typer
-from e2e import PART_REPLAYS, PERIOD, SPARE_TOKENS, Runner, release
+from e2e import SPARE_TOKENS, Runner, release, step_parts
 from llama import FILL_TOKENS, INTERLEAVED, SHAPES, Decoder, LowBitStore, Shape, sinks_of
 from provenance import append_result, need, provenance
 
@@ -123,19 +123,10 @@ def measure(model: Decoder, format: str, seqlen: int, runner: Runner) -> dict:
     q = torch.randn(1, 1, shape.num_heads, shape.head_dim, dtype=head.dtype, device=head.device)
     tokens, position = torch.zeros(1, dtype=torch.int64, device=head.device), \
         torch.full((1,), seqlen - 1, device=head.device)
-    inputs = model.linear_inputs(1)
-
-    def attend():
-        for i in range(shape.layers):
-            store.attend(i, q)
-
-    attention = runner.ms(attend, PART_REPLAYS)
-    weights = runner.ms(lambda: model.linear_step(inputs), PART_REPLAYS)
-    store.restart()
-    step = runner.ms(lambda: model.step(tokens, position, store), PERIOD)
+    parts = step_parts(model, store, q, tokens, position, runner)
     held = torch.cuda.max_memory_allocated() if runner.is_cuda else 0
-    return dict(step_ms=step, weights_ms=weights, attention_ms=attention, pack_s=packing,
-                cache_bytes=shape.layers * store.layer_bytes, weight_bytes=shape.weights_bytes, peak_bytes=held)
+    return dict(**parts, pack_s=packing, cache_bytes=shape.layers * store.layer_bytes,
+                weight_bytes=shape.weights_bytes, peak_bytes=held)
 
 
 def main(

@@ -14,7 +14,17 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from e2e import LARGEST, PART_REPLAYS, PERIOD, SPARE_TOKENS, Runner, best_attention, largest_batch, release, store_class
+from e2e import (
+    LARGEST,
+    PART_REPLAYS,
+    SPARE_TOKENS,
+    Runner,
+    best_attention,
+    largest_batch,
+    release,
+    step_parts,
+    store_class,
+)
 from llama import SHAPES, Decoder, Shape
 from provenance import append_result, need, provenance
 
@@ -77,18 +87,7 @@ def measure(model: Decoder, format: str, batch: int, seqlen: int, runner: Runner
     tokens = torch.arange(batch, device=head.device)
     position = torch.full((batch,), seqlen - 1, device=head.device)
     by = best_attention(store, q, runner) if format == SIXTEEN_BIT else "lowbit_attn"
-    inputs = model.linear_inputs(batch)
-
-    def attend():
-        for i in range(shape.layers):
-            store.attend(i, q)
-
-    attention = runner.ms(attend, PART_REPLAYS)
-    weights = runner.ms(lambda: model.linear_step(inputs), PART_REPLAYS)
-    store.restart()
-    step = runner.ms(lambda: model.step(tokens, position, store), PERIOD)
-    return dict(step_ms=step, weights_ms=weights, attention_ms=attention, layer_bytes=store.layer_bytes,
-                attention_by=by)
+    return dict(**step_parts(model, store, q, tokens, position, runner), layer_bytes=store.layer_bytes, attention_by=by)
 
 
 def reduce_ms(model: ShardedDecoder, batch: int, runner: Runner) -> float:

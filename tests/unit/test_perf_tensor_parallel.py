@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.append(str(Path(__file__).parents[2] / "perf"))
+import e2e  # noqa: E402
 import tensor_parallel as tp  # noqa: E402
 from llama import Decoder, LowBitStore, Shape, SixteenBitStore  # noqa: E402
 
@@ -82,8 +83,9 @@ def test_cases_are_those_that_fit():
 
 
 def test_parts_of_a_case_are_timed(monkeypatch):
-    monkeypatch.setattr(tp, "PERIOD", 4)
-    monkeypatch.setattr(tp, "PART_REPLAYS", 2)
+    monkeypatch.setattr(e2e, "PERIOD", 4)
+    for module in (e2e, tp):
+        monkeypatch.setattr(module, "PART_REPLAYS", 2)
     model, noted = Decoder(TINY, SEQLEN + tp.SPARE_TOKENS, torch.float16, "cpu", fuse=False), []
     found = tp.run(model, [("k4v4", 2)], SEQLEN, tp.Runner("cpu"), lambda *line: noted.append(line))
     times = found["k4v4", 2]
