@@ -61,14 +61,8 @@ def trace(key: KernelKey):
         return module("read").read_kernel(threads, unroll)
     if key.op in ("linear", "pair", "exchange"):
         return getattr(module(program(key.arch, key.op)), f"{key.op}_kernel")(key)
-    if key.op == "merge":
-        return module("merge").merge_kernel(key.head_dim, key.dtype)
-    if key.op == "merge_states":
-        return module("merge_states").merge_states_kernel(key.head_dim, key.dtype)
-    if key.op == "level_append":
-        return module("level_append").level_append_kernel(key.head_dim, key.dtype)
-    if key.op == "plan":
-        return module("plan").plan_kernel(key.head_dim, key.dtype)
+    if key.op in ("merge", "merge_states", "level_append", "plan"):  # of any format
+        return getattr(module(key.op), f"{key.op}_kernel")(key.head_dim, key.dtype)
     if key.op == "pack":
         return module("pack").pack_kernel(parse(key.format), key.head_dim, key.dtype, searches_of(key))
     fmt = FORMATS[key.format]
