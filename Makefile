@@ -10,6 +10,7 @@ ROTATION = $(if $(filter-out 0,$(N)),--rotation $(N) --seed $(SEED))
 BASE ?= HEAD
 KEYS ?=
 SAMPLE ?= 0
+RECORD ?=
 ARCH ?=
 # what needs transformers: its integration, the commands, the examples and the documented code
 HF_TESTS = $(shell grep -rlE 'importorskip..transformers|import transformers|CACHE_ARGUMENT' tests --include='test_*.py')
@@ -68,14 +69,15 @@ lint: | $(PY)
 	$(call need,ruff,dev,ruff and build (about 15 MB))
 	$(PY) -m ruff check .
 
-# N=0: every kernel; else a rotating part of about N of them, which SEED picks. all-kernels: whatever the support tables promise.
+# N=0: every kernel; else a rotating part of about N of them, which SEED picks. all-kernels: whatever the support tables promise;
+# RECORD=FILE: what was built is noted there, and passed over by the next run, here or elsewhere.
 hopper ampere: | $(PY)
 	$(call need,$(DSLS) typer rich,kernels,$(COMPILERS))
 	$(PY) -m lowbit_attn.build --arch $@ $(ROTATION)
 
 all-kernels: | $(PY)
 	$(call need,$(DSLS) typer rich,kernels,$(COMPILERS))
-	$(PY) -m lowbit_attn.build --arch hopper --arch ampere --all $(ROTATION)
+	$(PY) -m lowbit_attn.build --arch hopper --arch ampere --all $(ROTATION) $(if $(RECORD),--record $(RECORD))
 
 # A wheel of an architecture's shipped kernels, with which nobody who installs it needs a compiler. N: of a part of them.
 kernel-wheel: | $(PY)

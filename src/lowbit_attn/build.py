@@ -1,8 +1,10 @@
 """``python -m lowbit_attn.build --arch hopper``: builds and checks an architecture's shipped kernels, without a GPU."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +14,8 @@ from rich.table import Table
 from lowbit_attn import compile, emit, kernels, promised, toolchain
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.progress import bar
+
+_RECORDED = re.compile(r"(\S+) (\S+) (\S+) ([0-9a-f]{16})")  # kernel, architecture, operation, fingerprint
 
 
 def build_all(keys: list[KernelKey], jobs: int | None = None, force: bool = False,
@@ -69,6 +73,8 @@ def main(
     rotation: Annotated[int, typer.Option(help="about so many of these kernels: those of the seed")] = 0,
     seed: Annotated[int, typer.Option(help="of the rotation")] = 0,
     jobs: Annotated[int | None, typer.Option(help="parallel compilations; default: one a core")] = None,
+    record: Annotated[Path | None, typer.Option(help="file with a line for each kernel built; those in it are passed "
+                                                     "over: a run that was cut off goes on, on any machine")] = None,
 ) -> None:
     """Build the shipped kernels, check their SASS and shared memory, and print what came out."""
     console = new_console()
@@ -78,7 +84,7 @@ def main(
         total, keys = len(keys), promised.rotation(keys, rotation, seed)
         console.print(f"{len(keys)} of {total} kernels, as --rotation {rotation} --seed {seed} names them")
     keys += [key for name in arch for key in kernels.baselines(name) if perf]
-    build_and_report(keys, console, jobs, force, with_table=not every or bool(rotation))
+    build_and_report(keys, console, jobs, force, with_table=not every or bool(rotation), record=record)
 
 
 def new_console() -> Console:
@@ -87,11 +93,13 @@ def new_console() -> Console:
 
 
 def build_and_report(keys: list[KernelKey], console: Console, jobs: int | None = None, force: bool = False,
-                     with_table: bool = True, initializer: Callable[[], None] | None = None) -> None:
+                     with_table: bool = True, initializer: Callable[[], None] | None = None,
+                     record: Path | None = None) -> None:
     """Build what is missing of these kernels, print failures, a table of all and their number, and end the command.
 
     Raises typer.Exit: 0, 1 if a kernel failed, 2 if a tool is missing without which none can be built. See
-    ``build_all`` for ``initializer``.
+    ``build_all`` for ``initializer``. record: a file of lines, a kernel and the fingerprint of
+    its sources, to which what is built now is added; kernels that it has are left out, wherever they were built.
     """
     for tool in ("gcc", "nvdisasm", "cuobjdump"):
         if missing := _missing(tool):
@@ -101,17 +109,35 @@ def build_and_report(keys: list[KernelKey], console: Console, jobs: int | None =
         skipped = [key for key in keys if kernels.needs_nvcc(key)]
         keys = [key for key in keys if key not in skipped]
         console.print(f"{len(skipped)} TileLang kernels skipped: {missing}", style="yellow", markup=False)
+    if record:
+        done = recorded(record)
+        keys = [key for key in keys if str(key) not in done]
+        console.print(f"{len(done)} kernels were built before, as {record} says")
     wanted = [k for k in keys if force or not compile.find(k)]
     failed = {}
     for key, error in build_all(wanted, jobs, force, initializer):
         if error:
             failed[key] = error
             console.print(f"{key}: {error}", style="red", markup=False)
+        elif record:
+            _add(record, key)
     if with_table:
         console.print(_table([k for k in keys if k not in failed]))
     console.print(f"{len(keys) - len(failed)} kernels in {compile.cache_dir()}, "
                   f"{len(wanted) - len(failed)} of them built now; {len(failed)} failed")
     raise typer.Exit(bool(failed))
+
+
+def recorded(path: Path) -> set[str]:
+    """Kernels that a record says were built of today's sources; a line that was cut off while written says nothing."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [entry.groups() for line in lines if (entry := _RECORDED.fullmatch(line))]
+    return {kernel for kernel, arch, op, made_of in found if made_of == compile.fingerprint(arch, op)}
+
+
+def _add(path: Path, key: KernelKey) -> None:
+    with path.open("a") as file:
+        file.write(f"\n{key} {key.arch} {key.op} {compile.fingerprint(key.arch, key.op)}\n")
 
 
 def _missing(tool: str) -> str:
