@@ -32,6 +32,7 @@ def transform(kind: str, size: int, source, scale, out, sums, steps, scratch, re
     split = split_of(size)
     tensors = [source, scale, kronecker_signs(split, kind != "output"), out, sums, steps]
     memory, given = arguments(tensors, [(2, 1), (1, 0), (1, 0), (2, 2 if kind == "digits" else 1), (2, 1), (1, 0)])
+    memory.begin_early(*((0,) if kind == "digits" else (0, 5)))
     given += packed("i", split.order) + packed("f", size**-0.5)
     code = program(kind, split.columns, scratch)
     for row in range(len(source)):

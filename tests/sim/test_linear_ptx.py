@@ -40,6 +40,8 @@ def transform(kind: str, source, scale, out, sums, steps, transpose: bool, clust
     tensors = [source, scale, matrix.contiguous(), out, sums, steps]
     out_varies = (2, 2) if kind == "digits" else (2, 1)
     memory, given = arguments(tensors, [(2, 1), (1, 0), (2, 1), out_varies, (2, 1), (1, 0)])
+    if kind == "output":  # starts while the product ends, which takes the steps from the transform before it
+        memory.begin_early(0, 5)
     given += packed("i", bits, log2) + packed("f", size**-0.5)
     code = program(f"hadamard-{kind}", scratch)
     for row in range(len(source)):
@@ -139,6 +141,7 @@ def test_products(format, m, rows, n, k, ctas, scratch):
     tensors = [codes.view(torch.int32), x, sums, torch.stack(e8p.tables()).to(torch.int32), w.planes["scales"],
                out]
     memory, given = arguments(tensors, [(2, 2), (2, 2), (2, 1), (0, 0), (1, 0), (2, 1)])
+    memory.begin_early(1, 2)
     code, threads = program("gemv", scratch, format, "float32", rows), 512 if rows <= 8 else 256
     ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (ctas, 1, 1)) for i in range(ctas)], threads)
     found = memory.tensor(5, out)
@@ -166,6 +169,7 @@ def test_aqlm_2x8(n, k, ctas, scratch):
     torch.testing.assert_close(found.sum(0)[:, :n].double() * w.planes["scales"], exact, atol=1e-4, rtol=1e-5)
     memory, given = arguments([found, w.planes["scales"], torch.full((1, n), torch.nan).half()],
                               [(3, 2), (1, 0), (2, 1)])
+    memory.begin_early(0)
     code, ctas = program("sum", scratch), -(-n // 32)
     ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (ctas, 1, 1)) for i in range(ctas)], 512)
     torch.testing.assert_close(memory.tensor(2, torch.empty(1, n).half()).double(), exact, atol=0.02, rtol=1e-3)

@@ -402,7 +402,7 @@ WHOLE = {
     "shfl": shuffle, "vote": vote, "match": match, "redux": reduce, "elect": elect, "prmt": permute,
     "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
     "wgmma": wgmma.step, "stmatrix": wgmma.stmatrix, "setmaxnreg": nothing, "lop3": table_of_bits,
-    "fence": fence, "bar": nothing, "prefetch": nothing, "nanosleep": nothing, "griddepcontrol": nothing,
+    "fence": fence, "bar": nothing, "prefetch": nothing, "nanosleep": nothing, "griddepcontrol": memory.grid_dependency,
     "cvta": move,
     "popc": count_ones, "bfi": insert_bits, "shf": funnel_shift, "vabsdiff4": byte_distances, "dp4a": byte_products,
 }

@@ -25,9 +25,9 @@ def load(warp, suffixes, operands, active):
     elif suffixes[0] == "shared::cluster":
         words = load_of_cluster(warp, operands, active).view(f"u{size}")
     else:
-        memory = warp.cta.shared if suffixes[0] == "shared" else warp.cta.memory
-        data = np.zeros((LANES, size * len(names)), np.uint8)
-        data[active] = memory.read(warp.address(operands[1])[active], size * len(names))
+        at, data = warp.address(operands[1]), np.zeros((LANES, size * len(names)), np.uint8)
+        memory = warp.cta.shared if suffixes[0] == "shared" else global_memory(warp, at, size * len(names), active)
+        data[active] = memory.read(at[active], size * len(names))
         words = data.view(f"u{size}")
     for i, name in enumerate(names):
         warp.set(name, words[:, i], active)
@@ -43,6 +43,21 @@ def load_of_cluster(warp, operands, active) -> np.ndarray:
     return data
 
 
+def global_memory(warp, address, size, active, writes=False):
+    """Global memory. Before its griddepcontrol.wait, a lane may write nothing to it and may not read what the kernel
+    before this one makes: ``late``."""
+    memory, early = warp.cta.memory, active & ~warp.has_waited
+    if memory.late is not None and early.any():
+        assert not writes, "a write before griddepcontrol.wait"
+        assert not memory.late[memory.places(address[early], size)].any(), "a read before griddepcontrol.wait"
+    return memory
+
+
+def grid_dependency(warp, suffixes, operands, active):
+    if suffixes[0] == "wait":
+        warp.has_waited = warp.has_waited | active
+
+
 @cache
 def parameter_place(operand: str) -> tuple[int, int]:
     """(number of the parameter, offset in it)."""
@@ -54,8 +69,10 @@ def store(warp, suffixes, operands, active):
     if suffixes[0] == "async":
         return store_async(warp, suffixes, operands, active)
     words = np.stack([x.astype(f"u{width(suffixes) // 8}") for x in warp.values(operands[1])], 1)
-    write = warp.write_shared if suffixes[0] == "shared" else warp.cta.memory.write
-    write(warp.address(operands[0])[active], words.view(np.uint8)[active])
+    at, data = warp.address(operands[0]), words.view(np.uint8)
+    is_shared = suffixes[0] == "shared"
+    write = warp.write_shared if is_shared else global_memory(warp, at, data.shape[1], active, writes=True).write
+    write(at[active], data[active])
 
 
 def atomic(warp, suffixes, operands, active):
@@ -64,8 +81,8 @@ def atomic(warp, suffixes, operands, active):
     is_shared, adds = suffixes[0] == "shared", "add" in suffixes
     assert is_shared or {*warp.cta.atomics} <= {*suffixes}
     assert adds or is_shared and "exch" in suffixes
-    memory = warp.cta.shared if is_shared else warp.cta.memory
     at, value = warp.address(operands[1]), warp.value(operands[2])
+    memory = warp.cta.shared if is_shared else global_memory(warp, at, 4, active, writes=True)
     before = np.zeros(LANES, U64)
     for lane in np.flatnonzero(active):
         before[lane] = memory.read(at[lane : lane + 1], 4).view(U32)[0, 0]
@@ -85,6 +102,7 @@ def bulk_copy(warp, suffixes, operands, active):
         last = first + int(size[lane])
         assert to is cta
         start = int(source[lane]) - cta.memory.base
+        global_memory(warp, source, 16, np.arange(LANES) == lane)  # its first bytes stand for all of a tensor
         assert first % 16 == start % 16 == size[lane] % 16 == 0 and start >= 0
         assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
         assert not cta.guarded[first:last].any(), "a barrier is there"
@@ -116,6 +134,7 @@ def copy(warp, suffixes, operands, active):
                 warp.write_shared(target, data)
     else:
         assert suffixes[-2:] == ("shared", "global") and operands[2] == "16", (suffixes, operands)
+        global_memory(warp, warp.address(operands[1]), 16, active)
         target, source = (warp.address(x)[active] for x in operands[:2])
         assert (target % 16 == 0).all() and (source % 16 == 0).all()
         count = warp.value(operands[3])[active] if len(operands) > 3 else np.full(len(target), 16, U64)  # the rest is 0

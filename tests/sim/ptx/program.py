@@ -88,6 +88,7 @@ def _with_own_names(block: re.Match) -> str:
 class Memory:
     def __init__(self, data: np.ndarray, base: int = 0):
         self.data, self.base, self.changes = data, base, 0
+        self.late: np.ndarray | None = None  # bytes that the kernel before this one may still write; None: it has ended
 
     def places(self, address: np.ndarray, size: int) -> np.ndarray:
         if not self.base:  # shared memory: its addresses have 32 bits
@@ -123,6 +124,12 @@ class GlobalMemory:
         start of the memory that are not the tensor's."""
         data = struct.pack(f"<Q{len(sizes)}i", GLOBAL_BASE + self.starts[number] + skipped, *sizes)
         return data + bytes(-len(data) % 8) + struct.pack(f"<{len(strides)}q", *strides)
+
+    def begin_early(self, *late: int) -> None:
+        """The kernel begins before the one ahead of it, which makes these tensors, has ended."""
+        self.memory.late = np.zeros(len(self.memory.data), bool)
+        for start, end in (((*self.starts, len(self.memory.data))[number :][:2]) for number in late):
+            self.memory.late[start:end] = True
 
     def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
         start = self.starts[number]
@@ -277,6 +284,7 @@ class Warp:
 
     def __init__(self, cta: Cta, warp: int):
         self.cta, self.index = cta, warp
+        self.has_waited = np.zeros(LANES, bool)  # for the kernel before
         self.met = 0  # how often it has waited for its cluster
         self.copies, self.groups = [], []  # cp.async: those that no group has, and groups that are under way
         self.multiplies, self.multiply_groups = [], []  # the same of wgmma
