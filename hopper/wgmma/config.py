@@ -143,6 +143,11 @@ class WgmmaConfig(DecodeConfig):
         """This configuration where S has the tokens of a 16-bit tile as its rows, each block's in order."""
         return TokenConfig(**vars(self))
 
+    @property
+    def may_spill(self) -> bool:
+        """Two words, where a window's masks come beside 128 channels of 2-bit K."""
+        return "window" in self.features and self.head_dim == 128 and self.k.bits == 2
+
     def problems(self) -> list[str]:
         found = super().problems()
         sums = 4 * self.rows * (self.head_dim + 4)

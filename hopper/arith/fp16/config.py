@@ -54,18 +54,12 @@ class Fp16(Arithmetic):
         return cfg.col_blocks > 1 or cfg.head_dim > 128
 
     def may_spill(self, cfg: WarpConfig) -> bool:
-        """Several groups of K and of O's 256 channels or, with 16 rows, a mixed segment or features and groups of V.
-
-        255 registers fall a few short; in 16 rows also for boosted channels, for groups of V with one of these two, and
-        by one for K per token, or in several groups, with every feature.
-        """
-        has_every = cfg.has_softcap and cfg.has_window
-        if cfg.col_blocks > 1 and has_every and (cfg.k.is_per_token or cfg.k.groups > 1):
-            return True
-        is_full = cfg.has_mixed or (cfg.v.groups > 1 and bool(cfg.features))
-        if cfg.col_blocks > 1 and (cfg.boost or (is_full and cfg.v.groups > 1)):
-            return True
-        return cfg.k.groups > 1 and (cfg.head_dim > 128 or (cfg.col_blocks > 1 and is_full))
+        """255 registers fall a few short in 16 rows, beside K per token, groups of K or V, or boosted channels; and in
+        256 channels of O, beside groups of K or, with every feature, boosted channels and groups of V."""
+        if cfg.col_blocks > 1:
+            return cfg.k.is_per_token or cfg.k.groups > 1 or cfg.v.groups > 1 or bool(cfg.boost)
+        is_full = bool(cfg.boost) and cfg.v.groups > 1 and cfg.has_softcap and cfg.has_window
+        return cfg.head_dim > 128 and (cfg.k.groups > 1 or is_full)
 
     def recentred_pages(self, cfg: WarpConfig) -> int:
         """So many pages add up before O is centred; 1 where registers are short: the weights' sums take some until

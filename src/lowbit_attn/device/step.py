@@ -14,6 +14,7 @@ from lowbit_attn.formats import Format
 SMS, BLOCKS_PER_SM = 128, 2  # of the largest grid
 THREADS = 256  # of a block, but for boosted channels, which are ranked together
 STEP_REGISTERS = {"float16": 0, "bfloat16": 16}  # of a thread, beside those that packing takes
+GROUP_REGISTERS, GROUP_HEAD_DIM = 16, 128  # more of them where K's range is searched group by group, below this
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,10 @@ class StepGeometry:
     @property
     def blocks_per_sm(self) -> int:
         """Blocks that must fit an SM together, with the registers that either side takes."""
-        return min(BLOCKS_PER_SM, *(m.blocks_per_sm(name in self.searches, self.threads, STEP_REGISTERS[self.dtype])
+        more, k = STEP_REGISTERS[self.dtype], self.fmt.specs(self.head_dim)[0]
+        if "k" in self.searches and k.groups > 1 and self.head_dim < GROUP_HEAD_DIM:
+            more += GROUP_REGISTERS
+        return min(BLOCKS_PER_SM, *(m.blocks_per_sm(name in self.searches, self.threads, more)
                                     for m, name in zip(self.matrices, "kv")))
 
     @property
