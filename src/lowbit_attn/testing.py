@@ -35,7 +35,7 @@ class Case:
     "meta-beyond-fp16" wants a bf16 cache and a "-bf16" format, "q-1e6-k-1e-6" a bf16 cache. page_seed: order of
     the pages in the pool, None: as allocated. poison: NaN in all memory that no reader may use. shared_pages: the
     sequences share the pages of the first one as far as theirs reach (a common prefix). rotate_keys: as in KVCache.
-    rope: of the normal codebooks that a format which needs some gets.
+    rope, k_per_head: of the normal codebooks that a format which needs some gets.
     """
 
     format: str = "k4v4"
@@ -53,6 +53,7 @@ class Case:
     shared_pages: bool = False
     rotate_keys: bool = False
     rope: str = "post"
+    k_per_head: bool = False
     seed: int = 0
 
     @property
@@ -96,8 +97,12 @@ class Expected:
 
 @on_own_defaults
 def normal_codebooks(format: str, layers: int = 1, num_heads_kv: int = 2, head_dim: int = 128, rope: str = "post",
-                     seed: int = 0) -> Codebooks:
-    """Codebooks of normal entries, in no data's order and with uneven weights: for what needs no quality."""
+                     seed: int = 0, k_per_head: bool = False) -> Codebooks:
+    """Codebooks of normal entries, in no data's order and with uneven weights: for what needs no quality.
+
+    k_per_head: all groups of a head have the first one's entries of K, and channels that turn together lie in groups
+    half a head apart, as kernels read keys before their rotary embedding.
+    """
     like = dict(generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     fmt, lead = FORMATS[format], (layers, num_heads_kv)
     k_entries, v_entries = (
@@ -108,6 +113,11 @@ def normal_codebooks(format: str, layers: int = 1, num_heads_kv: int = 2, head_d
         half = torch.rand((*lead, head_dim // 2), **like) + 0.5
         of_keys = dict(k_order=torch.rand((*lead, head_dim), **like).argsort(-1).short(),
                        k_weights=torch.cat((half, half), -1))
+        if k_per_head:
+            k_entries = k_entries[:, :, :1].expand_as(k_entries).contiguous()
+            order = torch.rand((*lead, head_dim // 2), **like).argsort(-1)
+            order = order + head_dim // 2 * (torch.rand(order.shape, **like) < 0.5)
+            of_keys["k_order"] = torch.cat((order, (order + head_dim // 2) % head_dim), -1).short()
     if rope == "pre":
         freq = (10_000.0 ** -(torch.arange(head_dim // 2, dtype=torch.float32) / (head_dim // 2))).expand(layers, -1)
     return Codebooks(format, rope, head_dim, k_entries, v_entries, **of_keys, rope_inv_freq=freq)
@@ -152,7 +162,8 @@ def _books(case: Case) -> LayerCodebooks | None:
     fmt = case.format if isinstance(case.format, Format) else FORMATS[case.format]
     if not fmt.needs_codebooks:
         return None
-    return normal_codebooks(case.format, 1, case.num_heads_kv, case.head_dim, case.rope, case.seed).layer(0)
+    return normal_codebooks(case.format, 1, case.num_heads_kv, case.head_dim, case.rope, case.seed,
+                            case.k_per_head).layer(0)
 
 
 @on_own_defaults

@@ -164,4 +164,18 @@ class Codebook(Arithmetic):
         return PACE_INT8
 
 
+class PreRope(Codebook):
+    """Entries of keys before their rotary embedding, of one codebook of K a head; they are turned in registers."""
+
+    is_pre_rope = True
+    has_tables = False
+
+    @property
+    def steps(self):
+        from lowbit_attn.hopper.arith.codebook import prerope
+
+        return prerope
+
+
 CODEBOOK2, CODEBOOK, CODEBOOK8 = Codebook("codebook2", TWO), Codebook("codebook", FEW), Codebook("codebook8", MANY)
+PREROPE, PREROPE8 = PreRope("prerope", FEW), PreRope("prerope8", MANY)

@@ -106,6 +106,20 @@ def prepare(cfg: cutlass.Constexpr[WarpConfig], own: Loaded, scale_log2: Float32
     UP: what q' is multiplied with as table or operand. Products are of entries less their mean over the codebook, whose
     product with q' is OFFSET: fp16 sums then keep their digits where all entries of a group are alike.
     """
+    factors = store_rows(cfg, own, scale_log2, me, shared, place)
+    operand, rows = None, group_view(cfg, shared)
+    if cutlass.const_expr(uses_table(cfg)):
+        table.build(cfg, me, rows, factors, place.buffer, mean_view(cfg, place.buffer))
+    else:
+        operand = table.operand(cfg, me, rows, factors)
+    factors = tuple(tuple(read(factors, row)) for row in own_rows(cfg, me))
+    return BookQuery(shared, factors, operand)
+
+
+@cute.jit
+def store_rows(cfg: cutlass.Constexpr[WarpConfig], own: Loaded, scale_log2: Float32, me: Lane, shared: cute.Pointer,
+               place: BookPlace) -> cute.Tensor:
+    """q' and each row's factors, which it returns, and the mean entries to shared memory; waits for K's codebook."""
     factors = factor_view(cfg, place.buffer)
     if me.warp < cfg.rows:
         store_row(cfg, own, scale_log2, me, shared, factors)
@@ -114,13 +128,7 @@ def prepare(cfg: cutlass.Constexpr[WarpConfig], own: Loaded, scale_log2: Float32
         cute.autovec_copy(own.mean, means[None, Int32(me.lane)])
     cute.arch.sync_threads()
     cute.arch.mbarrier_wait(place.full, 0)
-    operand, rows = None, group_view(cfg, shared)
-    if cutlass.const_expr(uses_table(cfg)):
-        table.build(cfg, me, rows, factors, place.buffer, mean_view(cfg, place.buffer))
-    else:
-        operand = table.operand(cfg, me, rows, factors)
-    factors = tuple(tuple(read(factors, row)) for row in own_rows(cfg, me))
-    return BookQuery(shared, factors, operand)
+    return factors
 
 
 def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, shared: cute.Pointer,

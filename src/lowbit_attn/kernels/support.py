@@ -40,6 +40,7 @@ class Support:
     boosted_values: bool = False  # V of two widths in a page, but for windows, which would need its positions
     wide_bits: tuple[int, ...] = (8, 4, 2)  # of the first tokens of such a V
     codebooks: bool = False  # of both sides, and nothing else
+    pre_rope: bool = False  # the codebooks are of keys before their rotary embedding
     least_rows: int = 1  # fewer are faster on the paths behind it
     paired_bits: int = 0  # up to so many bits two blocks of query rows are faster than the next path's kernel
 
