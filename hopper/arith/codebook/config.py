@@ -115,6 +115,7 @@ class Codebook(Arithmetic):
     has_books = True
     has_tables = True  # of K where they are faster: see uses_table
     query_width = 4  # q of stored keys in fp32
+    query_shift = 0  # log2 of what q' is larger by than 1 to 2
     query_parts = 2  # weights leave no 16-bit number
     merge_pad = 8
     sass_need = ("HMMA", "UBLKCP", "PRMT", "LDSM", "MOVM", "SYNCS")
@@ -169,6 +170,15 @@ class PreRope(Codebook):
 
     is_pre_rope = True
     has_tables = False
+    query_shift = 11  # q' is turned in fp32 and then an operand: a channel 2^-25 of its row's largest stays normal
+
+    def __init__(self, name: str, rows: int, tiles: int):
+        """tiles: of 16 tokens that are turned by the same angles, and meet q turned by the rest."""
+        super().__init__(name, rows)
+        self.tiles = tiles
+
+    def may_spill(self, cfg: WarpConfig) -> bool:
+        return True
 
     @property
     def steps(self):
@@ -178,4 +188,5 @@ class PreRope(Codebook):
 
 
 CODEBOOK2, CODEBOOK, CODEBOOK8 = Codebook("codebook2", TWO), Codebook("codebook", FEW), Codebook("codebook8", MANY)
-PREROPE, PREROPE8 = PreRope("prerope", FEW), PreRope("prerope8", MANY)
+PREROPE, PREROPE8 = PreRope("prerope", FEW, 1), PreRope("prerope8", MANY, 1)
+PREROPE1 = PreRope("prerope1", FEW, 2)

@@ -21,11 +21,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from lowbit_attn import layout
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.codebook import books, query, steps
 from lowbit_attn.hopper.arith.codebook.books import BookPlace
 from lowbit_attn.hopper.arith.codebook.config import FEW, groups, lane_bytes
 from lowbit_attn.hopper.common import numbers
+from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece, read
 from lowbit_attn.hopper.warp.softmax import Scores
@@ -38,8 +40,7 @@ place_books, start_books = steps.place_books, steps.start_books
 STEPS = 4  # pairs of groups that a lane has of each token
 COPIES, ENTRY_BYTES = 16, 8  # of an entry in a row
 ROW, TABLE_START, TOKEN_BYTES, UNIT = 256, 128, 64, 16  # bytes: of a row, before its angles, of a token, of a lane
-SHRINK = 0.25  # of entries and means as the multiplies have them
-SHRINK_HALVES = 0x3400_3400  # the same twice in fp16
+SHRINK_HALVES = 0x3400_3400  # 2^query.SHRINK_LOG2, of means, twice in fp16
 ANGLE = 2 * math.pi / 2.0**32  # radians of a unit of the frequencies
 LATER = 8  # tokens from the first half of 16 to the second
 
@@ -50,7 +51,6 @@ class PageQuery(NamedTuple):
     shared: cute.Pointer  # q', fp32 (row, channel)
     frequencies: cute.Tensor  # int32 (channels of a code, group): parts of 2^32 of a turn a position, in shared memory
     factors: tuple  # [column] query.FACTORS of the lane's row
-    up: Float32  # what q' of the lane's column is multiplied with as operand
     position: Int32 | int = 0  # of the first token of the piece at hand
 
 
@@ -61,8 +61,7 @@ def prepare_query(cfg: WarpConfig, own: query.Loaded, scale_log2: Float32, me: L
     frequencies = query.mean_view(cfg, place.buffer)
     frequencies = cute.make_tensor(cute.recast_ptr(frequencies.iterator, dtype=Int32), frequencies.layout)
     of_rows = tuple(tuple(read(factors, row)) for row in query.own_rows(cfg, me))
-    up = factors[query.UP, Int32(cfg.arithmetic.operand_row(me.g, 0))]
-    return PageQuery(shared, frequencies, of_rows, up)
+    return PageQuery(shared, frequencies, of_rows)
 
 
 def scores(cfg: WarpConfig, piece: Piece, me: Lane, found: PageQuery) -> Scores:
@@ -71,32 +70,33 @@ def scores(cfg: WarpConfig, piece: Piece, me: Lane, found: PageQuery) -> Scores:
     acc = cute.make_rmem_tensor((4, side.row_tiles), Float32)
     acc.fill(0.0)
     q, means = page_query(cfg, me, found), page_means(cfg, piece, me)
+    fetch.fence()
     codes, tables = books.Codes(cfg, piece, side, me.lane), tables_of(cfg, piece, me)
-    for tile in range(side.row_tiles):
+    for tile in range(0, side.row_tiles, cfg.arithmetic.tiles):
         add_keys(cfg, codes, tables, means, q, acc, tile)
-    slopes = tuple(own[query.SLOPE] * Float32(1 / SHRINK) for own in found.factors)
+    slopes = tuple(own[query.SLOPE] for own in found.factors)
     return Scores(acc, (0,) * (2 * side.row_tiles), slopes, None)
 
 
 def page_query(cfg: WarpConfig, me: Lane, found: PageQuery) -> cute.Tensor:
-    """R(-P) q as B operands, fp16 (4, pair of groups + STEPS * half): register j has channels 2 j, 2 j + 1 of group
-    4 pair + t, or of the group that turns with it."""
+    """R(-P) q as B operands, fp16 (4, pair of groups + STEPS * (half + 2 * tile)): register j has channels 2 j, 2 j + 1
+    of group 4 pair + t, or of the group that turns with it; tile: of those that have the same angles."""
     row, position = Int32(cfg.arithmetic.operand_row(me.g, 0)), found.position
     if cfg.rows == FEW:
         position = position + LATER * Int32(me.g % 2)
     rows, half = query.group_view(cfg, found.shared), groups(cfg.k) // 2
-    fragments, words = numbers.fragments(2 * STEPS)
+    fragments, words = numbers.fragments(2 * STEPS * cfg.arithmetic.tiles)
     for i in range(STEPS):
         group = 4 * i + Int32(me.t)
-        angles = [Float32(position * f) * Float32(ANGLE) for f in read(found.frequencies, group)]
-        trig = [(cute.math.cos(x, fastmath=True) * found.up, cute.math.sin(x, fastmath=True) * found.up)
-                 for x in angles]
-        pairs = list(zip(trig, read(rows, (group, row)), read(rows, (group + half, row))))
-        first = [x * c + y * s for (c, s), x, y in pairs]
-        second = [y * c - x * s for (c, s), x, y in pairs]
-        for j in range(2):
-            words[j, i] = numbers.pack(*first[2 * j : 2 * j + 2])
-            words[j, STEPS + i] = numbers.pack(*second[2 * j : 2 * j + 2])
+        frequencies, low, high = read(found.frequencies, group), read(rows, (group, row)), read(rows, (group + half, row))
+        for tile in range(cfg.arithmetic.tiles):
+            angles = [Float32((position + layout.TILE * tile) * f) * Float32(ANGLE) for f in frequencies]
+            trig = [(cute.math.cos(x, fastmath=True), cute.math.sin(x, fastmath=True)) for x in angles]
+            first = [x * c + y * s for (c, s), x, y in zip(trig, low, high)]
+            second = [y * c - x * s for (c, s), x, y in zip(trig, low, high)]
+            for j in range(2):
+                words[j, i + 2 * STEPS * tile] = numbers.pack(*first[2 * j : 2 * j + 2])
+                words[j, i + 2 * STEPS * tile + STEPS] = numbers.pack(*second[2 * j : 2 * j + 2])
     return fragments
 
 
@@ -138,23 +138,28 @@ def tables_of(cfg: WarpConfig, piece: Piece, me: Lane) -> Tables:
 
 
 def add_keys(cfg: WarpConfig, codes: books.Codes, tables: Tables, means: list, q: cute.Tensor, acc: cute.Tensor,
-             tile: int) -> None:
-    """16 tokens: rows g and g + 8 of A."""
-    words, shares = lane_bytes(cfg.k) // WORD, cfg.rows == FEW
-    own = [[codes.word((2 * tile + row8) * words + half) for half in range(words)] for row8 in range(2)]
+             first_tile: int) -> None:
+    """Tiles of 16 tokens that have the same angles: a tile's tokens g and g + 8 are rows of A."""
+    words, tiles = lane_bytes(cfg.k) // WORD, cfg.arithmetic.tiles
+    shares = cfg.rows == FEW
+    own = [[[codes.word((2 * (first_tile + tile) + row8) * words + half) for half in range(words)]
+            for row8 in range(2)] for tile in range(tiles)]
     for i in range(STEPS):
-        rotated = []
-        for row8 in range(2):
-            if row8 == 0 or not shares:
-                cos, sin = tables.rotation(16 * tile + 8 * row8, i)
-            first, second = ([ptx.add_f16x2(x, m) for x, m in zip(tables.entry(own[row8][half], i),
-                                                                  means[i + STEPS * half])] for half in range(2))
-            rotated.append([rotate(*x) for x in zip(first, second, cos, sin)])
-        for half in range(2):
-            a = numbers.operand_a([rotated[row8][j][half] for j in range(2) for row8 in range(2)])
-            numbers.multiply(numbers.multiply_atom(), acc, tile, a, q[None, i + STEPS * half])
+        for tile in range(tiles):
+            rotated = []
+            for row8 in range(2):
+                if row8 + tile == 0 or not shares:
+                    cos, sin = tables.rotation(layout.TILE * (first_tile + tile) + 8 * row8, i)
+                first, second = ([ptx.add_f16x2(x, m) for x, m in zip(tables.entry(own[tile][row8][half], i),
+                                                                      means[i + STEPS * half])] for half in range(2))
+                rotated.append([rotate(*x) for x in zip(first, second, cos, sin)])
+            for half in range(2):
+                a = numbers.operand_a([rotated[row8][j][half] for j in range(2) for row8 in range(2)])
+                numbers.multiply(numbers.multiply_atom(), acc, first_tile + tile, a,
+                                 q[None, i + STEPS * (half + 2 * tile)])
     if shares:  # column 2 t + 1 has q of the later tokens
-        acc[2, tile] = acc[3, tile]
+        for tile in range(first_tile, first_tile + tiles):
+            acc[2, tile] = acc[3, tile]
 
 
 def rotate(x: Uint32, y: Uint32, cos: Uint32, sin: Uint32) -> tuple[Uint32, Uint32]:

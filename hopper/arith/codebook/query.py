@@ -1,6 +1,7 @@
 """Query rows as stored keys want them: in the order of stored channels, divided by their weights, in fp32.
 
-q' = q 2^e with e of each row, so that 1 <= max |q'| < 2. It lies in shared memory, by row: K's table or operand, its
+q' = q 2^e with e of each row, so that 1 <= max |q'| < 2, or 2^11 times that where q' is turned before it is an operand.
+It lies in shared memory, by row: K's table or operand, its
 mean, and 16-bit tokens are multiplied with it.
 """
 
@@ -25,6 +26,7 @@ from lowbit_attn.hopper.warp.page_loop import Call
 ORDER, RECIPROCAL, MEAN, REACH = range(BOOK_CHANNEL_PLANES)  # planes of abi.Books.channels
 SLOPE, TOKEN_SLOPE, OFFSET, UP = range(FACTORS)  # of a row: see prepare
 OPERAND_SHIFT = 11  # of q' as an operand: a channel 2^-25 of its row's largest stays normal
+SHRINK_LOG2 = -2  # of keys that are turned, so that no channel leaves fp16: q' is an operand as it is
 TABLE_TOP = 13  # |products| of a table are below 2^13, so that sums of four stay fp16
 MAX_EXPONENT, MIN_BOUND_LOG2 = 126, -60
 
@@ -138,6 +140,7 @@ def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, share
     largest = numbers.warp_max(numbers.tree([cute.math.absf(own.q[j]) for j in range(count)], cute.arch.fmax))
     clamped = cute.arch.fmax(largest, Float32(2.0**subnormals.MIN_QUERY_LOG2))
     exponent = cutlass.min(registers.floor_log2(clamped.bitcast(Int32)), Int32(MAX_EXPONENT))
+    exponent = exponent - cfg.arithmetic.query_shift
     up = numbers.pow2(-exponent)
     row = cute.make_rmem_tensor(count, Float32)
     for j in range(count):
@@ -145,7 +148,7 @@ def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, share
     cute.autovec_copy(row, row_view(cfg, shared)[None, (Int32(me.lane), me.warp)])
     reach = numbers.warp_max(numbers.tree([cute.math.absf(row[j]) * own.reach[j] for j in range(count)],
                                           cute.arch.fmax))
-    shift, offset = Int32(OPERAND_SHIFT), Float32(0.0)
+    shift, offset = Int32(OPERAND_SHIFT if cfg.arithmetic.query_shift == 0 else SHRINK_LOG2), Float32(0.0)
     if uses_table(cfg):
         shift = TABLE_TOP - numbers.ceil_log2(reach * Float32(cfg.k.group_size), MIN_BOUND_LOG2)
         offset = numbers.over_lanes(numbers.tree([row[j] * own.mean[j] for j in range(count)], numbers.add),
