@@ -17,7 +17,6 @@ Entries and means are divided by 4, so that no turned key leaves fp16's range. W
 import math
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
@@ -88,7 +87,8 @@ def page_query(cfg: WarpConfig, me: Lane, found: PageQuery) -> cute.Tensor:
     fragments, words = numbers.fragments(2 * STEPS * cfg.arithmetic.tiles)
     for i in range(STEPS):
         group = 4 * i + Int32(me.t)
-        frequencies, low, high = read(found.frequencies, group), read(rows, (group, row)), read(rows, (group + half, row))
+        frequencies = read(found.frequencies, group)
+        low, high = read(rows, (group, row)), read(rows, (group + half, row))
         for tile in range(cfg.arithmetic.tiles):
             angles = [Float32((position + layout.TILE * tile) * f) * Float32(ANGLE) for f in frequencies]
             trig = [(cute.math.cos(x, fastmath=True), cute.math.sin(x, fastmath=True)) for x in angles]

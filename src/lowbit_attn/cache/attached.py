@@ -116,8 +116,8 @@ class Attached:
         """Stored keys fp32 [pages, num_heads_kv, tokens, head_dim] turned by their positions, start, start + 1, ...
         over all pages' tokens; back: to before their rotary embedding.
 
-        Angles are exact, so that turns add up: R(i + j) is R(i) R(j). Those of transformers, products in fp32, differ by
-        up to 2^-9 at positions of 65,536, and what is turned back here is turned forth by the same.
+        Angles are exact, so that R(i + j) is R(i) R(j), as kernels have it. Those of transformers, products in fp32,
+        differ by up to 2^-9 below position 65,536; what is turned back here is turned forth by the same.
         """
         if not self.is_pre_rope:
             return k

@@ -148,8 +148,8 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
         if path != name and (path is not None or support.schedule != SPLITS or rows < support.least_rows):
             continue
         if support.pre_rope != is_pre_rope:
-            reasons += [f"{arch} {name} path: codebooks of keys {_rope(is_pre_rope)} their rotary embedding, supported: "
-                        f"{_rope(support.pre_rope)} it"] * (path is not None)
+            reasons += [f"{arch} {name} path: codebooks of keys {_rope(is_pre_rope)} their rotary embedding, "
+                        f"supported: {_rope(support.pre_rope)} it"] * (path is not None)
             continue
         missing = support.missing(fmt, head_dim, dtype, features)
         reasons += [f"{arch} {name} path: {reason}" for reason in missing]
