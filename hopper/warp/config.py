@@ -52,7 +52,6 @@ class Arithmetic:
     merge_pad = 4  # floats between query rows of O at the merge, beside a row, so that writes have no bank conflict
     query_parts = 1  # 16-bit numbers whose sum is an element of q for 16-bit tokens
     has_books = False  # codebooks of the KV head are in shared memory: see arith/codebook/config.py
-    is_pre_rope = False  # q of ``scores`` has a field ``position`` more, of the piece's first token
     has_true_scale = False  # O is in its own units all along, and zero-points join it at the merge
     sass_need: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""Decode over codebooks of keys before their rotary embedding against fp64 attention over the same dequantized cache."""
+"""Decode over codebooks of keys before their rotary embedding against fp64 attention over the same cache."""
 
 from dataclasses import replace
 
