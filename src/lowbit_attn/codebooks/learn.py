@@ -32,6 +32,8 @@ class Recipe:
 
     k_vec_size, v_vec_size: channels a code, None: the side has no codebook. v_norm: values are divided by their root
     mean square first. rope: keys are clustered as they are after ("post") or before ("pre") their rotary embedding.
+    k_per_head: all groups of a head share one codebook of K, and channels that turn together lie in groups half a head
+    apart: what Hopper's kernels of keys before their rotary embedding read.
     The rest are the three improvements, each of which can be left out to see what it is worth: weights of K's channels,
     groups of even importance, the mean of a page, random positions.
     """
@@ -42,6 +44,7 @@ class Recipe:
     rope: str = "post"
     iterations: int = ITERATIONS
     seed: int = 0
+    k_per_head: bool = False
     is_weighted: bool = True
     is_balanced: bool = True
     has_page_mean: bool = True
@@ -142,13 +145,13 @@ def _learn_keys(learned: Learned, layer: LayerSample, first, offsets, held, reci
     weight = (channel_weights(layer.q_moment) if recipe.is_weighted
               else torch.ones(heads, head_dim, dtype=torch.float32))
     squares = sum(keys[~held].square().mean((0, 2)) for keys in copies) / len(copies)
-    order = (balanced_order(squares.cpu() * weight, recipe.k_vec_size) if recipe.is_balanced
+    order = (balanced_order(squares.cpu() * weight, recipe.k_vec_size, recipe.k_per_head) if recipe.is_balanced
              else torch.arange(head_dim).expand(heads, head_dim))
     factors, place = weight.sqrt(), order[None, :, None].to(device)
     stored = [(keys * factors[:, None].to(device)).gather(3, place.expand_as(keys)) for keys in copies]
     tokens = None if layer.token_weights is None else layer.token_weights[~held].repeat(len(copies), 1, 1)
     learned.k_entries, learned.unused = _clustered(torch.cat([keys[~held] for keys in stored]), recipe.k_vec_size,
-                                                   recipe, on_step, tokens)
+                                                   recipe, on_step, tokens, recipe.k_per_head)
     learned.k_order, learned.k_weights = order, factors
     if held.any():
         keys = stored[-1][held]
@@ -192,16 +195,20 @@ def channel_weights(q_moment: torch.Tensor) -> torch.Tensor:
 
 
 @on_own_defaults
-def balanced_order(importance: torch.Tensor, vec_size: int) -> torch.Tensor:
+def balanced_order(importance: torch.Tensor, vec_size: int, in_pairs: bool = False) -> torch.Tensor:
     """Deal channels out so that groups of ``vec_size`` have nearly equal products of importance.
 
     importance: [heads, head_dim], not negative. Returns int64 [heads, head_dim]: group y has the channels at places
     vec_size y to vec_size y + vec_size - 1. The most important channel left goes to the group with the least product
-    of those that have room, as optimized product quantization allots eigenvalues.
+    of those that have room, as optimized product quantization allots eigenvalues. in_pairs: channels d and
+    d + head_dim / 2 are dealt out together, to the same places of groups half a head apart.
     """
     logs = importance.double().clamp(min=1e-12).log()
+    if in_pairs:
+        logs = sum(logs.chunk(2, -1))
     logs = logs - logs.min(-1, keepdim=True).values
-    return torch.tensor([_dealt(head.tolist(), vec_size) for head in logs])
+    order = torch.tensor([_dealt(head.tolist(), vec_size) for head in logs])
+    return torch.cat((order, order + order.shape[1]), 1) if in_pairs else order
 
 
 def _dealt(logs: list[float], vec_size: int) -> list[int]:
@@ -229,17 +236,22 @@ def _grouped(stored: torch.Tensor, vec_size: int) -> torch.Tensor:
 
 
 def _clustered(stored: torch.Tensor, vec_size: int, recipe: Recipe, on_step, token_weights: torch.Tensor | None,
-               ) -> tuple[torch.Tensor, int]:
+               per_head: bool = False) -> tuple[torch.Tensor, int]:
     """(entries fp16 [heads, groups, 256, vec_size] on the CPU, the most used first; how many no vector chose).
 
-    token_weights: as in LayerSample, of the tokens of ``stored`` [pages, heads, 128, head_dim].
+    token_weights: as in LayerSample, of the tokens of ``stored`` [pages, heads, 128, head_dim]. per_head: all groups
+    have the same entries, of the vectors of all of them.
     """
+    heads, groups, vectors = stored.shape[1], stored.shape[3] // vec_size, _grouped(stored, vec_size)
     if token_weights is not None:
         token_weights = token_weights.to(stored.device).transpose(0, 1).flatten(1)  # [heads, tokens]
-        token_weights = token_weights.repeat_interleave(stored.shape[3] // vec_size, 0)
-    clusters = kmeans(_grouped(stored, vec_size), ENTRIES, recipe.iterations, recipe.seed, on_step, token_weights)
-    entries = clusters.entries.clamp(-FP16_MOST, FP16_MOST).half().cpu()
-    return entries.unflatten(0, (stored.shape[1], -1)), clusters.unused
+        token_weights = token_weights.repeat_interleave(groups, 0)
+    if per_head:
+        vectors = vectors.unflatten(0, (heads, groups)).flatten(1, 2)
+        token_weights = None if token_weights is None else token_weights.unflatten(0, (heads, groups)).flatten(1, 2)
+    clusters = kmeans(vectors, ENTRIES, recipe.iterations, recipe.seed, on_step, token_weights)
+    entries = clusters.entries.clamp(-FP16_MOST, FP16_MOST).half().cpu().unflatten(0, (heads, -1))
+    return entries.expand(-1, groups, -1, -1).contiguous(), clusters.unused
 
 
 def _decoded(stored: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
