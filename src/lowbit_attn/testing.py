@@ -19,7 +19,7 @@ from lowbit_attn.precision import on_own_defaults
 from lowbit_attn.reference import PLAIN, Attention
 
 NORMAL_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of o, on N(0, 1) data
-ROUND_KEYS = ("tile", "wgmma", "codebook64")  # decode paths
+ROUND_KEYS = ("tile", "wgmma", "codebook64", "prerope", "prerope8")  # decode paths
 POISON_BYTE = 0xFF  # two of them are a NaN in fp16 and in bf16
 POISON_PAGE = 0x7F000000  # no pool has this page: reading it is out of bounds
 DATA = ("normal", "k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x",

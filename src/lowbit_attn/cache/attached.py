@@ -94,7 +94,7 @@ class Attached:
     @cached_property
     def unrotated(self) -> list[str]:
         """Why no kernel can turn these keys; empty for codebooks of keys after their rotary embedding."""
-        return rope.missing(self.layer, self.order) if self.is_pre_rope else []
+        return rope.missing(self.layer)
 
     def keys(self, k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Keys [..., num_heads_kv, head_dim] of the model -> stored ones, in fp32; finite ones stay so in ``dtype``."""

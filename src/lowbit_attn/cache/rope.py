@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from lowbit_attn.codebooks import LayerCodebooks
+from lowbit_attn.codebooks import Codebooks, LayerCodebooks
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
 from lowbit_attn.layout import PAGE_TOKENS
 
@@ -19,18 +19,21 @@ SHRINK = 0.25  # of entries: a turned key of two clamped means stays finite in f
 TURN_BITS = 32  # of the part of a turn that a position is
 
 
-def missing(layer: LayerCodebooks, order: torch.Tensor) -> list[str]:
-    """Reasons why no kernel turns keys of such codebooks; order: int64 [num_heads_kv, head_dim], model's channels."""
-    groups, vec_size = layer.k_entries.shape[1], layer.k_entries.shape[3]
+def missing(books: LayerCodebooks | Codebooks) -> list[str]:
+    """Reasons why no kernel turns keys of such codebooks, of a layer or of a model; empty for those of rope="post"."""
+    if books.rope != "pre":
+        return []
+    groups, vec_size = books.k_entries.shape[-3], books.k_entries.shape[-1]
+    order = books.k_order.long()
     head_dim = groups * vec_size
     if (vec_size, head_dim) != (VEC_SIZE, HEAD_DIM):
         return [f"codebooks of keys before their rotary embedding: got codes of {vec_size} channels at head_dim "
                 f"{head_dim}, supported: {VEC_SIZE} at {HEAD_DIM}"]
-    first, second = order.chunk(2, 1)
+    first, second = order.chunk(2, -1)
     if not bool(((first + head_dim // 2) % head_dim == second).all()):
         return ["codebooks of keys before their rotary embedding: got channels that turn together in any groups, "
                 "supported: in groups half a head apart (one codebook of K a head: calibrate --k-per-head)"]
-    if not bool((layer.k_entries == layer.k_entries[:, :1]).all()):
+    if not bool((books.k_entries == books.k_entries[..., :1, :, :]).all()):
         return ["codebooks of keys before their rotary embedding: got one for each group of channels, supported: one a "
                 "head (calibrate --k-per-head)"]
     return []
