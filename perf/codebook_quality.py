@@ -43,7 +43,7 @@ class Case:
     scored_from: int = 0
     seed: int = 0
     is_prompt: bool = False
-    k_per_head: bool = False
+    k_shared: bool = False
 
     @property
     def reading(self) -> tuple:
@@ -54,7 +54,7 @@ class Case:
 def _cases() -> list[Case]:
     docs = [Case("16 bit"), Case("cq4", "cq4"), Case("kcq4vcq2", "kcq4vcq2"), Case("cq2", "cq2"),
             Case("kcq2vcq1", "kcq2vcq1"), Case("cq2 pre-RoPE", "cq2", "pre"),
-            Case("cq2 pre-RoPE, K codebook a head", "cq2", "pre", k_per_head=True)]
+            Case("cq2 pre-RoPE, shared codebooks", "cq2", "pre", k_shared=True)]
     far = [Case(f"16 bit @{FAR}"), Case(f"cq2 @{FAR}", "cq2")]
     far = [replace(case, first_position=FAR) for case in far]
     half = [Case("16 bit, second half"), Case("cq2, second half", "cq2"),
@@ -102,19 +102,19 @@ class Side:
     rope: str = "post"
     left_out: tuple[str, ...] = ()
     seed: int = 0
-    k_per_head: bool = False
+    k_shared: bool = False
 
     @property
     def recipe(self):
         from lowbit_attn.codebooks.learn import Recipe
 
         k, v = (self.vec_size, None) if self.name == "K" else (None, self.vec_size)
-        return Recipe(k, v, rope=self.rope, seed=self.seed, k_per_head=self.k_per_head,
+        return Recipe(k, v, rope=self.rope, seed=self.seed, k_shared=self.k_shared,
                       **dict.fromkeys(self.left_out, False))
 
     @property
     def file(self) -> str:
-        return "-".join((f"{self.name}{self.vec_size}", self.rope, f"seed{self.seed}", *["per-head"] * self.k_per_head,
+        return "-".join((f"{self.name}{self.vec_size}", self.rope, f"seed{self.seed}", *["shared"] * self.k_shared,
                          *self.left_out)) + ".pt"
 
 
@@ -123,7 +123,7 @@ def sides(case: Case) -> tuple[Side, Side]:
     from lowbit_attn import FORMATS
 
     fmt = FORMATS[case.format]
-    return (Side("K", fmt.k.vec_size, case.rope, case.left_out, case.seed, case.k_per_head),
+    return (Side("K", fmt.k.vec_size, case.rope, case.left_out, case.seed, case.k_shared),
             Side("V", fmt.v.vec_size, seed=case.seed))
 
 

@@ -27,9 +27,9 @@ MOST_ERROR = 3e-3  # of o beside torch's reading, relative: angles and turned ke
 
 
 def before(cache):
-    """A view of a cache whose codes are of keys before their rotary embedding, of one codebook of K a head."""
+    """A view of a cache whose codes are of keys before their rotary embedding, of shared codebooks of K."""
     view = copy.copy(cache)
-    books = testing.normal_codebooks("cq2", 1, cache.num_heads_kv, cache.head_dim, "pre", k_per_head=True).layer(0)
+    books = testing.normal_codebooks("cq2", 1, cache.num_heads_kv, cache.head_dim, "pre", k_shared=True).layer(0)
     view.attached = Attached(books, cache.format, cache.num_heads_kv, cache.head_dim, cache.device)
     view.plans, view.identity = None, identity(cache.format, view.attached)
     return view
@@ -40,7 +40,7 @@ def check(path: str) -> float:
     errors = []
     for splits in (None, 1):
         case = Case("cq2", num_heads=2 * ROWS[path], num_heads_kv=2, lengths=(700, 0, 128, 2051, 40), sinks=5,
-                    rope="pre", k_per_head=True)
+                    rope="pre", k_shared=True)
         problem = testing.build(case, "cuda")
         want = testing.expected(problem)
         o, lse = decode(problem.q, problem.cache, path=path, num_splits=splits)

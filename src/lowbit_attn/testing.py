@@ -14,6 +14,7 @@ from lowbit_attn.cache import KVCache
 from lowbit_attn.cache.attached import Attached
 from lowbit_attn.cache.view import Strides
 from lowbit_attn.codebooks import Codebooks, LayerCodebooks
+from lowbit_attn.codebooks.learn import SHARED
 from lowbit_attn.formats import FORMATS, Format, Kind
 from lowbit_attn.precision import on_own_defaults
 from lowbit_attn.reference import PLAIN, Attention
@@ -35,7 +36,7 @@ class Case:
     "meta-beyond-fp16" wants a bf16 cache and a "-bf16" format, "q-1e6-k-1e-6" a bf16 cache. page_seed: order of
     the pages in the pool, None: as allocated. poison: NaN in all memory that no reader may use. shared_pages: the
     sequences share the pages of the first one as far as theirs reach (a common prefix). rotate_keys: as in KVCache.
-    rope, k_per_head: of the normal codebooks that a format which needs some gets.
+    rope, k_shared: of the normal codebooks that a format which needs some gets.
     """
 
     format: str = "k4v4"
@@ -53,7 +54,7 @@ class Case:
     shared_pages: bool = False
     rotate_keys: bool = False
     rope: str = "post"
-    k_per_head: bool = False
+    k_shared: bool = False
     seed: int = 0
 
     @property
@@ -97,11 +98,11 @@ class Expected:
 
 @on_own_defaults
 def normal_codebooks(format: str, layers: int = 1, num_heads_kv: int = 2, head_dim: int = 128, rope: str = "post",
-                     seed: int = 0, k_per_head: bool = False) -> Codebooks:
+                     seed: int = 0, k_shared: bool = False) -> Codebooks:
     """Codebooks of normal entries, in no data's order and with uneven weights: for what needs no quality.
 
-    k_per_head: all groups of a head have the first one's entries of K, and channels that turn together lie in groups
-    half a head apart, as kernels read keys before their rotary embedding.
+    k_shared: groups of K share entries, and channels that turn together lie in groups half a head apart, as kernels
+    read keys before their rotary embedding (codebooks.learn.Recipe).
     """
     like = dict(generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     fmt, lead = FORMATS[format], (layers, num_heads_kv)
@@ -113,8 +114,8 @@ def normal_codebooks(format: str, layers: int = 1, num_heads_kv: int = 2, head_d
         half = torch.rand((*lead, head_dim // 2), **like) + 0.5
         of_keys = dict(k_order=torch.rand((*lead, head_dim), **like).argsort(-1).short(),
                        k_weights=torch.cat((half, half), -1))
-        if k_per_head:
-            k_entries = k_entries[:, :, :1].expand_as(k_entries).contiguous()
+        if k_shared:
+            k_entries = k_entries[:, :, :SHARED].repeat(1, 1, k_entries.shape[2] // SHARED, 1, 1)
             order = torch.rand((*lead, head_dim // 2), **like).argsort(-1)
             order = order + head_dim // 2 * (torch.rand(order.shape, **like) < 0.5)
             of_keys["k_order"] = torch.cat((order, (order + head_dim // 2) % head_dim), -1).short()
@@ -163,7 +164,7 @@ def _books(case: Case) -> LayerCodebooks | None:
     if not fmt.needs_codebooks:
         return None
     return normal_codebooks(case.format, 1, case.num_heads_kv, case.head_dim, case.rope, case.seed,
-                            case.k_per_head).layer(0)
+                            case.k_shared).layer(0)
 
 
 @on_own_defaults

@@ -14,7 +14,7 @@ from lowbit_attn.testing import Case
 pytestmark = pytest.mark.gpu
 PATHS = ("prerope", "prerope8")
 RAGGED = Case("cq2", num_heads=8, num_heads_kv=2, lengths=(700, 0, 128, 1300, 1, 2051), sinks=5, rope="pre",
-              k_per_head=True)
+              k_shared=True)
 HARD = ("k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-1e-4-beside-sink",
         "v-page-1e3-after-1e-4", "zero-200x-range", "flat-attention", "zero-pages", "q-1e3", "q-1e-3")
 
@@ -90,7 +90,7 @@ def test_a_graph_sees_new_tokens():
 
 def test_what_the_kernels_do_not_read():
     """Codebooks of groups, other formats, rows that begin elsewhere, paths of keys after their embedding."""
-    for fields, why in ((dict(k_per_head=False), "supported: in groups half a head apart"),
+    for fields, why in ((dict(k_shared=False), "supported: in groups half a head apart"),
                         (dict(format="cq4"), "reads codebooks of keys before their rotary embedding yet"),
                         (dict(head_dim=64), "reads codebooks of keys before their rotary embedding yet")):
         problem = testing.build(case_of("prerope", **fields), "cuda")

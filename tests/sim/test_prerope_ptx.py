@@ -12,7 +12,7 @@ from sim.hopper_calls import compiled, decode, key_of
 from sim.ptx import program as ptx
 
 pytest.importorskip("cutlass.cute", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
-ONE_HEAD = Case("cq2", num_heads=4, num_heads_kv=1, lengths=(300,), sinks=5, rope="pre", k_per_head=True)
+ONE_HEAD = Case("cq2", num_heads=4, num_heads_kv=1, lengths=(300,), sinks=5, rope="pre", k_shared=True)
 
 
 @pytest.fixture(scope="module")

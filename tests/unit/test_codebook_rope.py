@@ -15,7 +15,7 @@ from lowbit_attn.codebooks.learn import balanced_order, learn_layers
 from lowbit_attn.testing import normal_codebooks
 
 HEADS, DIM, GROUPS = 2, 128, 32
-BOOKS = normal_codebooks("cq2", 2, HEADS, DIM, "pre", k_per_head=True)
+BOOKS = normal_codebooks("cq2", 2, HEADS, DIM, "pre", k_shared=True)
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,10 @@ def halves(attached) -> torch.Tensor:
     return attached.planes[0].view(torch.int32).view(torch.float16)
 
 
-def test_rows_have_16_copies_of_their_entry_divided_by_4(attached):
-    copies = halves(attached)[..., :64].unflatten(-1, (16, 4)).float()
-    want = attached.layer.k_entries[:, 0].float() / 4
-    assert torch.equal(copies, want[:, :, None].half().float().expand_as(copies))
+def test_rows_have_4_copies_of_4_entries_divided_by_4(attached):
+    copies = halves(attached)[..., :64].unflatten(-1, (4, 4, 4)).float()
+    want = (attached.layer.k_entries[:, :4].float() / 4).half().float().transpose(1, 2)
+    assert torch.equal(copies, want[:, :, None].expand_as(copies)) and not torch.equal(want[:, :, 0], want[:, :, 1])
 
 
 def test_angles_turn_keys_as_the_cache_does(attached):
@@ -72,8 +72,8 @@ def test_which_codebooks_kernels_read():
     assert "half a head apart" in rope.missing(groups)[0]
     assert "one for each group" in rope.missing(replace(groups, k_order=layer.k_order))[0]
     assert "codes of 2 channels at head_dim 128, supported: 4 at 128" in rope.missing(
-        normal_codebooks("cq4", rope="pre", k_per_head=True))[0]
-    assert "at head_dim 64" in rope.missing(normal_codebooks("cq2", head_dim=64, rope="pre", k_per_head=True))[0]
+        normal_codebooks("cq4", rope="pre", k_shared=True))[0]
+    assert "at head_dim 64" in rope.missing(normal_codebooks("cq2", head_dim=64, rope="pre", k_shared=True))[0]
 
 
 def test_paths_know_which_keys_they_read():
@@ -114,18 +114,19 @@ def test_pairs_are_dealt_out_together():
     assert products.std() < 0.5 * importance.log().unflatten(1, (2, 16, 4)).sum((1, 3)).std()
 
 
-def test_one_codebook_of_k_a_head():
-    """What kernels read; its errors are near those of a codebook for each group where groups are alike."""
+def test_shared_codebooks_of_k():
+    """What kernels read; their errors are near those of a codebook for each group where groups are alike."""
     generator = torch.Generator().manual_seed(3)
     k, v = (torch.randn(9, 1, 128, DIM, generator=generator) for _ in range(2))
     layer = LayerSample(k, v, torch.eye(DIM)[None], 0.1, 10_000.0 ** -(torch.arange(64) / 64))
     sample = Sample([layer], torch.arange(9) * 128, 4096)
-    found = {per_head: learn_layers(sample, recipe_of(FORMATS["cq2"], "pre", k_per_head=per_head))[0]
-             for per_head in (False, True)}
+    found = {shares: learn_layers(sample, recipe_of(FORMATS["cq2"], "pre", k_shared=shares))[0]
+             for shares in (False, True)}
     shared = found[True]
     assert shared.k_entries.shape == found[False].k_entries.shape == (1, GROUPS, 256, 4)
-    assert torch.equal(shared.k_entries, shared.k_entries[:, :1].expand_as(shared.k_entries))
+    assert torch.equal(shared.k_entries, shared.k_entries[:, :4].repeat(1, 8, 1, 1))
+    assert not torch.equal(shared.k_entries[:, 0], shared.k_entries[:, 1])
     assert torch.equal(shared.k_order[:, :64] + 64, shared.k_order[:, 64:])
     assert shared.logit_error < 1.1 * found[False].logit_error
-    with pytest.raises(ValueError, match="k_per_head: got True with rope='post'"):
-        recipe_of(FORMATS["cq2"], k_per_head=True)
+    with pytest.raises(ValueError, match="k_shared: got True with rope='post'"):
+        recipe_of(FORMATS["cq2"], k_shared=True)

@@ -166,7 +166,7 @@ class Codebook(Arithmetic):
 
 
 class PreRope(Codebook):
-    """Entries of keys before their rotary embedding, of one codebook of K a head; they are turned in registers."""
+    """Entries of keys before their rotary embedding, of which K has four a head; they are turned in registers."""
 
     has_tables = False
     query_shift = 11  # q' is turned in fp32 and then an operand: a channel 2^-25 of its row's largest stays normal

@@ -5,10 +5,11 @@ Token j of a page that begins at position P was turned by R(P + j) before it met
     q . R(P + j) k = (R(-P) q) . (R(j) k)
 
 q is turned once a page, in fp32, and a key by a table of positions within a page. Channels that turn together are
-channel c of groups y and y + G / 2: one lane looks up both. All groups of a head share one codebook, of which each lane
-of a half warp has a copy with banks of its own; so lanes ask for their groups in order, and S needs no masks.
+channel c of groups y and y + G / 2: one lane looks up both. Groups t, t + 4, ... share a codebook, of which each lane
+with this t of a half warp has a copy with banks of its own; so lanes ask for their groups in order, and S needs no
+masks.
 
-K's shared memory, 256 rows of 256 bytes:    16 copies of an entry / 4 | cos and sin of 8 channels' groups of a token
+K's shared memory, 256 rows of 256 bytes:    4 copies of 4 codebooks' entries / 4 | cos and sin for two tokens
 
 Entries and means are divided by 4, so that no turned key leaves fp16's range. With up to 4 query rows columns are
 (row, v): tokens g and g + 8 of 16 turn by the same angles, and q of the column v = 1 by 8 positions less.
@@ -37,7 +38,7 @@ load_query, prefetch_query, token_query = steps.load_query, steps.prefetch_query
 place_books, start_books = steps.place_books, steps.start_books
 
 STEPS = 4  # pairs of groups that a lane has of each token
-COPIES, ENTRY_BYTES = 16, 8  # of an entry in a row
+COPIES, ENTRY_BYTES = 16, 8  # of entries in a row: of four codebooks, one for each lane of half a warp
 ROW, TABLE_START, TOKEN_BYTES, UNIT = 256, 128, 64, 16  # bytes: of a row, before its angles, of a token, of a lane
 SHRINK_HALVES = 0x3400_3400  # 2^query.SHRINK_LOG2, of means, twice in fp16
 ANGLE = 2 * math.pi / 2.0**32  # radians of a unit of the frequencies

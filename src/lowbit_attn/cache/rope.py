@@ -2,7 +2,7 @@
 
 A kernel turns entries by a table of positions within a page, and queries by the page's first position. A lane has
 channel c of groups y and y + groups / 2 of a token: these must be channels that turn together, d and d + head_dim / 2.
-And it has copies of one codebook, so all groups of a head must share theirs (``Recipe.k_per_head``).
+And it has copies of a codebook of its own t, so groups SHARED apart must share theirs (``Recipe.k_shared``).
 """
 
 import math
@@ -10,11 +10,12 @@ import math
 import torch
 
 from lowbit_attn.codebooks import Codebooks, LayerCodebooks
+from lowbit_attn.codebooks.learn import SHARED
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
 from lowbit_attn.layout import PAGE_TOKENS
 
 VEC_SIZE, HEAD_DIM = 4, 128  # of the codes that the kernels turn
-COPIES = 16  # of an entry in a row: one for each lane of half a warp
+COPIES = 4  # of an entry in a row: with SHARED codebooks, one for each lane of half a warp
 SHRINK = 0.25  # of entries: a turned key of two clamped means stays finite in fp16
 TURN_BITS = 32  # of the part of a turn that a position is
 
@@ -32,15 +33,16 @@ def missing(books: LayerCodebooks | Codebooks) -> list[str]:
     first, second = order.chunk(2, -1)
     if not bool(((first + head_dim // 2) % head_dim == second).all()):
         return ["codebooks of keys before their rotary embedding: got channels that turn together in any groups, "
-                "supported: in groups half a head apart (one codebook of K a head: calibrate --k-per-head)"]
-    if not bool((books.k_entries == books.k_entries[..., :1, :, :]).all()):
-        return ["codebooks of keys before their rotary embedding: got one for each group of channels, supported: one a "
-                "head (calibrate --k-per-head)"]
+                "supported: in groups half a head apart (calibrate --k-shared)"]
+    if not bool((books.k_entries.unflatten(-3, (-1, SHARED)) == books.k_entries[..., None, :SHARED, :, :]).all()):
+        return ["codebooks of keys before their rotary embedding: got one for each group of channels, supported: "
+                f"{SHARED} a head (calibrate --k-shared)"]
     return []
 
 
 def table(attached) -> torch.Tensor:
-    """uint32 [num_heads_kv, 256, 64]: row e has 16 copies of entry e / 4, then 128 bytes of cosines and sines.
+    """uint32 [num_heads_kv, 256, 64]: row e has entry e / 4 of codebooks 0, 1, 2, 3, in 4 copies, then 128 bytes of
+    cosines and sines.
 
     These are, in order, of a pair of groups i of four, of a token of a page, of a lane's t: fp16 cosines of channels 0
     to 3 of group 4 i + t, then their sines, as (x cos - y sin, y cos + x sin) wants them for x of that group and y of
@@ -48,7 +50,7 @@ def table(attached) -> torch.Tensor:
     """
     layer = attached.layer
     heads, groups, entries, size = layer.k_entries.shape
-    copies = (layer.k_entries[:, 0] * SHRINK).repeat(1, 1, COPIES)  # [heads, 256, 64 halves]
+    copies = (layer.k_entries[:, :SHARED] * SHRINK).transpose(1, 2).flatten(2).repeat(1, 1, COPIES)
     token = torch.arange(PAGE_TOKENS, device=copies.device, dtype=torch.float64)
     half = groups * size // 2
     angle = token[:, None] * attached.freq[:, None, :half].double()  # [heads, 128, half]

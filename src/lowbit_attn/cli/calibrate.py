@@ -21,8 +21,8 @@ def calibrate(
     tokens: Annotated[int, typer.Option(min=1024, help="Tokens to learn from, at most.")] = TOKENS,
     rope: Annotated[str, typer.Option(help="Codes of keys after (post) or before (pre) their rotary embedding.")
                     ] = "post",
-    k_per_head: Annotated[bool, typer.Option("--k-per-head", help="With --rope pre: one codebook of K a head, for "
-                                             "Hopper's kernels.")] = False,
+    k_shared: Annotated[bool, typer.Option("--k-shared", help="With --rope pre: four codebooks of K a head, as "
+                                             "Hopper's kernels read them.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of k-means and random positions.")] = 0,
     out: Annotated[Path | None, typer.Option(help="The file; default: MODEL.FORMAT.safetensors, here.")] = None,
 ) -> None:
@@ -30,7 +30,7 @@ def calibrate(
     from lowbit_attn.codebooks import calibrate as learning
 
     try:
-        recipe = learning.recipe_of(chosen := format_named(format), rope, seed, k_per_head)
+        recipe = learning.recipe_of(chosen := format_named(format), rope, seed, k_shared)
     except ValueError as error:
         fail(error)
     out = Path(f"{Path(model).resolve().name}.{format}.safetensors") if out is None else out
@@ -65,7 +65,7 @@ def _with_progress(learning, network, ids, format, recipe, name: str):
         reading = bar.add_task("tokens read", total=len(ids))
         steps = bar.add_task("k-means", total=layers * recipe.steps)
         return learning.calibrate(network, ids, format, rope=recipe.rope, seed=recipe.seed,
-                                  k_per_head=recipe.k_per_head, name=name,
+                                  k_shared=recipe.k_shared, name=name,
                                   on_tokens=lambda count: bar.advance(reading, count),
                                   on_step=lambda: bar.advance(steps))
 

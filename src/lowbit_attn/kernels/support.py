@@ -114,10 +114,10 @@ class CodebookSupport(Support):
         return unserved(wanted)
 
     def __str__(self) -> str:
-        before = ", of keys before their rotary embedding and one of K a head" * self.pre_rope
+        before = ", of keys before their rotary embedding and four of K a head" * self.pre_rope
         return (f"codebooks of K of {listed(self.k_bits)} bits with codebooks of V of {listed(self.v_bits)} bits"
-                f"{before}; head_dim {listed(self.head_dims)}; {listed(self.dtypes)}; any number of query heads a KV head; "
-                f"{listed(self.rows)} query rows at once, more in blocks")
+                f"{before}; head_dim {listed(self.head_dims)}; {listed(self.dtypes)}; any number of query heads a KV "
+                f"head; {listed(self.rows)} query rows at once, more in blocks")
 
 
 def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str]:
