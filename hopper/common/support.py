@@ -107,8 +107,6 @@ PATHS = {
     # keys before their rotary embedding, four codebooks of K a head: see codebooks.learn.Recipe
     "prerope": CodebookSupport(arithmetic="prerope", k_bits=(2,), v_bits=(4, 2), k_groups=(), head_dims=(128,),
                                dtypes=FLOATS, storages=(), rows=(4,), wide_rows=(4,), codebooks=True, pre_rope=True),
-    "prerope1": CodebookSupport(arithmetic="prerope1", k_bits=(2,), v_bits=(4, 2), k_groups=(), head_dims=(128,),
-                               dtypes=FLOATS, storages=(), rows=(4,), wide_rows=(4,), codebooks=True, pre_rope=True),
     "prerope8": CodebookSupport(arithmetic="prerope8", k_bits=(2,), v_bits=(4, 2), k_groups=(), head_dims=(128,),
                                 dtypes=FLOATS, storages=(), rows=(8,), wide_rows=(8,), codebooks=True, pre_rope=True),
 }

@@ -171,14 +171,6 @@ class PreRope(Codebook):
     has_tables = False
     query_shift = 11  # q' is turned in fp32 and then an operand: a channel 2^-25 of its row's largest stays normal
 
-    def __init__(self, name: str, rows: int, tiles: int):
-        """tiles: of 16 tokens that are turned by the same angles, and meet q turned by the rest."""
-        super().__init__(name, rows)
-        self.tiles = tiles
-
-    def may_spill(self, cfg: WarpConfig) -> bool:
-        return True
-
     @property
     def steps(self):
         from lowbit_attn.hopper.arith.codebook import prerope
@@ -187,5 +179,4 @@ class PreRope(Codebook):
 
 
 CODEBOOK2, CODEBOOK, CODEBOOK8 = Codebook("codebook2", TWO), Codebook("codebook", FEW), Codebook("codebook8", MANY)
-PREROPE, PREROPE8 = PreRope("prerope", FEW, 1), PreRope("prerope8", MANY, 1)
-PREROPE1 = PreRope("prerope1", FEW, 2)
+PREROPE, PREROPE8 = PreRope("prerope", FEW), PreRope("prerope8", MANY)

@@ -72,32 +72,30 @@ def scores(cfg: WarpConfig, piece: Piece, me: Lane, found: PageQuery) -> Scores:
     q, means = page_query(cfg, me, found), page_means(cfg, piece, me)
     fetch.fence()
     codes, tables = books.Codes(cfg, piece, side, me.lane), tables_of(cfg, piece, me)
-    for tile in range(0, side.row_tiles, cfg.arithmetic.tiles):
+    for tile in range(side.row_tiles):
         add_keys(cfg, codes, tables, means, q, acc, tile)
     slopes = tuple(own[query.SLOPE] for own in found.factors)
     return Scores(acc, (0,) * (2 * side.row_tiles), slopes, None)
 
 
 def page_query(cfg: WarpConfig, me: Lane, found: PageQuery) -> cute.Tensor:
-    """R(-P) q as B operands, fp16 (4, pair of groups + STEPS * (half + 2 * tile)): register j has channels 2 j, 2 j + 1
-    of group 4 pair + t, or of the group that turns with it; tile: of those that have the same angles."""
+    """R(-P) q as B operands, fp16 (4, pair of groups + STEPS * half): register j has channels 2 j, 2 j + 1 of group
+    4 pair + t, or of the group that turns with it."""
     row, position = Int32(cfg.arithmetic.operand_row(me.g, 0)), found.position
     if cfg.rows == FEW:
         position = position + LATER * Int32(me.g % 2)
     rows, half = query.group_view(cfg, found.shared), groups(cfg.k) // 2
-    fragments, words = numbers.fragments(2 * STEPS * cfg.arithmetic.tiles)
+    fragments, words = numbers.fragments(2 * STEPS)
     for i in range(STEPS):
         group = 4 * i + Int32(me.t)
-        frequencies = read(found.frequencies, group)
-        low, high = read(rows, (group, row)), read(rows, (group + half, row))
-        for tile in range(cfg.arithmetic.tiles):
-            angles = [Float32((position + layout.TILE * tile) * f) * Float32(ANGLE) for f in frequencies]
-            trig = [(cute.math.cos(x, fastmath=True), cute.math.sin(x, fastmath=True)) for x in angles]
-            first = [x * c + y * s for (c, s), x, y in zip(trig, low, high)]
-            second = [y * c - x * s for (c, s), x, y in zip(trig, low, high)]
-            for j in range(2):
-                words[j, i + 2 * STEPS * tile] = numbers.pack(*first[2 * j : 2 * j + 2])
-                words[j, i + 2 * STEPS * tile + STEPS] = numbers.pack(*second[2 * j : 2 * j + 2])
+        angles = [Float32(position * f) * Float32(ANGLE) for f in read(found.frequencies, group)]
+        trig = [(cute.math.cos(x, fastmath=True), cute.math.sin(x, fastmath=True)) for x in angles]
+        pairs = list(zip(trig, read(rows, (group, row)), read(rows, (group + half, row))))
+        first = [x * c + y * s for (c, s), x, y in pairs]
+        second = [y * c - x * s for (c, s), x, y in pairs]
+        for j in range(2):
+            words[j, i] = numbers.pack(*first[2 * j : 2 * j + 2])
+            words[j, STEPS + i] = numbers.pack(*second[2 * j : 2 * j + 2])
     return fragments
 
 
@@ -139,28 +137,23 @@ def tables_of(cfg: WarpConfig, piece: Piece, me: Lane) -> Tables:
 
 
 def add_keys(cfg: WarpConfig, codes: books.Codes, tables: Tables, means: list, q: cute.Tensor, acc: cute.Tensor,
-             first_tile: int) -> None:
-    """Tiles of 16 tokens that have the same angles: a tile's tokens g and g + 8 are rows of A."""
-    words, tiles = lane_bytes(cfg.k) // WORD, cfg.arithmetic.tiles
-    shares = cfg.rows == FEW
-    own = [[[codes.word((2 * (first_tile + tile) + row8) * words + half) for half in range(words)]
-            for row8 in range(2)] for tile in range(tiles)]
+             tile: int) -> None:
+    """S of 16 tokens: g and g + 8 are rows of A."""
+    words, shares = lane_bytes(cfg.k) // WORD, cfg.rows == FEW
+    own = [[codes.word((2 * tile + row8) * words + half) for half in range(words)] for row8 in range(2)]
     for i in range(STEPS):
-        for tile in range(tiles):
-            rotated = []
-            for row8 in range(2):
-                if row8 + tile == 0 or not shares:
-                    cos, sin = tables.rotation(layout.TILE * (first_tile + tile) + 8 * row8, i)
-                first, second = ([ptx.add_f16x2(x, m) for x, m in zip(tables.entry(own[tile][row8][half], i),
-                                                                      means[i + STEPS * half])] for half in range(2))
-                rotated.append([rotate(*x) for x in zip(first, second, cos, sin)])
-            for half in range(2):
-                a = numbers.operand_a([rotated[row8][j][half] for j in range(2) for row8 in range(2)])
-                numbers.multiply(numbers.multiply_atom(), acc, first_tile + tile, a,
-                                 q[None, i + STEPS * (half + 2 * tile)])
+        rotated = []
+        for row8 in range(2):
+            if row8 == 0 or not shares:
+                cos, sin = tables.rotation(layout.TILE * tile + 8 * row8, i)
+            first, second = ([ptx.add_f16x2(x, m) for x, m in zip(tables.entry(own[row8][half], i),
+                                                                  means[i + STEPS * half])] for half in range(2))
+            rotated.append([rotate(*x) for x in zip(first, second, cos, sin)])
+        for half in range(2):
+            a = numbers.operand_a([rotated[row8][j][half] for j in range(2) for row8 in range(2)])
+            numbers.multiply(numbers.multiply_atom(), acc, tile, a, q[None, i + STEPS * half])
     if shares:  # column 2 t + 1 has q of the later tokens
-        for tile in range(first_tile, first_tile + tiles):
-            acc[2, tile] = acc[3, tile]
+        acc[2, tile] = acc[3, tile]
 
 
 def rotate(x: Uint32, y: Uint32, cos: Uint32, sin: Uint32) -> tuple[Uint32, Uint32]:
