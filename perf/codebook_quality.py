@@ -53,8 +53,7 @@ class Case:
 
 def _cases() -> list[Case]:
     docs = [Case("16 bit"), Case("cq4", "cq4"), Case("kcq4vcq2", "kcq4vcq2"), Case("cq2", "cq2"),
-            Case("kcq2vcq1", "kcq2vcq1"), Case("cq2 pre-RoPE", "cq2", "pre"),
-            Case("cq2 pre-RoPE, shared codebooks", "cq2", "pre", k_shared=True)]
+            Case("kcq2vcq1", "kcq2vcq1"), Case("cq2 pre-RoPE", "cq2", "pre")]
     far = [Case(f"16 bit @{FAR}"), Case(f"cq2 @{FAR}", "cq2")]
     far = [replace(case, first_position=FAR) for case in far]
     half = [Case("16 bit, second half"), Case("cq2, second half", "cq2"),
@@ -70,6 +69,8 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+# beside the table: codebooks of K as kernels of keys before their rotary embedding read them
+SHARED_CASE = Case("cq2 pre-RoPE, shared codebooks", "cq2", "pre", k_shared=True)
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ def learn(
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     sample, _ = sample_of(folder)
-    wanted = dict.fromkeys(side for case in CASES if case.format and not case.is_prompt for side in sides(case))
+    wanted = dict.fromkeys(side for case in (*CASES, SHARED_CASE) if case.format and not case.is_prompt
+                           for side in sides(case))
     for side in wanted:
         if (folder / side.file).exists():
             continue
@@ -217,11 +219,12 @@ def run(
     from lowbit_attn import quality
 
     torch.set_num_threads(threads)
-    if unknown := set(only) - {case.label for case in CASES}:
-        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(c.label for c in CASES)}",
+    if unknown := set(only) - {case.label for case in (*CASES, SHARED_CASE)}:
+        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(c.label for c in CASES)}, "
+                                 f"{SHARED_CASE.label}",
                                  param_hint="--only")
     done = {line["label"] for line in lines_of(output) if line["commit"] == commit() and line["tokens"] == tokens}
-    cases = [case for case in CASES if case.label not in done and (not only or case.label in only)]
+    cases = [case for case in (*CASES, SHARED_CASE) if case.label not in done and (not only or case.label in only)]
     end, loaded = time.monotonic() + seconds, None
     for _, reading in groupby(cases, lambda case: case.reading):
         reading = list(reading)
