@@ -130,3 +130,6 @@ def test_shared_codebooks_of_k():
     assert shared.logit_error < 1.1 * found[False].logit_error
     with pytest.raises(ValueError, match="k_shared: got True with rope='post'"):
         recipe_of(FORMATS["cq2"], k_shared=True)
+    few = LayerSample(k[..., :16], v[..., :16], torch.eye(16)[None], 0.1, torch.ones(8))
+    with pytest.raises(ValueError, match="k_shared: got head_dim 16 with codes of 4 channels, supported: multiples of"):
+        learn_layers(Sample([few], sample.first, 4096), recipe_of(FORMATS["cq2"], "pre", k_shared=True))

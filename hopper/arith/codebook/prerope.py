@@ -40,7 +40,7 @@ place_books, start_books = steps.place_books, steps.start_books
 STEPS = 4  # pairs of groups that a lane has of each token
 COPIES, ENTRY_BYTES = 16, 8  # of entries in a row: of four codebooks, one for each lane of half a warp
 ROW, TABLE_START, TOKEN_BYTES, UNIT = 256, 128, 64, 16  # bytes: of a row, before its angles, of a token, of a lane
-SHRINK_HALVES = 0x3400_3400  # 2^query.SHRINK_LOG2, of means, twice in fp16
+SHRINK_HALVES = 0x3400_3400  # 2^codebook_order.SHRINK_LOG2, of means, twice in fp16
 ANGLE = 2 * math.pi / 2.0**32  # radians of a unit of the frequencies
 LATER = 8  # tokens from the first half of 16 to the second
 

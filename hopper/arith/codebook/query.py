@@ -1,8 +1,7 @@
 """Query rows as stored keys want them: in the order of stored channels, divided by their weights, in fp32.
 
 q' = q 2^e with e of each row, so that 1 <= max |q'| < 2, or 2^11 times that where q' is turned before it is an operand.
-It lies in shared memory, by row: K's table or operand, its
-mean, and 16-bit tokens are multiplied with it.
+It lies in shared memory, by row: K's table or operand, its mean, and 16-bit tokens are multiplied with it.
 """
 
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers, subnormals
+from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.arith.codebook import table
 from lowbit_attn.hopper.arith.codebook.books import BookPlace
 from lowbit_attn.hopper.arith.codebook.config import FACTORS, TABLE_BYTES, uses_table
@@ -26,7 +26,6 @@ from lowbit_attn.hopper.warp.page_loop import Call
 ORDER, RECIPROCAL, MEAN, REACH = range(BOOK_CHANNEL_PLANES)  # planes of abi.Books.channels
 SLOPE, TOKEN_SLOPE, OFFSET, UP = range(FACTORS)  # of a row: see prepare
 OPERAND_SHIFT = 11  # of q' as an operand: a channel 2^-25 of its row's largest stays normal
-SHRINK_LOG2 = -2  # of keys that are turned, so that no channel leaves fp16: q' is an operand as it is
 TABLE_TOP = 13  # |products| of a table are below 2^13, so that sums of four stay fp16
 MAX_EXPONENT, MIN_BOUND_LOG2 = 126, -60
 
@@ -148,7 +147,7 @@ def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, share
     cute.autovec_copy(row, row_view(cfg, shared)[None, (Int32(me.lane), me.warp)])
     reach = numbers.warp_max(numbers.tree([cute.math.absf(row[j]) * own.reach[j] for j in range(count)],
                                           cute.arch.fmax))
-    shift, offset = Int32(OPERAND_SHIFT if cfg.arithmetic.query_shift == 0 else SHRINK_LOG2), Float32(0.0)
+    shift, offset = Int32(OPERAND_SHIFT if cfg.arithmetic.query_shift == 0 else order.SHRINK_LOG2), Float32(0.0)
     if uses_table(cfg):
         shift = TABLE_TOP - numbers.ceil_log2(reach * Float32(cfg.k.group_size), MIN_BOUND_LOG2)
         offset = numbers.over_lanes(numbers.tree([row[j] * own.mean[j] for j in range(count)], numbers.add),

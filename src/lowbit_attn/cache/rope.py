@@ -11,32 +11,33 @@ import torch
 
 from lowbit_attn.codebooks import Codebooks, LayerCodebooks
 from lowbit_attn.codebooks.learn import SHARED
-from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
+from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, SHRINK_LOG2
 from lowbit_attn.layout import PAGE_TOKENS
 
 VEC_SIZE, HEAD_DIM = 4, 128  # of the codes that the kernels turn
 COPIES = 4  # of an entry in a row: with SHARED codebooks, one for each lane of half a warp
-SHRINK = 0.25  # of entries: a turned key of two clamped means stays finite in fp16
 TURN_BITS = 32  # of the part of a turn that a position is
 
 
 def missing(books: LayerCodebooks | Codebooks) -> list[str]:
     """Reasons why no kernel turns keys of such codebooks, of a layer or of a model; empty for those of rope="post"."""
-    if books.rope != "pre":
-        return []
+    found = [] if books.rope != "pre" else _missing(books)
+    return [f"codebooks of keys before their rotary embedding: {reason}; path='reference', any device"
+            for reason in found]
+
+
+def _missing(books: LayerCodebooks | Codebooks) -> list[str]:
     groups, vec_size = books.k_entries.shape[-3], books.k_entries.shape[-1]
     order = books.k_order.long()
     head_dim = groups * vec_size
     if (vec_size, head_dim) != (VEC_SIZE, HEAD_DIM):
-        return [f"codebooks of keys before their rotary embedding: got codes of {vec_size} channels at head_dim "
-                f"{head_dim}, supported: {VEC_SIZE} at {HEAD_DIM}"]
+        return [f"got codes of {vec_size} channels at head_dim {head_dim}, supported: {VEC_SIZE} at {HEAD_DIM}"]
     first, second = order.chunk(2, -1)
     if not bool(((first + head_dim // 2) % head_dim == second).all()):
-        return ["codebooks of keys before their rotary embedding: got channels that turn together in any groups, "
-                "supported: in groups half a head apart (calibrate --k-shared)"]
+        return ["got channels that turn together in any groups, supported: in groups half a head apart "
+                "(calibrate --k-shared)"]
     if not bool((books.k_entries.unflatten(-3, (-1, SHARED)) == books.k_entries[..., None, :SHARED, :, :]).all()):
-        return ["codebooks of keys before their rotary embedding: got one for each group of channels, supported: "
-                f"{SHARED} a head (calibrate --k-shared)"]
+        return [f"got one for each group of channels, supported: {SHARED} a head (calibrate --k-shared)"]
     return []
 
 
@@ -50,7 +51,7 @@ def table(attached) -> torch.Tensor:
     """
     layer = attached.layer
     heads, groups, entries, size = layer.k_entries.shape
-    copies = (layer.k_entries[:, :SHARED] * SHRINK).transpose(1, 2).flatten(2).repeat(1, 1, COPIES)
+    copies = (layer.k_entries[:, :SHARED] * 2.0**SHRINK_LOG2).transpose(1, 2).flatten(2).repeat(1, 1, COPIES)
     token = torch.arange(PAGE_TOKENS, device=copies.device, dtype=torch.float64)
     half = groups * size // 2
     angle = token[:, None] * attached.freq[:, None, :half].double()  # [heads, 128, half]

@@ -143,6 +143,9 @@ def _learn_keys(learned: Learned, layer: LayerSample, first, offsets, held, reci
     inv_freq, shifts = layer.inv_freq.to(device), [_shift(first, recipe.rope, one) for one in offsets]
     copies = [_without_mean(turned(layer.keys.to(device), inv_freq, shift), recipe) for shift in shifts]
     heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
+    if recipe.k_shared and head_dim % (2 * SHARED * recipe.k_vec_size):
+        raise ValueError(f"k_shared: got head_dim {head_dim} with codes of {recipe.k_vec_size} channels, supported: "
+                         f"multiples of {2 * SHARED * recipe.k_vec_size}")
     weight = (channel_weights(layer.q_moment) if recipe.is_weighted
               else torch.ones(heads, head_dim, dtype=torch.float32))
     squares = sum(keys[~held].square().mean((0, 2)) for keys in copies) / len(copies)
