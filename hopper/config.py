@@ -6,7 +6,7 @@ A path is an arithmetic on a schedule, or the tile path, which has its own of bo
 import torch
 
 from lowbit_attn.formats.contract import Format
-from lowbit_attn.hopper.arith.codebook.config import CODEBOOK, CODEBOOK2, CODEBOOK8
+from lowbit_attn.hopper.arith.codebook.config import CODEBOOK, CODEBOOK2, CODEBOOK8, PREROPE, PREROPE8
 from lowbit_attn.hopper.arith.fp16.config import FP16
 from lowbit_attn.hopper.arith.int8.config import INT8
 from lowbit_attn.hopper.common.support import BOOK_TILE, PATHS, WGMMA
@@ -21,7 +21,8 @@ TARGET = tile.TARGET
 TILE_PATHS = ("tile", BOOK_TILE, WGMMA)
 SPILLS = ("LDL", "STL")
 WARP_FORBID = ("STSM", "HGMMA")  # which the tile path has
-ARITHMETICS = {arithmetic.name: arithmetic for arithmetic in (FP16, INT8, CODEBOOK2, CODEBOOK, CODEBOOK8)}
+ARITHMETICS = {arithmetic.name: arithmetic
+               for arithmetic in (FP16, INT8, CODEBOOK2, CODEBOOK, CODEBOOK8, PREROPE, PREROPE8)}
 SCHEDULES = {schedule.name: schedule for schedule in (SPLITS, SMALL, STREAM)}
 
 

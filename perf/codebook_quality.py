@@ -43,6 +43,7 @@ class Case:
     scored_from: int = 0
     seed: int = 0
     is_prompt: bool = False
+    k_shared: bool = False
 
     @property
     def reading(self) -> tuple:
@@ -68,6 +69,8 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+# beside the table: codebooks of K as kernels of keys before their rotary embedding read them
+SHARED_CASE = Case("cq2 pre-RoPE, shared codebooks", "cq2", "pre", k_shared=True)
 
 
 @dataclass(frozen=True)
@@ -100,17 +103,20 @@ class Side:
     rope: str = "post"
     left_out: tuple[str, ...] = ()
     seed: int = 0
+    k_shared: bool = False
 
     @property
     def recipe(self):
         from lowbit_attn.codebooks.learn import Recipe
 
         k, v = (self.vec_size, None) if self.name == "K" else (None, self.vec_size)
-        return Recipe(k, v, rope=self.rope, seed=self.seed, **dict.fromkeys(self.left_out, False))
+        return Recipe(k, v, rope=self.rope, seed=self.seed, k_shared=self.k_shared,
+                      **dict.fromkeys(self.left_out, False))
 
     @property
     def file(self) -> str:
-        return "-".join((f"{self.name}{self.vec_size}", self.rope, f"seed{self.seed}", *self.left_out)) + ".pt"
+        return "-".join((f"{self.name}{self.vec_size}", self.rope, f"seed{self.seed}", *["shared"] * self.k_shared,
+                         *self.left_out)) + ".pt"
 
 
 def sides(case: Case) -> tuple[Side, Side]:
@@ -118,7 +124,8 @@ def sides(case: Case) -> tuple[Side, Side]:
     from lowbit_attn import FORMATS
 
     fmt = FORMATS[case.format]
-    return (Side("K", fmt.k.vec_size, case.rope, case.left_out, case.seed), Side("V", fmt.v.vec_size, seed=case.seed))
+    return (Side("K", fmt.k.vec_size, case.rope, case.left_out, case.seed, case.k_shared),
+            Side("V", fmt.v.vec_size, seed=case.seed))
 
 
 def load_model(folder: Path):
@@ -161,7 +168,8 @@ def learn(
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     sample, _ = sample_of(folder)
-    wanted = dict.fromkeys(side for case in CASES if case.format and not case.is_prompt for side in sides(case))
+    wanted = dict.fromkeys(side for case in (*CASES, SHARED_CASE) if case.format and not case.is_prompt
+                           for side in sides(case))
     for side in wanted:
         if (folder / side.file).exists():
             continue
@@ -211,11 +219,12 @@ def run(
     from lowbit_attn import quality
 
     torch.set_num_threads(threads)
-    if unknown := set(only) - {case.label for case in CASES}:
-        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(c.label for c in CASES)}",
+    if unknown := set(only) - {case.label for case in (*CASES, SHARED_CASE)}:
+        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(c.label for c in CASES)}, "
+                                 f"{SHARED_CASE.label}",
                                  param_hint="--only")
     done = {line["label"] for line in lines_of(output) if line["commit"] == commit() and line["tokens"] == tokens}
-    cases = [case for case in CASES if case.label not in done and (not only or case.label in only)]
+    cases = [case for case in (*CASES, SHARED_CASE) if case.label not in done and (not only or case.label in only)]
     end, loaded = time.monotonic() + seconds, None
     for _, reading in groupby(cases, lambda case: case.reading):
         reading = list(reading)

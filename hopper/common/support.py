@@ -104,4 +104,9 @@ PATHS = {
     BOOK_TILE: BookTileSupport(arithmetic="codebook64", k_bits=(4, 2, 1), v_bits=(4, 2, 1), k_groups=(),
                                head_dims=(64, 128), dtypes=FLOATS, storages=(), rows=(64,), wide_rows=(64,),
                                codebooks=True),
+    # keys before their rotary embedding, four codebooks of K a head: see codebooks.learn.Recipe
+    "prerope": CodebookSupport(arithmetic="prerope", k_bits=(2,), v_bits=(4, 2), k_groups=(), head_dims=(128,),
+                               dtypes=FLOATS, storages=(), rows=(4,), wide_rows=(4,), codebooks=True, pre_rope=True),
+    "prerope8": CodebookSupport(arithmetic="prerope8", k_bits=(2,), v_bits=(4, 2), k_groups=(), head_dims=(128,),
+                                dtypes=FLOATS, storages=(), rows=(8,), wide_rows=(8,), codebooks=True, pre_rope=True),
 }

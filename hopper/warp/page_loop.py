@@ -303,6 +303,8 @@ def packed_pages(cfg: cutlass.Constexpr[WarpConfig], pages: fetch.Pages, work: W
         ids = fetch.refill_early(cfg, 0, pages, ring, me, page, slot, ids, behind)
         ids = fetch.wait(cfg, 0, pages, ring, me, page, slot, phase, ids, behind)
         piece = fetch.Piece(ring.buffer, me.warp, slot)
+        if cutlass.const_expr(hasattr(queries, "position")):
+            queries = queries._replace(position=work.n_sink + (work.first_page + page * pages.apart << cfg.page_log2))
         # S = K Q^T
         found = cfg.arithmetic.steps.scores(cfg, piece, me, queries)
         slot, phase = fetch.advance(cfg, slot, phase)

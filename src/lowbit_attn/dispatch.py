@@ -114,11 +114,17 @@ def _pick(arch: str, cache: KVCache, num_heads: int, q_len: int, path: str | Non
     reasons = list(cache.unnamed)
     is_pre_rope = cache.attached is not None and cache.attached.is_pre_rope
     reasons += kernels.no_codebooks(arch, cache.format, cache.head_dim, is_pre_rope)
+    if is_pre_rope and not reasons:
+        reasons += cache.attached.unrotated
+        if cache.first_positions.any():
+            reasons.append("codebooks of keys before their rotary embedding: got rows that begin at another position "
+                           "than 0 (padding on the left), supported: rows that begin at 0; path='reference'")
     reasons += _no_q_len(q_len)
     if reasons:
         return None, reasons
     rows = num_heads // cache.num_heads_kv * q_len
-    picked, reasons = kernels.pick(arch, cache.format, cache.head_dim, cache.dtype, rows, path, features)
+    picked, reasons = kernels.pick(arch, cache.format, cache.head_dim, cache.dtype, rows, path, features,
+                                   is_pre_rope)
     return picked, [] if picked else reasons
 
 

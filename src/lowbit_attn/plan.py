@@ -57,6 +57,7 @@ class DecodePlan:
         self.rows = tuple(map(loader.argument, cache.batch_rows(batch)))
         state = dict(zip(STATE, self.made_of)) | {"pool": pool, "table": cache.table.view(-1)}
         self.optional = optional(cache, "decode")
+        self.is_pre_rope = cache.attached is not None and cache.attached.is_pre_rope
         self.tensors = tuple(map(loader.argument, (*state.values(), *self.optional)))
         self.no_sink_logit = loader.argument(no_sink_logit(q.device))
         self.o = Buffer(self.shape, self.dtype, q.device)
@@ -74,7 +75,8 @@ class DecodePlan:
                 and cache.sink_k is sink_k and cache.sink_v is sink_v and cache.ring_k is ring_k
                 and cache.ring_v is ring_v and cache.strides is strides and cache.format is format
                 and (not self.optional or _are(self.optional, optional(cache, "decode")))
-                and (self.edits is None or self.edits == cache.edits))
+                and (self.edits is None or self.edits == cache.edits)
+                and not (self.is_pre_rope and cache.first_positions.any()))  # which kernels do not read
 
     def takes(self, q: torch.Tensor, out, lse, sink_logits) -> bool:
         """Whether ``launch`` takes a call's tensors as they are, which says that they are valid too."""

@@ -14,12 +14,13 @@ from lowbit_attn.cache import KVCache
 from lowbit_attn.cache.attached import Attached
 from lowbit_attn.cache.view import Strides
 from lowbit_attn.codebooks import Codebooks, LayerCodebooks
+from lowbit_attn.codebooks.learn import SHARED
 from lowbit_attn.formats import FORMATS, Format, Kind
 from lowbit_attn.precision import on_own_defaults
 from lowbit_attn.reference import PLAIN, Attention
 
 NORMAL_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of o, on N(0, 1) data
-ROUND_KEYS = ("tile", "wgmma", "codebook64")  # decode paths
+ROUND_KEYS = ("tile", "wgmma", "codebook64", "prerope", "prerope8")  # decode paths
 POISON_BYTE = 0xFF  # two of them are a NaN in fp16 and in bf16
 POISON_PAGE = 0x7F000000  # no pool has this page: reading it is out of bounds
 DATA = ("normal", "k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x",
@@ -35,7 +36,7 @@ class Case:
     "meta-beyond-fp16" wants a bf16 cache and a "-bf16" format, "q-1e6-k-1e-6" a bf16 cache. page_seed: order of
     the pages in the pool, None: as allocated. poison: NaN in all memory that no reader may use. shared_pages: the
     sequences share the pages of the first one as far as theirs reach (a common prefix). rotate_keys: as in KVCache.
-    rope: of the normal codebooks that a format which needs some gets.
+    rope, k_shared: of the normal codebooks that a format which needs some gets.
     """
 
     format: str = "k4v4"
@@ -53,6 +54,7 @@ class Case:
     shared_pages: bool = False
     rotate_keys: bool = False
     rope: str = "post"
+    k_shared: bool = False
     seed: int = 0
 
     @property
@@ -96,8 +98,12 @@ class Expected:
 
 @on_own_defaults
 def normal_codebooks(format: str, layers: int = 1, num_heads_kv: int = 2, head_dim: int = 128, rope: str = "post",
-                     seed: int = 0) -> Codebooks:
-    """Codebooks of normal entries, in no data's order and with uneven weights: for what needs no quality."""
+                     seed: int = 0, k_shared: bool = False) -> Codebooks:
+    """Codebooks of normal entries, in no data's order and with uneven weights: for what needs no quality.
+
+    k_shared: groups of K share entries, and channels that turn together lie in groups half a head apart, as kernels
+    read keys before their rotary embedding (codebooks.learn.Recipe).
+    """
     like = dict(generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     fmt, lead = FORMATS[format], (layers, num_heads_kv)
     k_entries, v_entries = (
@@ -108,6 +114,11 @@ def normal_codebooks(format: str, layers: int = 1, num_heads_kv: int = 2, head_d
         half = torch.rand((*lead, head_dim // 2), **like) + 0.5
         of_keys = dict(k_order=torch.rand((*lead, head_dim), **like).argsort(-1).short(),
                        k_weights=torch.cat((half, half), -1))
+        if k_shared:
+            k_entries = k_entries[:, :, :SHARED].repeat(1, 1, k_entries.shape[2] // SHARED, 1, 1)
+            order = torch.rand((*lead, head_dim // 2), **like).argsort(-1)
+            order = order + head_dim // 2 * (torch.rand(order.shape, **like) < 0.5)
+            of_keys["k_order"] = torch.cat((order, (order + head_dim // 2) % head_dim), -1).short()
     if rope == "pre":
         freq = (10_000.0 ** -(torch.arange(head_dim // 2, dtype=torch.float32) / (head_dim // 2))).expand(layers, -1)
     return Codebooks(format, rope, head_dim, k_entries, v_entries, **of_keys, rope_inv_freq=freq)
@@ -152,7 +163,8 @@ def _books(case: Case) -> LayerCodebooks | None:
     fmt = case.format if isinstance(case.format, Format) else FORMATS[case.format]
     if not fmt.needs_codebooks:
         return None
-    return normal_codebooks(case.format, 1, case.num_heads_kv, case.head_dim, case.rope, case.seed).layer(0)
+    return normal_codebooks(case.format, 1, case.num_heads_kv, case.head_dim, case.rope, case.seed,
+                            case.k_shared).layer(0)
 
 
 @on_own_defaults

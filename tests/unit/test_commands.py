@@ -154,7 +154,7 @@ ELSEWHERE = {  # what is not run here, and why
     "perf/outliers.py": "needs captured tensors of a model",
 }
 GPU = ("bench", "pack", "append", "e2e", "gpu_model", "stalls", "context_parallel", "tensor_parallel", "million",
-       "linear", "levels", "level_manage", "vq_steps")
+       "linear", "levels", "level_manage", "vq_steps", "prerope")
 
 
 def option_is_known(source: str, option: str) -> bool:

@@ -24,6 +24,7 @@ LAYERS = (
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
      "entries", "cache.view", "progress", "tensor_file"),
     ("codebooks", "formats", "linear", "reference"),
+    ("cache.rope",),
     ("cache.attached", "cache.significance", "levels.frames"),
     ("cache.saved", "cache.backend", "levels.policy"),
     ("cache.copies", "cache.extend", "registers", "subnormals", "sass", "prebuilt", "levels.moves"),

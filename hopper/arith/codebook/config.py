@@ -115,6 +115,7 @@ class Codebook(Arithmetic):
     has_books = True
     has_tables = True  # of K where they are faster: see uses_table
     query_width = 4  # q of stored keys in fp32
+    query_shift = 0  # log2 of what q' is larger by than 1 to 2
     query_parts = 2  # weights leave no 16-bit number
     merge_pad = 8
     sass_need = ("HMMA", "UBLKCP", "PRMT", "LDSM", "MOVM", "SYNCS")
@@ -164,4 +165,18 @@ class Codebook(Arithmetic):
         return PACE_INT8
 
 
+class PreRope(Codebook):
+    """Entries of keys before their rotary embedding, of which K has four a head; they are turned in registers."""
+
+    has_tables = False
+    query_shift = 11  # q' is turned in fp32 and then an operand: a channel 2^-25 of its row's largest stays normal
+
+    @property
+    def steps(self):
+        from lowbit_attn.hopper.arith.codebook import prerope
+
+        return prerope
+
+
 CODEBOOK2, CODEBOOK, CODEBOOK8 = Codebook("codebook2", TWO), Codebook("codebook", FEW), Codebook("codebook8", MANY)
+PREROPE, PREROPE8 = PreRope("prerope", FEW), PreRope("prerope8", MANY)

@@ -1,7 +1,7 @@
 """Query rows as stored keys want them: in the order of stored channels, divided by their weights, in fp32.
 
-q' = q 2^e with e of each row, so that 1 <= max |q'| < 2. It lies in shared memory, by row: K's table or operand, its
-mean, and 16-bit tokens are multiplied with it.
+q' = q 2^e with e of each row, so that 1 <= max |q'| < 2, or 2^11 times that where q' is turned before it is an operand.
+It lies in shared memory, by row: K's table or operand, its mean, and 16-bit tokens are multiplied with it.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers, subnormals
+from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.arith.codebook import table
 from lowbit_attn.hopper.arith.codebook.books import BookPlace
 from lowbit_attn.hopper.arith.codebook.config import FACTORS, TABLE_BYTES, uses_table
@@ -106,14 +107,7 @@ def prepare(cfg: cutlass.Constexpr[WarpConfig], own: Loaded, scale_log2: Float32
     UP: what q' is multiplied with as table or operand. Products are of entries less their mean over the codebook, whose
     product with q' is OFFSET: fp16 sums then keep their digits where all entries of a group are alike.
     """
-    factors = factor_view(cfg, place.buffer)
-    if me.warp < cfg.rows:
-        store_row(cfg, own, scale_log2, me, shared, factors)
-    if me.warp == 0:  # which has a row in every CTA
-        means = cute.make_tensor(mean_view(cfg, place.buffer).iterator, cute.make_layout((own_channels(cfg), WARP)))
-        cute.autovec_copy(own.mean, means[None, Int32(me.lane)])
-    cute.arch.sync_threads()
-    cute.arch.mbarrier_wait(place.full, 0)
+    factors = store_rows(cfg, own, scale_log2, me, shared, place)
     operand, rows = None, group_view(cfg, shared)
     if cutlass.const_expr(uses_table(cfg)):
         table.build(cfg, me, rows, factors, place.buffer, mean_view(cfg, place.buffer))
@@ -123,6 +117,21 @@ def prepare(cfg: cutlass.Constexpr[WarpConfig], own: Loaded, scale_log2: Float32
     return BookQuery(shared, factors, operand)
 
 
+@cute.jit
+def store_rows(cfg: cutlass.Constexpr[WarpConfig], own: Loaded, scale_log2: Float32, me: Lane, shared: cute.Pointer,
+               place: BookPlace) -> cute.Tensor:
+    """q' and each row's factors, which it returns, and the mean entries to shared memory; waits for K's codebook."""
+    factors = factor_view(cfg, place.buffer)
+    if me.warp < cfg.rows:
+        store_row(cfg, own, scale_log2, me, shared, factors)
+    if me.warp == 0:  # which has a row in every CTA
+        means = cute.make_tensor(mean_view(cfg, place.buffer).iterator, cute.make_layout((own_channels(cfg), WARP)))
+        cute.autovec_copy(own.mean, means[None, Int32(me.lane)])
+    cute.arch.sync_threads()
+    cute.arch.mbarrier_wait(place.full, 0)
+    return factors
+
+
 def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, shared: cute.Pointer,
               factors: cute.Tensor) -> None:
     """One row, by the warp of its number."""
@@ -130,6 +139,7 @@ def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, share
     largest = numbers.warp_max(numbers.tree([cute.math.absf(own.q[j]) for j in range(count)], cute.arch.fmax))
     clamped = cute.arch.fmax(largest, Float32(2.0**subnormals.MIN_QUERY_LOG2))
     exponent = cutlass.min(registers.floor_log2(clamped.bitcast(Int32)), Int32(MAX_EXPONENT))
+    exponent = exponent - cfg.arithmetic.query_shift
     up = numbers.pow2(-exponent)
     row = cute.make_rmem_tensor(count, Float32)
     for j in range(count):
@@ -137,7 +147,7 @@ def store_row(cfg: WarpConfig, own: Loaded, scale_log2: Float32, me: Lane, share
     cute.autovec_copy(row, row_view(cfg, shared)[None, (Int32(me.lane), me.warp)])
     reach = numbers.warp_max(numbers.tree([cute.math.absf(row[j]) * own.reach[j] for j in range(count)],
                                           cute.arch.fmax))
-    shift, offset = Int32(OPERAND_SHIFT), Float32(0.0)
+    shift, offset = Int32(OPERAND_SHIFT if cfg.arithmetic.query_shift == 0 else order.SHRINK_LOG2), Float32(0.0)
     if uses_table(cfg):
         shift = TABLE_TOP - numbers.ceil_log2(reach * Float32(cfg.k.group_size), MIN_BOUND_LOG2)
         offset = numbers.over_lanes(numbers.tree([row[j] * own.mean[j] for j in range(count)], numbers.add),

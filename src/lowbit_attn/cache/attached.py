@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from lowbit_attn.cache import rope
 from lowbit_attn.checks import LayoutMismatchError
 from lowbit_attn.codebooks import LayerCodebooks
 from lowbit_attn.formats import FORMATS, Format, Kind
@@ -61,9 +62,11 @@ class Attached:
         K, V: uint32 [num_heads_kv, 256, 64], row e of a table the entries e of all groups; of head_dim 64 twice, the
         second time with the halves of the groups exchanged. channels: fp32 [num_heads_kv, 4, head_dim], of each stored
         channel of K: the model's channel (its int32 bits), 1 / weight, the mean over the entries, and the largest
-        distance of an entry from it.
+        distance of an entry from it. Of keys before their rotary embedding: see ``rope``.
         """
         layer = self.layer
+        if self.is_pre_rope:
+            return rope.table(self), kernel_table(layer.v_entries), rope.channels(self)
         with torch.inference_mode(False):
             sides = [None if x is None else kernel_table(x) for x in (layer.k_entries, layer.v_entries)]
             tables = [sides[1] if sides[0] is None else sides[0], sides[0] if sides[1] is None else sides[1]]
@@ -88,6 +91,11 @@ class Attached:
         """Entries fp16 [num_heads_kv, groups, 256, c] of "k" or "v"; None: the side is affine."""
         return self.layer.k_entries if side == "k" else self.layer.v_entries
 
+    @cached_property
+    def unrotated(self) -> list[str]:
+        """Why no kernel can turn these keys; empty for codebooks of keys after their rotary embedding."""
+        return rope.missing(self.layer)
+
     def keys(self, k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Keys [..., num_heads_kv, head_dim] of the model -> stored ones, in fp32; finite ones stay so in ``dtype``."""
         if self.order is None:
@@ -108,13 +116,14 @@ class Attached:
         """Stored keys fp32 [pages, num_heads_kv, tokens, head_dim] turned by their positions, start, start + 1, ...
         over all pages' tokens; back: to before their rotary embedding.
 
-        Angles are fp32 products as transformers has them, their sines and cosines are rounded once.
+        Angles are exact, so that R(i + j) is R(i) R(j), as kernels have it. Those of transformers, products in fp32,
+        differ by up to 2^-9 below position 65,536; what is turned back here is turned forth by the same.
         """
         if not self.is_pre_rope:
             return k
         pages, _, tokens, _ = k.shape
         position = torch.arange(start, start + pages * tokens, device=k.device).view(pages, 1, tokens, 1)
-        angle = (position.float() * self.freq[:, None]).double()
+        angle = position.double() * self.freq[:, None].double()
         sine = (angle.sin() * (-self.sign if back else self.sign)[:, None]).float()
         other = k.gather(-1, self.partner[:, None].expand(k.shape))
         return k * angle.cos().float() + other * sine

@@ -287,6 +287,9 @@ class KVCache(CacheReads):
             raise ValueError(f"positions: got {positions.tolist()}, supported: 0 to {MAX_TOKENS}")
         if self.counts.n_tok[rows].any():
             raise ValueError(f"seqs: got {rows.tolist()}, some of which hold tokens, supported: empty sequences")
+        if positions.any() and self.is_captured and self.attached is not None and self.attached.is_pre_rope:
+            raise ValueError(f"positions: got {positions.tolist()} for a cache with captured calls, whose kernels "
+                             "begin at 0, supported: 0")
         self.first_positions[rows] = positions
 
     def share(self, src: int, dst: int, tokens: int | None = None) -> None:

@@ -7,6 +7,7 @@ import torch
 import typer
 
 from lowbit_attn import dispatch, kernels
+from lowbit_attn.cache import rope
 from lowbit_attn.cache.attached import check_format
 from lowbit_attn.cli.common import fail
 from lowbit_attn.codebooks import Codebooks
@@ -66,7 +67,7 @@ def _have_kernels(fmt: Format, path: Path) -> bool:
     if str(path) in PROMPTS:
         return False
     books, (arch, _) = loaded(path), dispatch.target_of(torch.device("cuda"))
-    return not kernels.no_codebooks(arch, fmt, books.head_dim, books.rope == "pre")
+    return not (kernels.no_codebooks(arch, fmt, books.head_dim, books.rope == "pre") or rope.missing(books))
 
 
 def is_prompt(options: dict | None) -> bool:

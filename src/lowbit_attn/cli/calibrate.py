@@ -21,6 +21,8 @@ def calibrate(
     tokens: Annotated[int, typer.Option(min=1024, help="Tokens to learn from, at most.")] = TOKENS,
     rope: Annotated[str, typer.Option(help="Codes of keys after (post) or before (pre) their rotary embedding.")
                     ] = "post",
+    k_shared: Annotated[bool, typer.Option("--k-shared", help="With --rope pre: four codebooks of K a head, as "
+                                             "Hopper's kernels read them.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of k-means and random positions.")] = 0,
     out: Annotated[Path | None, typer.Option(help="The file; default: MODEL.FORMAT.safetensors, here.")] = None,
 ) -> None:
@@ -28,7 +30,7 @@ def calibrate(
     from lowbit_attn.codebooks import calibrate as learning
 
     try:
-        learning.recipe_of(chosen := format_named(format), rope, seed)
+        recipe = learning.recipe_of(chosen := format_named(format), rope, seed, k_shared)
     except ValueError as error:
         fail(error)
     out = Path(f"{Path(model).resolve().name}.{format}.safetensors") if out is None else out
@@ -40,7 +42,7 @@ def calibrate(
     network, tokenizer = load(model)
     try:
         ids = _ids(tokenizer, text, learning.tokens_to_read(tokens, chosen.sinks))
-        made = _with_progress(learning, network, ids, chosen, rope, seed, Path(model).resolve().name)
+        made = _with_progress(learning, network, ids, chosen, recipe, Path(model).resolve().name)
     except (ValueError, NotImplementedError) as error:
         fail(error)
     made.save(out)
@@ -55,14 +57,15 @@ def _ids(tokenizer, files: list[Path] | None, tokens: int):
     return tokenized(tokenizer, read_files(files) if files else mixture(), tokens)
 
 
-def _with_progress(learning, network, ids, format, rope: str, seed: int, name: str):
+def _with_progress(learning, network, ids, format, recipe, name: str):
     """The codebooks; two bars while they are made."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console(), transient=True) as bar:
         layers = network.config.get_text_config().num_hidden_layers
         reading = bar.add_task("tokens read", total=len(ids))
-        steps = bar.add_task("k-means", total=layers * learning.recipe_of(format, rope, seed).steps)
-        return learning.calibrate(network, ids, format, rope=rope, seed=seed, name=name,
+        steps = bar.add_task("k-means", total=layers * recipe.steps)
+        return learning.calibrate(network, ids, format, rope=recipe.rope, seed=recipe.seed,
+                                  k_shared=recipe.k_shared, name=name,
                                   on_tokens=lambda count: bar.advance(reading, count),
                                   on_step=lambda: bar.advance(steps))
 

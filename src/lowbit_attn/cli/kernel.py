@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from lowbit_attn import KVCache, compile, dispatch, kernels
-from lowbit_attn.cache import attached
+from lowbit_attn.cache import attached, rope
 from lowbit_attn.cli import books, level_info, level_plot
 from lowbit_attn.cli.common import JsonOption, console, fail, format_named, table
 from lowbit_attn.cli.model import DEMO, ModelOption
@@ -89,7 +89,7 @@ def info(
     features = tuple(name for name in kernels.FEATURES if name in (feature or ()))
     is_pre_rope = read is not None and read.rope == "pre"
     served = [_served(name, target, fmt, heads, kv_heads, head_dim, batch, q_len, seqlen, dtype, path, features,
-                      is_pre_rope) for name, target in _targets(arch)]
+                      is_pre_rope, [] if read is None else rope.missing(read)) for name, target in _targets(arch)]
     planes = [(side, plane.name, plane.offset, plane.nbytes)
               for side, part in (("K", record.k_planes), ("V", record.v_planes)) for plane in part]
     if as_json:
@@ -135,13 +135,15 @@ def _targets(arch: str | None) -> list[tuple[str, str]]:
 
 
 def _served(arch: str, target: str, fmt: Format, heads: int, kv_heads: int, head_dim: int, batch: int, q_len: int,
-            seqlen: int, dtype: str, path: str | None, features: tuple[str, ...], is_pre_rope: bool) -> Served:
+            seqlen: int, dtype: str, path: str | None, features: tuple[str, ...], is_pre_rope: bool,
+            unread: list[str]) -> Served:
     rows = heads // kv_heads * q_len
     if path not in (None, *kernels.arch_package(arch).PATHS):
         return Served(target, reasons=(f"path: {path!r} is not known on {arch}, supported: "
                                        f"{', '.join(kernels.arch_package(arch).PATHS)}",))
-    picked, reasons = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows, path, features)
-    refused = kernels.no_codebooks(arch, fmt, head_dim, is_pre_rope)
+    picked, reasons = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows, path, features,
+                                   is_pre_rope)
+    refused = kernels.no_codebooks(arch, fmt, head_dim, is_pre_rope) or unread
     passed_over = reasons if picked is None or not fmt.needs_codebooks else []  # which no codebook could have
     reasons = unnamed(fmt) + (refused or passed_over)
     if picked is None or refused:

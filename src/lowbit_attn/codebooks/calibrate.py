@@ -35,31 +35,37 @@ def tokens_to_read(tokens: int, sinks: int = 32) -> int:
     return read + sinks * -(-read // 2048)
 
 
-def recipe_of(format, rope: str = "post", seed: int = 0) -> Recipe:
-    """What a format of codebooks (a Format of FORMATS) needs learned; ValueError for one without codebooks."""
+def recipe_of(format, rope: str = "post", seed: int = 0, k_shared: bool = False) -> Recipe:
+    """What a format of codebooks (a Format of FORMATS) needs learned; ValueError for one without codebooks.
+
+    k_shared: see Recipe; of rope="pre" alone, for nothing else reads it faster.
+    """
     if not format.needs_codebooks:
         raise ValueError(f"format: got {format.name}, which has no codebooks, supported: cq4, cq2, cq1, kcq4vcq2, "
                          "k4vcq2, ...")
     k, v = (side.vec_size if side.kind.name == "CODEBOOK" else None for side in (format.k, format.v))
     if rope == "pre" and k is None:
         raise ValueError(f"rope: got 'pre' with {format.name}, whose keys have no codebooks, supported: 'post'")
-    return Recipe(k, v, v is not None and format.v.normed, rope, seed=seed)
+    if k_shared and rope != "pre":
+        raise ValueError("k_shared: got True with rope='post', supported with rope='pre': only there kernels want it")
+    return Recipe(k, v, v is not None and format.v.normed, rope, seed=seed, k_shared=k_shared)
 
 
-def calibrate(model, ids: torch.Tensor, format, *, rope: str = "post", seed: int = 0, name: str | None = None,
-              on_tokens: Callable[[int], None] = lambda n: None, on_step: Callable[[], None] = lambda: None,
-              ) -> Codebooks:
+def calibrate(model, ids: torch.Tensor, format, *, rope: str = "post", seed: int = 0, k_shared: bool = False,
+              name: str | None = None, on_tokens: Callable[[int], None] = lambda n: None,
+              on_step: Callable[[], None] = lambda: None) -> Codebooks:
     """Codebooks of a model for a format, learned from ids.
 
     model: a causal language model of transformers in eval mode; ids: int64 [tokens] of varied text, 1,024 or more, of
     which sinks and one page in nine are not learned from. format: of FORMATS. rope: "post", or "pre" for keys before
-    their rotary embedding (fewer errors, and readers that turn them). name: of the model, for messages; None: its
+    their rotary embedding (fewer errors, and readers that turn them). k_shared: four codebooks of K a head (see
+    Recipe), which Hopper's kernels read before that embedding. name: of the model, for messages; None: its
     configuration's. on_tokens is told of the tokens read, on_step of each iteration of k-means (Recipe.steps a layer).
     Raises NotImplementedError for rotary embeddings that cannot be turned back or on, and models that are no decoders.
     """
     if len(ids) < 1024:
         raise ValueError(f"ids: got {len(ids)} tokens, supported: 1024 or more")
-    recipe = recipe_of(format, rope, seed)
+    recipe = recipe_of(format, rope, seed, k_shared)
     kinds = rope_types(model.config)
     check_rope(kinds, rope)
     sample = captured(model, ids, format.sinks, on_tokens)

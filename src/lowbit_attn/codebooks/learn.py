@@ -22,6 +22,7 @@ HELD_OUT = 9  # one page of so many is kept for the errors
 RANDOM_COPIES = 2  # of every key, at random positions, beside the key where it stood
 LEAST_WEIGHT = 1e-3  # of a channel, beside a mean of 1: no query moment divides by zero
 LEAST_NORM = 1e-6
+SHARED = 4  # codebooks of K of a head, where groups share them
 FP16_MOST = 65504.0
 WARN_LOGIT_ERROR, WARN_VALUE_ERROR = 0.5, 0.15
 
@@ -32,6 +33,8 @@ class Recipe:
 
     k_vec_size, v_vec_size: channels a code, None: the side has no codebook. v_norm: values are divided by their root
     mean square first. rope: keys are clustered as they are after ("post") or before ("pre") their rotary embedding.
+    k_shared: of K a head has SHARED codebooks, that of number t for its groups t, t + SHARED, ..., and channels that
+    turn together lie in groups half a head apart: what Hopper's kernels of keys before their rotary embedding read.
     The rest are the three improvements, each of which can be left out to see what it is worth: weights of K's channels,
     groups of even importance, the mean of a page, random positions.
     """
@@ -42,6 +45,7 @@ class Recipe:
     rope: str = "post"
     iterations: int = ITERATIONS
     seed: int = 0
+    k_shared: bool = False
     is_weighted: bool = True
     is_balanced: bool = True
     has_page_mean: bool = True
@@ -139,16 +143,19 @@ def _learn_keys(learned: Learned, layer: LayerSample, first, offsets, held, reci
     inv_freq, shifts = layer.inv_freq.to(device), [_shift(first, recipe.rope, one) for one in offsets]
     copies = [_without_mean(turned(layer.keys.to(device), inv_freq, shift), recipe) for shift in shifts]
     heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
+    if recipe.k_shared and head_dim % (2 * SHARED * recipe.k_vec_size):
+        raise ValueError(f"k_shared: got head_dim {head_dim} with codes of {recipe.k_vec_size} channels, supported: "
+                         f"multiples of {2 * SHARED * recipe.k_vec_size}")
     weight = (channel_weights(layer.q_moment) if recipe.is_weighted
               else torch.ones(heads, head_dim, dtype=torch.float32))
     squares = sum(keys[~held].square().mean((0, 2)) for keys in copies) / len(copies)
-    order = (balanced_order(squares.cpu() * weight, recipe.k_vec_size) if recipe.is_balanced
+    order = (balanced_order(squares.cpu() * weight, recipe.k_vec_size, recipe.k_shared) if recipe.is_balanced
              else torch.arange(head_dim).expand(heads, head_dim))
     factors, place = weight.sqrt(), order[None, :, None].to(device)
     stored = [(keys * factors[:, None].to(device)).gather(3, place.expand_as(keys)) for keys in copies]
     tokens = None if layer.token_weights is None else layer.token_weights[~held].repeat(len(copies), 1, 1)
     learned.k_entries, learned.unused = _clustered(torch.cat([keys[~held] for keys in stored]), recipe.k_vec_size,
-                                                   recipe, on_step, tokens)
+                                                   recipe, on_step, tokens, recipe.k_shared)
     learned.k_order, learned.k_weights = order, factors
     if held.any():
         keys = stored[-1][held]
@@ -192,16 +199,24 @@ def channel_weights(q_moment: torch.Tensor) -> torch.Tensor:
 
 
 @on_own_defaults
-def balanced_order(importance: torch.Tensor, vec_size: int) -> torch.Tensor:
+def balanced_order(importance: torch.Tensor, vec_size: int, in_pairs: bool = False) -> torch.Tensor:
     """Deal channels out so that groups of ``vec_size`` have nearly equal products of importance.
 
     importance: [heads, head_dim], not negative. Returns int64 [heads, head_dim]: group y has the channels at places
     vec_size y to vec_size y + vec_size - 1. The most important channel left goes to the group with the least product
-    of those that have room, as optimized product quantization allots eigenvalues.
+    of those that have room, as optimized product quantization allots eigenvalues. in_pairs: channels d and
+    d + head_dim / 2 are dealt out together, to the same places of groups half a head apart; groups of like strongest
+    channels are SHARED apart.
     """
     logs = importance.double().clamp(min=1e-12).log()
+    if in_pairs:
+        logs = sum(logs.chunk(2, -1))
     logs = logs - logs.min(-1, keepdim=True).values
-    return torch.tensor([_dealt(head.tolist(), vec_size) for head in logs])
+    order = torch.tensor([_dealt(head.tolist(), vec_size) for head in logs])
+    if not in_pairs:
+        return order
+    like = order.unflatten(1, (SHARED, -1, vec_size)).transpose(1, 2).flatten(1)  # groups by their strongest channels
+    return torch.cat((like, like + like.shape[1]), 1)
 
 
 def _dealt(logs: list[float], vec_size: int) -> list[int]:
@@ -229,17 +244,26 @@ def _grouped(stored: torch.Tensor, vec_size: int) -> torch.Tensor:
 
 
 def _clustered(stored: torch.Tensor, vec_size: int, recipe: Recipe, on_step, token_weights: torch.Tensor | None,
-               ) -> tuple[torch.Tensor, int]:
+               shares: bool = False) -> tuple[torch.Tensor, int]:
     """(entries fp16 [heads, groups, 256, vec_size] on the CPU, the most used first; how many no vector chose).
 
-    token_weights: as in LayerSample, of the tokens of ``stored`` [pages, heads, 128, head_dim].
+    token_weights: as in LayerSample, of the tokens of ``stored`` [pages, heads, 128, head_dim]. shares: groups
+    SHARED apart have the same entries, of the vectors of all of them.
     """
+    heads, groups, vectors = stored.shape[1], stored.shape[3] // vec_size, _grouped(stored, vec_size)
     if token_weights is not None:
         token_weights = token_weights.to(stored.device).transpose(0, 1).flatten(1)  # [heads, tokens]
-        token_weights = token_weights.repeat_interleave(stored.shape[3] // vec_size, 0)
-    clusters = kmeans(_grouped(stored, vec_size), ENTRIES, recipe.iterations, recipe.seed, on_step, token_weights)
-    entries = clusters.entries.clamp(-FP16_MOST, FP16_MOST).half().cpu()
-    return entries.unflatten(0, (stored.shape[1], -1)), clusters.unused
+        token_weights = token_weights.repeat_interleave(groups, 0)
+    if shares:
+        vectors, token_weights = (None if x is None else _together(x, heads) for x in (vectors, token_weights))
+    clusters = kmeans(vectors, ENTRIES, recipe.iterations, recipe.seed, on_step, token_weights)
+    entries = clusters.entries.clamp(-FP16_MOST, FP16_MOST).half().cpu().unflatten(0, (heads, -1))
+    return entries.repeat(1, groups // entries.shape[1], 1, 1), clusters.unused
+
+
+def _together(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[heads * groups, vectors, ...] as [heads * SHARED, vectors of groups SHARED apart, ...]."""
+    return x.unflatten(0, (heads, -1, SHARED)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _decoded(stored: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:

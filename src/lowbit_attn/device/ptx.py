@@ -51,6 +51,11 @@ def fma_f16x2(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
     return one_word("fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};", a, b, c)
 
 
+def subtract_f16x2(c: Uint32, a: Uint32, b: Uint32) -> Uint32:
+    """c - a * b on both fp16 halves, one rounding; subnormals kept."""
+    return one_word("{ .reg .b32 n; neg.f16x2 n, {$r1}; fma.rn.f16x2 {$w0}, n, {$r2}, {$r0}; }", c, a, b)
+
+
 def fma_f16x2_const(a: Uint32, b: int, c: int) -> Uint32:
     """a * b + c on both fp16 halves, where b and c are the constants' bits, both halves of 32."""
     text = f"mov.b32 b, {b:#x}; mov.b32 c, {c:#x}; fma.rn.f16x2 {{$w0}}, {{$r0}}, b, c;"

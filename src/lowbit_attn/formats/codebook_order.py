@@ -22,6 +22,7 @@ LANES, RUN = 32, 16  # lanes of a warp, and bytes that a lane loads at once
 FEWEST_GROUPS = 8  # of the order by lanes
 ENTRIES = 256  # of a codebook
 BOOK_ROW_BYTES = 256  # of a row of the table of entries as kernels have it: one entry of every group
+SHRINK_LOG2 = -2  # of keys that kernels turn: one whose channels are two clamped means stays finite in fp16
 
 
 def is_by_lanes(groups):

@@ -137,15 +137,19 @@ def path_of(arch: str, arithmetic: str, schedule: str) -> str | None:
 
 
 def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, path: str | None = None,
-         features: tuple[str, ...] = ()) -> tuple[tuple[str, int] | None, list[str]]:
+         features: tuple[str, ...] = (), is_pre_rope: bool = False) -> tuple[tuple[str, int] | None, list[str]]:
     """((path, rows of its kernel), reasons of the paths passed over) for ``rows`` query rows of a KV head.
 
     The first path that takes all rows at once, or in two blocks where those are faster, else the one that takes most;
-    path: only this one. None: no path.
+    path: only this one. is_pre_rope: whether codebooks are of keys before their rotary embedding. None: no path.
     """
     best, reach, reasons = None, 0, []
     for name, support in arch_package(arch).PATHS.items():
         if path != name and (path is not None or support.schedule != SPLITS or rows < support.least_rows):
+            continue
+        if support.pre_rope != is_pre_rope:
+            reasons += [f"{arch} {name} path: codebooks of keys {_rope(is_pre_rope)} their rotary embedding, "
+                        f"supported: {_rope(support.pre_rope)} it"] * (path is not None)
             continue
         missing = support.missing(fmt, head_dim, dtype, features)
         reasons += [f"{arch} {name} path: {reason}" for reason in missing]
@@ -156,6 +160,10 @@ def pick(arch: str, fmt: Format, head_dim: int, dtype: torch.dtype, rows: int, p
     return best, reasons
 
 
+def _rope(is_pre_rope: bool) -> str:
+    return "before" if is_pre_rope else "after"
+
+
 def no_codebooks(arch: str, fmt: Format, head_dim: int, is_pre_rope: bool = False) -> list[str]:
     """Why no kernel of an architecture serves a format with codebooks; empty for others, and where one does.
 
@@ -163,14 +171,17 @@ def no_codebooks(arch: str, fmt: Format, head_dim: int, is_pre_rope: bool = Fals
     """
     if not fmt.needs_codebooks:
         return []
-    served = [support for support in arch_package(arch).PATHS.values() if support.codebooks]
+    paths = arch_package(arch).PATHS.values()
+    served = [support for support in paths if support.codebooks and not support.pre_rope]
     reasons = [support.missing(fmt, head_dim, torch.float16) for support in served]
     elsewhere = "path='reference', any device"
     if all(reasons):  # or there is none
         why = "; ".join(reasons[-1]) if reasons else "codebooks"
         return [f"format {fmt}: no kernel on {arch} reads its codebooks yet ({why}), supported: "
                 f"{'; '.join([*map(str, served), elsewhere])}"]
-    if is_pre_rope:
+    turning = [support for support in paths if support.pre_rope]
+    if is_pre_rope and all(support.missing(fmt, head_dim, torch.float16) for support in turning):
+        elsewhere = "; ".join([*map(str, turning), elsewhere])
         return [f"format {fmt}: no kernel on {arch} reads codebooks of keys before their rotary embedding yet, "
                 f"supported: rope='post', of a prompt codebooks='prompt-post'; {elsewhere}"]
     return []

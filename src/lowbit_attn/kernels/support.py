@@ -40,6 +40,7 @@ class Support:
     boosted_values: bool = False  # V of two widths in a page, but for windows, which would need its positions
     wide_bits: tuple[int, ...] = (8, 4, 2)  # of the first tokens of such a V
     codebooks: bool = False  # of both sides, and nothing else
+    pre_rope: bool = False  # the codebooks are of keys before their rotary embedding
     least_rows: int = 1  # fewer are faster on the paths behind it
     paired_bits: int = 0  # up to so many bits two blocks of query rows are faster than the next path's kernel
 
@@ -113,9 +114,10 @@ class CodebookSupport(Support):
         return unserved(wanted)
 
     def __str__(self) -> str:
-        return (f"codebooks of K of {listed(self.k_bits)} bits with codebooks of V of {listed(self.v_bits)} bits; "
-                f"head_dim {listed(self.head_dims)}; {listed(self.dtypes)}; any number of query heads a KV head; "
-                f"{listed(self.rows)} query rows at once, more in blocks")
+        before = ", of keys before their rotary embedding and four of K a head" * self.pre_rope
+        return (f"codebooks of K of {listed(self.k_bits)} bits with codebooks of V of {listed(self.v_bits)} bits"
+                f"{before}; head_dim {listed(self.head_dims)}; {listed(self.dtypes)}; any number of query heads a KV "
+                f"head; {listed(self.rows)} query rows at once, more in blocks")
 
 
 def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str]:

@@ -67,7 +67,8 @@ def select(warp, suffixes, operands, active):
 
 FLOATS = {name: float_step(function) for name, function in {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "max": np.fmax, "min": np.fmin, "abs": np.abs,
-    "fma": fused, "neg": operator.neg, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal,
+    "fma": fused, "neg": operator.neg, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sin": np.sin,
+    "cos": np.cos,
     "div": np.divide, "sqrt": np.sqrt}.items()}
 
 
@@ -110,6 +111,8 @@ def keeps_nan(function, of_nan):
 def rounded_step(function, is_bf16: bool):
     def step(*halves):
         exact = function(*(halves_of(half, is_bf16)[0].astype(np.float64) for half in halves))
+        if not is_bf16:
+            return exact.astype(np.float16).view(np.uint16).astype(U64)
         rounded = exact.astype(np.float32)
         assert (rounded == exact)[np.isfinite(exact)].all(), "two roundings"
         return to_half(rounded, is_bf16)
@@ -120,6 +123,7 @@ PAIRS = {("max", "u16x2"): each_half(np.maximum), ("mul", "f16x2"): each_half(ha
          ("add", "f16x2"): each_half(half_sum), ("sub", "f16x2"): each_half(lambda x, y: half_sum(x, y, -1))} | {
     (name, f"{kind}x2"): half_step(function, kind == "bf16") for kind in ("f16", "bf16")
     for name, function in (("min", np.fmin), ("max", np.fmax), ("fma", lambda x, y, z: x * y + z))} | {
+    ("neg", "f16x2"): each_half(lambda x: x ^ U64(0x8000)),
     ("min", "f16x2"): keeps_nan(np.fmin, np.minimum), ("max", "f16x2"): keeps_nan(np.fmax, np.maximum)}
 HALVES = {("max", "f16"): half_maximum}
 
