@@ -14,6 +14,7 @@ from lowbit_attn import layout, registers
 from lowbit_attn.formats.spec import SideSpec
 from lowbit_attn.hopper.common import tuning
 from lowbit_attn.hopper.common.tuning import MAX_WARPS, MIN_SLOTS, PAGE_WARPS, Rule
+from lowbit_attn.kernels.key import LEVEL_WINDOW
 from lowbit_attn.registers import WIDE_HEAD_DIM
 
 TARGET = "sm_90a"
@@ -251,7 +252,12 @@ class WarpConfig:
 
     @property
     def has_window(self) -> bool:
-        return "window" in self.features
+        return "window" in self.features or self.has_level_window
+
+    @property
+    def has_level_window(self) -> bool:
+        """Whether ``View.hidden`` says what the window hides of a row; for one query."""
+        return LEVEL_WINDOW in self.features
 
     @property
     def col_blocks(self) -> int:

@@ -98,6 +98,8 @@ def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring:
         queries = queries_of(cfg, rows, me)
         for i in cutlass.range(walk.first_unit, walk.num_units, apart, unroll=1):
             now = unit(walk, i, rows.q_len)
+            if cutlass.const_expr(cfg.has_level_window):
+                now = now._replace(stage_seen=stage_seen(cfg, walk, limits))
             load_unit(cfg, tokens, walk, now, ring, me)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
@@ -148,10 +150,22 @@ def is_seen(cfg: WarpConfig, unit: Unit, query: Int32, token: Int32, limits: sof
     """Whether a query sees token ``token`` of a 16-bit unit."""
     stop = unit.reach + query
     seen = (token < unit.live) & (token < stop)
+    if cfg.has_level_window:
+        begin = unit.is_sink * (unit.stage_seen - unit.start) + (1 - unit.is_sink) * (stop - limits.window)
+        kept = unit.is_sink * (0 - limits.sink_window - unit.start)  # sinks before it that no window hides
+        return seen & ((token >= begin) | (token < kept))
     if cfg.has_window:
         window = limits.window + (limits.sink_window - limits.window) * unit.is_sink
         seen = seen & (token >= stop - window)
     return seen
+
+
+def stage_seen(cfg: WarpConfig, walk: Walk, limits: softmax.Limits) -> Int32:
+    """Number in a level's segment of sinks and stage from which on the window shows it: what it hides beyond the pages
+    are tokens of the stage; walk.first_seen is negative where it shows that many sinks."""
+    sinks = cutlass.max(limits.sink_window, 0 - limits.sink_window)
+    beyond = walk.first_seen - (walk.mixed_page << cfg.page_log2)
+    return sinks + cutlass.min(walk.first_seen, Int32(0)) + cutlass.max(beyond, Int32(0))
 
 
 def row_view(cfg: WarpConfig, ring: Ring, element, width: int, count: int) -> cute.Tensor:

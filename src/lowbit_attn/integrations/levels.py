@@ -68,7 +68,8 @@ class LevelLayer(LowBitLayer):
         return options
 
     def _drop_plans(self) -> None:
-        for view in views_of(self.kv):
+        views = views_of(self.kv)
+        for view in (*views, *(views.windowed or ())):
             plans_of(view).clear()
 
     def _manage(self, query: torch.Tensor, lse: torch.Tensor, options: Attention) -> None:
