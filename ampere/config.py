@@ -275,7 +275,8 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
     """The configuration of one kernel, or ValueError with what was asked for and what is supported."""
     for name, value, supported in (("target", target, tuple(SMEM_LIMIT_BYTES)), ("head_dim", head_dim, HEAD_DIMS),
                                    ("dtype", dtype, DTYPES), ("path", path, PATH_NAMES),
-                                   ("rows", rows, rows_of(head_dim)), *(("features", f, (*FEATURES, LEVEL_WINDOW)) for f in features)):
+                                   ("rows", rows, rows_of(head_dim)),
+                                   *(("features", f, (*FEATURES, LEVEL_WINDOW)) for f in features)):
         if value not in supported:
             at = f" at head_dim {head_dim}" if name == "rows" else ""
             raise ValueError(f"{name}: got {value!r}, supported{at}: {', '.join(map(str, supported))}")

@@ -10,6 +10,7 @@ from lowbit_attn.hopper import PATHS
 from lowbit_attn.hopper.common.book_abi import BOOK_CHANNEL_PLANES, BOOK_ROW_WORDS
 from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.config import make_config
+from lowbit_attn.hopper.schedule.level_splits import LevelSplitsSm90
 from lowbit_attn.hopper.tile.config import TARGET
 from lowbit_attn.hopper.tile.config import DecodeConfig as TileConfig
 from lowbit_attn.hopper.warp.config import WarpConfig
@@ -36,6 +37,8 @@ def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str = TARGET, 
 
 def kernel_of(cfg: WarpConfig | TileConfig):
     """The kernel class of a configuration, with it."""
+    if isinstance(cfg, WarpConfig) and LEVEL_WINDOW in cfg.features:
+        return LevelSplitsSm90(cfg)
     if isinstance(cfg, WarpConfig):
         return cfg.schedule.kernel(cfg)
     if isinstance(cfg, WgmmaConfig):
@@ -66,7 +69,8 @@ def fake_arguments(head_dim: int, element, has_books: bool = False, has_hidden: 
         tensor(element, batch, q_len, heads, head_dim), *(tensor(Int32, batch, align=4) for _ in range(2)),
         tensor(Uint32, n(), UNIT_WORDS, align=128), tensor(Int32, n(), align=4),
         *(tensor(Int32, seqs, align=4) for _ in range(5)), *(tokens(slots) for slots in (sinks, sinks, ring_k, ring_v)),
-        *books, *[tensor(Int32, seqs, align=4)] * has_hidden, tensor(Float32, n(), n(), n()), tensor(element, batch, q_len, heads, head_dim),
-        tensor(Float32, batch, heads, q_len, align=4), tensor(Float32, n(), align=4),
+        *books, *[tensor(Int32, seqs, align=4)] * has_hidden, tensor(Float32, n(), n(), n()),
+        tensor(element, batch, q_len, heads, head_dim), tensor(Float32, batch, heads, q_len, align=4),
+        tensor(Float32, n(), align=4),
         Float32(1.0), Float32(1.0), *(Int32(1) for _ in range(6)),
     )

@@ -18,10 +18,6 @@ class Splits(Schedule):
             from lowbit_attn.hopper.schedule.book_splits import BookSplitsSm90
 
             return BookSplitsSm90(cfg)
-        if cfg.has_level_window:
-            from lowbit_attn.hopper.schedule.level_splits import LevelSplitsSm90
-
-            return LevelSplitsSm90(cfg)
         from lowbit_attn.hopper.schedule.splits import SplitsSm90
 
         return SplitsSm90(cfg)

@@ -14,7 +14,6 @@ from lowbit_attn import layout, registers
 from lowbit_attn.formats.spec import SideSpec
 from lowbit_attn.hopper.common import tuning
 from lowbit_attn.hopper.common.tuning import MAX_WARPS, MIN_SLOTS, PAGE_WARPS, Rule
-from lowbit_attn.kernels.key import LEVEL_WINDOW
 from lowbit_attn.registers import WIDE_HEAD_DIM
 
 TARGET = "sm_90a"
@@ -241,10 +240,10 @@ class WarpConfig:
 
     @property
     def masks(self) -> ModuleType:
-        """The module of what ``features`` do to scores (masks.py); imports the DSL."""
-        from lowbit_attn.hopper.warp import masks
+        """The module of what ``features`` do to scores (masks.py, level_masks.py); imports the DSL."""
+        from lowbit_attn.hopper.warp import level_masks, masks
 
-        return masks
+        return level_masks if "level_window" in self.features else masks
 
     @property
     def has_softcap(self) -> bool:
@@ -252,12 +251,7 @@ class WarpConfig:
 
     @property
     def has_window(self) -> bool:
-        return "window" in self.features or self.has_level_window
-
-    @property
-    def has_level_window(self) -> bool:
-        """Whether ``View.hidden`` says what the window hides of a row; for one query."""
-        return LEVEL_WINDOW in self.features
+        return "window" in self.features or "level_window" in self.features
 
     @property
     def col_blocks(self) -> int:

@@ -73,7 +73,6 @@ class Unit(NamedTuple):
     live: Int32
     is_sink: Int32
     reach: Int32  # query j sees none from number reach + j of the unit on; may be negative
-    stage_seen: Int32 | int = 0  # of a level under a window: number in the sinks' segment from which on it is seen
 
 
 class CacheRow(NamedTuple):
@@ -115,7 +114,7 @@ def plans_of(place: cute.Pointer, warp_idx: Int32, warps: int) -> Plans:
 
 
 def plan_walk(n_sink, n_qk, n_qv, n_tok, ring_start, q_len, window, split_idx, num_splits, warp_idx, warps: int,
-              page_warps: int, divisor=None, page_log2: int = PAGE_LOG2, seen_from=None) -> Walk:
+              page_warps: int, divisor=None, page_log2: int = PAGE_LOG2) -> Walk:
     """The walk of one warp of split ``split_idx`` of ``num_splits`` over a sequence with these token counts.
 
     n_qk, n_qv: packed tokens of K and of V, multiples of a page, n_qv <= n_qk; ring_start: tokens that left the ring.
@@ -123,12 +122,10 @@ def plan_walk(n_sink, n_qk, n_qv, n_tok, ring_start, q_len, window, split_idx, n
     and the splits share the rest. Pages are dealt one by one, to the first warps of all splits, then to their second
     warps, ...: which page a warp has first does not depend on the length. page_warps: the first warps of a split, which
     take the packed pages. divisor: num_splits in a form that is divided by faster. page_log2: of the tokens of a page,
-    or of what takes its place where a warp takes less at a time; such formats have no mixed segment. seen_from: of a level
-    (View.hidden), which of its tokens the query sees first, in place of what follows from the length.
+    or of what takes its place where a warp takes less at a time; such formats have no mixed segment.
     """
     divisor = num_splits if divisor is None else divisor
     first_seen = 0 * n_tok if window is None else n_tok - q_len + 1 - window - n_sink
-    first_seen = first_seen if seen_from is None else seen_from
     packed_k, packed_v = n_qk >> page_log2, n_qv >> page_log2
     start, mixed_start = 0, packed_v
     if window is not None:

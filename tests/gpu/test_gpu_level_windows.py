@@ -28,8 +28,8 @@ def near(found: tuple, want: tuple, limit: float) -> None:
 
 
 @pytest.mark.parametrize("name, head_dim, ratio, scales, options", [
-    ("lean", 128, 4, (1, 1), {}), ("lean", 128, 7, (1e3, 1e-4), dict(softcap=5.0, softmax_scale=0.3)),
-    ("lean-low", 128, 4, (1, 1), {}), ("lean-low", 64, 16, (1e-4, 1e3), {})])
+    ("lean", 128, 4, (1, 1), {}), ("lean-low", 128, 7, (1e3, 1e-4), dict(softcap=5.0, softmax_scale=0.3)),
+    ("lean", 64, 16, (1e-4, 1e3), {})])
 def test_kernels_are_the_reference(arch, name, head_dim, ratio, scales, options):
     cache = of_pages(name, head_dim, RAGGED, heads=2, scales=scales, device="cuda", windows=True)
     q, sinks = query(cache, ratio), torch.linspace(-3, 3, 2 * ratio, device="cuda")
@@ -40,13 +40,11 @@ def test_kernels_are_the_reference(arch, name, head_dim, ratio, scales, options)
             near(found, decode(q.float(), cache, window=window, path="reference", **asked, **options), 2e-3)
             again = decode(q, cache, window=window, path="merge", **asked, **options)
             assert all(map(torch.equal, found, again))
-    near(decode(q, cache, window=1 << 40, **options), decode(q, cache, path="merge", **options), 1e-3)
 
 
-@pytest.mark.parametrize("name", ("k8v8+k8v4", "lean"))
-def test_steps_keep_positions(arch, name):
+def test_steps_keep_positions(arch):
     """Over flushes by the kernels of manage; then a row is trimmed, and steps go on."""
-    text = Text(make(name, device="cuda"))
+    text = Text(make("lean", device="cuda"))
     text.prefill(0, 300, 1)
     assert text.cache.why_torch() == []
     text.steps([0, 1, 2], 330, 2)
@@ -80,7 +78,7 @@ def test_a_graph_follows_counters_and_classes(arch):
 
 def test_a_captured_step_keeps_positions(arch):
     """append, decode and manage under a window, replayed over two flushes."""
-    text = Text(make("k8v8+k8v4", device="cuda", manage_every=1))
+    text = Text(make("lean", device="cuda", manage_every=1))
     for row in range(ROWS):
         text.prefill(row, 70, row)
     cache, (k, v, q) = text.cache, (x.cuda() for x in tokens(ROWS * 300, 7))
@@ -114,7 +112,7 @@ def test_a_captured_step_keeps_positions(arch):
 def test_what_is_refused(arch):
     cache = of_pages("lean", 128, RAGGED, heads=2, device="cuda", windows=True, max_q_len=4)
     q = query(cache, 4)
-    with pytest.raises(NotImplementedError, match="window: got 300 over levels for 2 queries, supported: 1, or path='ref"):
+    with pytest.raises(NotImplementedError, match="window: got 300 over levels for 2 queries, supported: 1, or"):
         decode(q.repeat(1, 2, 1, 1), cache, window=300)
     if arch == "hopper":
         with pytest.raises(NotImplementedError, match="pair path: feature window, supported: softcap"):

@@ -141,7 +141,8 @@ def run(program, cfg, problem: testing.Problem, options: Attention, splits: int,
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
     is_tile = not hasattr(cfg, "arithmetic")
     caps = (cap,) if is_tile else (2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
-    parameters = call.tensors + packed("f", call.scale, *caps) + packed("i", *dispatch.windows_of(problem.cache, options))
+    parameters = call.tensors + packed("f", call.scale, *caps)
+    parameters += packed("i", *dispatch.windows_of(problem.cache, options))
     if is_tile:
         parameters += packed("i", call.ratio, call.row_blocks)
     else:

@@ -13,6 +13,7 @@ from lowbit_attn.reference import Attention
 from unit.level_caches import check_equal, state
 from unit.level_texts import ROWS, D, H, R, Text, make, tokens
 
+
 def windowed(text: Text, q: torch.Tensor, options: Attention) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query over what its window leaves, of tokens at positions that are found by their keys."""
     cache, (batch, q_len, heads, _) = text.cache, q.shape
@@ -26,7 +27,9 @@ def windowed(text: Text, q: torch.Tensor, options: Attention) -> tuple[torch.Ten
                 for r in range(head * R, head * R + R):
                     s = k[seen] @ q[row, j, r].float() * (options.softmax_scale or D**-0.5)
                     s = s if options.softcap is None else options.softcap * torch.tanh(s / options.softcap)
-                    sink = torch.full((1,), -torch.inf) if options.sink_logits is None else options.sink_logits[r : r + 1]
+                    sink = torch.full((1,), -torch.inf)
+                    if options.sink_logits is not None:
+                        sink = options.sink_logits[r : r + 1]
                     p = torch.cat((s, sink)).softmax(0)[:-1]
                     o[row, j, r], lse[row, r, j] = p @ v[seen], torch.cat((s, sink)).logsumexp(0)
     return o, lse
@@ -191,6 +194,6 @@ def test_scores_of_a_prompt_count_what_its_window_shows():
     lambda c: decode(tokens(1)[2][None], c, window=100), lambda c: c.trim(100),
     lambda c: c.prefill(0, *tokens(20), window=100)])
 def test_a_cache_without_positions_says_how_to_have_them(call):
-    with pytest.raises(NotImplementedError, match=r"window: got 100 over levels without positions, supported: None, or a "
-                                                  r"LevelCache\(..., windows=True\)"):
+    with pytest.raises(NotImplementedError, match=r"window: got 100 over levels without positions, supported: None, or "
+                                                  r"a LevelCache\(..., windows=True\)"):
         call(make(windows=False))

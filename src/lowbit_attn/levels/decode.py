@@ -6,7 +6,8 @@ the kernels of ordinary caches, a launch each, then one that merges them.
     low level:  decode kernel of its format -> (o, lse)      pages, the stage and the ring
     merge by lse -> out, lse
 
-Under a window a kernel before them says how many tokens of each level it hides (windows.py). A sink logit joins the denominator in the merge. No host reads anything: steps may be captured.
+Under a window a kernel before them says how many tokens of each level it hides (windows.py). A sink logit joins the
+denominator in the merge. No host reads anything: steps may be captured.
 """
 
 from collections.abc import Sequence

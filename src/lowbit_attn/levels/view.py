@@ -26,8 +26,9 @@ class LevelView(HeldCache):
     """One level of a LevelCache; its counters and pages are the cache's, whatever they hold at a call.
 
     ``pool``: uint8 [units, 1, record bytes], the record that would begin at each unit of the level's memory, so that
-    pages are numbers of units; ``units``: the same memory, uint8 [units, 128]. ``hidden``: int32 [rows] where it is read
-    under a window, what ``windows.hidden`` says, else None; ``sinks_before``: sinks before its stage, or room for them.
+    pages are numbers of units; ``units``: the same memory, uint8 [units, 128]. ``hidden``: int32 [rows] where it is
+    read under a window, what ``windows.hidden`` says, else None; ``sinks_before``: sinks before its stage, or room for
+    them.
     """
 
     units = None
@@ -70,7 +71,8 @@ class LevelViews(list):
     def __init__(self, cache=None):
         super().__init__([] if cache is None else [LevelView(cache, level) for level in (0, 1)])
         self.is_prepared = False  # whether the kernels of manage were launched, as no captured step may be the first to
-        self.hidden: torch.Tensor | None = None  # int32 [2, rows], and ``windowed``: made by the first call with a window
+        # made by the first call with a window: int32 [2, rows], and the views that read it
+        self.hidden: torch.Tensor | None = None
         self.windowed: tuple[LevelView, LevelView] | None = None
         self.pairs = {}  # plans of levels/pair.py by call
         self.owner, self.made_of = id(cache), () if cache is None else (*_made_of(cache), *cache.pool.memory)

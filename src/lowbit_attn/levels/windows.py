@@ -35,7 +35,7 @@ def check(cache, window: int) -> None:
 
 
 def note(cache, row: int, classes: torch.Tensor) -> None:
-    """Keep the classes uint8 [num_heads_kv, n] of whole blocks that leave a row's ring now; n_out counts those before."""
+    """Keep the classes uint8 [num_heads_kv, n] of whole blocks that leave a row's ring now, behind n_out tokens."""
     heads, first = cache.heads_of(row), int(cache.n_out[row]) // PAGE
     blocks = classes.unflatten(1, (-1, PAGE))
     stop = first + blocks.shape[1]
