@@ -59,6 +59,19 @@ def test_steps_keep_positions(arch):
     assert text.cache.n_drop.all()
 
 
+def test_one_small_case(arch):
+    """A block leaves the ring; windows that begin in a page, in a stage and in the ring; what sanitizers run."""
+    text = Text(make("lean", device="cuda"))
+    text.prefill(0, 437, 1)
+    text.prefill(1, 440, 2)
+    text.steps([0, 1, 2], 5, 3)
+    assert text.cache.n_out.tolist() == [384, 384, 0]
+    q = tokens(ROWS, 9)[2][:, None].cuda()
+    for window in (300, 200, 20):
+        near(decode(q, text.cache, window=window, keep_sinks=True),
+             decode(q.float(), text.cache, window=window, keep_sinks=True, path="reference"), 2e-3)
+
+
 def test_a_graph_follows_counters_and_classes(arch):
     cache = of_pages("lean", 128, RAGGED, heads=2, device="cuda", windows=True, recent=100)
     q = query(cache, 4)
