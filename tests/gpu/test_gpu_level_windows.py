@@ -62,8 +62,8 @@ def test_steps_keep_positions(arch):
 def test_one_small_case(arch):
     """A block leaves the ring; windows that begin in a page, in a stage and in the ring; what sanitizers run."""
     text = Text(make("lean", device="cuda"))
-    text.prefill(0, 437, 1)
-    text.prefill(1, 440, 2)
+    text.prefill(0, 444, 1)
+    text.prefill(1, 443, 2)
     text.steps([0, 1, 2], 5, 3)
     assert text.cache.n_out.tolist() == [384, 384, 0]
     q = tokens(ROWS, 9)[2][:, None].cuda()
