@@ -12,7 +12,7 @@ PATHS = {
                         k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=(torch.float16, torch.bfloat16), storages=(torch.float16, torch.bfloat16),
                         rows=(8, 16, 64), wide_rows=(8, 64), channel_groups=(32, 64, 128), k_per_token=True,
-                        windows=True, boosted=True, boosted_values=True, wide_bits=(4, 2)),
+                        windows=True, level_windows=True, boosted=True, boosted_values=True, wide_bits=(4, 2)),
     "tile": Support(arithmetic="tile",
                     k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
                     storages=(torch.float16,), rows=(8,), wide_rows=(8,)),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from lowbit_attn import layout
 from lowbit_attn.formats import FORMATS, Format, Kind, SideSpec
-from lowbit_attn.kernels.key import FEATURES, SMEM_LIMIT_BYTES, Checks, KernelKey
+from lowbit_attn.kernels.key import FEATURES, LEVEL_WINDOW, SMEM_LIMIT_BYTES, Checks, KernelKey
 
 # (warps, ring slots of each), best first: the first that fits is taken. More warps hide the latency of the multiplies,
 # more slots that of memory; two slots are the least that overlaps loading with arithmetic. One warp is slow: it is
@@ -161,6 +161,11 @@ class DecodeConfig:
         return "window" in self.features
 
     @property
+    def level_window(self) -> bool:
+        """Whether a plane says what the window hides of a level; for one query."""
+        return LEVEL_WINDOW in self.features
+
+    @property
     def columns(self) -> int:
         """Multiplies of 8 query rows that share an A fragment."""
         return self.warp_rows // MMA_N
@@ -270,7 +275,8 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
     """The configuration of one kernel, or ValueError with what was asked for and what is supported."""
     for name, value, supported in (("target", target, tuple(SMEM_LIMIT_BYTES)), ("head_dim", head_dim, HEAD_DIMS),
                                    ("dtype", dtype, DTYPES), ("path", path, PATH_NAMES),
-                                   ("rows", rows, rows_of(head_dim)), *(("features", f, FEATURES) for f in features)):
+                                   ("rows", rows, rows_of(head_dim)),
+                                   *(("features", f, (*FEATURES, LEVEL_WINDOW)) for f in features)):
         if value not in supported:
             at = f" at head_dim {head_dim}" if name == "rows" else ""
             raise ValueError(f"{name}: got {value!r}, supported{at}: {', '.join(map(str, supported))}")

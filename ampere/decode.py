@@ -74,7 +74,7 @@ def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str, path: str
 
     target "sm_80", "sm_89" or "sm_90"; path "register", "tile" or "codebook" (head_dim 64 and 128, 8 rows); rows 8, 16
     (below head_dim 256) or 64: query rows (heads of a KV head times q_len) of a block, further ones take further
-    blocks; features: of kernels.FEATURES.
+    blocks; features: of kernels.FEATURES, or LEVEL_WINDOW.
     ValueError, naming what is supported, for anything else.
     """
     return trace(decode_config(fmt, head_dim, dtype, target, path, rows, features))
@@ -96,7 +96,7 @@ def attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops
     scales = pages.Scales(softmax_scale_log2, softcap_log2, work.token_slope if is_book else None)
     count, begin = T.alloc_var("int32"), T.alloc_var("int32")
     count = T.truncdiv(state.num_packed_v, layout.PAGE_TOKENS)
-    begin = T.min(queries.first_page(rows, state.num_sink), count) if config.window else 0
+    begin = T.min(queries.first_page(rows, state.num_sink), count) if config.window or config.level_window else 0
     first, last = T.alloc_var("int32"), T.alloc_var("int32")
     first = begin + T.truncdiv((count - begin) * split, num_splits)
     last = begin + T.truncdiv((count - begin) * (split + 1), num_splits)
@@ -175,6 +175,7 @@ def _prim_func(config: DecodeConfig):
         k_book: T.Tensor((heads_kv, BOOK_ENTRIES, BOOK_ROW_WORDS), "uint32") if is_book else None,
         v_book: T.Tensor((heads_kv, BOOK_ENTRIES, BOOK_ROW_WORDS), "uint32") if is_book else None,
         k_channels: T.Tensor((heads_kv, CHANNEL_PLANES, head_dim), "float32") if is_book else None,
+        hidden: T.Tensor((seqs,), "int32") if config.level_window else None,
         o_partial: T.Tensor((num_splits, batch, q_len, heads, head_dim), "float32"),
         lse_partial: T.Tensor((num_splits, batch, q_len, heads), "float32"),
         out: T.Tensor((batch, q_len, heads, head_dim), dtype),
@@ -210,7 +211,7 @@ def _prim_func(config: DecodeConfig):
             state = tokens.Tokens(sink_k, sink_v, ring_k, ring_v, slots_k, slots_v, head, row[1],
                                   *tokens.listed(counts))
             rows = queries.Rows(seq, head * ratio, ratio, first_row, num_rows, state.num_tok - q_len + 1, state.num_tok,
-                                window, sink_window)
+                                window, sink_window, hidden[row[0]] if config.level_window else None)
             books = codebook.Books(k_book, v_book, k_channels, head)
             if is_book:
                 codebook.start(config, q, books, rows, ring, thread, work, softmax_scale_log2)

@@ -93,6 +93,8 @@ def logits(config, work_range, page, rows, ring, slot, lane, ops, work, scales):
         softmax.cap_scores(config, ops.acc_s, config.k.row_tiles, scales.softcap_log2)
     if config.window:
         queries.mask_page(config, rows, work_range.state.num_sink + page * layout.PAGE_TOKENS, ops.acc_s, lane)
+    if config.level_window:
+        queries.mask_level(config, rows.hidden - page * layout.PAGE_TOKENS, ops.acc_s, lane)
 
 
 @T.macro

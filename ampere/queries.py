@@ -23,7 +23,8 @@ class Rows(NamedTuple):
     end: Any  # first position that query 0 does not see: n_tok - q_len + 1
     last_end: Any  # the same of the last query: n_tok
     window: Any
-    sink_window: Any
+    sink_window: Any  # under the window of a level: sinks before its stage, negative where none is hidden
+    hidden: Any = None  # of a level under a window: see cache/view.py
 
 
 def query(rows: Rows, row):
@@ -59,6 +60,8 @@ def present(config, rows: Rows):
 
 def first_page(rows: Rows, num_sink):
     """First page of which some query sees a token: query 0 sees furthest back."""
+    if rows.hidden is not None:
+        return T.truncdiv(T.max(rows.hidden, 0), layout.PAGE_TOKENS)
     return T.truncdiv(T.max(rows.end - rows.window - num_sink, 0), layout.PAGE_TOKENS)
 
 
@@ -78,3 +81,19 @@ def mask_page(config, rows, start, acc_s, lane):
         for v in T.unroll(config.row_values):
             begin[v] = begin[v] - rows.window - start
         softmax.mask_before(config, acc_s, layout.PAGE_TOKENS // layout.TILE, begin, lane // 4)
+
+
+@T.macro
+def mask_level(config, first, acc_s, lane):
+    """-inf for the tokens of a level's page before number ``first``, for all rows: of a query that is alone."""
+    if first > 0:
+        begin = T.alloc_local((config.row_values,), "int32")
+        for v in T.unroll(config.row_values):
+            begin[v] = first
+        softmax.mask_before(config, acc_s, layout.PAGE_TOKENS // layout.TILE, begin, lane // 4)
+
+
+def stage_seen(rows: Rows, num_packed):
+    """Number in a level's segment of sinks and stage from which on its window shows it: what it hides beyond the
+    pages are tokens of the stage."""
+    return T.abs(rows.sink_window) + T.min(rows.hidden, 0) + T.max(rows.hidden - num_packed, 0)

@@ -91,6 +91,14 @@ def mask_before(config, acc_s, tiles, begin, g):
 
 
 @T.macro
+def mask_between(config, acc_s, tiles, first, stop, g):
+    """-inf for tokens ``first`` to ``stop`` - 1, of all rows."""
+    for i in T.unroll(4 * tiles * config.columns):
+        if T.And(token(config, i, g) >= first, token(config, i, g) < stop):
+            acc_s[i] = -T.infinity("float32")
+
+
+@T.macro
 def online_softmax(config, acc_s, tiles, regs, o_factor, moved, sums, sum_groups):
     """Logits -> probabilities in place; O and the sums follow the maximum when any lane's moved.
 

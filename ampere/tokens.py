@@ -114,9 +114,18 @@ def walk(config, tokens, rows, ring, walker, member, lane, regs, ops, scales):
             if queries.present(config, rows):
                 attend(config, ends, at + T.if_then_else(tile < sink_tiles, 0, tokens.num_sink + tokens.ring_start),
                        T.if_then_else(tile < sink_tiles, tokens.num_sink, residual) - at,
-                       T.if_then_else(tile < sink_tiles, rows.sink_window, rows.window), ring,
+                       reach_of(config, tokens, rows, tile < sink_tiles, residual, at),
+                       T.max(T.if_then_else(tile < sink_tiles, -rows.sink_window - at, 0), 0)
+                       if config.level_window else 0, ring,
                        walker * config.slots + 2 * ((step - (buffers - 1)) % buffers), lane, regs, ops, scales)
             load.ring_barrier(config)
+
+
+def reach_of(config, tokens, rows, is_sink, residual, at):
+    """The window of a tile's tokens; of a level's, from which number on of tile ``at`` on it shows them."""
+    if not config.level_window:
+        return T.if_then_else(is_sink, rows.sink_window, rows.window)
+    return T.if_then_else(is_sink, queries.stage_seen(rows, tokens.num_packed_v), residual - rows.window) - at
 
 
 @T.macro
@@ -140,8 +149,9 @@ def issue(config, tokens, tile, sink_tiles, residual, ring, slot, member):
 
 
 @T.macro
-def attend(config, ends, start, live, reach, ring, slot, lane, regs, ops, scales):
-    """A tile in slots ``slot`` and ``slot`` + 1: positions from ``start`` on, ``live`` of them; reach: the window."""
+def attend(config, ends, start, live, reach, kept, ring, slot, lane, regs, ops, scales):
+    """A tile in slots ``slot`` and ``slot`` + 1: positions from ``start`` on, ``live`` of them; reach: the window, and
+    kept: so many of its first tokens it does not hide (``reach_of``)."""
     tiles = config.tile16_tokens // 16
     bound = T.alloc_local((config.row_values,), "int32")
     mma.clear(ops.acc_s, 4 * tiles * config.columns)
@@ -159,6 +169,8 @@ def attend(config, ends, start, live, reach, ring, slot, lane, regs, ops, scales
         for v in T.unroll(config.row_values):
             bound[v] = ends[v] - reach - start
         softmax.mask_before(config, ops.acc_s, tiles, bound, lane // 4)
+    if config.level_window:
+        softmax.mask_between(config, ops.acc_s, tiles, kept, reach, lane // 4)
     softmax.online_softmax(config, ops.acc_s, tiles, regs, T.float32(1.0), 0, None, 0)
     mma.probabilities(config, ops, tiles)
     mma.tokens_pv(config, ring.halves, slot + 1, lane, ops, 0, regs.acc_o)

@@ -2,13 +2,14 @@
 
     python perf/levels.py                              one JSON line a case in perf/results/levels.jsonl
     python perf/levels.py --path pair --path merge     one launch for both levels beside two and their merge
+    python perf/levels.py --window 4096                of each sequence the last 4,096 positions, and their bytes
 
 Records of random tokens in random places of the pool, tables of distinct pages, stages half full, 32 sinks and 120
 recent tokens. Every time is a replay of a CUDA graph, L2 flushed, medians.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -18,7 +19,7 @@ from provenance import append_result, need, provenance
 from lowbit_attn import bench, decode, layout
 from lowbit_attn.bench import BenchCase
 from lowbit_attn.formats.levels import parse
-from lowbit_attn.levels import LevelCache
+from lowbit_attn.levels import LevelCache, windows
 from lowbit_attn.levels.frames import FramePool, frame_sizes
 from lowbit_attn.levels.policy import Shares
 
@@ -41,6 +42,7 @@ class LevelCase:
     target: float  # of the time to that of a plain read
     ragged: bool = False
     head_dim: int = 128
+    window: int | None = None
 
     @property
     def pages(self) -> list[tuple[int, int]]:
@@ -53,7 +55,8 @@ class LevelCase:
     @property
     def line(self) -> dict:
         return {"levels": self.levels, "high": self.percent, "batch": self.batch, "heads": self.num_heads,
-                "kv_heads": self.num_heads_kv, "head_dim": self.head_dim, "seqlen": self.seqlen, "ragged": self.ragged}
+                "kv_heads": self.num_heads_kv, "head_dim": self.head_dim, "seqlen": self.seqlen, "ragged": self.ragged,
+                "window": self.window}
 
 
 CASES = (
@@ -75,7 +78,7 @@ def make_cache(case: LevelCase, device: str = "cuda") -> LevelCache:
     frames = [counts[0], -(-counts[1] // per_low)]
     pool = FramePool(levels, head_dim=case.head_dim, device=device, frames=sum(frames) if len(sizes) == 1 else frames)
     cache = LevelCache(pool, case.num_heads_kv, policy=Shares(case.percent / 100), sinks=SINKS, max_batch=case.batch,
-                       max_seqlen=max(map(sum, case.pages)) * PAGE + 2 * PAGE)
+                       max_seqlen=max(map(sum, case.pages)) * PAGE + 4 * PAGE, windows=case.window is not None)
     free = [torch.randperm(len(mine.ids), generator=torch.Generator().manual_seed(0)) for mine in pool.lists]
     taken = (free[0][: frames[0]], free[0][frames[0] :] if pool.is_shared else free[1])
     for level, fmt in enumerate(levels.formats):
@@ -94,14 +97,33 @@ def make_cache(case: LevelCase, device: str = "cuda") -> LevelCache:
     cache.n_stage.fill_(STAGED)
     cache.n_sink.fill_(SINKS)
     cache.n_out.fill_(case.seqlen // PAGE * PAGE - 2 * PAGE)
+    if case.window is not None:
+        _scatter_classes(cache)
     cache.n_tok.copy_(cache.n_sink + cache.n_out + RECENT)
     cache.recount()
     return cache
 
 
+def _scatter_classes(cache: LevelCache) -> None:
+    """Random classes of what left the ring: as many of each as a head has of pages and stage."""
+    held = cache.c_pack + cache.n_stage
+    out = int(held.sum(0).max())
+    for v, (high, low) in enumerate(held.T.tolist()):
+        classes = torch.tensor([0] * high + [1] * low + [2] * (out - high - low), dtype=torch.uint8)
+        blocks = classes[torch.randperm(out, generator=torch.Generator().manual_seed(v))].view(-1, PAGE)
+        cache.classes[v, : len(blocks)] = blocks.to(cache.device)
+        for level in range(2):
+            cache.before[level, v, 1 : len(blocks) + 1] = (blocks == level).sum(1).cumsum(0).to(cache.device)
+    cache.n_out.fill_(out)
+
+
 def call_bytes(case: LevelCase, cache: LevelCache) -> int:
     """Pages, stages, sinks and recent tokens, q and o of the call."""
-    pages = sum(n * size for counts in case.pages for n, size in zip(counts, cache.pool.record_bytes))
+    counts = cache.c_pack
+    if case.window is not None:
+        hidden = windows.hidden(cache, cache.n_tok - case.window).clamp(min=0)
+        counts = counts - torch.minimum(hidden // PAGE * PAGE, counts)
+    pages = sum(n * size for n, size in zip((counts // PAGE).sum(1).tolist(), cache.pool.record_bytes))
     beside = len(case.pages) * (2 * STAGED + SINKS + RECENT) * 4 * case.head_dim
     return pages + beside + 2 * case.batch * case.num_heads * case.head_dim * 2
 
@@ -120,7 +142,7 @@ def decode_us(case: LevelCase, paths: list[str | None]) -> tuple[dict[str, float
     q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, device="cuda", dtype=cache.dtype)
 
     def step(path: str | None) -> float:
-        return bench.graph_us(lambda: decode(q, cache, path=path))
+        return bench.graph_us(lambda: decode(q, cache, path=path, window=case.window))
 
     return {str(path): step(path) for path in paths}, call_bytes(case, cache)
 
@@ -141,6 +163,7 @@ def main(
     path: Annotated[list[str], typer.Option(help="of decode; repeatable; 'default': the dispatch's")] = ["default"],
     only: Annotated[list[int], typer.Option(help="Only the case of this number; repeatable.")] = [],
     arch: Annotated[str, typer.Option(help="whose decode kernels: hopper or ampere")] = "hopper",
+    window: Annotated[int | None, typer.Option(help="of decode, in positions")] = None,
     uniform: Annotated[bool, typer.Option(help="also time the uniform k4v4")] = True,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = "perf/results/levels.jsonl",
 ) -> None:
@@ -150,7 +173,7 @@ def main(
     origin = provenance()
     paths = [None if name == "default" else name for name in path]
     for number in only or range(len(CASES)):
-        line = measure(CASES[number], paths, uniform) | {"arch": arch}
+        line = measure(replace(CASES[number], window=window), paths, uniform) | {"arch": arch}
         append_result(output, origin | line)
         print(line, flush=True)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import typer
 from provenance import ROOT, append_result, digest, provenance
 
-FILES = tuple(f"tests/gpu/test_gpu{part}.py" for part in ("", "_register", "_cache"))
+FILES = tuple(f"tests/gpu/test_gpu{part}.py" for part in (
+    "", "_register", "_cache", "_pair", "_level_sharing", "_level_windows"))
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
 

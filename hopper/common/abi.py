@@ -36,11 +36,13 @@ class View(NamedTuple):
     table_b: Int32
     table_h: Int32
     books: tuple | None = None  # of formats with codebooks: book_abi.Books
+    hidden: cute.Tensor | None = None  # of a level under a window: level_abi.py
 
     @property
     def counters(self) -> tuple:
-        """n_sink, n_qk, n_qv, n_tok, ring_start."""
-        return self.n_sink, self.n_qk, self.n_qk if self.n_qv is None else self.n_qv, self.n_tok, self.ring_start
+        """n_sink, n_qk, n_qv, n_tok, ring_start; then ``hidden``, if there is one."""
+        found = self.n_sink, self.n_qk, self.n_qk if self.n_qv is None else self.n_qv, self.n_tok, self.ring_start
+        return found if self.hidden is None else (*found, self.hidden)
 
     def first_entry(self, row: Int32, head_idx: Int32) -> Int32:
         """Entry of the table with page 0 of a row of the table and KV head."""

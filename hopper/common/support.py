@@ -72,7 +72,7 @@ PATHS = {
     "integer": Support(arithmetic="int8", clusters=True,
                        k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                        dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
-                       windows=True, boosted=True, boosted_values=True),
+                       windows=True, level_windows=True, boosted=True, boosted_values=True),
     # codes become numbers by fp16 instructions; fp32 ones, which bf16 needs, are too many
     WGMMA: Support(arithmetic="wgmma", k_bits=(4, 2), v_bits=(4, 2), k_groups=(32, 64, 128), head_dims=(64, 128),
                    dtypes=(torch.float16,), storages=(torch.float16,), rows=(32,), wide_rows=(32,),
@@ -80,7 +80,8 @@ PATHS = {
     "register": Support(arithmetic="fp16", clusters=True,
                         k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 16), wide_rows=(8,), channel_groups=(32, 64, 128),
-                        k_per_token=True, windows=True, boosted=True, boosted_values=True, paired_bits=4),
+                        k_per_token=True, windows=True, level_windows=True, boosted=True, boosted_values=True,
+                        paired_bits=4),
     "tile": TileSupport(arithmetic="tile",
                         k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128, 256),
                         dtypes=FLOATS, storages=FLOATS, rows=(8, 64), wide_rows=(8, 64),

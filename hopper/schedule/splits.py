@@ -75,8 +75,9 @@ class SplitsSm90(DecodeKernel):
         smem = cutlass.memory.SmemAllocator().allocate(self.storage())
         ring = make_ring(cfg, smem.buffer.data_ptr(), smem.barriers.data_ptr(), me, view, rows)
         ids, counts = right_inputs(cfg, view, rows, place, counts, ids, first, apart, me)
-        work = page_loop.plan_walk(*counts, rows.q_len, limits.window if cfg.has_window else None, block[2],
-                                   partials.shape[1], me.warp, cfg.warps, cfg.page_warps, splits, cfg.page_log2)
+        window = cfg.masks.row_window(counts, limits) if cfg.has_window else None
+        work = page_loop.plan_walk(*counts[:5], rows.q_len, window, block[2], partials.shape[1], me.warp, cfg.warps,
+                                   cfg.page_warps, splits, cfg.page_log2)
         pages = pages_of(cfg, view, place.row, rows, work, apart)
         if cutlass.const_expr(cfg.has_window):
             ids = fetch.page_ids(cfg, pages, Int32(0), me.lane)

@@ -240,10 +240,10 @@ class WarpConfig:
 
     @property
     def masks(self) -> ModuleType:
-        """The module of what ``features`` do to scores (masks.py); imports the DSL."""
-        from lowbit_attn.hopper.warp import masks
+        """The module of what ``features`` do to scores (masks.py, level_masks.py); imports the DSL."""
+        from lowbit_attn.hopper.warp import level_masks, masks
 
-        return masks
+        return level_masks if "level_window" in self.features else masks
 
     @property
     def has_softcap(self) -> bool:
@@ -251,7 +251,7 @@ class WarpConfig:
 
     @property
     def has_window(self) -> bool:
-        return "window" in self.features
+        return "window" in self.features or "level_window" in self.features
 
     @property
     def col_blocks(self) -> int:

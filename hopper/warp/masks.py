@@ -9,6 +9,7 @@ from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane
+from lowbit_attn.hopper.warp.page_loop import Unit, Walk
 from lowbit_attn.hopper.warp.softmax import Limits, Scores
 
 MIN_SLOPE = 2.0**-100  # far below any slope that matters; -inf times a slope that underflowed to 0 would be NaN
@@ -55,3 +56,14 @@ def hide(cfg: cutlass.Constexpr[WarpConfig], acc: cute.Tensor, first_seen: Int32
             hidden = first_seen + query - Int32(me.g)
             for row, at in enumerate(softmax.places(acc, column, cfg.col_blocks)):
                 acc[at] = cutlass.select_(8 * row < hidden, Float32(numbers.NEG_INF), acc[at])
+
+
+def row_window(counts: tuple, limits: Limits) -> Int32:
+    """How many of a row's last tokens a query sees, as ``page_loop.plan_walk`` takes it; counts: View.counters."""
+    return limits.window
+
+
+def is_in_window(cfg: WarpConfig, walk: Walk, unit: Unit, token: Int32, stop: Int32, limits: Limits):
+    """Whether the window shows token ``token`` of a 16-bit unit to a query that sees none from ``stop`` on."""
+    window = limits.window + (limits.sink_window - limits.window) * unit.is_sink
+    return token >= stop - window

@@ -17,7 +17,7 @@ from lowbit_attn.hopper.warp.config import (
     SidePlan,
     WarpConfig,
 )
-from lowbit_attn.kernels.key import FEATURES, SMEM_LIMIT_BYTES
+from lowbit_attn.kernels.key import FEATURES, LEVEL_WINDOW, SMEM_LIMIT_BYTES
 
 SMEM_LIMIT = SMEM_LIMIT_BYTES[TARGET]
 SM_SMEM, BLOCK_SMEM = 233_472, 1024  # bytes of shared memory an SM has, and those that a CTA takes beside its own
@@ -103,8 +103,8 @@ def problems(cfg: WarpConfig) -> list[str]:
     if cfg.rows not in (choices := cfg.arithmetic.row_choices(cfg.head_dim)):
         rows = ", ".join(map(str, choices))
         found.append(f"rows: got {cfg.rows}, supported at head_dim {cfg.head_dim}: {rows}")
-    if unknown := [name for name in cfg.features if name not in FEATURES]:
-        found.append(f"features: got {', '.join(unknown)}, supported: {', '.join(FEATURES)}")
+    if unknown := [name for name in cfg.features if name not in (*FEATURES, LEVEL_WINDOW)]:
+        found.append(f"features: got {', '.join(unknown)}, supported: {', '.join((*FEATURES, LEVEL_WINDOW))}")
     if cfg.boost and not cfg.k.bits == cfg.boost.bits == BOOST_BITS:
         found.append(f"boosted K: got {cfg.boost.bits} bits over {cfg.k.bits}, supported: "
                      f"{BOOST_BITS} over {BOOST_BITS}")

@@ -101,12 +101,12 @@ def run(cfg: cutlass.Constexpr[WarpConfig], walk: Walk, tokens: TokenRows, ring:
             load_unit(cfg, tokens, walk, now, ring, me)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
-            attend(cfg, ring, me, operand, state, now, queries, scales, limits)
+            attend(cfg, ring, me, operand, state, walk, now, queries, scales, limits)
         cute.arch.fence_proxy("async.shared", space="cta")  # bulk copies may come to the same places: of a later item
 
 
-def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, now: Unit, queries: list,
-           scales: list, limits: softmax.Limits) -> None:
+def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: State, walk: Walk, now: Unit,
+           queries: list, scales: list, limits: softmax.Limits) -> None:
     """One unit: 16 rows of K, then 16 rows of V. A query may see none of them. scales: [column] of accumulators."""
     element, blocks = numbers.ELEMENT[cfg.dtype], cfg.col_blocks
     atom = numbers.multiply_atom(element)
@@ -127,7 +127,7 @@ def attend(cfg: WarpConfig, ring: Ring, me: Lane, operand: cute.Tensor, state: S
         logits = [acc[place] * scales[column] for place in at]
         if cfg.has_softcap:
             logits = [cfg.masks.capped(limits, logit) for logit in logits]
-        seen = [is_seen(cfg, now, queries[column], Int32(me.g) + 8 * half, limits) for half in (0, 1)]
+        seen = [is_seen(cfg, walk, now, queries[column], Int32(me.g) + 8 * half, limits) for half in (0, 1)]
         # -inf for a token that is dead or not seen, whatever its K holds
         logits = [cutlass.select_(is_seen, logit, Float32(numbers.NEG_INF)) for logit, is_seen in zip(logits, seen)]
         top = numbers.over_lanes(cute.arch.fmax(*logits), numbers.OVER_G, cute.arch.fmax)
@@ -144,14 +144,11 @@ def queries_of(cfg: WarpConfig, rows: Rows, me: Lane) -> list[Int32]:
     return [query_and_head(rows, Int32(cfg.arithmetic.column_row(me.t, column)))[0] for column in range(cfg.lane_rows)]
 
 
-def is_seen(cfg: WarpConfig, unit: Unit, query: Int32, token: Int32, limits: softmax.Limits):
+def is_seen(cfg: WarpConfig, walk: Walk, unit: Unit, query: Int32, token: Int32, limits: softmax.Limits):
     """Whether a query sees token ``token`` of a 16-bit unit."""
     stop = unit.reach + query
     seen = (token < unit.live) & (token < stop)
-    if cfg.has_window:
-        window = limits.window + (limits.sink_window - limits.window) * unit.is_sink
-        seen = seen & (token >= stop - window)
-    return seen
+    return seen & cfg.masks.is_in_window(cfg, walk, unit, token, stop, limits) if cfg.has_window else seen
 
 
 def row_view(cfg: WarpConfig, ring: Ring, element, width: int, count: int) -> cute.Tensor:

@@ -210,11 +210,24 @@ def _served(q, cache: KVCache, options: Attention, num_splits, path, has_rows: b
     """The kernel that serves a call; NotImplementedError with the reasons if there is none."""
     if not _has_kernels(cache.device):
         raise NotImplementedError("; ".join(why_not(cache, q.shape[2], q.shape[1], path)))
-    features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
+    features = _features(cache, options)
     key, reasons = kernel_of(q, cache, path, features, num_splits, has_rows)
     if key is None:
         raise NotImplementedError("; ".join(reasons))
     return key
+
+
+def _features(cache: KVCache, options: Attention) -> tuple[str, ...]:
+    """What the kernel of a call must have; of a level its own kind of window."""
+    features = tuple(name for name in kernels.FEATURES if getattr(options, name) is not None)
+    if options.window is None or not _is_level(cache):
+        return features
+    return tuple(name for name in features if name != "window") + (kernels.LEVEL_WINDOW,)
+
+
+def _is_level(cache: KVCache) -> bool:
+    """Whether a cache is a level under a window (levels/view.py)."""
+    return getattr(cache, "hidden", None) is not None
 
 
 def kernel_of(q, cache: KVCache, path: str | None, features: tuple[str, ...] = (),
@@ -254,9 +267,7 @@ def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey
     if num_splits and package.SPLITS_COOPERATE:
         splits = min(num_splits, max(1, running_ctas(cache.device, ctas_per_sm) // places))
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-    window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
-    scalars = (scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, window, NO_WINDOW if options.keep_sinks else window,
-               *cache.strides)
+    scalars = (scale * LOG2_E, (options.softcap or 0.0) * LOG2_E, *windows_of(cache, options), *cache.strides)
     if kernels.is_even(key):
         room = running_ctas(cache.device, ctas_per_sm)
         scratch = package.even_scratch(tuple(q.shape), key.rows, min(room, num_splits * places) if num_splits else room)
@@ -265,6 +276,15 @@ def _make_plan(q, cache: KVCache, options: Attention, num_splits, key: KernelKey
     else:
         scratch = package.scratch(tuple(q.shape), key.rows, places, splits)
     return DecodePlan(cache, q, loader.load(key), scratch, scalars, _part(cache, "k").view(torch.uint32))
+
+
+def windows_of(cache: KVCache, options: Attention) -> tuple[int, int]:
+    """``window`` and ``sink_window`` of a kernel's arguments; of a level the latter counts the sinks before its stage,
+    negative where the window does not hide them."""
+    window = NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
+    if _is_level(cache):
+        return window, -cache.sinks_before if options.keep_sinks else cache.sinks_before
+    return window, NO_WINDOW if options.keep_sinks else window
 
 
 def row_blocks(q: torch.Tensor, cache: KVCache, key: KernelKey) -> int:

@@ -52,6 +52,7 @@ def promised(arch: str) -> list[KernelKey]:
     keys += [kernels.pair_key(target, dtype, head_dim, levels, features) for target, dtype, head_dim, levels, features
              in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, HEAD_DIMS, map(parse, LEVELS), FEATURES)
              if not kernels.no_pair(arch, levels, head_dim, getattr(torch, dtype), features)]
+    keys += _level_windows(arch)
     if arch == "hopper":
         keys += chain.from_iterable(map(linear_keys, kernels.SHIPPED_TARGETS[arch]))
     return list(dict.fromkeys(keys))
@@ -92,6 +93,19 @@ def _packing(arch: str, target: str, dtype: str, head_dim: int, fmt: Format) -> 
         yield from (kernels.quantize_key(target, dtype, head_dim, fmt, side, search) for side in "kv")
         yield kernels.append_key(target, dtype, head_dim, fmt, search)
     yield from (kernels.dequantize_key(target, head_dim, fmt, side) for side in "kv")
+
+
+def _level_windows(arch: str) -> Iterator[KernelKey]:
+    """What windows over levels ask for: the two kernels of positions, and decode of each level's format."""
+    for target in kernels.SHIPPED_TARGETS[arch]:
+        yield from kernels.level_window_keys(target)
+        wanted = product(kernels.SHIPPED_DTYPES, HEAD_DIMS, dict.fromkeys(f for n in LEVELS for f in parse(n).formats),
+                         (None, *kernels.arch_package(arch).PATHS), kernels.ROWS, ((), ("softcap",)))
+        for dtype, head_dim, fmt, path, rows, others in wanted:
+            features = (*others, kernels.LEVEL_WINDOW)
+            picked, _ = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows, path, features)
+            if picked:
+                yield kernels.decode_key(arch, target, dtype, head_dim, fmt.name, *picked, features=features)
 
 
 def _decoding(arch: str, target: str, dtype: str, head_dim: int, fmt: Format) -> Iterator[KernelKey]:

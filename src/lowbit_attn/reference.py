@@ -43,29 +43,30 @@ def visible(q_len: int, seqlen: int, options: Attention = PLAIN, n_sink: int = 0
     return seen
 
 
-def attention(q, k, v, options: Attention = PLAIN, n_sink: int = 0, causal: bool = True):
+def attention(q, k, v, options: Attention = PLAIN, n_sink: int = 0, causal: bool = True, seen=None):
     """Attention of the last queries of a sequence over its keys.
 
     q: [q_len, num_heads, head_dim]; k, v: [num_heads_kv, seqlen, head_dim], the first n_sink tokens sinks; any float
-    dtype. causal: query j sees what ``visible`` says, else every position. Returns o fp32
-    [q_len, num_heads, head_dim] and lse fp32 [num_heads, q_len] (natural log). A row that sees nothing gives o = 0
-    and lse = -inf.
+    dtype. causal: query j sees what ``visible`` says, else every position; seen: bool [q_len, seqlen], which ones in
+    place of that. Returns o fp32 [q_len, num_heads, head_dim] and lse fp32 [num_heads, q_len] (natural log). A row that
+    sees nothing gives o = 0 and lse = -inf.
     """
     with full_precision(q.device.type):
-        return _attention(q, k, v, options, n_sink, causal)
+        if seen is None and causal and (len(q) > 1 or options.window is not None):
+            seen = visible(len(q), k.shape[1], options, n_sink, q.device)
+        return _attention(q, k, v, options, seen)
 
 
-def _attention(q, k, v, options: Attention, n_sink: int, causal: bool):
+def _attention(q, k, v, options: Attention, seen):
     q_len, num_heads, head_dim = q.shape
-    num_heads_kv, seqlen, _ = k.shape
+    num_heads_kv = k.shape[0]
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     q = q.float().transpose(0, 1).reshape(num_heads_kv, -1, head_dim)  # rows: (query head of the group, query)
     scores = q @ k.float().transpose(1, 2) * scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    if causal and (q_len > 1 or options.window is not None):
-        seen = visible(q_len, seqlen, options, n_sink, q.device).repeat(num_heads // num_heads_kv, 1)
-        scores = scores.masked_fill(~seen, float("-inf"))
+    if seen is not None:
+        scores = scores.masked_fill(~seen.repeat(num_heads // num_heads_kv, 1), float("-inf"))
     lse = scores.logsumexp(-1)
     if options.sink_logits is not None:
         lse = torch.logaddexp(lse, options.sink_logits.float().reshape(num_heads_kv, -1).repeat_interleave(q_len, 1))

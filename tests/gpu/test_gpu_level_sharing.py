@@ -65,6 +65,22 @@ def test_shared_rows_go_on_as_rows_of_their_own(arch, name):
 
 
 @pytest.mark.parametrize("name", ("lean", "lean-low"))
+def test_one_small_case(arch, name):
+    """A block leaves rows with common frames; what sanitizers run."""
+    cache = make(name, 40)
+    fill(cache, 0, 596)
+    for row in (1, 2, 3):
+        cache.share(0, row)
+    for i in range(5):
+        o = step(cache, 2 * i)
+    assert (cache.n_out == 512).all() and o.isfinite().all()
+    q = randn(ROWS, 1, 4 * H, 128, seed=50)
+    want = decode(q.float(), cache, path="reference")[0]
+    assert (decode(q, cache)[0] - want).abs().max() < 2e-3 * want.abs().max()
+    cache.pool.check(cache)
+
+
+@pytest.mark.parametrize("name", ("lean", "lean-low"))
 def test_random_steps_on_the_device_conserve_every_frame(name):
     """Few frames: plans are refused, rows freed and made from others; what a row holds stays while others change."""
     draw, cache = random.Random(0), make(name, 12, max_seqlen=3000)

@@ -46,6 +46,14 @@ def test_one_launch_is_two_and_their_merge(name, head_dim, ratio, q_len, scales)
     assert all(torch.equal(*both) for _ in range(20) for both in zip(decode(q, cache, path="pair"), found))
 
 
+@pytest.mark.parametrize("name", ("lean", "lean-low"))
+def test_one_small_case(name):
+    """Heads without pages of a level, or of both; what sanitizers run."""
+    cache = of_pages(name, 64, ((3, 5), (0, 2), (1, 0), (0, 0)), heads=H, device="cuda")
+    q = queries(cache, 4)
+    near(decode(q, cache, path="pair"), decode(q.float(), cache, path="reference"), 2e-3)
+
+
 @pytest.mark.parametrize("ratio, copies, path", [(4, 1, "merge"), (4, 11, "pair"), (6, 11, "merge")])
 def test_calls_of_many_rows_and_few_queries_take_one_launch(ratio, copies, path):
     """Few rows are faster in splits of two launches, and blocks of queries would read all pages again."""

@@ -104,7 +104,7 @@ def test_each_query_sees_its_tokens(n_sink, n_qk, residual, q_len, window, sink_
             unit = page_loop.Unit(*(value(x) for x in page_loop.unit(w, i, q_len)))
             start = unit.start + (0 if unit.is_sink else n_sink + n_qk)
             for j, token in itertools.product(range(q_len), range(config.UNIT_TOKENS)):
-                if is_seen(cfg, unit, j, token, limits):
+                if is_seen(cfg, w, unit, j, token, limits):
                     seen[j].append(start + token)
     for j, positions in seen.items():
         high = n_tok - q_len + j

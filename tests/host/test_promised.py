@@ -36,12 +36,15 @@ def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
     found = {name: {getattr(key, name) for key in of_caches} for name in ("op", "head_dim", "dtype")}
     one_launch = {"pair", "exchange"} if arch == "hopper" else set()
     assert found == {"op": {"decode", "quantize", "dequantize", "append", "merge", "merge_states", "level_append",
-                            "plan", "pack"} | one_launch,
-                     "head_dim": {64, 96, 128, 256},
-                     "dtype": {"float16", "bfloat16", "float32"}}  # dequantize writes fp32
+                            "plan", "pack", "level_places", "level_hidden"} | one_launch,
+                     "head_dim": {0, 64, 96, 128, 256},  # positions have none
+                     "dtype": {"float16", "bfloat16", "float32", "int32"}}  # dequantize writes fp32
     decode = [key for key in all_promised(arch) if key.op == "decode"]
     assert {kernels.path_name(key) for key in decode} == set(kernels.arch_package(arch).PATHS)
-    assert {key.features for key in decode} == {(), ("softcap",), ("window",), ("softcap", "window")}
+    of_levels = {key.features: key.format for key in decode if kernels.LEVEL_WINDOW in key.features}
+    assert {key.features for key in decode} - set(of_levels) == {(), ("softcap",), ("window",), ("softcap", "window")}
+    assert set(of_levels) == {(kernels.LEVEL_WINDOW,), ("softcap", kernels.LEVEL_WINDOW)}
+    assert not any(kernels.LEVEL_WINDOW in key.features for key in kernels.shipped_keys(arch))
 
 
 def test_every_product_of_codebook_weights_is_promised_where_there_is_one():

@@ -17,16 +17,20 @@ STRIDES = ["page_stride", "head_stride", "table_b", "table_h"]
 def test_hopper_kernels_take_the_fields_in_order():
     from lowbit_attn.hopper.common.abi import DecodeKernel, View
     from lowbit_attn.hopper.common.book_abi import BookDecodeKernel, Books
+    from lowbit_attn.hopper.common.level_abi import LevelDecodeKernel
     from lowbit_attn.hopper.decode import fake_arguments
 
     names = list(inspect.signature(DecodeKernel.__call__).parameters)[1:]
     assert names[: 1 + len(ROWS) + len(STATE)] == ["q", *ROWS, *STATE] and names[-5:] == [*STRIDES, "stream"]
-    assert list(View._fields) == [*ROWS, *STATE, *STRIDES, "books"]
+    assert list(View._fields) == [*ROWS, *STATE, *STRIDES, "books", "hidden"]
     import cutlass
 
     assert len(fake_arguments(128, cutlass.Float16)) == len(names) - 1  # all but the stream
     with_books, at = list(inspect.signature(BookDecodeKernel.__call__).parameters)[1:], 1 + len(ROWS) + len(STATE)
     assert with_books == [*names[:at], "k_book", "v_book", "k_channels", *names[at:]]
+    of_level = list(inspect.signature(LevelDecodeKernel.__call__).parameters)[1:]
+    assert of_level == [*names[:at], "hidden", *names[at:]]
+    assert len(fake_arguments(128, cutlass.Float16, has_hidden=True)) == len(of_level) - 1
     assert len(fake_arguments(128, cutlass.Float16, True)) == len(with_books) - 1 == len(names) - 1 + len(Books._fields)
 
 
@@ -40,6 +44,10 @@ def test_ampere_kernels_take_the_fields_in_order():
     key = kernels.decode_key("ampere", "sm_80", "float16", 64, "k4v4", "register", 8)
     names = [name.removeprefix("batch_") for name in buffers(key)]
     assert names[: 1 + len(ROWS) + len(STATE)] == ["q", *ROWS, *STATE] and names[-4:] == STRIDES
+    of_level = buffers(kernels.decode_key("ampere", "sm_80", "float16", 64, "k4v4", "register", 8,
+                                          (kernels.LEVEL_WINDOW,)))
+    at = 1 + len(ROWS) + len(STATE)
+    assert [name.removeprefix("batch_") for name in of_level] == [*names[:at], "hidden", *names[at:]]
 
 
 def test_a_step_takes_the_fields_in_order():

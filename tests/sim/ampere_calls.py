@@ -47,17 +47,19 @@ def decode(key: KernelKey, problem: testing.Problem, options: Attention = Attent
         "lse": torch.full((batch, heads, q_len), torch.nan)}
     if cache.attached is not None:
         tensors |= dict(zip(PLANES, (x.view(torch.int32) for x in cache.attached.planes)))
+    if getattr(cache, "hidden", None) is not None:
+        tensors["hidden"] = cache.hidden
     memory = ptx.GlobalMemory(list(tensors.values()))
     starts = dict(zip(tensors, memory.starts))
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-    window = dispatch.NO_WINDOW if options.window is None else options.window
+    window, sink_window = dispatch.windows_of(cache, options)
     numbers = {
         "batch": batch, "q_len": q_len, "num_heads": heads, "num_heads_kv": cache.num_heads_kv, "num_splits": splits,
         "logits": len(sink_logits), "seqs": len(cache.n_tok), "rings": len(cache.ring_k),
         "sinks": cache.sink_k.shape[2],
         "slots_k": cache.ring_k.shape[2], "slots_v": cache.ring_v.shape[2],
         "softmax_scale_log2": scale * dispatch.LOG2_E, "softcap_log2": (options.softcap or 0.0) * dispatch.LOG2_E,
-        "window": window, "sink_window": dispatch.NO_WINDOW if options.keep_sinks else window,
+        "window": window, "sink_window": sink_window,
         **dict(zip(("page_stride", "head_stride", "table_b", "table_h"), cache.strides)),
         **{f"{name}_{axis}": getattr(cache, name).stride(i) for name in TOKENS
            for i, axis in enumerate(("row", "head"))}}

@@ -94,6 +94,7 @@ class Call:
             state = [scatter(x, rows) for x in state]
             tokens = [spread(scatter(x, ring_rows)) for x in tokens]
         planes = [] if cache.attached is None else [x.view(torch.int32) for x in cache.attached.planes]
+        planes += [cache.hidden] if getattr(cache, "hidden", None) is not None else []
         tensors = [q, rows, ring_rows, dispatch._part(cache, "k"), state[0].view(-1), *state[1:], *tokens, *planes,
                    partials, *self.results, sink_logits]
         whole = {id(partials): self.scratch} | {id(x): x if x._base is None else x._base for x in tokens}
@@ -138,10 +139,10 @@ def run(program, cfg, problem: testing.Problem, options: Attention, splits: int,
     """
     call = Call(cfg, problem, options, None, splits, in_clusters, scattered, others)
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
-    window = dispatch.NO_WINDOW if options.window is None else options.window
     is_tile = not hasattr(cfg, "arithmetic")
     caps = (cap,) if is_tile else (2 * dispatch.LOG2_E / cap if cap else 0.0, 2 * cap)
-    parameters = call.tensors + packed("f", call.scale, *caps) + packed("i", window, window)
+    parameters = call.tensors + packed("f", call.scale, *caps)
+    parameters += packed("i", *dispatch.windows_of(problem.cache, options))
     if is_tile:
         parameters += packed("i", call.ratio, call.row_blocks)
     else:

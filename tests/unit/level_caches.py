@@ -43,7 +43,7 @@ def of_pages(name: str, head_dim: int, pages: Sequence[tuple[int, int]], *, head
              dtype: torch.dtype = torch.float16, seed: int = 0, **options) -> LevelCache:
     """A cache with so many (high, low) pages of each (sequence, head), written directly, in shuffled places; heads
     differ as after pruning. staged: tokens of both stages; scales: of the values of both levels, stages included, and
-    of the ring the low one's. What no token takes is NaN, or all ones."""
+    of the ring the low one's; with windows=True positions are random. What no token takes is NaN, or all ones."""
     random, levels, counts = torch.Generator().manual_seed(seed), parse(name), torch.tensor(pages).T
     per_low, sizes = frame_sizes(*(fmt.record_bytes(head_dim) for fmt in levels.formats))
     frames = [int(counts[0].sum()), -(-int(counts[1].sum()) // per_low)]
@@ -71,15 +71,29 @@ def of_pages(name: str, head_dim: int, pages: Sequence[tuple[int, int]], *, head
     cache.c_pack.copy_(counts * PAGE)
     cache.n_stage.copy_(torch.tensor(staged)[:, None])
     cache.n_sink.fill_(sinks)
-    cache.n_out.fill_(PAGE * 3)
+    out = PAGE * 3
+    if cache.windows:
+        out = -(-int((cache.c_pack + cache.n_stage).sum(0).max()) // PAGE) * PAGE
+        _scatter_classes(cache, out, random)
+    cache.n_out.fill_(out)
     cache.n_tok.copy_(cache.n_sink + cache.n_out + recent)
     cache.recount()
     for x, held, scale in ((cache.hi_k, sinks + staged[0], 1), (cache.hi_v, sinks + staged[0], scales[0]),
                            (cache.lo_k, staged[1], 1), (cache.lo_v, staged[1], scales[1])):
         x.copy_(torch.randn(x.shape, generator=random) * scale)
         x[:, held:] = torch.nan
-    slots = torch.arange(PAGE * 3, PAGE * 3 + recent, device=device) % cache.slots
+    slots = torch.arange(out, out + recent, device=device) % cache.slots
     for x, scale in ((cache.ring_k, 1), (cache.ring_v, scales[1])):
         x.fill_(torch.nan)
         x[:, slots] = (torch.randn(x[:, slots].shape, generator=random) * scale).to(device, dtype)
     return cache
+
+
+def _scatter_classes(cache: LevelCache, out: int, random: torch.Generator) -> None:
+    """Random classes of ``out`` tokens that left the ring, as many of each as a head has; the rest are pruned."""
+    for v, held in enumerate((cache.c_pack + cache.n_stage).T.tolist()):
+        classes = torch.tensor([0] * held[0] + [1] * held[1] + [2] * (out - sum(held)), dtype=torch.uint8)
+        blocks = classes[torch.randperm(out, generator=random)].view(-1, PAGE)
+        cache.classes[v, : len(blocks)] = blocks
+        for level in range(2):
+            cache.before[level, v, 1 : len(blocks) + 1] = (blocks == level).sum(1).cumsum(0)

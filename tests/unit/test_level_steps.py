@@ -280,7 +280,8 @@ def test_manage_is_done_by_kernels_where_they_serve_and_says_where_not(monkeypat
     stand_in = step.Kernels(manage.why_not_on, lambda _, rows, q, lse, options: called.append((rows, q, options)), None,
                             lambda _, rows, k, v: called.append((rows, k, v)))
     monkeypatch.setitem(step.KERNELS, "cpu", stand_in)
-    assert cache.why_torch() == [] and cache.why_torch(window=9) == ["window 9, supported: None"]
+    assert cache.why_torch() == [] and cache.why_torch(window=192) == []
+    assert cache.why_torch(window=9) == ["window 9, supported: None, or 192 and more, the ring's slots"]
     cache.manage(q, lse, softcap=5.0)
     (rows, asked, options), = called
     assert rows.tolist() == [0] and torch.equal(asked, q[:1]) and options.softcap == 5.0 and not cache.seen.any()

@@ -36,13 +36,41 @@ def test_steps_follow_the_model(format, limit):
 
 
 @pytest.mark.parametrize("name", ("gemma2", "gpt-oss"))
-def test_windows_of_the_model_stay_in_16_bit(name):
+def test_windows_of_the_model_are_in_16_bit_or_in_levels(name):
     model, ids = build(name), tokens(330)
     cache = hf.LowBitCache("k8v8+k8v4")
     assert error(stepwise(model, cache, ids, (300, *(1,) * 30)), eager(model, ids)) < 0.06
     assert [layer.kv is None for layer in cache.layers] == [True, False]
-    with pytest.raises(NotImplementedError, match="sliding: got 'lowbit' for a layer with a window of 48 over levels"):
-        stepwise(model, hf.LowBitCache("lean", sliding="lowbit"), ids, (20,))
+    cache = hf.LowBitCache("k8v8+k8v4", sliding="lowbit")
+    assert error(stepwise(model, cache, ids, (270, 20, *(1,) * 40)), eager(model, ids)) < 0.06
+    assert [layer.kv.windows for layer in cache.layers] == [True, False]
+    check_pool(cache)
+
+
+@pytest.mark.parametrize("window, keep_sinks", [(100, True), (300, False)])
+def test_a_window_of_the_cache(window, keep_sinks):
+    """Beside a uniform cache with the same window: in steps, chunks of several tokens, and rows with padding."""
+    model, sizes = build("llama"), (500, 30, *(1,) * 130)
+    batch = torch.cat((torch.cat((torch.full((1, 40), 2), tokens(620)), 1), tokens(660)))
+    mask = torch.ones_like(batch)
+    mask[0, :40] = 0
+    options = dict(window=window, keep_sinks=keep_sinks, sinks=32)
+    cache, uniform = hf.LowBitCache("k8v8+k8v4-high95", **options), hf.LowBitCache("k8v8", **options)
+    got, want = (stepwise(model, one, batch, sizes, mask) for one in (cache, uniform))
+    whole = stepwise(model, hf.LowBitCache("k8v8", sinks=32), batch, sizes, mask)
+    assert error(got[:, 500:], want[:, 500:]) < 0.03 < error(whole[:, 500:], want[:, 500:])
+    check_pool(cache)
+
+
+def test_pages_that_left_the_window_of_a_cache_go_back():
+    model, ids = build("llama"), tokens(1300)
+    cache = hf.LowBitCache("lean", window=200, sinks=8)
+    stepwise(model, cache, ids, (1290, *(1,) * 10))
+    layer = cache.layers[0].kv
+    assert (layer.c_pack.sum(0) <= 512).all() and (layer.n_drop > 600).all()
+    check_pool(cache)
+    cache.reset()
+    assert stepwise(model, cache, ids, (300, *(1,) * 10)).isfinite().all()
 
 
 @pytest.mark.parametrize("format", ("lean", "lean-low", "k4v2-boost"))
@@ -128,7 +156,6 @@ def test_pruning_is_asked_for_by_a_policy():
 
 @pytest.mark.parametrize("options, raised, words", [
     (dict(static=True, max_seqlen=512), NotImplementedError, "static: got True for levels lean"),
-    (dict(window=64), NotImplementedError, "window: got 64 for levels lean, whose pages hold no positions"),
     (dict(rotate_keys=True), NotImplementedError, "rotate_keys: got True for levels lean"),
     (dict(codebooks="prompt"), ValueError, "codebooks: got some for levels lean, supported: None"),
     (dict(format="k4v4+cq2"), ValueError, "low: got format cq2, whose codes mean nothing without codebooks"),

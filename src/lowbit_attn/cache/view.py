@@ -49,6 +49,8 @@ OPTIONAL_FIELDS = {
               "groups of channels, fp16"),
         Field("v_book", "uint32", ("num_heads_kv", "entries", "row"), "the same of V"),
         Field("k_channels", "float32", ("num_heads_kv", "planes", "head_dim"), "what codebooks of K say of a channel"),
+        Field("hidden", "int32", ("seqs",), "of a level under a window (levels/view.py): how many tokens of its pages, "
+              "then of its stage, are before the window; negative: so many sinks are in it"),
     ),
     "append": (
         Field("query_weights", "float32", ("num_heads_kv", "head_dim"), "mean |q| of the channels of K"),

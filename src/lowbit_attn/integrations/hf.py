@@ -80,7 +80,7 @@ class LowBitCache(Cache):
             at most window - 1 tokens, whatever the context) or all tokens in low-bit pages ("lowbit": less memory
             where sequences are shorter than a few windows).
         window, keep_sinks: the other layers see the last ``window`` tokens only, and with keep_sinks the sinks too
-            (StreamingLLM); pages are kept, not read.
+            (StreamingLLM); pages are kept, not read, those of levels returned.
         policy: of levels: Shares or Cumulative; None: the share of the name, nothing pruned.
 
     Sequences of one batch may be padded on the left to one length; padding is not stored. Soft-capped logits (Gemma 2)
@@ -115,9 +115,10 @@ class LowBitCache(Cache):
         layer_options = dict(max_seqlen=max_seqlen, dtype=dtype, path=path, sliding=sliding, sinks=sinks, **options)
         pair = levels.parse(format) if isinstance(format, str) else None
         if pair is not None:
-            check_options(pair, static, window, rotate_keys, policy, TRIED_HEAD_DIM, codebooks)
+            check_options(pair, static, rotate_keys, policy, TRIED_HEAD_DIM, codebooks)
             self.format, self.codebooks = pair, None
-            layer = partial(LevelLayer, pair, GrowingPool(pair), policy=policy, **layer_options)
+            layer = partial(LevelLayer, pair, GrowingPool(pair), policy=policy, window=window, keep_sinks=keep_sinks,
+                            **layer_options)
         else:
             if is_prompt and static:
                 raise NotImplementedError(f"static: got True with codebooks={codebooks!r}, supported: a file of "

@@ -1,17 +1,21 @@
 """A layer of a transformers cache whose heads hold tokens at two precision levels; all layers share one FramePool."""
 
+from dataclasses import replace
+
 import torch
 
 from lowbit_attn.checks import is_truth
 from lowbit_attn.formats.levels import Levels
 from lowbit_attn.integrations.layer import FIRST_TOKENS, LowBitLayer
 from lowbit_attn.layout import PAGE_TOKENS
-from lowbit_attn.levels import LevelCache
+from lowbit_attn.levels import LevelCache, windows
 from lowbit_attn.levels.frames import FramePool, frame_sizes
 from lowbit_attn.levels.policy import Policy
 from lowbit_attn.levels.view import views_of
 from lowbit_attn.plan import plans_of
-from lowbit_attn.reference import Attention
+from lowbit_attn.reference import Attention, attention
+
+TRIM = 512  # tokens from one return of pages that left a window to the next, which waits for the device
 
 
 class GrowingPool:
@@ -33,14 +37,15 @@ class GrowingPool:
 
 
 class LevelLayer(LowBitLayer):
-    """A LowBitLayer whose ``kv`` is a LevelCache over the pool of all layers; windows of the model's own are in 16 bit.
+    """A LowBitLayer whose ``kv`` is a LevelCache over the pool of all layers.
 
-    policy: None: the levels' own share high, nothing pruned.
+    policy: None: the levels' own share high, nothing pruned. Under a window, of the cache or with sliding="lowbit" of
+    the model, pages that left it are returned every TRIM tokens.
     """
 
     def __init__(self, format: Levels, pools: GrowingPool, *, policy: Policy | None = None, **options):
         super().__init__(format, **options)
-        self.pools, self.policy = pools, policy
+        self.pools, self.policy, self.seen, self.trimmed = pools, policy, None, 0
         self.options = {name: value for name, value in self.options.items() if name != "rotate_keys"}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -54,7 +59,7 @@ class LevelLayer(LowBitLayer):
         if self.kv is None:
             self.kv = LevelCache(pool, heads, policy=self.policy, sinks=self.sinks, max_batch=self.batch_size,
                                  max_seqlen=self.max_seqlen or max(FIRST_TOKENS, tokens), dtype=self.dtype,
-                                 **self.options)
+                                 windows=self.seen is not None, **self.options)
         self._grow(tokens)
 
     def _grow(self, tokens: int) -> None:
@@ -62,13 +67,32 @@ class LevelLayer(LowBitLayer):
             self.kv.extend(max(tokens, 2 * self.kv.max_seqlen))
 
     def _windowed(self, options: Attention) -> Attention:
-        if options.window is not None:
-            raise NotImplementedError(f"sliding: got 'lowbit' for a layer with a window of {options.window} over "
-                                      "levels, whose pages hold no positions; supported: '16bit'")
+        options = super()._windowed(options)
+        self.seen = options.window
         return options
 
+    def _gathered(self, query, k, v, options: Attention, skips) -> torch.Tensor:
+        out = torch.zeros_like(query).transpose(1, 2)
+        for row, skip in enumerate(skips):
+            q = query[row, :, skip:].transpose(0, 1).unflatten(1, (k.shape[1], -1))  # [tokens, num_heads_kv, ratio, D]
+            at = int(self.kv.n_tok[row]) + torch.arange(len(q), device=q.device)
+            for head, past in enumerate(self.kv.gather(row)):
+                keys, values = (torch.cat((old, new[row, head, skip:].float()))[None] for old, new in zip(past, (k, v)))
+                places = torch.cat((windows.positions(self.kv, row, head), at))
+                mine = slice(head * q.shape[2], (head + 1) * q.shape[2])
+                sinks = None if options.sink_logits is None else options.sink_logits[mine]
+                out[row, skip:, mine] = attention(
+                    q[:, head], keys, values, replace(options, sink_logits=sinks),
+                    seen=windows.visible(places, at, options, self.sinks))[0].to(out.dtype)
+        return out
+
+    @staticmethod
+    def _scored(options: Attention) -> dict:
+        return LowBitLayer._scored(options) | dict(keep_sinks=options.keep_sinks)
+
     def _drop_plans(self) -> None:
-        for view in views_of(self.kv):
+        views = views_of(self.kv)
+        for view in (*views, *(views.windowed or ())):
             plans_of(view).clear()
 
     def _manage(self, query: torch.Tensor, lse: torch.Tensor, options: Attention) -> None:
@@ -76,18 +100,21 @@ class LevelLayer(LowBitLayer):
         self.kv.manage(query, lse, path=path, **self._scored(options))
 
     def _pack(self) -> None:
-        """Nothing: ``manage`` moved what was due."""
+        """``manage`` moved what was due; pages that left a window go back."""
+        if self.seen is not None and self.length - self.trimmed >= TRIM:
+            self.kv.trim(self.seen)
+            self.trimmed = self.length
 
     def _forget(self) -> None:
         self.kv.free(range(self.batch_size))
+        self.trimmed = 0
 
 
-def check_options(levels: Levels, static: bool, window: int | None, rotate_keys: bool, policy: Policy | None,
-                  head_dim: int, codebooks=None) -> None:
+def check_options(levels: Levels, static: bool, rotate_keys: bool, policy: Policy | None, head_dim: int,
+                  codebooks=None) -> None:
     """Raise for options of LowBitCache that levels do not serve, and for a policy that is none."""
     is_truth("rotate_keys", rotate_keys)
     for name, value, reason in (("static", static, "whose steps torch.compile does not trace; supported: False"),
-                                ("window", window, "whose pages hold no positions; supported: None"),
                                 ("rotate_keys", rotate_keys, "which group K per channel; supported: False")):
         if value:
             raise NotImplementedError(f"{name}: got {value} for levels {levels}, {reason}")

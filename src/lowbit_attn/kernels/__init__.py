@@ -10,6 +10,7 @@ Architectures and programs import ``key`` and ``support``; what stands above the
 
 from lowbit_attn.kernels.key import (
     FEATURES,
+    LEVEL_WINDOW,
     PAIR_ROWS,
     ROWS,
     SCHEDULES,
@@ -27,6 +28,7 @@ from lowbit_attn.kernels.key import (
     exchange_key,
     is_even,
     level_append_key,
+    level_window_keys,
     manage_keys,
     merge_key,
     merge_states_key,
@@ -69,11 +71,11 @@ from lowbit_attn.kernels.support import (
 )
 
 __all__ = [
-    "ARCH_TARGETS", "Checks", "CuteKernel", "FEATURES", "KernelKey", "PAIR_ROWS", "PLAN_HEAD_DIMS",
+    "ARCH_TARGETS", "Checks", "CuteKernel", "FEATURES", "KernelKey", "LEVEL_WINDOW", "PAIR_ROWS", "PLAN_HEAD_DIMS",
     "QUANTIZE_HEAD_DIMS", "ROWS", "SCHEDULES", "SHIPPED_DTYPES", "SHIPPED_FORMATS", "SHIPPED_HEAD_DIMS",
     "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key",
     "arch_package", "baselines", "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target",
-    "exchange_key", "is_even", "level_append_key", "manage_keys", "manage_missing", "merge_key", "merge_states_key",
-    "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys", "pair_key", "path_name", "path_of", "pick",
-    "quantize_key", "quantize_missing", "rank_keys", "shipped_keys", "step_keys", "trace",
+    "exchange_key", "is_even", "level_append_key", "level_window_keys", "manage_keys", "manage_missing", "merge_key",
+    "merge_states_key", "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys", "pair_key", "path_name",
+    "path_of", "pick", "quantize_key", "quantize_missing", "rank_keys", "shipped_keys", "step_keys", "trace",
 ]

@@ -15,6 +15,7 @@ SMEM_LIMIT_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_90
 ROWS = (2, 4, 8, 16, 32, 64)  # query rows of one KV head (heads times q_len) that a CTA of a decode kernel serves
 PAIR_ROWS = 4  # the same of the kernel of two levels
 FEATURES = ("softcap", "window")  # of reference.Attention: compiled in only where a call asks for them
+LEVEL_WINDOW = "level_window"  # the window of a level, whose hidden tokens a plane counts: no other cache's feature
 SPLITS, SMALL, STREAM = SCHEDULES = ("splits", "small", "stream")  # see Support.schedule; the first one is picked
 
 
@@ -23,8 +24,8 @@ class KernelKey:
     """Identity of one compiled kernel; what varies at run time (batch, heads, lengths) is not in it."""
 
     op: str  # "decode", "quantize", "dequantize", "append", "read"; "linear": of codebook weights; of levels "merge",
-    # of both in one launch "pair", of their append "level_append", of their manage "plan", "pack"; of several ranks
-    # "merge_states", "exchange"
+    # of both in one launch "pair", of their append "level_append", of their manage "plan", "pack", of their windows
+    # "level_places", "level_hidden"; of several ranks "merge_states", "exchange"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
@@ -36,7 +37,7 @@ class KernelKey:
     arithmetic: str = ""  # decode: see Support, as for the schedule
     schedule: str = ""
     rows: int = 0  # decode: query rows of one KV head that it multiplies at once; linear: rows of x
-    features: tuple[str, ...] = ()  # decode: those of FEATURES it has, in that order
+    features: tuple[str, ...] = ()  # decode: those of FEATURES it has, in that order; of a level LEVEL_WINDOW last
     sizes: str = ""  # decode: the target whose shared memory it is made for, if not its own: to measure it elsewhere
 
     @property
@@ -155,6 +156,11 @@ def pair_key(target: str, dtype: str, head_dim: int, levels: Levels, features: t
 def level_append_key(target: str, dtype: str, head_dim: int) -> KernelKey:
     """The kernel of ``LevelCache.append``, whatever the levels."""
     return KernelKey("level_append", "device", device_target(target), dtype, head_dim)
+
+
+def level_window_keys(target: str) -> tuple[KernelKey, KernelKey]:
+    """The kernels that keep where tokens of levels are, and say what a window hides of them."""
+    return tuple(KernelKey(op, "device", device_target(target), "int32", 0) for op in ("level_places", "level_hidden"))
 
 
 def manage_keys(target: str, dtype: str, head_dim: int, levels: Levels,

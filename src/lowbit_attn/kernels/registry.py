@@ -32,6 +32,7 @@ MODULES = {
     "append": "lowbit_attn.device.append", "merge": "lowbit_attn.device.merge", "read": "lowbit_attn.device.read",
     "merge_states": "lowbit_attn.device.merge_states", "level_append": "lowbit_attn.device.level_append",
     "plan": "lowbit_attn.device.level_plan", "pack": "lowbit_attn.device.level_pack",
+    "level_places": "lowbit_attn.device.level_windows", "level_hidden": "lowbit_attn.device.level_windows",
 }
 
 OVERLAPPING = ("level_append", "plan", "pack")  # ops that start while the kernel before ends, and wait for that
@@ -63,6 +64,8 @@ def trace(key: KernelKey):
         return getattr(module(program(key.arch, key.op)), f"{key.op}_kernel")(key)
     if key.op in ("merge", "merge_states", "level_append", "plan"):  # of any format
         return getattr(module(key.op), f"{key.op}_kernel")(key.head_dim, key.dtype)
+    if key.op in ("level_places", "level_hidden"):  # of any head_dim too
+        return getattr(module(key.op), f"{key.op}_kernel")()
     if key.op == "pack":
         return module("pack").pack_kernel(parse(key.format), key.head_dim, key.dtype, searches_of(key))
     fmt = FORMATS[key.format]

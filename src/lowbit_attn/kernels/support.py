@@ -9,7 +9,7 @@ from lowbit_attn.formats import Format
 from lowbit_attn.formats.levels import Levels
 from lowbit_attn.formats.spec import Kind
 from lowbit_attn.formats.uniform import dtype_name
-from lowbit_attn.kernels.key import FEATURES, SPLITS
+from lowbit_attn.kernels.key import FEATURES, LEVEL_WINDOW, SPLITS
 from lowbit_attn.registers import WIDE_HEAD_DIM
 
 QUANTIZE_DTYPES = (torch.float16, torch.bfloat16)
@@ -34,6 +34,7 @@ class Support:
     k_per_token: bool = False
     windows: bool = False  # V may be packed later than K
     features: tuple[str, ...] = FEATURES
+    level_windows: bool = False  # the windows of levels, for one query
     schedule: str = SPLITS  # how warps get their work: "small" is splits in CTAs of which an SM holds several
     clusters: bool = False  # its splits may be a cluster of CTAs
     boosted: bool = False  # K of 2 bits with channels of 4 bits (Kitty)
@@ -79,7 +80,8 @@ class Support:
             ("head_dim", head_dim, self.head_dims), ("dtype", dtype, self.dtypes),
             ("K metadata", k.storage, storages), ("V metadata", v.storage, storages),
         )
-        served = tuple(name for name in self.features if not v.wide or name != "window")
+        served = (*self.features, *[LEVEL_WINDOW] * self.level_windows)
+        served = tuple(name for name in served if not v.wide or name not in ("window", LEVEL_WINDOW))
         wanted += tuple(("feature", name, served or ("none",)) for name in features)
         return unserved(wanted)
 

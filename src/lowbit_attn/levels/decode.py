@@ -6,15 +6,17 @@ the kernels of ordinary caches, a launch each, then one that merges them.
     low level:  decode kernel of its format -> (o, lse)      pages, the stage and the ring
     merge by lse -> out, lse
 
-A sink logit joins the denominator in the merge. No host reads anything: steps may be captured.
+Under a window a kernel before them says how many tokens of each level it hides (windows.py). A sink logit joins the
+denominator in the merge. No host reads anything: steps may be captured.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from lowbit_attn import dispatch, kernels, loader
-from lowbit_attn.levels import pair, step
+from lowbit_attn.levels import pair, step, windows
 from lowbit_attn.levels.view import LevelView, views_of
 from lowbit_attn.plan import ACCESS_BYTES
 from lowbit_attn.reference import Attention
@@ -25,9 +27,9 @@ def decode(q: torch.Tensor, cache, out: torch.Tensor, lse: torch.Tensor, options
            path: str | None) -> None:
     """Run the chosen path into out [batch, q_len, num_heads, D] and lse fp32 [batch, num_heads, q_len].
 
-    NotImplementedError with the reasons where no kernel serves a level, and for windows.
+    NotImplementedError with the reasons where no kernel serves a level or its windows.
     """
-    check(options)
+    check(cache, options, q.shape[1], path)
     if dispatch.is_reference(cache, path):
         with torch.no_grad():
             o, logsumexp = cache.attend(q, options)
@@ -44,7 +46,7 @@ def decode(q: torch.Tensor, cache, out: torch.Tensor, lse: torch.Tensor, options
             pair.launch(plan, cache.num_heads_kv, *(x.detach() for x in (rows, o, logsumexp)))
         else:
             path = _path_of_levels(path)
-            found = [_decode_level(rows, view, asked, num_splits, path) for view in views_of(cache)]
+            found = [_decode_level(rows, view, asked, num_splits, path) for view in _views(cache, options.window)]
             sinks = no_sink_logit(q.device) if options.sink_logits is None else options.sink_logits.contiguous()
             _merge(cache)(*(x.detach() for x in (*found[0], *found[1], sinks, o, logsumexp)))
         for given, written in ((out, o), (lse, logsumexp)):
@@ -68,7 +70,7 @@ def _written(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def ready(q: torch.Tensor, cache, options: Attention, num_splits: int | None, path: str | None, load: bool) -> None:
     """Raise what ``decode`` would raise of such a call; load: load or build its kernels too."""
-    check(options)
+    check(cache, options, q.shape[1], path)
     if dispatch.is_reference(cache, path):
         return
     rows, asked = level_queries(q.detach().to(cache.dtype), cache.num_heads_kv), _of_levels(options)
@@ -77,18 +79,46 @@ def ready(q: torch.Tensor, cache, options: Attention, num_splits: int | None, pa
             pair.plan_of(cache, rows, options, num_splits, path)
         return
     path = _path_of_levels(path)
-    for view in views_of(cache):
+    views = views_of(cache) if options.window is None else views_of(cache).under_window(cache)
+    for view in views:
         if dispatch.planned(rows, view, _call(asked, num_splits, path)) is None:
             dispatch.ready(rows, view, asked, num_splits, path, False, load)
     if load:
         _merge(cache)
+        if options.window is not None:
+            _hide(cache)
 
 
-def check(options: Attention) -> None:
-    """Raise NotImplementedError for a window, whose tokens no page of a level tells apart."""
-    if options.window is not None:
-        raise NotImplementedError(f"window: got {options.window} over levels, whose pages hold no positions, "
-                                  "supported: None")
+def check(cache, options: Attention, q_len: int, path: str | None) -> None:
+    """Raise NotImplementedError for a window over a cache that does not know where its tokens are, or of several
+    queries in kernels: each would see a level's tokens from a place of its own on."""
+    if options.window is None:
+        return
+    windows.check(cache, options.window)
+    if q_len > 1 and not dispatch.is_reference(cache, path):
+        raise NotImplementedError(f"window: got {options.window} over levels for {q_len} queries, supported: 1, or "
+                                  "path='reference'")
+
+
+def _views(cache, window: int | None) -> Sequence[LevelView]:
+    """The levels as a call reads them; under a window, what it hides of them is on its way."""
+    views = views_of(cache)
+    if window is None:
+        return views
+    found = views.under_window(cache)
+    _hide(cache)(*hidden_arguments(cache, views.hidden, window).values())
+    return found
+
+
+def hidden_arguments(cache, hidden: torch.Tensor, window: int) -> dict:
+    """What the kernel of hidden tokens takes, by name and in its order; hidden: int32 [2, v], written."""
+    return dict(n_out=cache.n_out, n_tok=cache.n_tok, classes=cache.classes, before=cache.before, hidden=hidden,
+                num_heads=cache.num_heads_kv, sinks=cache.sinks, window=min(window, dispatch.NO_WINDOW))
+
+
+def _hide(cache):
+    """The kernel that finds how many tokens of each level a window hides."""
+    return loader.load(kernels.level_window_keys(dispatch.target_of(cache.device)[1])[1])
 
 
 def level_queries(q: torch.Tensor, num_heads_kv: int) -> torch.Tensor:
@@ -109,7 +139,7 @@ def _path_of_levels(path: str | None) -> str | None:
 
 
 def _call(options: Attention, num_splits: int | None, path: str | None) -> tuple:
-    return (options.softmax_scale, options.softcap, None, False, num_splits, path, False)
+    return options.softmax_scale, options.softcap, options.window, options.keep_sinks, num_splits, path, False
 
 
 def _decode_level(q: torch.Tensor, view: LevelView, options: Attention, num_splits: int | None,

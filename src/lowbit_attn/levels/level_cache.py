@@ -15,6 +15,7 @@ All of this is in torch, on any device, the steps in fixed shapes (step.py); on 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from lowbit_attn.cache.pages import PageExhaustedError
 from lowbit_attn.cache.significance import Scores, means, observe, prompt_queries
 from lowbit_attn.cache.state import CacheFaultError
 from lowbit_attn.checks import check_rank, check_tensor, integer, is_sequence, one_of
-from lowbit_attn.levels import step
+from lowbit_attn.levels import step, windows
 from lowbit_attn.levels.moves import Departure, head_tokens, share_pages
 from lowbit_attn.levels.state import MOVED, PAGE, SCORED, STAGED, STEPPED, WINDOW, LevelState
 from lowbit_attn.precision import full_precision, on_own_defaults
@@ -52,8 +53,9 @@ class LevelCache(LevelState):
         max_batch, max_q_len: as in KVCache; max_seqlen: longest sequence.
         manage_every: how often ``manage`` acts, in tokens of a row.
         dtype: of tokens in 16 bit; range_search, saturate: as in KVCache.
+        windows: keep the classes of tokens by position, so that ``decode`` takes a window (windows.py).
 
-    A call does all of its work or raises and leaves everything as it was. Sliding windows are not served. Steps
+    A call does all of its work or raises and leaves everything as it was. Steps
     (``append``, ``decode``, ``manage`` of rows 0 .. batch - 1) read nothing on the host while a CUDA graph is captured,
     so one graph serves all lengths; calls outside graphs ask the device for the counters.
 
@@ -65,7 +67,8 @@ class LevelCache(LevelState):
     [2, v]; ``n_sink``, ``n_out``, ``n_tok``, ``limit`` int32 [max_batch]; ``score`` fp32 [v, ring], ``seen`` int32
     [max_batch, ring]; of the last plan ``order`` uint8 [v, 128] (by class, each by position), ``new`` int32 [2, v];
     ``n_drop`` int32 [v] pruned tokens; ``starved`` int32 [1], plans that found too few frames; ``waits`` bool
-    [max_batch], rows whose last plan did; ``faults`` int32 [max_batch], nonzero after a captured step without room.
+    [max_batch], rows whose last plan did; ``faults`` int32 [max_batch], nonzero after a captured step without room;
+    ``classes`` and ``before``: with windows (windows.py), else None.
     """
 
     # ---- the steps
@@ -78,8 +81,8 @@ class LevelCache(LevelState):
 
         k, v: [tokens, num_heads_kv, head_dim], the cache's dtype or fp32; q: [tokens, num_heads, head_dim], 64 of
         which score the tokens; None: nothing does, and the earliest tokens are high. lse: fp32 [num_heads, tokens] of
-        the queries over all that they see, where the caller has it; attention: softmax_scale, softcap and sink_logits
-        as in ``decode``. Raises PageExhaustedError if the pool has too few frames.
+        the queries over all that they see, where the caller has it; attention: softmax_scale, softcap, window,
+        keep_sinks and sink_logits as in ``decode``. Raises PageExhaustedError if the pool has too few frames.
         """
         row, = self.check_rows([seq])
         tokens = check_rank("k", k, ("tokens", self.num_heads_kv, self.head_dim))[0]
@@ -94,8 +97,11 @@ class LevelCache(LevelState):
         with self.undoing((*STEPPED, *SCORED, *MOVED, *STAGED, "ring_k", "ring_v"), row):
             if leaving:
                 gone = recent.part(slice(0, leaving))
-                departure = Departure(self, row, gone.k, gone.v, self.policy.classes(means(gone.score, gone.seen)))
+                classes = self.policy.classes(means(gone.score, gone.seen))
+                departure = Departure(self, row, gone.k, gone.v, classes)
                 departure.write(self.pool.take(departure.needs.tolist()))
+                if self.windows:
+                    windows.note(self, row, classes)
             self.n_out[row] += leaving
             self.store_sinks(row, k[:fresh], v[:fresh])
             self.store_recent(row, recent.part(slice(leaving, None)))
@@ -142,7 +148,7 @@ class LevelCache(LevelState):
         """Score the recent tokens by the queries just decoded; where 128 have left the window, move them to levels.
 
         q: [batch, q_len, num_heads, head_dim] and lse: fp32 [batch, num_heads, q_len], as ``decode`` took and gave;
-        attention: softmax_scale and softcap; path: "reference" for torch, None for kernels where there are some
+        attention: softmax_scale, softcap and window; path: "reference" for torch, None for kernels where there are some
         (``why_torch``). Call it after each decode: a row acts when its length comes to another multiple of
         ``manage_every``. Rows that find no frames stay as they are, ``starved`` counts them, and any next call tries
         again. In a captured step all rows take part in every call, those that are not due without a trace.
@@ -246,6 +252,23 @@ class LevelCache(LevelState):
         self.seen[row], self.n_sink[row], self.n_out[row], self.n_tok[row] = 0, 0, 0, 0
         self.waits[row], self.faults[row] = False, 0
 
+    def trim(self, window: int, seqs: Sequence[int] | None = None) -> None:
+        """Return pages of these sequences (default: all) that a window of so many positions will not see any more.
+
+        Their tokens count as pruned from then on, also for calls without a window. Not for captured steps: it waits
+        for the device. A page stays while one of its tokens is within the window of the oldest recent token, to which
+        ``rewind`` may go back; so does a low page while its frame has another such one.
+        """
+        if self.is_capturing():
+            raise RuntimeError("trim: called while a CUDA graph is captured, supported there: append, decode, manage")
+        if integer("window", window) < 1:
+            raise ValueError(f"window: got {window}, supported: 1 or more positions")
+        windows.check(self, window)
+        rows = self.check_rows(seqs)
+        with self.undoing(MOVED):
+            for row in rows:
+                windows.drop_pages(self, row, self.first_recent(row) - window)
+
     @torch.no_grad()
     @on_own_defaults
     def share(self, src: int, dst: int, tokens: int | None = None) -> None:
@@ -280,8 +303,10 @@ class LevelCache(LevelState):
         kept = len(recent.seen) - min(len(recent.seen), int(self.n_tok[src]) - tokens)
         for x in (self.hi_k, self.hi_v, self.lo_k, self.lo_v, self.order, self.n_drop):
             x[there] = x[here]
-        for x in (self.n_stage, self.new, self.c_pack):
+        for x in (self.n_stage, self.new, self.c_pack, *[self.before] * self.windows):
             x[:, there] = x[:, here]
+        if self.windows:
+            self.classes[there] = self.classes[here]
         self.n_out[dst], self.n_tok[dst], self.n_sink[dst] = self.n_out[src], tokens, min(tokens, self.sinks)
         self.waits[dst] = self.waits[src] & (kept >= WINDOW + PAGE)
         self.store_recent(dst, recent.part(slice(0, kept)))
@@ -297,11 +322,10 @@ class LevelCache(LevelState):
     def attend(self, q: torch.Tensor, options: Attention = PLAIN) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode in torch: o fp32 of q's shape [batch, q_len, num_heads, head_dim], lse fp32 [batch, num_heads, q_len].
 
-        Only tokens of the ring can be younger than a query, and they come last, so positions are not needed.
+        Only tokens of the ring can be younger than a query, and they come last: positions count in windows alone.
         """
         if options.window is not None:
-            raise NotImplementedError(f"window: got {options.window} over levels, whose pages hold no positions, "
-                                      "supported: None")
+            windows.check(self, options.window)
         ratio = q.shape[2] // self.num_heads_kv
         o = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
@@ -309,8 +333,15 @@ class LevelCache(LevelState):
             for head, (k, v) in enumerate(self.gather(row)):
                 mine = slice(head * ratio, (head + 1) * ratio)
                 sinks = None if options.sink_logits is None else options.sink_logits[mine]
-                asked = Attention(options.softmax_scale, options.softcap, sink_logits=sinks)
-                o[row, :, mine], lse[row, mine] = attention(q[row, :, mine], k[None], v[None], asked)
+                asked = replace(options, sink_logits=sinks)
+                if options.window is None:
+                    found = attention(q[row, :, mine], k[None], v[None], asked)
+                else:
+                    n_tok, places = int(self.n_tok[row]), windows.positions(self, row, head)
+                    at = torch.arange(n_tok - q.shape[1], n_tok, device=q.device)
+                    found = attention(q[row, :, mine], k[None], v[None], asked,
+                                      seen=windows.visible(places, at, options, int(self.n_sink[row])))
+                o[row, :, mine], lse[row, mine] = found
         return o, lse
 
     def counts_of(self, seq: int) -> LevelCounts:
@@ -351,14 +382,21 @@ class LevelCache(LevelState):
         all that the row holds and the new keys up to them."""
         ratio, found = q.shape[1] // self.num_heads_kv, []
         scale = self.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-        hidden = torch.arange(len(k), device=self.device) > at[:, None]
+        if options.window is not None:
+            windows.check(self, options.window)
+        n_tok = int(self.n_tok[row])
+        new, n_sink = n_tok + torch.arange(len(k), device=self.device), min(self.sinks, n_tok + len(k))
         with full_precision(self.device.type):
             for head, (past, _) in enumerate(self.gather(row)):
                 rows = q[:, head * ratio : (head + 1) * ratio].float().transpose(0, 1)
                 s = rows @ torch.cat((past, k[:, head].float())).T * scale
                 if options.softcap is not None:
                     s = options.softcap * torch.tanh(s / options.softcap)
-                s[..., len(past) :].masked_fill_(hidden, -torch.inf)
+                if options.window is None:
+                    s[..., len(past) :].masked_fill_(new > n_tok + at[:, None], -torch.inf)
+                else:
+                    places = torch.cat((windows.positions(self, row, head), new))
+                    s.masked_fill_(~windows.visible(places, n_tok + at, options, n_sink), -torch.inf)
                 found.append(s.logsumexp(-1))
         lse = torch.cat(found)
         return lse if options.sink_logits is None else torch.logaddexp(lse, options.sink_logits.float()[:, None])

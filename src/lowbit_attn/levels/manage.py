@@ -3,6 +3,7 @@
     append  device/level_append.py  new tokens -> sinks and rings
     plan    device/level_plan.py    scores, classes, frames by prefix sums, counters
     pack    device/level_pack.py    tokens of the rows that go -> pages and stages
+    places  device/level_windows.py of caches with windows: their classes by position
 
 They read the device's counters: a captured step launches them always, and those of ``manage`` return at once where no
 row acts. What they do not serve stays in torch (step.py), and ``why_not`` says so.
@@ -34,8 +35,8 @@ def why_not(cache, options: Attention) -> list[str]:
 def why_not_on(cache, options: Attention) -> list[str]:
     """``why_not``, whatever device there is."""
     reasons = kernels.manage_missing(cache.format, cache.head_dim, cache.dtype)
-    if options.window is not None:
-        reasons.append(f"window {options.window}, supported: None")
+    if options.window is not None and options.window < cache.slots:
+        reasons.append(f"window {options.window}, supported: None, or {cache.slots} and more, the ring's slots")
     return reasons
 
 
@@ -92,6 +93,13 @@ def pack_arguments(cache, rows: torch.Tensor) -> dict:
         heads=cache.num_heads_kv, sinks=cache.sinks)
 
 
+def places_arguments(cache, rows: torch.Tensor) -> dict:
+    """What the kernel of places takes, by name and in its order."""
+    return dict(which=rows, goes=cache.goes, n_out=cache.n_out, order=cache.order, fresh=cache.new,
+                n_stage=cache.n_stage, c_pack=cache.c_pack, classes=cache.classes, before=cache.before,
+                num_heads=cache.num_heads_kv)
+
+
 def _dense(x: torch.Tensor) -> torch.Tensor:
     """Queries or tokens as kernels load them, in whole accesses."""
     return x.contiguous() if not x.data_ptr() % ACCESS_BYTES else x.clone(memory_format=torch.contiguous_format)
@@ -110,16 +118,21 @@ def manage(cache, rows: torch.Tensor, q: torch.Tensor, lse: torch.Tensor, option
     """Score, plan and move: distinct rows int64 [batch]. Both kernels and all that they read are there before one is
     launched."""
     with torch.no_grad(), torch.cuda.device(cache.device):
-        plan, pack = map(loader.load, keys_of(cache, dispatch.target_of(cache.device)[1]))
+        target = dispatch.target_of(cache.device)[1]
+        plan, pack = map(loader.load, keys_of(cache, target))
+        places = loader.load(kernels.level_window_keys(target)[0]) if cache.windows else None
         planned, packed = plan_arguments(cache, rows, q, lse, options), pack_arguments(cache, rows)
         plan(*planned.values())
         pack(*packed.values())
+        if places is not None:
+            places(*places_arguments(cache, rows).values())
 
 
 def ready(cache) -> None:
     """Load or build the kernels of a cache."""
     target = dispatch.target_of(cache.device)[1]
-    for key in (append_key_of(cache, target), *keys_of(cache, target)):
+    windows = kernels.level_window_keys(target) if cache.windows else ()
+    for key in (append_key_of(cache, target), *keys_of(cache, target), *windows):
         loader.load(key)
 
 
@@ -131,7 +144,8 @@ def prepare(cache) -> None:
     sizes = (1,) * len(cache.pool.lists)
     with torch.inference_mode(False):
         pool = FramePool(cache.format, head_dim=cache.head_dim, frames=sizes, device=cache.device)
-        empty = LevelCache(pool, 1, max_seqlen=PAGE, dtype=cache.dtype, range_search=cache.range_search)
+        empty = LevelCache(pool, 1, max_seqlen=PAGE, dtype=cache.dtype, range_search=cache.range_search,
+                           windows=cache.windows)
         q = torch.zeros((1, 1, 1, cache.head_dim), dtype=cache.dtype, device=cache.device)
         append(empty, empty.all_rows, q, q)
         manage(empty, empty.all_rows, q, torch.zeros((1, 1, 1), device=cache.device), PLAIN)

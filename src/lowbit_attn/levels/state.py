@@ -11,6 +11,7 @@ from lowbit_attn.cache.journal import Journal
 from lowbit_attn.cache.significance import EVERY, Scores
 from lowbit_attn.cache.state import DTYPES, MAX_Q_LEN, RING_ALIGN, is_capturing
 from lowbit_attn.checks import check_tensor, integer, is_truth, one_of
+from lowbit_attn.levels import windows
 from lowbit_attn.levels.frames import Copied, FramePool
 from lowbit_attn.levels.policy import Policy, Shares
 
@@ -63,12 +64,14 @@ class LevelState(Copied):
     @torch.inference_mode(False)  # else calls outside inference mode could not write to what is made here
     def __init__(self, pool: FramePool, num_heads_kv: int, *, policy: Policy | None = None, sinks: int | None = None,
                  max_batch: int = 1, max_seqlen: int, max_q_len: int = 1, manage_every: int = EVERY,
-                 dtype: torch.dtype = torch.float16, range_search: bool | None = None, saturate: bool = False):
+                 dtype: torch.dtype = torch.float16, range_search: bool | None = None, saturate: bool = False,
+                 windows: bool = False):
         if not isinstance(pool, FramePool):
             raise TypeError(f"pool: got {type(pool).__name__}, supported: a FramePool")
         one_of("dtype", dtype, DTYPES)
         is_truth("range_search", range_search, None)
         is_truth("saturate", saturate)
+        is_truth("windows", windows)
         self.pool, self.format, self.head_dim, self.device = pool, pool.levels, pool.head_dim, pool.device
         self.policy = Shares(self.format.percent / 100) if policy is None else policy
         if not isinstance(self.policy, Policy):
@@ -82,6 +85,7 @@ class LevelState(Copied):
         self.num_heads_kv, self.sinks, self.max_batch, self.max_seqlen = num_heads_kv, sinks, max_batch, max_seqlen
         self.max_q_len, self.manage_every, self.dtype = max_q_len, manage_every, dtype
         self.range_search, self.saturate, self.layout_id = range_search, saturate, self.format.layout_id
+        self.windows = windows
         self.identity = self.layout_id
         self.largest = tuple(min(torch.finfo(dtype).max, *(getattr(fmt, side).largest() for fmt in self.format.formats))
                              for side in "kv")
@@ -110,6 +114,9 @@ class LevelState(Copied):
         # scratch of the kernels of manage: see device/level_plan.py
         self.places, self.needs, self.starts, self.goes, self.arrivals = (torch.zeros(shape, **ints) for shape in (
             (2, rows), (2, self.max_batch), (2, self.max_batch), self.max_batch, self.max_batch + 1))
+        self.classes = self.before = None
+        if self.windows:
+            windows.allocate(self)
         self.limit = torch.full((self.max_batch,), min(self.max_seqlen, self.sinks + self.slots), **ints)
         if self.device.type == "cuda":  # constants of packing, which no captured step may be the first to make
             block = torch.zeros((1, PAGE, self.head_dim), dtype=torch.float32, device=self.device)
@@ -124,6 +131,9 @@ class LevelState(Copied):
         more = -(-max_seqlen // PAGE) - self.table.shape[2]
         with self.undoing(STEPPED) as journal:
             journal.set(self, table=torch.nn.functional.pad(self.table, (0, more), value=-1), max_seqlen=max_seqlen)
+            if self.windows:
+                journal.set(self, classes=torch.nn.functional.pad(self.classes, (0, 0, 0, more)),
+                            before=torch.nn.functional.pad(self.before, (0, more)))
             self.recount()
 
     def undoing(self, names: Sequence[str], row: int | None = None) -> Journal:
@@ -132,14 +142,18 @@ class LevelState(Copied):
         journal = Journal()
         if self.is_capturing():
             return journal
+        heads = slice(None) if row is None else self.heads_of(row)
         for name in names:
-            x, heads = getattr(self, name), slice(None) if row is None else self.heads_of(row)
+            x = getattr(self, name)
             if name == "table":
                 journal.keep(x[:, heads])
             else:
                 journal.keep(x[heads] if name in (*STAGED, "ring_k", "ring_v", "score", "order") else x)
         if "table" in names:
             self.pool.keep(journal)
+            if self.windows:
+                journal.keep(self.classes[heads])
+                journal.keep(self.before[:, heads])
         return journal
 
     @property

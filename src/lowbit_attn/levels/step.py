@@ -147,6 +147,8 @@ class Plan:
         for level in LEVELS:
             self._write_level(level, goes, frames[:, level])
         self._note(goes)
+        if cache.windows:
+            self._note_places(goes)
         _set(cache.n_drop, (v,), goes, cache.n_drop[v] + (self.classes == PRUNED).sum(1, dtype=torch.int32))
         _set(cache.waits, (rows,), self.due, ~self.go)
         cache.starved += (self.due & ~self.go).sum()
@@ -172,6 +174,16 @@ class Plan:
             _set(store[:, start : start + PAGE], (v,), goes, _picked(tokens, rest))
         left = moved.count - PAGE * self.full[:, level]
         _set(cache.n_stage[level], (v,), goes, left.to(torch.int32))
+
+    def _note_places(self, goes: torch.Tensor) -> None:
+        """Classes by position of blocks that go, and tokens of each level up to them (windows.py)."""
+        cache, v = self.cache, self.v
+        block = (cache.n_out[self.rows].long() // PAGE).clamp(max=cache.classes.shape[1] - 1)
+        block = block.repeat_interleave(cache.num_heads_kv)
+        _set(cache.classes, (v, block), goes, self.classes)
+        for level in LEVELS:
+            new = cache.before[level, v, block] + (self.classes == level).sum(1)
+            _set(cache.before[level], (v, block + 1), goes, new)
 
     def _note(self, goes: torch.Tensor) -> None:
         """Scores, without those of blocks that go; and the plans: order by class, and tokens of each level."""

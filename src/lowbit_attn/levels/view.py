@@ -26,12 +26,14 @@ class LevelView(HeldCache):
     """One level of a LevelCache; its counters and pages are the cache's, whatever they hold at a call.
 
     ``pool``: uint8 [units, 1, record bytes], the record that would begin at each unit of the level's memory, so that
-    pages are numbers of units; ``units``: the same memory, uint8 [units, 128].
+    pages are numbers of units; ``units``: the same memory, uint8 [units, 128]. ``hidden``: int32 [rows] where it is
+    read under a window, what ``windows.hidden`` says, else None; ``sinks_before``: sinks before its stage, or room for
+    them.
     """
 
     units = None
 
-    def __init__(self, cache, level: int):
+    def __init__(self, cache, level: int, hidden: torch.Tensor | None = None):
         fmt, memory = cache.format.formats[level], cache.pool.units(level)
         size = fmt.record_bytes(cache.head_dim)
         ends = len(memory) - size // layout.RECORD_ALIGN + 1
@@ -43,7 +45,8 @@ class LevelView(HeldCache):
             n_tok=cache.c_tok[level], ring_start=cache.c_out[level], sink_k=sinks[0][:, None], sink_v=sinks[1][:, None],
             ring_k=cache.ring_k[:, None], ring_v=cache.ring_v[:, None], rows=rows, ring_rows=rows)
         super().__init__(fmt.name, [1, 0, cache.table.shape[2], 0], state, attached=None, query_weights=None,
-                         range_search=cache.range_search)
+                         range_search=cache.range_search, hidden=hidden,
+                         sinks_before=cache.sinks if level == HIGH else 0)
 
     def batch_rows(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.rows[:batch], self.ring_rows[:batch]
@@ -68,6 +71,9 @@ class LevelViews(list):
     def __init__(self, cache=None):
         super().__init__([] if cache is None else [LevelView(cache, level) for level in (0, 1)])
         self.is_prepared = False  # whether the kernels of manage were launched, as no captured step may be the first to
+        # made by the first call with a window: int32 [2, rows], and the views that read it
+        self.hidden: torch.Tensor | None = None
+        self.windowed: tuple[LevelView, LevelView] | None = None
         self.pairs = {}  # plans of levels/pair.py by call
         self.owner, self.made_of = id(cache), () if cache is None else (*_made_of(cache), *cache.pool.memory)
 
@@ -79,6 +85,14 @@ class LevelViews(list):
         if len(self.pairs) >= self.LIMIT:
             self.pairs.clear()
         self.pairs[call] = plan
+
+    def under_window(self, cache) -> tuple[LevelView, LevelView]:
+        """The two views as calls with a window read them; what is hidden is for each call to say."""
+        if self.windowed is None:
+            with torch.inference_mode(False):
+                self.hidden = torch.zeros((2, len(cache.half)), dtype=torch.int32, device=cache.device)
+                self.windowed = tuple(LevelView(cache, level, self.hidden[level]) for level in (0, 1))
+        return self.windowed
 
     def serve(self, cache) -> bool:
         """Whether they are this cache's, and where its memory is by now."""

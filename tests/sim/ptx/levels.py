@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from lowbit_attn import kernels
 from lowbit_attn.kernels import KernelKey
+from lowbit_attn.levels import decode as level_decode
 from lowbit_attn.levels import manage
 from lowbit_attn.levels.level_cache import LevelCache
 from lowbit_attn.reference import PLAIN, Attention
@@ -65,6 +67,24 @@ def run_plan(cache: LevelCache, rows: torch.Tensor, q: torch.Tensor, lse: torch.
     sizes = sizes_of(cache, rows) | {"q_len": q.shape[1], "query_heads": q.shape[2]}
     run_kernel(manage.keys_of(cache, TARGET)[0], manage.plan_arguments(cache, rows, q, lse, options), sizes, THREADS,
                (cache.num_heads_kv, len(rows)), order)
+
+
+def run_places(cache: LevelCache, rows: torch.Tensor, order: Order = range) -> None:
+    """The third launch, of caches with windows."""
+    run_kernel(kernels.level_window_keys(TARGET)[0], manage.places_arguments(cache, rows), windows_sizes(cache, rows),
+               128, (cache.num_heads_kv, len(rows)), order)
+
+
+def run_hidden(cache: LevelCache, hidden: torch.Tensor, window: int, order: Order = range) -> None:
+    """What comes before the launches of levels.decode under a window."""
+    from lowbit_attn.device.level_windows import LANES, WARPS
+
+    run_kernel(kernels.level_window_keys(TARGET)[1], level_decode.hidden_arguments(cache, hidden, window),
+               windows_sizes(cache, cache.all_rows), WARPS * LANES, (-(-len(cache.half) // WARPS), 1), order)
+
+
+def windows_sizes(cache: LevelCache, rows: torch.Tensor) -> dict[str, int]:
+    return sizes_of(cache, rows) | {"blocks": cache.classes.shape[1], "ends": cache.before.shape[2]}
 
 
 def run_pack(cache: LevelCache, rows: torch.Tensor, order: Order = range) -> None:
