@@ -53,6 +53,7 @@ LAYERS = (
     ("paged_dense", "paged_static"),
     ("paged_attention",),
     ("paged_steps",),
+    ("paged_ranks",),
     ("api",),
     ("",),
     ("integrations", "testing", "parallel", "budget"),
