@@ -59,12 +59,9 @@ def dense(q, k, v, options, is_causal):
 
 
 def rounds(draw: random.Random) -> list[list[int]]:
-    """New tokens of each row, step by step: prompts in chunks, then single tokens over the ends of blocks."""
-    yield from ([300, 1, 130], [1, 127, 256], [250, 1, 1], [1, 2, 1])
-    for _ in range(140):
-        yield [1] * ROWS
-    yield [draw.randint(1, 200) for _ in range(ROWS)]
-    yield [1] * ROWS
+    """New tokens of each row, step by step: prompts in chunks, and single tokens over the ends of blocks."""
+    chunks = [draw.randint(1, 200) for _ in range(ROWS)]
+    return [[300, 1, 130], [1, 127, 256], [80, 126, 123], *[[1] * ROWS] * 6, [1, 2, 1], chunks, *[[1] * ROWS] * 3]
 
 
 def rank_step(store: PagedStore, steps: LayerSteps | None, buffers: StepBuffers, step: Step, tokens, gather,
@@ -96,7 +93,6 @@ def test_ranks_give_what_one_store_gives(name, world, is_static, by, seed):
                for rank, store in enumerate(stores)]
     layers = [LayerSteps(store, of_rank, 0) if is_static else None for store, of_rank in zip(stores, buffers)]
     pages, free = [[] for _ in range(ROWS)], random.Random(seed).sample(range(1, PAGES), PAGES - 1)
-    packed = 0
     for number, counts in enumerate(rounds(draw)):
         lens = [length + count for length, count in zip(lens, counts)]
         for row, length in enumerate(lens):
@@ -120,8 +116,7 @@ def test_ranks_give_what_one_store_gives(name, world, is_static, by, seed):
             for block in range(length // PAGE):
                 held = pages[row][block]
                 assert_same_bytes("page", stores[block % world].pool[held], whole.pool[held])
-        packed += sum(length // PAGE for length in lens)
-    assert packed and all(store.rings[1:].isfinite().all() for store in stores)
+    assert all(store.rings[1:].isfinite().all() for store in stores)
 
 
 def test_own_blocks():
