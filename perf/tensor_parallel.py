@@ -136,7 +136,8 @@ def main(
     model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "llama-3.1-8b",
     context: Annotated[str, typer.Option(help="tokens, such as 32K")] = "128K",
     batch: Annotated[list[int], typer.Option(help="sequences")] = [1, 8],
-    formats: Annotated[list[str], typer.Option(help="cache formats beside 16 bit")] = ["k4v4"],
+    formats: Annotated[list[str], typer.Option(help="cache formats")] = ["k4v4"],
+    plain: Annotated[bool, typer.Option(help="16 bit, too, with the first kind of all-reduce")] = True,
     reduce: Annotated[list[str], typer.Option(help=f"of {', '.join(REDUCES)}")] = list(REDUCES),
     dtype: Annotated[str, typer.Option(help=f"one of {', '.join(DTYPES)}")] = "float16",
     fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
@@ -153,7 +154,7 @@ def main(
     torch.manual_seed(SEED)
     rank, ranks, shape, seqlen = dist.get_rank(), dist.get_world_size(), SHAPES[model], parse_tokens(context)
     one_gpu, runner, memory, origin = {}, Runner("cuda"), least_memory(), provenance()
-    everything = [*formats, SIXTEEN_BIT]  # 16 bit fills the memory: last
+    everything = [*formats, *[SIXTEEN_BIT] * plain]  # 16 bit fills the memory: last
 
     def note(decoder: Decoder, format: str, batch: int, found: dict) -> None:
         is_sharded = isinstance(decoder, ShardedDecoder)
