@@ -4,12 +4,8 @@
     slots      -> wait until a word has the call's number
     w_i = exp(lse_i - max lse)    o = sum w_i o_i / sum w_i    lse = max lse + log sum w_i
 
-A word and its number are one access of 64 bits, which is old or new as a whole: no fence and no barrier between ranks.
-A CTA does one row and waits for the same row of the others alone, which push before they wait.
-
-Slots have two halves, which calls take in turn. A rank writes a half again two calls later: by then it has seen the
-other's number of the call between, which that rank pushed after it had read this half. Numbers are counted by the
-device, a row's own, so a call may be captured and replayed as often as it likes.
+A CTA does one row and waits for the same row of the others alone, which push before they wait. How a word and its
+number travel: hopper/common/slots.py.
 """
 
 import cutlass
@@ -18,28 +14,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from lowbit_attn.hopper.common import numbers
+from lowbit_attn.hopper.common.slots import SLOT_BYTES, push, wait
 from lowbit_attn.kernels.key import CuteKernel, KernelKey
 from lowbit_attn.registers import LN_2, LOG2_E
-
-SLOT_BYTES = 8
-LOW_WORD = 0xFFFF_FFFF
-
-
-@cute.jit
-def push(at: Int64, word: Uint32, number: Uint32):
-    """Write a word and the call's number to a slot of another GPU."""
-    slot = cute.make_ptr(Int64, at, cute.AddressSpace.gmem, assumed_align=SLOT_BYTES)
-    cute.arch.store(slot, Int64(word) | (Int64(number) << 32), sem="relaxed", scope="sys")
-
-
-@cute.jit
-def wait(at: Int64, number: Uint32) -> Uint32:
-    """A slot's word, once it is the call's."""
-    slot = cute.make_ptr(Int64, at, cute.AddressSpace.gmem, assumed_align=SLOT_BYTES)
-    found = cute.arch.load(slot, Int64, sem="relaxed", scope="sys")
-    while Uint32(found >> 32) != number:
-        found = cute.arch.load(slot, Int64, sem="relaxed", scope="sys")
-    return Uint32(found & Int64(LOW_WORD))
 
 
 class ExchangeSm90:

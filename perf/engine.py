@@ -282,6 +282,8 @@ def engine(folder: Path, dtype: str, length: int, rows: int, fill: Fill = Fill.p
     """vLLM's engine over a model's folder, in this process; requests of up to ``length`` tokens, ``rows`` at once."""
     from vllm import LLM
 
+    if dtype.startswith("turboquant_") and not is_cpu():
+        take_flash_attention_3()
     on_cpu, ours = is_cpu(), is_ours(dtype)
     options = dict(skip_tokenizer_init=True, dtype="float32" if on_cpu else "bfloat16", max_model_len=length,
                    max_num_seqs=rows, max_num_batched_tokens=8192, enable_prefix_caching=False,
@@ -300,6 +302,25 @@ def engine(folder: Path, dtype: str, length: int, rows: int, fill: Fill = Fill.p
     if not list(folder.glob("*.safetensors")):
         options |= dict(load_format="dummy")
     return LLM(str(folder), **options)
+
+
+def take_flash_attention_3() -> None:
+    """Let vLLM compute the layers that turboquant leaves in 16 bit as it computes those of ``auto`` on a Hopper GPU.
+
+    It sets FlashAttention 2 for them, since the metadata of FlashAttention 3 once refused to stand beside other layers;
+    those of 0.33 pass over them. Of FlashAttention 2 its wheel has PTX alone for such a GPU, which a driver compiles
+    for minutes, in the first capture.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = EngineArgs.create_engine_config
+
+    def create(self, *arguments, **options):
+        config = made(self, *arguments, **options)
+        config.attention_config.flash_attn_version = 3
+        return config
+
+    EngineArgs.create_engine_config = create
 
 
 def captured(rows: int) -> list[int]:

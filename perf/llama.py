@@ -151,26 +151,29 @@ class Decoder:
     def logits(self, tokens: torch.Tensor, position: torch.Tensor, store) -> torch.Tensor:
         """One step: tokens and their positions int [batch] -> logits [batch, vocab]; store gets their K and V."""
         shape, x = self.shape, self.embedding[tokens]
-        residual = torch.zeros_like(x)
+        x, residual = self.add_norm(x, torch.zeros_like(x), self.layers[0]["norms"][0])
         for i, layer in enumerate(self.layers):
-            x, residual = self.add_norm(x, residual, layer["norms"][0])
             head_norms = tuple(layer["head_norms"]) if shape.qk_norm else (None, None)
             q, k, v = self.split_heads(multiply(x, layer["qkv"]), self.cosine, self.sine, position, *head_norms,
                                        shape.num_heads, shape.num_heads_kv)
             store.append(i, k, v)
-            x = self.reduce(multiply(store.attend(i, q).flatten(1), layer["o"]))
-            x, residual = self.add_norm(x, residual, layer["norms"][1])
-            x = self.reduce(multiply(self.swiglu(multiply(x, layer["gate_up"])), layer["down"]))
-        return F.linear(self.add_norm(x, residual, self.last_norm)[0], self.head)
+            x = multiply(store.attend(i, q).flatten(1), layer["o"])
+            x, residual = self.reduce_add_norm(x, residual, layer["norms"][1])
+            x = multiply(self.swiglu(multiply(x, layer["gate_up"])), layer["down"])
+            is_last = i + 1 == shape.layers
+            x, residual = self.reduce_add_norm(x, residual,
+                                               self.last_norm if is_last else self.layers[i + 1]["norms"][0])
+        return F.linear(x, self.head)
 
     def step(self, tokens: torch.Tensor, position: torch.Tensor, store) -> None:
         """Greedy decoding in place: the next tokens and positions take the place of these."""
         tokens.copy_(self.best(self.logits(tokens, position, store)))
         position.add_(1)
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of what they made of their heads or features: of one rank, as it is."""
-        return x
+    def reduce_add_norm(self, x: torch.Tensor, residual: torch.Tensor,
+                        weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``add_norm`` of the sum over ranks of what they made of their heads or features: of one rank, as it is."""
+        return self.add_norm(x, residual, weight)
 
     def best(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each sequence."""

@@ -3,8 +3,10 @@
     torchrun --nproc-per-node 2 perf/tensor_parallel.py --context 128K --batch 1 --batch 8
 
 Each rank has its share of the heads, of the FFN and of the vocabulary (Megatron-LM's tensor parallelism): two
-all-reduces a layer through NCCL and one gather of the best tokens, all in one CUDA graph. Weights and caches are those
-of e2e.py. One JSON line a case in perf/results/tensor_parallel.jsonl.
+all-reduces a layer and one gather of the best tokens, all in one CUDA graph. All-reduces by --reduce, one after the
+other: nccl; sum, one kernel through the GPUs' own memory (lowbit_attn.all_reduce); add_norm, that kernel with the
+residual and the RMSNorm behind it. Weights and caches are those of e2e.py. One JSON line a case in
+perf/results/tensor_parallel.jsonl.
 """
 
 import os
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 import typer
 from e2e import (
+    DTYPES,
     LARGEST,
     PART_REPLAYS,
     SPARE_TOKENS,
@@ -25,13 +28,14 @@ from e2e import (
     step_parts,
     store_class,
 )
-from llama import SHAPES, Decoder, Shape
+from llama import NORM_EPS, SHAPES, Decoder, Shape
 from provenance import append_result, need, provenance
 
+from lowbit_attn.all_reduce import AllReduce
 from lowbit_attn.budget import SIXTEEN_BIT, parse_tokens
 
 SEED, RESULTS = 0, "perf/results/tensor_parallel.jsonl"
-SUMMED = torch.bfloat16  # what torch's kernel over shared memory adds: not fp16
+NCCL, SUM, ADD_NORM = REDUCES = ("nccl", "sum", "add_norm")
 
 
 def share_of(shape: Shape, ranks: int) -> Shape:
@@ -50,22 +54,23 @@ class ShardedDecoder(Decoder):
         super().__init__(share_of(whole, ranks), positions, dtype, device, fuse)
         self.rank, self.ranks = rank, ranks
         self.embedding = torch.empty(whole.vocab, whole.hidden, dtype=dtype, device=device).normal_()
-        self.shared = None
+        self.reduces, self.all_reduce = NCCL, None
 
-    def share_memory(self, batch: int) -> None:
-        """Sum from now on by torch's kernel over the other GPUs' memory, which takes SUMMED; batch: the largest."""
-        from torch.distributed import _symmetric_memory
+    def reduce_by(self, name: str, batch: int) -> None:
+        """Sum from now on so, one of REDUCES; batch: the largest."""
+        if name != NCCL and self.all_reduce is None:
+            self.all_reduce = AllReduce(batch, self.shape.hidden, self.head.dtype, self.head.device)
+        self.reduces = name
 
-        self.shared = _symmetric_memory.empty(batch * self.shape.hidden, dtype=self.head.dtype, device=self.head.device)
-        self.handle = _symmetric_memory.rendezvous(self.shared, dist.group.WORLD)
-
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if self.shared is None:
+    def reduce_add_norm(self, x: torch.Tensor, residual: torch.Tensor,
+                        weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.reduces == ADD_NORM:
+            return self.all_reduce.add_norm(x, residual, weight, NORM_EPS, out=x), residual
+        if self.reduces == SUM:
+            self.all_reduce.sum(x, out=x)
+        else:
             dist.all_reduce(x)
-            return x
-        own = self.shared[: x.numel()].view_as(x)
-        own.copy_(x)
-        return torch.ops.symm_mem.one_shot_all_reduce(own, "sum", dist.group.WORLD.group_name)
+        return self.add_norm(x, residual, weight)
 
     def best(self, logits: torch.Tensor) -> torch.Tensor:
         """The best token of all ranks' shares of the vocabulary: numbers below 2^24 are exact in fp32."""
@@ -91,12 +96,13 @@ def measure(model: Decoder, format: str, batch: int, seqlen: int, runner: Runner
 
 
 def reduce_ms(model: ShardedDecoder, batch: int, runner: Runner) -> float:
-    """The all-reduces of a step alone."""
-    x = torch.zeros(batch, model.shape.hidden, dtype=model.head.dtype, device=model.head.device)
+    """The all-reduces of a step alone, each with the residual and the norm behind it."""
+    x, residual = (torch.zeros(batch, model.shape.hidden, dtype=model.head.dtype, device=model.head.device)
+                   for _ in range(2))
 
     def step():
         for _ in range(2 * model.shape.layers):
-            model.reduce(x)
+            model.reduce_add_norm(x, residual, model.last_norm)
 
     return runner.ms(step, PART_REPLAYS)
 
@@ -130,28 +136,32 @@ def main(
     model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "llama-3.1-8b",
     context: Annotated[str, typer.Option(help="tokens, such as 32K")] = "128K",
     batch: Annotated[list[int], typer.Option(help="sequences")] = [1, 8],
-    formats: Annotated[list[str], typer.Option(help="cache formats beside 16 bit")] = ["k4v4"],
-    shared: Annotated[bool, typer.Option(help="bfloat16, also with sums through the GPUs' own memory")] = False,
+    formats: Annotated[list[str], typer.Option(help="cache formats")] = ["k4v4"],
+    plain: Annotated[bool, typer.Option(help="16 bit, too, with the first kind of all-reduce")] = True,
+    reduce: Annotated[list[str], typer.Option(help=f"of {', '.join(REDUCES)}")] = list(REDUCES),
+    dtype: Annotated[str, typer.Option(help=f"one of {', '.join(DTYPES)}")] = "float16",
     fuse: Annotated[bool, typer.Option(help="compile the elementwise parts of a layer")] = True,
     output: Annotated[str, typer.Option(help="JSON lines file of the repository")] = RESULTS,
 ) -> None:
     """Time decode steps of a model on one GPU, then on all ranks together."""
     need()
+    if dtype not in DTYPES or not reduce or set(reduce) - set(REDUCES):
+        raise typer.BadParameter(f"dtype, reduce: got {dtype}, {', '.join(reduce)}, supported: {', '.join(DTYPES)}; "
+                                 f"{', '.join(REDUCES)}")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # of torch's shared memory: not used here
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     torch.manual_seed(SEED)
     rank, ranks, shape, seqlen = dist.get_rank(), dist.get_world_size(), SHAPES[model], parse_tokens(context)
     one_gpu, runner, memory, origin = {}, Runner("cuda"), least_memory(), provenance()
-    everything = [*formats, SIXTEEN_BIT]  # 16 bit fills the memory: last
-    dtype = SUMMED if shared else torch.float16
+    everything = [*formats, *[SIXTEEN_BIT] * plain]  # 16 bit fills the memory: last
 
     def note(decoder: Decoder, format: str, batch: int, found: dict) -> None:
         is_sharded = isinstance(decoder, ShardedDecoder)
         line = origin | dict(model=model, ranks=ranks if is_sharded else 1, format=format, seqlen=seqlen, batch=batch,
-                             dtype=str(dtype).removeprefix("torch."))
+                             dtype=dtype)
         line |= {name: round(x, 3) if isinstance(x, float) else x for name, x in found.items()}
-        line |= {"reduce": "nccl" if decoder.shared is None else "shared memory"} if is_sharded else {}
+        line |= {"reduce": decoder.reduces} if is_sharded else {}
         if is_sharded and (format, batch) in one_gpu:
             line["gain"] = round(one_gpu[format, batch]["step_ms"] / found["step_ms"], 3)
         if rank == 0:
@@ -160,16 +170,16 @@ def main(
 
     with torch.no_grad():
         if rank == 0:
-            whole = Decoder(shape, seqlen + SPARE_TOKENS + 1, dtype, "cuda", fuse)
+            whole = Decoder(shape, seqlen + SPARE_TOKENS + 1, DTYPES[dtype], "cuda", fuse)
             one_gpu = run(whole, cases(shape, everything, batch, seqlen, memory), seqlen, runner, note)
             del whole
             release()
         dist.barrier()
-        part = ShardedDecoder(shape, seqlen + SPARE_TOKENS + 1, dtype, "cuda", fuse, rank, ranks)
-        run(part, cases(part.shape, everything, batch, seqlen, memory), seqlen, runner, note)
-        if shared:
-            part.share_memory(max(batch))
-            run(part, cases(part.shape, formats, batch, seqlen, memory), seqlen, runner, note)
+        part = ShardedDecoder(shape, seqlen + SPARE_TOKENS + 1, DTYPES[dtype], "cuda", fuse, rank, ranks)
+        for name in reduce:
+            part.reduce_by(name, max(batch))
+            run(part, cases(part.shape, everything if name == reduce[0] else formats, batch, seqlen, memory), seqlen,
+                runner, note)
     dist.destroy_process_group()
 
 

@@ -77,14 +77,14 @@ def part_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 class Slots:
-    """Memory of every rank that the others write (hopper/exchange.py), for up to ``rows`` rows of ``head_dim``.
+    """Memory of every rank that the others write (hopper/common/slots.py), for up to ``rows`` rows of so many words.
 
     Every rank makes one together with the others. Exchanges of several shapes share it.
     """
 
-    def __init__(self, rows: int, head_dim: int, device: torch.device, group, world: int):
+    def __init__(self, rows: int, row_words: int, device: torch.device, group, world: int):
         group = dist.group.WORLD if group is None else group
-        shape = 2, world, rows, head_dim // 2 + 1
+        shape = 2, world, rows, row_words
         words, addresses, self.kept = _private.shared_words(prod(shape), device, group)
         self.words = words.view(shape)
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
@@ -162,7 +162,7 @@ class Exchanges:
         group, rank, world = self.of
         # before what all ranks make together, for it may fail
         kernel = loader.load(kernels.exchange_key(dispatch.target_of(self.device)[1], dtype_name(dtype), head_dim))
-        name = _power_of_two(prod(lead)), head_dim
+        name = _power_of_two(prod(lead)), head_dim // 2 + 1  # words of o, then lse
         if name not in self.buffers:
             self.buffers[name] = Slots(*name, self.device, group, world)
         return Peers(self.buffers[name], kernel, shape, dtype, rank)

@@ -10,6 +10,9 @@ Every block that ends inside a step is packed in this step, since an engine may 
 very same step. The step's own queries still read it in 16 bit (``counters``), and so does the next step if drafts that
 ended it are rejected: then it fills, and is packed, again. ``KVCache`` packs by the same functions of a format, one
 step later.
+
+Blocks may be dealt to several ranks in turn (decode context parallelism): block b to rank b % world, as its own block
+b // world. Each rank's ring gets all new tokens; who has a sequence's open block reads them (paged_ranks.py).
 """
 
 from dataclasses import dataclass
@@ -85,6 +88,11 @@ def ring_slots(fmt: Format, max_q_len: int) -> int:
     return -(-(fmt.window_v + PAGE - 1 + max_q_len) // RING_ALIGN) * RING_ALIGN
 
 
+def own_blocks(blocks, rank: int, world: int):
+    """How many of a sequence's first ``blocks`` (int or tensor) a rank has of those that are dealt to so many."""
+    return (blocks - rank + world - 1) // world
+
+
 @dataclass(frozen=True)
 class PagedStore:
     """Memory of one layer that an engine owns.
@@ -96,6 +104,7 @@ class PagedStore:
         mean nothing to another one.
     attached: codebooks of the layer, for formats that need them.
     null_pages: pages below this are none: those of an engine's block 0, never written.
+    rank, world: of the ranks to which blocks are dealt, this one. Several: for formats without windows, and no sinks.
     """
 
     format: Format
@@ -104,6 +113,8 @@ class PagedStore:
     sinks: int = 0
     attached: Attached | None = None
     null_pages: int = 1
+    rank: int = 0
+    world: int = 1
 
     def __post_init__(self):
         _, two, heads, _, head_dim = check_rank("rings", self.rings, ("rings", 2, "num_heads_kv", "slots", "head_dim"))
@@ -117,6 +128,9 @@ class PagedStore:
         if self.attached is not None and self.attached.is_pre_rope:
             raise NotImplementedError("attached: codebooks of rope 'pre', supported: 'post', for blocks are packed "
                                       "without positions")
+        if self.world > 1 and (self.sinks or self.format.window_k or self.format.window_v):
+            raise NotImplementedError(f"world: got {self.world} ranks for {self.format} with {self.sinks} sinks, "
+                                      "supported there: no sinks and formats without windows")
         check_tensor("pool", self.pool, (len(self.pool), heads, self.format.record(head_dim).nbytes), (torch.uint8,),
                      self.rings.device)
         if self.max_q_len < 1:
@@ -129,8 +143,10 @@ class PagedStore:
 
     @property
     def max_q_len(self) -> int:
-        """New tokens of a row that overwrite nothing which its queries read; a row with more is a chunk."""
-        return self.slots - self.format.window_v - PAGE + 1
+        """New tokens of a row that overwrite nothing which its queries read; a row with more is a chunk. Of several
+        ranks one: more may lie in two ranks' blocks."""
+        most = self.slots - self.format.window_v - PAGE + 1
+        return most if self.world == 1 else min(most, 1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,10 +169,12 @@ class PagedStore:
 
 
 def counters(store: PagedStore, step: Step, is_after: bool = True) -> dict[str, torch.Tensor]:
-    """Counters int32 [rows] under which the step's queries read each sequence: n_sink, n_qk, n_qv, n_tok.
+    """Counters int32 [rows] under which the step's queries read each sequence: n_sink, n_qk, n_qv, n_tok; of several
+    ranks also ring_start.
 
-    store: or anything else with its format and sinks. Packed is what earlier steps filled, less the format's windows.
-    is_after: n_tok and n_sink count the new tokens too, else what was there before them.
+    store: or anything else with its format, sinks, rank and world. Packed is what earlier steps filled, less the
+    format's windows. is_after: n_tok and n_sink count the new tokens too, else what was there before them. A rank
+    without the open block has no tokens in its ring.
     """
     before = torch.where(step.q_lens > 0, step.seq_lens - step.q_lens, 0)
     length = torch.where(step.q_lens > 0, step.seq_lens, 0) if is_after else before
@@ -164,6 +182,11 @@ def counters(store: PagedStore, step: Step, is_after: bool = True) -> dict[str, 
     packed = {name: (rest - window).clamp(min=0) // PAGE * PAGE
               for name, window in (("n_qk", store.format.window_k), ("n_qv", store.format.window_v))}
     counts = dict(n_sink=length.clamp(max=store.sinks), **packed, n_tok=length)
+    if store.world > 1:
+        packed = counts["n_qk"]  # of all ranks
+        own = own_blocks(packed // PAGE, store.rank, store.world) * PAGE
+        has_open = packed // PAGE % store.world == store.rank
+        counts |= dict(n_qk=own, n_qv=own, ring_start=packed, n_tok=torch.where(has_open, length, packed))
     return {name: value.int() for name, value in counts.items()}
 
 
@@ -190,7 +213,9 @@ def append(store: PagedStore, step: Step, k: torch.Tensor, v: torch.Tensor) -> t
     for row in live:
         new = entered[:, :, starts[row] : starts[row + 1]]
         full, first = _full_blocks(store, rings[row], lens[row] - new.shape[2], new)
-        named = step.table[row, first : first + full.shape[2]]
+        own = (own_blocks(block, store.rank, store.world) for block in (first, first + full.shape[2]))
+        named = step.table[row, slice(*own)]
+        full = full[:, :, (store.rank - first) % store.world :: store.world]
         blocks.append(full[:, :, named >= store.null_pages])
         pages.append(named[named >= store.null_pages])
     _pack(store, step, torch.cat(pages) if pages else step.table.new_empty(0), blocks)

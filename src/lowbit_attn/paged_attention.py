@@ -30,24 +30,24 @@ def attention(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v
     for q_len in q_lens[(q_lens > 0) & (q_lens <= store.max_q_len)].unique().tolist():
         rows = (q_lens == q_len).nonzero().flatten()
         tokens = (step.query_start_loc[rows, None] + torch.arange(q_len, device=rows.device)).long()
-        o, row_lse = _from_store(store, _part(step, rows), q[tokens], options, is_after=True)
+        o, row_lse = from_store(store, part_of(step, rows), q[tokens], options, is_after=True)
         out[tokens], lse[tokens] = o.to(out.dtype), row_lse.transpose(1, 2)
     for number, row in enumerate((q_lens > store.max_q_len).nonzero().flatten().tolist()):
         tokens = slice(starts[row], starts[row + 1])
-        chunk = _part(step, torch.tensor([row], device=q_lens.device))
+        chunk = part_of(step, torch.tensor([row], device=q_lens.device))
         arguments = store, chunk, q[tokens], k[tokens], v[tokens], before[number : number + 1], options
         o, row_lse = _chunk(*arguments) if dense is None else paged_dense.chunk(*arguments, dense)
         out[tokens], lse[tokens] = o.to(out.dtype), row_lse.T
     return lse
 
 
-def _part(step: Step, rows: torch.Tensor) -> Step:
+def part_of(step: Step, rows: torch.Tensor) -> Step:
     """A step of some of its rows; their new tokens lie as they did, and only their numbers count from here on."""
     starts = torch.cat((step.q_lens.new_zeros(1), step.q_lens[rows].cumsum(0)))
     return Step(step.table[rows], step.seq_lens[rows], starts.int(), step.ring_rows[rows])
 
 
-def _from_store(store: PagedStore, step: Step, q: torch.Tensor, options: Attention, is_after: bool,
+def from_store(store: PagedStore, step: Step, q: torch.Tensor, options: Attention, is_after: bool,
                 rings: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [rows, q_len, num_heads, head_dim] to stored tokens -> o of q's shape and lse fp32
     [rows, num_heads, q_len]."""
@@ -65,12 +65,19 @@ def _chunk(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v: t
     if int(step.seq_lens[0]) == len(q):
         return o, lse
     rest = Attention(options.softmax_scale, options.softcap)  # a logit of the softmax's own counts once
-    step = step._replace(ring_rows=torch.zeros_like(step.ring_rows))
-    heads = q.shape[1]
-    ratio = heads // k.shape[1]
-    rows = q.unflatten(1, (-1, ratio)).transpose(0, 1).reshape(1, 1, -1, q.shape[2])  # each query a query head
-    o_rest, lse_rest = _from_store(store, step, rows, rest, is_after=False, rings=before)
-    o_rest = o_rest.view(-1, len(q), ratio, q.shape[2]).transpose(0, 1).reshape(q.shape)
-    lse_rest = lse_rest.view(-1, len(q), ratio).transpose(1, 2).reshape(heads, -1)
+    o_rest, lse_rest = before_chunk(store, step, q, before, rest)
     o, lse = reference.merge_states(torch.stack((o, o_rest))[:, None], torch.stack((lse, lse_rest))[:, None])
     return o[0], lse[0]
+
+
+def before_chunk(store: PagedStore, step: Step, q: torch.Tensor, before: torch.Tensor,
+                 options: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one row's chunk q [tokens, num_heads, head_dim] to what was stored before it -> o of q's shape and
+    lse fp32 [num_heads, tokens]; before: the row's rings as ``append`` found them."""
+    step = step._replace(ring_rows=torch.zeros_like(step.ring_rows))
+    heads = q.shape[1]
+    ratio = heads // store.pool.shape[1]
+    rows = q.unflatten(1, (-1, ratio)).transpose(0, 1).reshape(1, 1, -1, q.shape[2])  # each query a query head
+    o, lse = from_store(store, step, rows, options, is_after=False, rings=before)
+    o = o.view(-1, len(q), ratio, q.shape[2]).transpose(0, 1).reshape(q.shape)
+    return o, lse.view(-1, len(q), ratio).transpose(1, 2).reshape(heads, -1)

@@ -25,11 +25,8 @@ def chunk(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v: to
     plain = Attention(options.softmax_scale, options.softcap)
     o, lse = dense(q, k.to(q.dtype), v.to(q.dtype), plain, True)
     o = o.float()
-    if (context := int(step.seq_lens[0]) - len(q)) > 0:
-        stored_q = q if store.attached is None else store.attached.queries(q).to(q.dtype)
-        for part in parts(store, step, before[0], context):
-            more, more_lse = dense(stored_q, *(x.to(q.dtype) for x in part), plain, False)
-            lse = merge(o, lse, more, more_lse)
+    if int(step.seq_lens[0]) > len(q):
+        lse = before_chunk(store, step, q, before, plain, dense, o, lse)
     if options.sink_logits is not None:
         both = torch.logaddexp(lse, options.sink_logits[:, None].float())
         o *= (lse - both).exp().T[..., None]
@@ -37,11 +34,23 @@ def chunk(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v: to
     return o, lse
 
 
-def parts(store: PagedStore, step: Step, ring: torch.Tensor, context: int):
-    """K and V [tokens, num_heads_kv, head_dim] of a row's ``context`` tokens before the step, as they are stored, a run
-    of pages at a time; what is in 16 bit, and K whose V is, comes last."""
+def before_chunk(store: PagedStore, step: Step, q: torch.Tensor, before: torch.Tensor, options: Attention,
+                 dense: Dense, o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Attention of one row's chunk q to what was stored before it, merged into o fp32 of q's shape, in place, and lse
+    fp32 [num_heads, tokens]; returns the lse of both."""
+    stored_q = q if store.attached is None else store.attached.queries(q).to(q.dtype)
+    for part in parts(store, step, before[0]):
+        more, more_lse = dense(stored_q, *(x.to(q.dtype) for x in part), options, False)
+        lse = merge(o, lse, more, more_lse)
+    return lse
+
+
+def parts(store: PagedStore, step: Step, ring: torch.Tensor):
+    """K and V [tokens, num_heads_kv, head_dim] of a row's tokens before the step, as they are stored, a run of pages at
+    a time; what is in 16 bit, and K whose V is, comes last."""
     view = store.view(step, counters(store, step, is_after=False))
-    n_qk, n_qv = (int(x[0]) for x in (view.n_qk, view.n_qv))
+    n_qk, n_qv, n_tok, start, held = (int(x[0]) for x in (view.n_qk, view.n_qv, view.n_tok, view.ring_start,
+                                                          view.n_sink))
     read = backend_of(view).read_pages
 
     def pages(first: int, last: int):
@@ -49,10 +58,9 @@ def parts(store: PagedStore, step: Step, ring: torch.Tensor, context: int):
 
     for first in range(0, n_qv // PAGE, RUN):
         yield pages(first, min(first + RUN, n_qv // PAGE))
-    held = min(context, store.sinks)
     sides = []
     for side, packed in enumerate((n_qk, n_qv)):
-        slots = torch.arange(packed, context - held, device=ring.device) % store.slots + store.sinks
+        slots = torch.arange(start - n_qk + packed, n_tok - held, device=ring.device) % store.slots + store.sinks
         sinks, rest = (ring[side][:, some].transpose(0, 1).float() for some in (slice(held), slots))
         between = [pages(n_qv // PAGE, packed // PAGE)[side]] if packed > n_qv else []
         sides.append(torch.cat((sinks, *between, rest)))

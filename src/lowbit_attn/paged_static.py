@@ -56,15 +56,15 @@ def _pack(store: PagedStore, step: Step, before: torch.Tensor) -> None:
 
 def ended_blocks(store: PagedStore, step: Step, before: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The last block of each row that is full, the page that the table names for it, and whether this step filled it
-    and it is a page.
+    and it is a page of this rank.
 
-    store: or anything else with its sinks and null_pages; before: tokens of the rows before the step.
+    store: or anything else with its sinks, null_pages, rank and world; before: tokens of the rows before the step.
     """
     blocks = (step.seq_lens - store.sinks).clamp(min=0) // PAGE
     last = (blocks - 1).clamp(min=0).long()
-    named = step.table.gather(1, last.clamp(max=step.table.shape[1] - 1)[:, None])[:, 0].long()
+    named = step.table.gather(1, (last // store.world).clamp(max=step.table.shape[1] - 1)[:, None])[:, 0].long()
     ends = (blocks > (before - store.sinks).clamp(min=0) // PAGE) & (step.q_lens > 0) & (named >= store.null_pages)
-    return last, named, ends
+    return last, named, ends & (last % store.world == store.rank)
 
 
 def _slots(store: PagedStore, position: torch.Tensor) -> torch.Tensor:

@@ -36,39 +36,42 @@ ALIGN = 32  # rows of a counter's memory: kernels take addresses of 128 bytes
 class StepBuffers:
     """What a step's layers read, int32 at addresses that stay, for up to ``rows`` rows.
 
-    format, sinks: of the layers' stores, which are alike. null_pages: as in PagedStore.
+    format, sinks: of the layers' stores, which are alike. null_pages, rank, world: as in PagedStore.
     """
 
-    def __init__(self, format: Format, sinks: int, layers: int, rows: int, device: torch.device, null_pages: int = 1):
+    def __init__(self, format: Format, sinks: int, layers: int, rows: int, device: torch.device, null_pages: int = 1,
+                 rank: int = 0, world: int = 1):
         self.format, self.sinks, self.null_pages, self.rows = format, sinks, null_pages, rows
+        self.rank, self.world = rank, world
+        self.names = COUNTERS if world == 1 else (*COUNTERS, "ring_start")  # that attention reads
         held = -(-rows // ALIGN) * ALIGN
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         with torch.inference_mode(False):  # written in either mode
-            self.read, self.moved = zeros(len(COUNTERS), held), zeros(layers, 2, len(MOVED), held)
+            self.read, self.moved = zeros(len(self.names), held), zeros(layers, 2, len(MOVED), held)
             self.faults, self.arrivals = zeros(held + 1), zeros(held)  # marks of rows without room say nothing here
 
     def fill(self, step: Step) -> None:
         """Enter a step, whose ring rows are not read. Rows without new tokens or pages are padding."""
         rows = len(step.seq_lens)
         counts, before = counters(self, step), step.seq_lens - step.q_lens
-        self.read[:, :rows] = torch.stack([counts[name] for name in COUNTERS])
+        self.read[:, :rows] = torch.stack([counts[name] for name in self.names])
         is_stored = (step.q_lens > 0) & (step.table[:, 0] >= self.null_pages)
         last, _, ends = ended_blocks(self, step, before)
-        zero, first = torch.zeros_like(before), last * PAGE
+        zero, first, own = torch.zeros_like(before), last * PAGE, last // self.world * PAGE
         never = zero + NEVER
         store = dict(n_sink=zero, n_qk=never, n_qv=never, n_tok=before, ring_start=never,
                      limit=torch.where(is_stored, step.seq_lens, 0))
-        pack = dict(n_sink=before - step.seq_lens + self.sinks, n_qk=first, n_qv=first, n_tok=before, ring_start=first,
+        pack = dict(n_sink=before - step.seq_lens + self.sinks, n_qk=own, n_qv=own, n_tok=before, ring_start=first,
                     limit=torch.where(ends, step.seq_lens, 0))
         both = torch.stack([torch.stack([some[name].int() for name in MOVED]) for some in (store, pack)])
         self.moved[..., :rows] = both
 
     def counts(self, rows: int) -> dict[str, torch.Tensor]:
         """Counters of the first rows for attention."""
-        return dict(zip(COUNTERS, self.read[:, :rows]))
+        return dict(zip(self.names, self.read[:, :rows]))
 
     def state(self, layer: int, launch: int, rows: int) -> dict[str, torch.Tensor]:
         """What launch 0 (store) or 1 (pack) of a layer reads, and moves, of the first rows."""
@@ -116,14 +119,16 @@ class LayerSteps:
         for cache in (views.stored, views.packed):
             self.backend.append(cache, cache.rows, cache.ring_rows, k, v)
 
-    def attention(self, step: Step, q: torch.Tensor, out: torch.Tensor, options: Attention, q_len: int) -> None:
-        """Attention of q [rows x q_len, num_heads, head_dim], causal within each row, into ``out`` of its shape."""
+    def attention(self, step: Step, q: torch.Tensor, out: torch.Tensor, options: Attention, q_len: int,
+                  lse: torch.Tensor | None = None) -> None:
+        """Attention of q [rows x q_len, num_heads, head_dim], causal within each row, into ``out`` of its shape, and
+        lse fp32 [rows, num_heads, q_len] where there is one. Of several ranks: to the tokens of this one."""
         cache, q, out = self._views(step).read, q.unflatten(0, (-1, q_len)), out.unflatten(0, (-1, q_len))
         plan = dispatch.planned(q, cache, (options.softmax_scale, options.softcap, None, False, None, None, False))
         if plan is not None:
-            plan.run(q, out, None, options.sink_logits)
+            plan.run(q, out, lse, options.sink_logits)
             return
-        lse = q.new_empty(len(q), q.shape[2], q_len, dtype=torch.float32)
+        lse = q.new_empty(len(q), q.shape[2], q_len, dtype=torch.float32) if lse is None else lse
         dispatch.decode(q, cache, out, lse, options, None, None)
 
     def _views(self, step: Step) -> Views:

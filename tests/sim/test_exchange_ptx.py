@@ -7,6 +7,7 @@ import torch
 
 from lowbit_attn import kernels, reference
 from sim.hopper_calls import ptx_of
+from sim.peer_memory import PeerMemory
 from sim.ptx import program as ptx
 
 
@@ -16,34 +17,18 @@ def scratch(tmp_path_factory):
     return tmp_path_factory.mktemp("ptx")
 
 
-class Ranks:
-    """Memory of all ranks of one shape, o [ranks, batch, q_len, heads, head_dim]: as if peers' were mapped."""
+class Ranks(PeerMemory):
+    """Memory of all ranks of one shape, o [ranks, batch, q_len, heads, head_dim]."""
 
     def __init__(self, text: str, o: torch.Tensor, capacity: int):
-        self.program, self.o, (self.ranks, batch, q_len, heads, head_dim) = ptx.Program(text), o, o.shape
+        self.program, self.o, (ranks, batch, q_len, heads, head_dim) = ptx.Program(text), o, o.shape
         self.rows, self.words, self.capacity = batch * q_len * heads, head_dim // 2, capacity
-        self.lse = torch.zeros(self.ranks, batch, heads, q_len)
-        slots = torch.zeros(2, self.ranks, capacity, self.words + 1, dtype=torch.int64)
-        self.names = ("o", "lse", "slots", "peers", "calls", "out", "out_lse")
-        kinds = dict(o=o[0], lse=self.lse[0], slots=slots, peers=torch.zeros(self.ranks, dtype=torch.int64),
-                     calls=torch.zeros(capacity, dtype=torch.int32), out=torch.full_like(o[0], torch.nan),
-                     out_lse=torch.full_like(self.lse[0], torch.nan))
-        self.like = [kinds[name] for _ in range(self.ranks) for name in self.names]
-        self.memory = ptx.GlobalMemory(self.like)
-        slots_of = [ptx.GLOBAL_BASE + self.memory.starts[self.number(rank, "slots")] for rank in range(self.ranks)]
-        for rank in range(self.ranks):
-            self.write(rank, "peers", torch.tensor(slots_of))
-
-    def number(self, rank: int, name: str) -> int:
-        return rank * len(self.names) + self.names.index(name)
-
-    def write(self, rank: int, name: str, x: torch.Tensor) -> None:
-        start, data = self.memory.starts[self.number(rank, name)], x.contiguous().view(torch.uint8).flatten().numpy()
-        self.memory.memory.data[start : start + len(data)] = data
-
-    def read(self, rank: int, name: str) -> torch.Tensor:
-        number = self.number(rank, name)
-        return self.memory.tensor(number, self.like[number])
+        self.lse = torch.zeros(ranks, batch, heads, q_len)
+        slots = torch.zeros(2, ranks, capacity, self.words + 1, dtype=torch.int64)
+        super().__init__(ranks, dict(
+            o=o[0], lse=self.lse[0], slots=slots, peers=torch.zeros(ranks, dtype=torch.int64),
+            calls=torch.zeros(capacity, dtype=torch.int32), out=torch.full_like(o[0], torch.nan),
+            out_lse=torch.full_like(self.lse[0], torch.nan)))
 
     def parameters(self, rank: int) -> list[bytes]:
         _, batch, q_len, heads, _ = self.o.shape
@@ -54,7 +39,7 @@ class Ranks:
                        slots=(self.ranks * self.capacity * (self.words + 1), self.capacity * (self.words + 1)),
                        peers=(), calls=())
         strides |= dict(out=strides["o"], out_lse=strides["lse"])
-        return [self.memory.parameter(self.number(rank, name), sizes[name], strides[name]) for name in self.names] + [
+        return [self.parameter(rank, name, sizes[name], strides[name]) for name in self.names] + [
             struct.pack("<i", rank)]
 
     def call(self, reverse: bool) -> None:

@@ -119,19 +119,27 @@ def test_several_gpus():
 
 
 def test_a_model_on_two_gpus():
-    rows, lines = rows_of(PERFORMANCE, "A model on two GPUs"), found("tensor_parallel", "327b1a011c4b")
-    both = [line for line in lines if line["ranks"] == 2]
-    assert len(rows) == len(both) == 4
-    for (case, one, *cells), line in zip(rows, both):
-        assert case == f"{line['format']}, {line['batch']}"
+    """Of the newest run the low-bit cache with each kind of all-reduce; 16 bit is of an older one."""
+    newest_run, older = (found("tensor_parallel", commit) for commit in ("90940bbd02fd", "327b1a011c4b"))
+    kinds = {"nccl": "NCCL", "sum": "kernel", "add_norm": "kernel, with norm"}
+    both = [(newest_run, line) for batch in (8, 1) for line in newest_run
+            if line["ranks"] == 2 and line["batch"] == batch]
+    both += [(older, line) for line in older if line["ranks"] == 2 and line["format"] == "16 bit"]
+    rows = rows_of(PERFORMANCE, "A model on two GPUs")
+    assert len(rows) == len(both) == 8
+    for (case, kind, one, *cells), (lines, line) in zip(rows, both):
+        assert (case, kind) == (f"{line['format']}, {line['batch']}", kinds[line["reduce"]])
         alone = [x for x in lines if x["ranks"] == 1 and all(x[key] == line[key] for key in ("format", "batch"))]
         assert (one == "does not fit") == (not alone) == (cells[1] == "-")
         if alone:
             assert is_rounded(one, alone[0]["step_ms"]) and is_rounded(cells[1], line["gain"])
         names = ("step_ms", "weights_ms", "attention_ms", "reduce_ms")
         assert all(map(is_rounded, (cells[0], *cells[2:]), (line[name] for name in names)))
-    each = [1e3 * line["reduce_ms"] / 64 for line in both]
-    assert in_text(PERFORMANCE, f"An all-reduce takes {min(each):.0f} to {max(each):.0f} us")
+    each = {kind: [1e3 * line["reduce_ms"] / 64 for line in newest_run if line.get("reduce") == kind] for kind in kinds}
+    nccl, kernel, fused = (f"{min(us):.1f} to {max(us):.1f} us" for us in each.values())
+    assert in_text(PERFORMANCE, f"take {nccl} through NCCL, {kernel} in two kernels and {fused} in one.")
+    before = [1e3 * line["reduce_ms"] / 64 for line in older if line["ranks"] == 2]
+    assert in_text(PERFORMANCE, f"NCCL's took {min(before):.0f} to {max(before):.0f} us.")
 
 
 def test_a_million_tokens():

@@ -104,13 +104,14 @@ def test_an_engine_of_ranks_that_fails_leaves_a_line(tmp_path, monkeypatch):
     assert line["error"].startswith("no answer of [1, 2] ranks") and line["told"].count("no such engine") == 2
 
 
-def test_weights_of_the_model_for_ranks_are_a_llamas(tmp_path):
+@pytest.mark.parametrize("name, kv_heads", [("MODEL", 4), ("DEALT", 1)])
+def test_weights_of_the_models_for_ranks_are_a_llamas(tmp_path, name, kv_heads):
     transformers = pytest.importorskip("transformers")
     from safetensors import safe_open
 
     with script("engine_ranks") as ranks:
-        folder = ranks.model_folder(tmp_path)
-        assert ranks.MODEL["num_key_value_heads"] % 2 == 0 and max(ranks.LENGTHS) + ranks.NEW < 4096
+        folder = ranks.model_folder(tmp_path, getattr(ranks, name))
+        assert getattr(ranks, name)["num_key_value_heads"] == kv_heads and max(ranks.LENGTHS) + ranks.NEW < 4096
     with safe_open(folder / "model.safetensors", "pt") as file:
         mine = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     import torch

@@ -60,7 +60,8 @@ def test_a_dtype_comes_from_the_flag_or_from_the_variable():
     (dict(block_size=16), {}, "--block-size 16: supported: multiples of 128"),
     (dict(hybrid=False), {}, "drop --disable-hybrid-kv-cache-manager"),
     (dict(layout="LBNHC"), {}, "VLLM_KV_CACHE_LAYOUT=LBNHC: supported: BLHNC, LBHNC"),
-    (dict(dcp=2), {}, "--decode-context-parallel-size 2: not run, since vLLM has it on GPUs only, supported: 1"),
+    (dict(dcp=2), {}, "--decode-context-parallel-size 2 with --cp-kv-cache-interleave-size 1: supported: 128"),
+    (dict(dcp=2, interleave=128, drafts="ngram"), {}, "supported without --speculative-config"),
     (dict(pp=2), {}, "--pipeline-parallel-size 2: not run, supported: 1"),
     (dict(pcp=2), {}, "--prefill-context-parallel-size 2: supported: 1"),
     (dict(connector="NixlConnector"), {}, "--kv-transfer-config with NixlConnector: it was not run with these pages"),
@@ -100,6 +101,14 @@ def test_every_refusal_is_documented():
                  "--tensor-parallel-size", "ALiBi",
                  "--kv-cache-dtype-skip-layers sliding_window", "LOWBIT_ATTN_VLLM"):
         assert flag in text, f"docs/serving.md does not explain {flag}"
+
+
+def test_blocks_are_dealt_of_formats_without_sinks_windows_and_codebooks():
+    dealt = Engine(dcp=2, interleave=128)
+    assert not refusal("lowbit_k4v4", dealt) and not refusal("lowbit_k2v2", dealt)
+    assert "supported: formats without, as lowbit_k4v4 or lowbit_k2v2-s0" in refusal("lowbit_k2v2-s32", dealt)
+    assert "windows in 16 bit are not dealt" in refusal("lowbit_kitty-s0", dealt)
+    assert "supported: formats without codebooks" in refusal("lowbit_cq4", dealt)
 
 
 @pytest.mark.parametrize("dtype", ["lowbit_kitty", "lowbit_k2v2-s32", "lowbit_kitty-s0"])

@@ -25,14 +25,14 @@ class KernelKey:
 
     op: str  # "decode", "quantize", "dequantize", "append", "read"; "linear": of codebook weights; of levels "merge",
     # of both in one launch "pair", of their append "level_append", of their manage "plan", "pack", of their windows
-    # "level_places", "level_hidden"; of several ranks "merge_states", "exchange"
+    # "level_places", "level_hidden"; of several ranks "merge_states", "exchange"; of any rows, "all_reduce"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
     head_dim: int  # 0: of no head
     format: str = ""  # "" where no packed data is touched (read)
     # quantize: side, or side-search; append: search_<sides>, pack: search_<sides>_<sides>; dequantize: side; read:
-    # threads x unroll; linear: what of the product (hopper/linear/config.py)
+    # threads x unroll; linear: what of the product (hopper/linear/config.py); all_reduce: kernels/all_reduce.py
     variant: str = ""
     arithmetic: str = ""  # decode: see Support, as for the schedule
     schedule: str = ""

@@ -24,7 +24,7 @@ MODULES = {
     "hopper": "lowbit_attn.hopper", "hopper.config": "lowbit_attn.hopper.config",
     "hopper.decode": "lowbit_attn.hopper.decode", "hopper.linear": "lowbit_attn.hopper.linear.kernels",
     "hopper.linear.config": "lowbit_attn.hopper.linear.config",
-    "hopper.exchange": "lowbit_attn.hopper.exchange",
+    "hopper.exchange": "lowbit_attn.hopper.exchange", "hopper.all_reduce": "lowbit_attn.hopper.all_reduce",
     "hopper.pair": "lowbit_attn.hopper.pair.decode", "hopper.pair.config": "lowbit_attn.hopper.pair.config",
     "ampere": "lowbit_attn.ampere", "ampere.config": "lowbit_attn.ampere.config",
     "ampere.decode": "lowbit_attn.ampere.decode",
@@ -36,7 +36,7 @@ MODULES = {
 }
 
 OVERLAPPING = ("level_append", "plan", "pack")  # ops that start while the kernel before ends, and wait for that
-OF_ARCHITECTURES = ("decode", "linear", "pair", "exchange")  # ops whose programs are an architecture's own
+OF_ARCHITECTURES = ("decode", "linear", "pair", "exchange", "all_reduce")  # their programs are an architecture's own
 
 
 @cache
@@ -60,7 +60,7 @@ def trace(key: KernelKey):
     if key.op == "read":
         threads, unroll = map(int, key.variant.split("x"))
         return module("read").read_kernel(threads, unroll)
-    if key.op in ("linear", "pair", "exchange"):
+    if key.op in ("linear", "pair", "exchange", "all_reduce"):
         return getattr(module(program(key.arch, key.op)), f"{key.op}_kernel")(key)
     if key.op in ("merge", "merge_states", "level_append", "plan"):  # of any format
         return getattr(module(key.op), f"{key.op}_kernel")(key.head_dim, key.dtype)

@@ -68,8 +68,7 @@ def select(warp, suffixes, operands, active):
 FLOATS = {name: float_step(function) for name, function in {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "max": np.fmax, "min": np.fmin, "abs": np.abs,
     "fma": fused, "neg": operator.neg, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sin": np.sin,
-    "cos": np.cos,
-    "div": np.divide, "sqrt": np.sqrt}.items()}
+    "cos": np.cos, "div": np.divide, "sqrt": np.sqrt, "rsqrt": lambda x: np.reciprocal(np.sqrt(x))}.items()}
 
 
 # ---- 16-bit halves

@@ -9,6 +9,9 @@ Steps whose rows have equally many new tokens, at most a token and its drafts, g
 read nothing on the host, and what they read stays in place, so that vLLM captures them in CUDA graphs. Others, with
 chunks of prompts in them, are looked at by the host.
 
+With decode context parallelism vLLM deals blocks to ranks, in turn by --cp-kv-cache-interleave-size tokens. Pages of a
+block table are then this rank's; rings are not dealt: every rank has all of a request's newest tokens (paged_ranks.py).
+
 A draft model runs inside a step, over the same rows, with metadata of its attention layers alone. So its rings are made
 with those of the target model, and each ring keeps the table that the step gave it.
 """
@@ -16,12 +19,13 @@ with those of the target model, and each ring keeps the table that the step gave
 import logging
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_dcp_group, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
@@ -38,7 +42,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from lowbit_attn import paged
+from lowbit_attn import paged, paged_ranks
 from lowbit_attn.cache.attached import Attached
 from lowbit_attn.codebooks import Codebooks
 from lowbit_attn.integrations.vllm import books, gpu, names
@@ -71,11 +75,22 @@ def engine_of(config: VllmConfig) -> names.Engine:
         block_size=cache.block_size or PAGE, layout=layout(),
         prefix_caching=bool(cache.enable_prefix_caching),
         hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
-        dcp=parallel.decode_context_parallel_size, pcp=parallel.prefill_context_parallel_size,
+        dcp=parallel.decode_context_parallel_size, interleave=parallel.cp_kv_cache_interleave_size,
+        pcp=parallel.prefill_context_parallel_size,
         tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size,
         connector=config.kv_transfer_config.kv_connector if config.kv_transfer_config else None,
         drafts=drafts.method if drafts else None, num_drafts=drafts.num_speculative_tokens if drafts else 0,
         skips_layers=bool(cache.kv_cache_dtype_skip_layers))
+
+
+def dealt(engine: names.Engine) -> tuple[int, int]:
+    """This rank's number among those that share a sequence's blocks, and how many they are."""
+    return (get_dcp_group().rank_in_group, engine.dcp) if engine.dcp > 1 else (0, 1)
+
+
+def of_all_ranks(x: torch.Tensor) -> torch.Tensor:
+    """x, of one shape on all ranks that share a sequence's blocks -> [ranks, *x.shape]."""
+    return get_dcp_group().all_gather(x.contiguous()[None], dim=0)
 
 
 def served_by(config: VllmConfig) -> names.Served:
@@ -152,7 +167,7 @@ class LowBitBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         if self.buffers is None:
             served = LowBitBackend.served
             self.buffers = StepBuffers(served.format, served.sinks, self.layers, self.max_rows, self.device,
-                                       self.engine.block_size // PAGE)
+                                       self.engine.block_size // PAGE, *dealt(self.engine))
         self.buffers.fill(Step(metadata.table, metadata.seq_lens, metadata.query_start_loc, None))
         q_len = common.max_query_len
         is_even = common.num_actual_tokens == common.num_reqs * q_len
@@ -261,7 +276,7 @@ class Ring(nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CircularBufferSpec:
         tokens = engine_of(vllm_config).block_size
         return CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=1, head_size_v=0, dtype=torch.uint8,
-                                  state_content_bytes=self.nbytes // tokens)
+                                  state_content_bytes=self.nbytes // tokens, dcp_sharded=False)
 
     def rings(self) -> torch.Tensor:
         """[blocks, 2, heads, tokens, head_dim]."""
@@ -306,6 +321,7 @@ class LowBitImpl(AttentionImpl):
     """Attention of one layer. Raises NotImplementedError, saying what to change, for what cannot be served."""
 
     dense = staticmethod(gpu.dense) if current_platform.is_cuda() else None
+    supports_dcp = can_return_lse_for_decode = True
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
                  alibi_slopes=None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
@@ -350,7 +366,7 @@ class LowBitImpl(AttentionImpl):
         if self.store is None or not (_are_one(self.store.pool, pool) and _are_one(self.store.rings, rings)):
             self.steps = None
             self.store = PagedStore(self.served.format, pool, rings, self.served.sinks, self.attached,
-                                    null_pages=self.engine.block_size // PAGE)
+                                    self.engine.block_size // PAGE, *dealt(self.engine))
         return self.store
 
     def _step(self, metadata: LowBitMetadata) -> Step:
@@ -387,10 +403,15 @@ class LowBitImpl(AttentionImpl):
         out = output.view(query.shape)
         if even is None:
             before, self.before = self.before, None
-            attention(store, step, query, key, value, before, out, options, self.dense)
-        else:
-            tokens = slice(len(step.seq_lens) * even.q_len)
-            self._even(store, even).attention(step, query[tokens], out[tokens], options, even.q_len)
+            given = store, step, query, key, value, before, out, options
+            if store.world > 1:
+                paged_ranks.attention(*given, of_all_ranks, self.dense)
+            else:
+                attention(*given, self.dense)
+            return output
+        tokens, steps = slice(len(step.seq_lens) * even.q_len), self._even(store, even)
+        run = partial(paged_ranks.even_attention, steps, of_all_ranks) if store.world > 1 else steps.attention
+        run(step, query[tokens], out[tokens], options, even.q_len)
         return output
 
 

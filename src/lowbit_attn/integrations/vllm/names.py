@@ -75,6 +75,7 @@ class Engine:
     hybrid: bool = True
     layout: str = LAYOUTS[0]
     dcp: int = 1
+    interleave: int = 1  # tokens that --decode-context-parallel-size deals to a rank at once
     pcp: int = 1
     tp: int = 1
     pp: int = 1
@@ -118,8 +119,7 @@ def why_not(served: Served, engine: Engine, layer: Layer) -> list[str]:
         (not engine.hybrid, "the 16-bit ring of each request needs the hybrid cache manager, drop "
                             "--disable-hybrid-kv-cache-manager"),
         (engine.layout not in LAYOUTS, f"VLLM_KV_CACHE_LAYOUT={engine.layout}: supported: {', '.join(LAYOUTS)}"),
-        (engine.dcp > 1, f"--decode-context-parallel-size {engine.dcp}: not run, since vLLM has it on GPUs only, "
-                         "supported: 1"),
+        *_undealt(served, engine),
         (engine.pcp > 1, f"--prefill-context-parallel-size {engine.pcp}: supported: 1"),
         (engine.pp > 1, f"--pipeline-parallel-size {engine.pp}: not run, supported: 1"),
         (engine.connector and engine.connector not in CONNECTORS,
@@ -144,13 +144,27 @@ def why_not(served: Served, engine: Engine, layer: Layer) -> list[str]:
     return reasons or _no_room(served, engine, layer)
 
 
+def _undealt(served: Served, engine: Engine) -> list[tuple[bool, str]]:
+    """Why blocks cannot be dealt to several ranks, each with whether it holds."""
+    fmt, flag, is_dealt = served.format, f"--decode-context-parallel-size {engine.dcp}", engine.dcp > 1
+    return [
+        (is_dealt and engine.interleave != PAGE,
+         f"{flag} with --cp-kv-cache-interleave-size {engine.interleave}: supported: {PAGE}, whole pages"),
+        (is_dealt and bool(served.sinks or fmt.window_k or fmt.window_v),
+         f"{flag}: sinks and windows in 16 bit are not dealt, supported: formats without, as {dtype_name('k4v4')}"
+         f"{f' or {dtype_name(fmt.name)}-s0' if not (fmt.window_k or fmt.window_v) else ''}"),
+        (is_dealt and fmt.needs_codebooks, f"{flag}: supported: formats without codebooks"),
+        (is_dealt and engine.drafts is not None, f"{flag}: supported without --speculative-config"),
+    ]
+
+
 def _no_kernels(fmt: Format, engine: Engine, layer: Layer) -> list[str]:
     """Why no kernel of a GPU serves an engine's steps; empty if one does, and on a CPU."""
     if engine.device != "cuda":
         return []
     if engine.arch is None:
         return ["device cuda: this GPU's compute capability has no kernels, supported: 8.0, 8.9, 9.0"]
-    heads = layer.num_heads or layer.num_heads_kv
+    heads = (layer.num_heads or layer.num_heads_kv) * engine.dcp  # those of all ranks that have the same KV heads
     return paged.no_kernels(fmt, engine.arch, layer.head_dim, engine.dtype, heads // layer.num_heads_kv)
 
 

@@ -1,0 +1,110 @@
+"""Attention of one step over stores whose blocks are dealt to several ranks (decode context parallelism).
+
+Every rank has the queries of its own heads, whose KV heads all of them have. So
+
+    q of all ranks' heads    gathered
+    o, lse                   of all heads over the rank's own blocks, and over the ring where it has the open block
+    o, lse of all ranks      gathered, and merged by lse for its own heads (flash-decoding's combine)
+
+and a chunk of a prompt attends to itself, with its own heads, beside that. All ranks gather in the same steps.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from lowbit_attn import paged_dense, reference
+from lowbit_attn.paged import PagedStore, Step
+from lowbit_attn.paged_attention import before_chunk, from_store, part_of
+from lowbit_attn.paged_dense import Dense
+from lowbit_attn.paged_steps import LayerSteps
+from lowbit_attn.reference import Attention
+
+Gather = Callable[[torch.Tensor], torch.Tensor]  # x, of one shape on all ranks -> [world, *x.shape]
+
+
+@torch.no_grad()
+def attention(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+              before: torch.Tensor | None, out: torch.Tensor, options: Attention, gather: Gather,
+              dense: Dense | None = None) -> None:
+    """As ``paged_attention.attention``, by all ranks together; q, out: of this rank's heads."""
+    plain = Attention(options.softmax_scale, options.softcap)  # a logit of the softmax's own counts once
+    o, lse = merged(store, *_stored(store, step, all_heads(q, gather), before, plain, dense), gather)
+    starts = step.query_start_loc.tolist()
+    for first, last in zip(starts, starts[1:]):
+        if last - first <= store.max_q_len:
+            continue
+        chunk, tokens = [x[first:last] for x in (q, k, v)], slice(first, last)
+        if dense is None:
+            keys, values = (x.to(store.dtype).transpose(0, 1) for x in chunk[1:])
+            own, own_lse = reference.attention(chunk[0], keys, values, plain)
+        else:
+            own, own_lse = dense(chunk[0], *(x.to(q.dtype) for x in chunk[1:]), plain, True)
+        lse[tokens] = paged_dense.merge(o[tokens], lse[tokens].T, own, own_lse).T
+    tokens = slice(starts[-1])
+    out[tokens] = with_sinks(o[tokens], lse[tokens], options.sink_logits).to(out.dtype)
+
+
+@torch.no_grad()
+def even_attention(steps: LayerSteps, gather: Gather, step: Step, q: torch.Tensor, out: torch.Tensor,
+                   options: Attention, q_len: int) -> None:
+    """As ``LayerSteps.attention``, by all ranks together, of one new token in every row; q, out: of this rank's heads.
+
+    Nothing is read by the host, so it can be captured where ``gather`` can.
+    """
+    if q_len != 1:
+        raise NotImplementedError(f"q_len: got {q_len} with blocks dealt to ranks, supported: 1")
+    every = all_heads(q, gather)
+    o, lse = torch.empty_like(every), every.new_empty(*every.shape[:2], 1, dtype=torch.float32)
+    steps.attention(step, every, o, Attention(options.softmax_scale, options.softcap), q_len, lse)
+    o, lse = merged(steps.store, o, lse[..., 0], gather)
+    out.copy_(with_sinks(o, lse, options.sink_logits))
+
+
+def all_heads(q: torch.Tensor, gather: Gather) -> torch.Tensor:
+    """Queries [tokens, heads of a rank, head_dim] -> those of all ranks' heads [tokens, num_heads, head_dim]."""
+    return gather(q).transpose(0, 1).flatten(1, 2)
+
+
+def merged(store: PagedStore, o: torch.Tensor, lse: torch.Tensor, gather: Gather) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ranks give over their own tokens, o [tokens, num_heads, head_dim] and lse fp32 [tokens, num_heads] -> the
+    attention of this rank's heads over all tokens, fp32: o [tokens, heads of a rank, head_dim] and lse."""
+    every = gather(torch.cat((o.float(), lse[..., None]), 2))
+    own = every.unflatten(2, (store.world, -1))[:, :, store.rank]  # [world, tokens, heads, head_dim + 1]
+    states, lses = own[..., :-1], own[..., -1]
+    o, lse = reference.merge_states(states[:, None], lses.transpose(1, 2)[:, None])
+    return o[0], lse[0].T.contiguous()
+
+
+def with_sinks(o: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
+    """o with a logit of the softmax's own for each head, whose value is 0."""
+    if sink_logits is None:
+        return o
+    return o * (lse - torch.logaddexp(lse, sink_logits.float())).exp()[..., None]
+
+
+def _stored(store: PagedStore, step: Step, q: torch.Tensor, before: torch.Tensor | None, options: Attention,
+            dense: Dense | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of all heads' q [tokens, num_heads, head_dim] to what this rank has stored: o fp32 of q's shape and lse
+    fp32 [tokens, num_heads]; -inf where it has nothing."""
+    o, lse = torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    q_lens, starts = step.q_lens, step.query_start_loc.tolist()
+    rows = (q_lens == 1).nonzero().flatten()
+    if len(rows):
+        tokens = step.query_start_loc[rows].long()
+        of_rows, lse_rows = from_store(store, part_of(step, rows), q[tokens][:, None], options, is_after=True)
+        o[tokens], lse[tokens] = of_rows[:, 0].float(), lse_rows[..., 0]
+    for number, row in enumerate((q_lens > 1).nonzero().flatten().tolist()):
+        tokens = slice(starts[row], starts[row + 1])
+        chunk = part_of(step, torch.tensor([row], device=q_lens.device))
+        if int(chunk.seq_lens[0]) == tokens.stop - tokens.start:
+            continue
+        rings = before[number : number + 1]
+        if dense is None:
+            of_chunk, lse_chunk = before_chunk(store, chunk, q[tokens], rings, options)
+            o[tokens] = of_chunk.float()
+        else:
+            lse_chunk = paged_dense.before_chunk(store, chunk, q[tokens], rings, options, dense, o[tokens],
+                                                 lse[tokens].T)
+        lse[tokens] = lse_chunk.T
+    return torch.where(lse[..., None] > -torch.inf, o, 0), lse

@@ -1,0 +1,134 @@
+"""Steps over stores whose blocks are dealt to ranks, each in a thread, against one store with all blocks."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
+
+import pytest
+import torch
+
+from lowbit_attn import FORMATS, reference
+from lowbit_attn.paged import PAGE, PagedStore, Step, append, own_blocks, ring_slots
+from lowbit_attn.paged_attention import attention
+from lowbit_attn.paged_ranks import attention as ranks_attention
+from lowbit_attn.paged_ranks import even_attention
+from lowbit_attn.paged_steps import LayerSteps, StepBuffers
+from lowbit_attn.reference import Attention
+from lowbit_attn.testing import assert_same_bytes
+
+HEADS, DIM, PAGES, ROWS = 6, 64, 60, 3  # query heads over one KV head
+ERROR = 2e-3
+
+
+def store_of(name: str, rank: int = 0, world: int = 1) -> PagedStore:
+    """Pages and rings with bytes that no reader may use."""
+    fmt = FORMATS[name]
+    pool = torch.randint(0, 256, (PAGES, 1, fmt.record(DIM).nbytes), dtype=torch.uint8)
+    rings = torch.full((ROWS + 1, 2, 1, ring_slots(fmt, 1), DIM), torch.nan, dtype=torch.float16)
+    return PagedStore(fmt, pool, rings, rank=rank, world=world)
+
+
+class Group:
+    """All-gathers among threads."""
+
+    def __init__(self, world: int):
+        self.parts, self.barrier = [None] * world, Barrier(world, timeout=60)
+
+    def gather(self, rank: int):
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            self.parts[rank] = x
+            self.barrier.wait()
+            every = torch.stack(self.parts)
+            self.barrier.wait()
+            return every
+        return gather
+
+
+def step_of(tables: list[list[int]], lens: list[int], counts: list[int], padding: int = 0) -> Step:
+    table = torch.zeros(len(lens) + padding, max(map(len, tables)) + 1, dtype=torch.int32)
+    for row, pages in enumerate(tables):
+        table[row, : len(pages)] = torch.tensor(pages)
+    starts = torch.tensor([0, *counts, *[0] * padding]).cumsum(0)
+    rings = [*range(1, len(lens) + 1), *[0] * padding]
+    return Step(table, *(torch.as_tensor(x, dtype=torch.int32) for x in ([*lens, *[0] * padding], starts, rings)))
+
+
+def dense(q, k, v, options, is_causal):
+    return reference.attention(q, k.transpose(0, 1), v.transpose(0, 1), options, causal=is_causal)
+
+
+def rounds(draw: random.Random) -> list[list[int]]:
+    """New tokens of each row, step by step: prompts in chunks, and single tokens over the ends of blocks."""
+    chunks = [draw.randint(1, 200) for _ in range(ROWS)]
+    return [[300, 1, 130], [1, 127, 256], [80, 126, 123], *[[1] * ROWS] * 6, [1, 2, 1], chunks, *[[1] * ROWS] * 3]
+
+
+def rank_step(store: PagedStore, steps: LayerSteps | None, buffers: StepBuffers, step: Step, tokens, gather,
+              options: Attention, dense) -> torch.Tensor:
+    """One rank's part of a step, of its own heads; even steps by LayerSteps if there are some."""
+    q, k, v = tokens
+    share = HEADS // store.world
+    own = q[:, store.rank * share : (store.rank + 1) * share].contiguous()
+    if options.sink_logits is not None:
+        options = replace(options, sink_logits=options.sink_logits[store.rank * share : (store.rank + 1) * share])
+    out = torch.full_like(own, torch.nan)
+    if steps is not None and step.q_lens.max() == 1:
+        with torch.no_grad():
+            buffers.fill(step)
+            steps.append(step, k, v, 1)
+        even_attention(steps, gather, step, own, out, options, 1)
+    else:
+        before = append(store, step, k, v)
+        ranks_attention(store, step, own, k, v, before, out, options, gather, dense)
+    return out
+
+
+@pytest.mark.parametrize("name, world, is_static, by", [
+    ("k4v4", 2, False, None), ("k2v2", 3, True, dense), ("k8v8", 2, True, None), ("k4tv4", 3, False, dense)])
+def test_ranks_give_what_one_store_gives(name, world, is_static, by, seed):
+    draw, lens, group = random.Random(seed), [0] * ROWS, Group(world)
+    whole, stores = store_of(name), [store_of(name, rank, world) for rank in range(world)]
+    buffers = [StepBuffers(store.format, 0, 1, ROWS + 2, store.pool.device, 1, rank, world)
+               for rank, store in enumerate(stores)]
+    layers = [LayerSteps(store, of_rank, 0) if is_static else None for store, of_rank in zip(stores, buffers)]
+    pages, free = [[] for _ in range(ROWS)], random.Random(seed).sample(range(1, PAGES), PAGES - 1)
+    for number, counts in enumerate(rounds(draw)):
+        lens = [length + count for length, count in zip(lens, counts)]
+        for row, length in enumerate(lens):
+            pages[row] += [free.pop() for _ in range(-(-length // PAGE) - len(pages[row]))]
+        padding = number % 2
+        tokens = [torch.randn(sum(counts) + (padding if max(counts) == 1 else 0), heads, DIM).half()
+                  for heads in (HEADS, 1, 1)]
+        options = Attention(0.2, sink_logits=torch.randn(HEADS) if number % 3 == 0 else None)
+        step = step_of(pages, lens, counts, padding)
+        want = torch.zeros_like(tokens[0])
+        before = append(whole, step, *tokens[1:])
+        attention(whole, step, *tokens, before, want, options)
+        with ThreadPoolExecutor(world) as pool:
+            parts = [pool.submit(rank_step, stores[rank], layers[rank], buffers[rank],
+                                 step_of([held[rank::world] for held in pages], lens, counts, padding), tokens,
+                                 group.gather(rank), options, by) for rank in range(world)]
+            got = torch.cat([part.result() for part in parts], 1)
+        live = sum(counts)
+        assert (got[:live] - want[:live]).float().norm() < ERROR * want[:live].float().norm(), (number, counts)
+        for row, length in enumerate(lens):
+            for block in range(length // PAGE):
+                held = pages[row][block]
+                assert_same_bytes("page", stores[block % world].pool[held], whole.pool[held])
+    assert all(store.rings[1:].isfinite().all() for store in stores)
+
+
+def test_own_blocks():
+    for world in (1, 2, 3):
+        for blocks in range(8):
+            own = [own_blocks(blocks, rank, world) for rank in range(world)]
+            assert own == [len(range(rank, blocks, world)) for rank in range(world)]
+
+
+@pytest.mark.parametrize("name, sinks", [("k4v4", 32), ("kitty", 0)])
+def test_sinks_and_windows_are_not_dealt(name, sinks):
+    fmt = FORMATS[name]
+    rings = torch.zeros(2, 2, 1, sinks + ring_slots(fmt, 1), DIM, dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="world: got 2 ranks for .*, supported there: no sinks and formats"):
+        PagedStore(fmt, torch.zeros(4, 1, fmt.record(DIM).nbytes, dtype=torch.uint8), rings, sinks, world=2)
