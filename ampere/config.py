@@ -144,6 +144,11 @@ class DecodeConfig:
         return self.row_groups > 1
 
     @property
+    def tail_pages(self) -> int:
+        """Packed pages that the last split is given fewer, since it also has the pages whose V is in 16 bit."""
+        return self.rings // 2 if self.has_mixed else 0
+
+    @property
     def rings(self) -> int:
         return 1 if self.shares_pages else self.warps
 
