@@ -221,6 +221,12 @@ class DecodeConfig:
         return self.has_mixed and self.columns > 1
 
     @property
+    def is_light(self) -> bool:
+        """Whether a kernel is bound by its instructions, and has registers to spare: 8 rows, 2 bits, one group."""
+        return (self.columns == 1 and self.k.bits == self.v.bits == 2 and self.k.groups == self.v.groups == 1
+                and not self.k.per_token and self.v.wide is None and self.head_dim < WIDE)
+
+    @property
     def may_spill(self) -> bool:
         """16 rows of 128 channels, or 256 channels, with several groups of K metadata: 255 registers fall short.
 
