@@ -50,6 +50,8 @@ def record_address(pages: Pool, page):
 
 def before(config, count, split, num_splits):
     """Pages of ``count`` that the splits before ``split`` have: equal shares, but for config.tail_pages of the last."""
+    if not config.tail_pages:
+        return T.truncdiv(count * split, num_splits)
     return T.min(T.truncdiv((count + config.tail_pages) * split, num_splits), count)
 
 
