@@ -9,6 +9,8 @@ from lowbit_attn.ampere import mma
 from lowbit_attn.ampere.config import ACCESS_BYTES, LANES, TILE, static
 
 BLOCK = layout.BLOCK_WORDS
+ONES = 0x3C003C00  # fp16 1.0 in both halves
+LARGEST_HALF_LOG2 = 15  # of a power of two in fp16
 
 
 # By function, not T.reinterpret: the code generator keeps the value of a reinterpreted expression in a variable and
@@ -139,13 +141,22 @@ def load_tokens(piece, ring, slot, group, tile, lane, meta):
 
 @T.macro
 def scale_query(config, e_s, group, work):
-    """q~ of one column tile and token group from q' and the scales in meta_k."""
-    factor = T.alloc_var("float32")
-    factor = pow2(e_s + subnormals.SCALE_SHIFT)
+    """q~ of one column tile and token group from q' and the scales in meta_k.
+
+    Where instructions count (config.is_light), a scale takes its power of two in fp16, in two factors: either moves
+    the scale up, which is exact, or there is one factor down, 2^-14 at least.
+    """
+    factor, shift = T.alloc_var("float32"), e_s + subnormals.SCALE_SHIFT
+    factor = pow2(shift)
+    if config.is_light and config.k.meta_dtype == "float16":
+        powers = T.alloc_local((2,), "float16")
+        powers[0] = T.cast(pow2(T.min(shift, LARGEST_HALF_LOG2)), "float16")
+        powers[1] = T.cast(pow2(T.max(shift - LARGEST_HALF_LOG2, 0)), "float16")
     for r in T.unroll(2):
         if config.k.meta_dtype == "float16":
             for v in T.vectorized(2):
-                work.pair_h[v] = T.cast(value_at(work.meta_k_v[2 * r + v]) * factor, "float16")
+                work.pair_h[v] = (work.meta_k_v[2 * r + v] * powers[0] * powers[1] if config.is_light else
+                                  T.cast(value_at(work.meta_k_v[2 * r + v]) * factor, "float16"))
             for n in T.unroll(config.columns):
                 for v in T.vectorized(2):
                     work.scaled[4 * (group * config.columns + n) + 2 * r + v] = (

@@ -144,6 +144,11 @@ class DecodeConfig:
         return self.row_groups > 1
 
     @property
+    def tail_pages(self) -> int:
+        """Packed pages that the last split is given fewer, since it also has the pages whose V is in 16 bit."""
+        return self.rings // 2 if self.has_mixed else 0
+
+    @property
     def rings(self) -> int:
         return 1 if self.shares_pages else self.warps
 
@@ -219,6 +224,12 @@ class DecodeConfig:
     def is_crowded(self) -> bool:
         """Whether a warp's registers are filled by 16 rows beside the code of pages whose V is in 16 bit."""
         return self.has_mixed and self.columns > 1
+
+    @property
+    def is_light(self) -> bool:
+        """Whether a kernel is bound by its instructions, and has registers to spare: 8 rows, 2 bits, one group."""
+        return (self.columns == 1 and self.k.bits == self.v.bits == 2 and self.k.groups == self.v.groups == 1
+                and not self.k.per_token and self.v.wide is None and self.head_dim < WIDE)
 
     @property
     def may_spill(self) -> bool:

@@ -98,8 +98,8 @@ def attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops
     count = T.truncdiv(state.num_packed_v, layout.PAGE_TOKENS)
     begin = T.min(queries.first_page(rows, state.num_sink), count) if config.window or config.level_window else 0
     first, last = T.alloc_var("int32"), T.alloc_var("int32")
-    first = begin + T.truncdiv((count - begin) * split, num_splits)
-    last = begin + T.truncdiv((count - begin) * (split + 1), num_splits)
+    first = begin + pages.before(config, count - begin, split, num_splits)
+    last = begin + pages.before(config, count - begin, split + 1, num_splits)
     if is_book:
         if config.is_phased:
             codebook_phases.walk(config, pool_of, pages.Range(first, last, state), rows, ring, books, thread, warp,

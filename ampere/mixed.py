@@ -23,8 +23,13 @@ def own_chunks(config) -> int:
 
 
 def active_rings(config) -> int:
-    """Rings that have chunks: the first ones."""
+    """Rings that have chunks: those with the first places."""
     return chunks(config) // own_chunks(config)
+
+
+def place_of(config, walker):
+    """Whose turn a ring is when chunks are dealt out: the last rings come first, since the first have more pages."""
+    return config.rings - 1 - walker
 
 
 def own_tiles(config) -> int:
@@ -35,24 +40,25 @@ def own_tiles(config) -> int:
 @T.macro
 def walk(config, pool_of, work_range, rows, ring, walker, member, lane, regs, ops, work, scales):
     """Every page first .. last - 1 of the range, on O in true scale; the ring is empty before and after."""
-    slot, address = T.alloc_var("int32"), T.alloc_var("int32")
+    slot, address, place = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     slot = walker * config.slots
-    if config.rings == active_rings(config) or walker < active_rings(config):
+    place = place_of(config, walker)
+    if config.rings == active_rings(config) or place < active_rings(config):
         for page in T.serial(work_range.last - work_range.first):
             address = pages.record_address(pool_of, work_range.first + page)
             load.issue_piece(config, config.k, pool_of.pool, address, ring.words, slot, member)
-            issue_chunk(config, work_range.state, work_range.first + page, walker * own_chunks(config), ring, slot + 1,
+            issue_chunk(config, work_range.state, work_range.first + page, place * own_chunks(config), ring, slot + 1,
                         member)
             T.ptx_wait_group(0)
             load.ring_barrier(config)
             pages.logits(config, work_range, work_range.first + page, rows, ring, slot, lane, ops, work, scales)
-            keep_own_logits(config, ops.acc_s, walker)
+            keep_own_logits(config, ops.acc_s, place)
             softmax.online_softmax(config, ops.acc_s, own_tiles(config), regs, T.float32(1.0), 0, None, 0)
             mma.probabilities(config, ops, own_tiles(config))
             for chunk in T.unroll(own_chunks(config)):
                 if chunk > 0:
                     load.ring_barrier(config)
-                    issue_chunk(config, work_range.state, work_range.first + page, walker * own_chunks(config) + chunk,
+                    issue_chunk(config, work_range.state, work_range.first + page, place * own_chunks(config) + chunk,
                                 ring, slot + 1, member)
                     T.ptx_wait_group(0)
                     load.ring_barrier(config)
@@ -71,10 +77,10 @@ def issue_chunk(config, state, page, chunk, ring, slot, member):
 
 
 @T.macro
-def keep_own_logits(config, acc_s, walker):
+def keep_own_logits(config, acc_s, place):
     """Move the logits of the ring's own chunks to the first accumulators."""
     count = 4 * own_tiles(config) * config.columns
     for other in T.unroll(active_rings(config) - 1):
-        if walker == other + 1:
+        if place == other + 1:
             for i in T.unroll(count):
                 acc_s[i] = acc_s[(other + 1) * count + i]

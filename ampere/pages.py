@@ -48,6 +48,13 @@ def record_address(pages: Pool, page):
     return pages.table[pages.table_row + page] * pages.page_stride + pages.head_offset
 
 
+def before(config, count, split, num_splits):
+    """Pages of ``count`` that the splits before ``split`` have: equal shares, but for config.tail_pages of the last."""
+    if not config.tail_pages:
+        return T.truncdiv(count * split, num_splits)
+    return T.min(T.truncdiv((count + config.tail_pages) * split, num_splits), count)
+
+
 @T.macro
 def refill(config, pages, ahead, i, mine, side, ring, slot, member):
     """Into a slot that was just read: the part that follows ``slots`` parts on. side -1: V of the page before."""

@@ -21,6 +21,7 @@ from lowbit_attn import layout, registers, subnormals
 from lowbit_attn.ampere import boost, mma, softmax
 from lowbit_attn.ampere.codes import (
     BLOCK,
+    ONES,
     bits_of,
     code_power,
     largest_half,
@@ -33,12 +34,11 @@ from lowbit_attn.ampere.codes import (
     value_of_half,
 )
 from lowbit_attn.ampere.config import ACCESS_BYTES, LANES, TILE, DecodeConfig
-from lowbit_attn.ampere.values import finish, lower_exponent, values
+from lowbit_attn.ampere.values import finish, lower_exponent, rounded_values, values
 
 __all__ = ["finish", "lower_exponent", "query_for_tokens", "scores", "start", "values"]  # the steps: see pages.STEPS
 VALUES_BEFORE_SOFTMAX = True  # the V part must have arrived: its largest scale decides whether O is rescaled
 SASS_NEED = ("LDGSTS", "LDSM", "HMMA", "MOVM")
-ONES = 0x3C003C00  # fp16 1.0 in both halves
 LARGEST_CHANNEL_EXPONENT = 22  # of fp16 scales: with more, the constant of the centring row would be 0 in fp16
 
 
@@ -55,7 +55,7 @@ class Registers(NamedTuple):
     query_sum: Any  # K per token: sum of q' over each channel group, fp32 [channel groups, columns, 4]
     part: Any  # K per token: S of one channel group and four row tiles
     z: Any  # fp32 [channel groups of V, row values]
-    rounded: Any  # centring: sum of (p s)~ over a page's tokens, as z
+    rounded: Any  # centring: sum of (p s)~ over a page's tokens, as z or as an accumulator
     e_s: Any  # int32 [token groups], and of the zero-points
     e_m: Any
     value_exponent: Any  # E, int32 [1]
@@ -85,7 +85,8 @@ def allocate(config: DecodeConfig, thread) -> Registers:
         T.alloc_local((4 * n,), "float16"), T.alloc_local((config.row_values,), "int32"),
         T.alloc_local((4 * of_channel * n,), "float16"), T.alloc_local((4 * n,), "float32"),
         T.alloc_local((4 * of_token * n,), "float32"), T.alloc_local((4 * BLOCK * n,), "float32"),
-        *(T.alloc_local((config.v.groups * config.row_values,), "float32") for _ in range(2)),
+        T.alloc_local((config.v.groups * config.row_values,), "float32"),
+        T.alloc_local((rounded_values(config),), "float32"),
         *(T.alloc_local((of_channel,), "int32") for _ in range(2)), T.alloc_local((1,), "int32"),
         T.alloc_local((BLOCK,), "uint32"),
         T.alloc_local((4,), "uint32"), minus, T.view(minus, (2,), "float16"),

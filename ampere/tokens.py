@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from lowbit_attn.ampere import load, mma, queries, softmax
+from lowbit_attn.ampere import load, mixed, mma, queries, softmax
 
 
 class Tokens(NamedTuple):
@@ -83,8 +83,11 @@ def load_counts(counters, seq, row, counts):
 
 
 def first_tile(config, walker):
-    """The first tile of a ring; dealt out from the last ring on, since the first have the more pages."""
-    return config.rings - 1 - walker
+    """The first tile of a ring; dealt out from the last ring on, since the first have the more pages, or from the last
+    one without a chunk of a page whose V is in 16 bit."""
+    if not config.has_mixed:
+        return config.rings - 1 - walker
+    return T.truncmod(mixed.place_of(config, walker) + config.rings - mixed.active_rings(config), config.rings)
 
 
 @T.macro

@@ -14,7 +14,7 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
 
-from lowbit_attn.ampere import codes, dequant, load, merge, mixed, mma, softmax  # noqa: E402
+from lowbit_attn.ampere import codes, dequant, load, merge, mixed, mma, softmax, tokens  # noqa: E402
 from lowbit_attn.ampere import config as sizes  # noqa: E402
 
 LANE = np.arange(32)
@@ -204,6 +204,13 @@ def test_a_third_page_is_shared_out(target, head_dim, name):
         walkers = range(mixed.active_rings(cfg))
         assert len(walkers) <= cfg.rings
         assert [w * own + i for w in walkers for i in range(own)] == list(range(mixed.chunks(cfg)))
+        places = [mixed.place_of(cfg, ring) for ring in range(cfg.rings)]
+        assert sorted(places) == list(range(cfg.rings))
+        first_tiles = [int(tokens.first_tile(cfg, ring)) for ring in range(cfg.rings)]
+        assert sorted(first_tiles) == list(range(cfg.rings))
+        free = cfg.rings - len(walkers)  # rings without a chunk have the first tiles of tokens
+        assert {r for r in range(cfg.rings) if first_tiles[r] < free} == {
+            r for r in range(cfg.rings) if places[r] >= len(walkers)}
         count = 4 * tiles * cfg.columns  # accumulators that keep_own_logits moves to the front
         for walker, i in itertools.product(walkers, range(count)):
             token = softmax.token(cfg, walker * count + i, 0)

@@ -18,6 +18,7 @@ pytest.importorskip("tilelang", reason="the helpers live in kernel files that im
 
 from lowbit_attn.ampere import config as sizes  # noqa: E402
 from lowbit_attn.ampere import dequant, load, merge, mma, queries, softmax, tokens  # noqa: E402
+from lowbit_attn.ampere import pages as walk
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4
@@ -262,7 +263,7 @@ def run_split(cfg, cache: KVCache, warps: list, rows: queries.Rows, head: int, s
     n_sink, n_packed, n_tok = (int(x[seq]) for x in (cache.n_sink, cache.n_qk, cache.n_tok))
     pages = n_packed // layout.PAGE_TOKENS
     begin = min(int(queries.first_page(rows, n_sink)), pages) if cfg.window else 0
-    stretch = [begin + (pages - begin) * (split + i) // num_splits for i in (0, 1)]
+    stretch = [begin + int(walk.before(cfg, pages - begin, split + i, num_splits)) for i in (0, 1)]
     for n, page in enumerate(range(*stretch)):
         record = (int(cache.table[seq, page]) * cache.num_heads_kv + head) * units
         part = 2 * (n // cfg.rings)

@@ -10,9 +10,7 @@ import tilelang.language as T
 from lowbit_attn import layout
 from lowbit_attn.device.groups import (
     ROW_LANES,
-    errors_of,
     fold,
-    fold_words,
     grid_word,
     inverse_of,
     not_a_number,
@@ -20,6 +18,7 @@ from lowbit_attn.device.groups import (
     shrink,
     static,
     stored_span,
+    uniform_errors,
 )
 from lowbit_attn.formats.affine import SEARCH_GRID, SEARCH_TENTHS
 
@@ -99,16 +98,16 @@ def spoil_limits(pairs, held, rows, lane, low, high):
 
 
 @T.macro
-def uniform_errors(bits, column, words, count, errors):
-    """groups.errors_of any column of ``bits`` bits."""
-    errors_of(words, count, fold_words(bits), errors)
+def column_errors_of(bits, column, words, count, errors):
+    """groups.uniform_errors of any column."""
+    uniform_errors(bits, words, count, errors)
 
 
 @T.macro
 def search_columns(pairs, held, rows, lane, column_errors, low, high, width):
     """affine.search: low and width of the own column become those of the factor with the least squared error.
 
-    column_errors(column, words, count, errors): uniform_errors of as many bits, or another macro.
+    column_errors(column, words, count, errors): column_errors_of as many bits, or another macro.
     """
     middle, inverse = T.alloc_var("float32"), T.alloc_var("float32")
     middle = (low[0] + high[0]) * T.float32(0.5)

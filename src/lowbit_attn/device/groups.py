@@ -113,6 +113,16 @@ def code_bits(x, zero, inverse, steps):
     return rounded_bits(clamped(x, zero, inverse, steps))
 
 
+def part_bits(x, zero, part, most, reach):
+    """code_bits in parts of ``reach``, a power of two from the steps on: part = inverse / reach, most = steps / reach.
+
+    A product saturates at 0 and 1 for nothing where a maximum takes an instruction, and a power of two moves no
+    rounding but of what is 0 anyway.
+    """
+    value = T.min(T.call_pure_extern("float32", "__saturatef", (x - zero) * part), most)
+    return bits_of(T.call_pure_extern("float32", "__fmaf_rn", value, reach, T.float32(ROUND)))
+
+
 def empty_word(bits: int) -> int:
     """What a word of codes starts as, so that adding all its shifted ``code_bits`` leaves the codes alone."""
     return -sum(ROUND_BITS << shift for shift in range(0, 32, bits)) % (1 << 32)
@@ -182,7 +192,43 @@ def errors_of(words, count, factor_folds, errors):
             miss = words[i]
             for distance in factor_folds(tenths):
                 miss = T.call_pure_extern("uint32", "__vabsdiffu4", miss, distance)
-            errors[f] = T.call_pure_extern("uint32", "__dp4a", miss, miss, errors[f])
+            errors[f] = byte_products(miss, miss, errors[f])
+
+
+def byte_products(x, y, total):
+    """total + the sum of the products of four bytes each."""
+    return T.call_pure_extern("uint32", "__dp4a", x, y, total)
+
+
+def byte_distances(x, y):
+    """Sum of the distances of four bytes each."""
+    return T.call_pure_extern("uint32", "__vsadu4", x, y)
+
+
+@T.macro
+def uniform_errors(bits, words, count, errors):
+    """``errors_of`` codes of ``bits`` bits; of 1 and 2 bits without forming what a factor misses.
+
+    With n distances d and the last fold about c: sum |d - c|^2 = sum d^2 - 2c sum d + n c^2. Before the last of two
+    folds stand x = |d - 2c|, so that the sum is sum d^2 - 4c sum d + 5n c^2 - 2c sum x. All are exact in uint32.
+    """
+    if bits > 2:
+        errors_of(words, count, fold_words(bits), errors)
+    else:
+        squares, total, some = (T.alloc_var("uint32") for _ in range(3))
+        squares = byte_products(words[0], words[0], T.uint32(0))
+        total = byte_products(words[0], T.uint32(BYTES), T.uint32(0))
+        for i in tuple(range(1, count)):
+            squares = byte_products(words[i], words[i], squares)
+            total = byte_products(words[i], T.uint32(BYTES), total)
+        total = total * T.uint32(bits)
+        for f, tenths in enumerate(SEARCH_TENTHS):
+            c = folds(tenths, bits)[-1]
+            some = total
+            if bits == 2:
+                for i in static(count):
+                    some = some + byte_distances(words[i], T.uint32(2 * c * BYTES))
+            errors[f] = some * T.uint32((1 << 32) - 2 * c) + (squares + T.uint32((1, 5)[bits - 1] * 4 * count * c * c))
 
 
 @T.macro
@@ -216,7 +262,7 @@ def shrink(best, inverse, lane, low, high, width):
 
 
 @T.macro
-def search(values, lanes, lane, factor_folds, low, high, width):
+def search(values, lanes, lane, bits, low, high, width):
     """affine.search: low and width of a group become those of the factor with the least squared error."""
     middle, inverse, best = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("uint32")
     middle = (low[0] + high[0]) * T.float32(0.5)
@@ -225,7 +271,7 @@ def search(values, lanes, lane, factor_folds, low, high, width):
     for i in static(len(values) // 4):
         words[i] = grid_word(values[4 * i : 4 * i + 4], middle, inverse)
     errors = T.alloc_local((len(SEARCH_TENTHS),), "uint32")
-    errors_of(words, len(values) // 4, factor_folds, errors)
+    uniform_errors(bits, words, len(values) // 4, errors)
     scatter(errors, len(SEARCH_TENTHS), lanes.distances, lane, lambda a, b: a + b)
     kept = len(SEARCH_TENTHS) >> len(lanes.distances)
     first = sum(T.if_then_else((lane & distance) != 0, len(SEARCH_TENTHS) >> (i + 1), 0)
@@ -237,12 +283,12 @@ def search(values, lanes, lane, factor_folds, low, high, width):
 
 
 @T.macro
-def span_of(values, lanes, lane, factor_folds, low, high, steps, storage, scale, zero):
-    """A group's scale and zero between two levels at its ends or, given ``factor_folds``, within."""
+def span_of(values, lanes, lane, search_bits, low, high, steps, storage, scale, zero):
+    """A group's scale and zero between two levels at its ends or, with ``search_bits``, those of a code, within."""
     width = T.alloc_local((1,), "float32")
     width[0] = high[0] - low[0]
-    if factor_folds is not None:
-        search(values, lanes, lane, factor_folds, low, high, width)
+    if search_bits:
+        search(values, lanes, lane, search_bits, low, high, width)
     stored_span(low[0], width[0] / steps, scale, zero, storage)
 
 

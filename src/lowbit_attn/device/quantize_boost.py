@@ -23,18 +23,19 @@ from lowbit_attn.device.columns import (
     owner,
     span_columns,
     store_words,
-    uniform_errors,
 )
 from lowbit_attn.device.groups import (
     BYTES,
     ROW_LANES,
-    code_bits,
+    empty_word,
     errors_of,
     group_sum,
     load_meta,
+    part_bits,
     static,
     store_meta,
     sync_packers,
+    uniform_errors,
 )
 from lowbit_attn.device.tokens import ACCESS_HALVES, MATRICES, load_fragment, swizzled
 from lowbit_attn.formats.affine import folds
@@ -44,6 +45,7 @@ from lowbit_attn.formats.spec import SideSpec
 BITS = (2, 4)  # of a code, of a boosted code
 SCORES_AT_ONCE = 4  # of one access to shared memory
 BYTE = 8
+CODES = 8  # of four bits, in a word while a column is packed
 
 
 class BoostMatrix:
@@ -71,6 +73,7 @@ class BoostMatrix:
         self.held = layout.PAGE_TOKENS // BYTE  # rows of one column that one lane holds
         self.words = layout.words_per_lane(layout.PAGE_TOKENS, layout.TILE, side.bits)  # a lane's of one column tile
         self.high_words = layout.words_per_lane(layout.PAGE_TOKENS, layout.TILE, high.bits)
+        self.code_words = self.held // CODES  # of a column's codes, while they are packed
         self.high_rows = layout.PAGE_TOKENS // self.high_words  # rows that share a word
         self.high_at, self.index_at, self.meta_at = high.codes, high.index, side.meta
         self.masks, self.num_masks = head_dim, head_dim // layout.TILE
@@ -98,6 +101,12 @@ class BoostMatrix:
         """(word within the column tile, bit position) of the low bits of a lane's element."""
         word, _, byte, slot = layout.code_slot(8 * held, 8 * (c // 2) + c % 2, layout.PAGE_TOKENS, self.bits)
         return word, BYTE * byte + self.bits * slot
+
+    def word_and_byte(self, held, c):
+        """(word within the column tile, byte in it) of the low bits of four elements of a lane from ``held`` on."""
+        word, shift = self.word_and_shift(held, c)
+        assert [self.word_and_shift(held + i, c) for i in range(4)] == [(word, shift + self.bits * i) for i in range(4)]
+        return word, shift // BYTE
 
     def high_and_shift(self, held):
         """(word within the column tile, bit position within its byte) of the high bits of a lane's element."""
@@ -173,10 +182,11 @@ def mark_largest(m, scores, column_tile, lane, mask):
     every other column tile: larger than the score before is equal or larger.
     """
     mine, before, limit = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
-    some, rank = T.alloc_local((SCORES_AT_ONCE,), "float32"), T.alloc_var("int32")
+    some, ahead = T.alloc_local((SCORES_AT_ONCE,), "float32"), T.alloc_var("float32")
+    rank = T.alloc_var("int32")
     mine = scores[layout.TILE * column_tile + lane % layout.TILE]
     before = T.call_pure_extern("float32", "nextafterf", mine, -T.infinity("float32"))
-    rank = 0
+    ahead = T.float32(0.0)
     for r in T.unroll(m.num_masks // 2, unroll_factor=1):
         run = 2 * r + lane // layout.TILE
         limit = T.if_then_else(run < column_tile, before, mine)
@@ -184,7 +194,8 @@ def mark_largest(m, scores, column_tile, lane, mask):
             for e in T.vectorized(SCORES_AT_ONCE):
                 some[e] = scores[layout.TILE * run + SCORES_AT_ONCE * i + e]
             for e in T.unroll(SCORES_AT_ONCE):
-                rank = rank + T.cast(some[e] > limit, "int32")
+                ahead = ahead + T.if_then_else(some[e] > limit, T.float32(1.0), T.float32(0.0))
+    rank = T.cast(ahead, "int32")  # counted as fp32, which other pipes add
     if lane < layout.TILE:  # equal scores of this column tile
         equal = T.call_pure_extern("uint32", "__match_any_sync", T.uint32((1 << layout.TILE) - 1), mine)
         rank = rank + ones(equal & (bit_of(lane) - T.uint32(1)))
@@ -198,32 +209,54 @@ def boosted_errors(m, boosted, column, words, count, errors):
     if T.cast(T.ballot(boosted[column] != 0), "uint32") != T.uint32(0):
         errors_of(words, count, m.fold_words(boosted[column] != 0), errors)
     else:
-        uniform_errors(m.bits, column, words, count, errors)
+        uniform_errors(m.bits, words, count, errors)
+
+
+def two_bits(codes, shift: int):
+    """Two bits, from ``shift`` on, of each of the eight codes of a word -> bytes 0 and 2, four codes each."""
+    some = (codes >> T.uint32(shift)) & T.uint32(0x33333333)
+    some = (some | (some >> T.uint32(2))) & T.uint32(0x0F0F0F0F)
+    return (some | (some >> T.uint32(4))) & T.uint32(0x00FF00FF)
+
+
+def replacing(byte: int, source: int) -> int:
+    """Selector of __byte_perm(word, other, ...): the word with one byte replaced by byte ``source`` of the other."""
+    return sum((4 + source if b == byte else b) << 4 * b for b in range(4))
 
 
 @T.macro
-def pack_column(m, pairs, c, zero, inverse, steps, words, high_words):
-    """A column -> its low bits into the lane's words, the rest into ``high_words``, a byte a word."""
-    for w in T.unroll(m.high_words):
-        high_words[w] = T.uint32(0)
+def pack_column(m, pairs, c, zero, inverse, boosted, codes, words):
+    """A column -> its codes, eight of four bits a word, and their low bits into the lane's words."""
+    part, most, reach = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+    reach = T.if_then_else(boosted, T.float32(m.boosted_steps + 1), T.float32(m.steps + 1))
+    most = T.if_then_else(boosted, T.float32(m.boosted_steps / (m.boosted_steps + 1)),
+                          T.float32(m.steps / (m.steps + 1)))
+    part = inverse * T.if_then_else(boosted, T.float32(1 / (m.boosted_steps + 1)), T.float32(1 / (m.steps + 1)))
+    for v in static(m.code_words):
+        codes[v] = T.uint32(empty_word(BITS[1]))
     for i, x in enumerate(column_values(pairs, m.held, range(m.held), c)):
-        code = T.alloc_var("uint32")
-        code = code_bits(x, zero, inverse, steps)
-        word, shift = m.word_and_shift(i, c)
-        words[word] = words[word] + ((code & T.uint32(m.steps)) << T.uint32(shift))
-        high_word, high_shift = m.high_and_shift(i)
-        rest = (code & T.uint32(m.boosted_steps)) >> T.uint32(m.bits)
-        high_words[high_word] = high_words[high_word] + (rest << T.uint32(high_shift))
+        codes[i // CODES] = codes[i // CODES] + (part_bits(x, zero, part, most, reach)
+                                                 << T.uint32(BITS[1] * (i % CODES)))
+    for v in static(m.code_words):
+        low = T.alloc_var("uint32")
+        low = two_bits(codes[v], 0)
+        for half in static(2):
+            word, byte = m.word_and_byte(CODES * v + CODES // 2 * half, c)
+            words[word] = T.call_pure_extern("uint32", "__byte_perm", words[word], low,
+                                             T.uint32(replacing(byte, 2 * half)))
 
 
 @T.macro
-def stage_column(m, octets, high, slot, channel, g):
+def stage_column(m, octets, codes, slot, channel, g):
     """A boosted column's high bits and channel -> the staged planes; padded slots of the index repeat the last one."""
     plane = m.staged * layout.WORD_BYTES
     index = plane + m.index_at - m.high_at
-    for w in T.unroll(m.high_words):
-        at, byte = m.high_byte(slot, w, g)
-        octets[plane + at + byte] = T.cast(high[w], "uint8")
+    for v in static(m.code_words):
+        high = T.alloc_var("uint32")
+        high = two_bits(codes[v], m.bits)
+        for half in static(2):
+            at, byte = m.high_byte(slot, 2 * v + half, g)
+            octets[plane + at + byte] = T.cast(high >> T.uint32(16 * half), "uint8")
     if g == 0:
         octets[index + slot] = T.cast(channel, "uint8")
         if m.slots > m.boost:
@@ -278,7 +311,7 @@ def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx, que
     octets = T.view(shared, (m.shared_words * layout.WORD_BYTES,), "uint8")
     pairs = T.alloc_local((COLUMNS * m.held,), tile.dtype)
     words = T.alloc_local((m.words,), "uint32")
-    high_words = T.alloc_local((m.high_words,), "uint32")
+    codes = T.alloc_local((m.code_words,), "uint32")
     mask = T.alloc_local((1,), "uint32")
     for col8, i in product(static(2), static(m.held // MATRICES)):
         load_fragment(False, tile, m.place(column_tile, col8, MATRICES * i, lane), pairs, col8 * m.held + MATRICES * i)
@@ -308,12 +341,12 @@ def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx, que
         from_zero, scaling = T.alloc_var("float32"), T.alloc_var("float32")
         from_zero = T.shfl_sync(zero[0], owner(c, lane))
         scaling = T.shfl_sync(inverse[0], owner(c, lane))
-        pack_column(m, pairs, c, from_zero, scaling, m.steps_of(boosted[c] != 0), words, high_words)
+        pack_column(m, pairs, c, from_zero, scaling, boosted[c] != 0, codes, words)
         if boosted[c] != 0:
             channel = m.column_of(column_tile, lane % 4, c)
             at = T.alloc_var("int32")
             at = slot[0] + ones(mask[0] & (bit_of(channel) - T.uint32(1)))
-            stage_column(m, octets, high_words, at, channel, lane // 4)
+            stage_column(m, octets, codes, at, channel, lane // 4)
     store_words(m, pool, unit, column_tile, lane, words)
     sync_packers(m.threads)
     store_staged(m, pool, unit, shared, tx)

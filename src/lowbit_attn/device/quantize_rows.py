@@ -15,6 +15,7 @@ from lowbit_attn import layout
 from lowbit_attn.device.columns import (
     COLUMNS,
     blocks_per_sm,
+    column_errors_of,
     column_limits,
     column_values,
     is_writer,
@@ -23,13 +24,12 @@ from lowbit_attn.device.columns import (
     owner,
     span_columns,
     store_words,
-    uniform_errors,
 )
 from lowbit_attn.device.groups import (
     ROW_LANES,
-    code_bits,
     empty_word,
     load_meta,
+    part_bits,
     static,
     store_meta,
     two_means,
@@ -120,16 +120,19 @@ def quantize_group(m, range_search, pairs, group, words, pool_meta, unit, column
     if m.bits == 1 and not range_search:
         pack_two_means(m, pairs, rows, lane, low, high, words, scale, zero)
     else:
-        column_errors = partial(uniform_errors, m.bits) if range_search and m.bits < 8 else None
+        column_errors = partial(column_errors_of, m.bits) if range_search and m.bits < 8 else None
         span_columns(pairs, m.held, rows, lane, column_errors, T.float32(m.steps), m.storage, low, high, scale, zero,
                      inverse)
         for c in static(COLUMNS):
             from_zero, scaling = T.alloc_var("float32"), T.alloc_var("float32")
             from_zero = T.shfl_sync(zero[0], owner(c, lane))
             scaling = T.shfl_sync(inverse[0], owner(c, lane))
+            scaling = scaling * T.float32(1 / (m.steps + 1))
             for i, x in zip(rows, column_values(pairs, m.held, rows, c)):
                 word, shift = m.word_and_shift(i, c)
-                words[word] = words[word] + (code_bits(x, from_zero, scaling, T.float32(m.steps)) << T.uint32(shift))
+                words[word] = words[word] + (part_bits(
+                    x, from_zero, scaling, T.float32(m.steps / (m.steps + 1)), T.float32(m.steps + 1))
+                    << T.uint32(shift))
     if is_writer(lane):
         col = m.column_of(column_tile, lane % 4, own_column(lane))
         store_meta(pool_meta, unit, m.meta_offset(group, 0, col), scale[0], m.storage)

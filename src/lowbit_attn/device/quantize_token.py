@@ -14,7 +14,6 @@ from lowbit_attn.device.groups import (
     QUAD_LANES,
     code_bits,
     empty_word,
-    fold_words,
     inverse_of,
     limits,
     load_meta,
@@ -116,8 +115,8 @@ def quantize_group(m, range_search, pairs, slot, group, words, pool_meta, unit, 
     if m.bits == 1 and not range_search:
         two_means(strands, m.group_cols, QUAD_LANES, low, high, m.storage, scale, zero)
     else:
-        factor_folds = fold_words(m.bits) if range_search and m.bits < 8 else None
-        span_of(values, QUAD_LANES, lane, factor_folds, low, high, T.float32(m.steps), m.storage, scale, zero)
+        search_bits = m.bits if range_search and m.bits < 8 else 0
+        span_of(values, QUAD_LANES, lane, search_bits, low, high, T.float32(m.steps), m.storage, scale, zero)
         inverse_of(scale, inverse)
     for i, e in product(static(m.atoms_per_group), static(STRANDS)):
         atom = group * m.atoms_per_group + i

@@ -311,9 +311,11 @@ def bytes_of(word: np.ndarray) -> np.ndarray:
 
 
 def byte_distances(warp, suffixes, operands, active):
-    """vabsdiff4 of unsigned bytes; the fourth operand is only for selected bytes."""
-    assert suffixes == ("u32", "u32", "u32")
+    """vabsdiff4 of unsigned bytes; the fourth operand is only for selected bytes or, with add, for the sum."""
+    assert suffixes[:3] == ("u32", "u32", "u32") and suffixes[3:] in ((), ("add",))
     x, y = (bytes_of(warp.value(operand)) for operand in operands[1:3])
+    if suffixes[3:]:
+        return unsigned(raw(np.abs(x - y).sum(1)) + warp.value(operands[3]), 32)
     return (np.abs(x - y) << 8 * np.arange(4)).sum(1)
 
 
