@@ -61,14 +61,18 @@ class Aqlm2x8:
         current, ahead = codes_now_and_ahead(LOADS)
         unit = first + warp
         load_unit(current, source, unit, last)
+        slice_of_x = cute.make_rmem_tensor(VEC, self.element)
+        load_slice(self.element, x, slice_of_x, first // blocks, lane)
         widen_codebooks(codebooks, thread)
         cute.arch.sync_threads()
         while first < last:
             group = first // blocks
             end = cutlass.min((group + 1) * blocks, last)
-            make_table(self.element, x, group, warp, lane)
+            make_table(slice_of_x, warp, lane)
             cute.arch.sync_threads()
             offsets = [Uint32(ptx.opaque(offsets_of(q, lane))) for q in range(8)]
+            if end < last:
+                load_slice(self.element, x, slice_of_x, group + 1, lane)
             while unit < end:
                 load_unit(ahead, source, unit + WARPS, last)
                 partial[group, 0, (unit - group * blocks) * WARP + lane] = row_sum(current, offsets)
@@ -100,14 +104,19 @@ def widen_codebooks(codebooks: cute.Tensor, thread: Int32):
 
 
 @cute.jit
-def make_table(element: cutlass.Constexpr, x: cute.Tensor, group: Int32, warp: Int32, lane: Int32):
-    """Products of all entries with a group of columns: a lane has a slice, a warp as many entries as another."""
-    slice_of_x = cute.make_rmem_tensor(VEC, Float32)
-    slice_of_x.fill(0.0)
+def load_slice(element: cutlass.Constexpr, x: cute.Tensor, slice_of_x: cute.Tensor, group: Int32, lane: Int32):
+    """A lane's slice of a group of columns, as it is in memory; zeros behind the last column."""
     for e in cutlass.range_constexpr(VEC):
         column = (group * SLICES + lane) * VEC + e
+        slice_of_x[e] = element(0.0)
         if column < x.shape[1]:
-            slice_of_x[e] = visible(Float32(x[0, column]))
+            slice_of_x[e] = x[0, column]
+
+
+@cute.jit
+def make_table(asked: cute.Tensor, warp: Int32, lane: Int32):
+    """Products of all entries with a group of columns: a lane has a slice, a warp as many entries as another."""
+    slice_of_x = [visible(Float32(asked[e])) for e in range(VEC)]
     for i in cutlass.range(warp * (BOOKS * ENTRIES // WARPS), (warp + 1) * (BOOKS * ENTRIES // WARPS), unroll=4):
         entry = cute.make_rmem_tensor((4, 2), Float32)
         for half in cutlass.range_constexpr(2):

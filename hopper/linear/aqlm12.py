@@ -31,7 +31,8 @@ BOOKS, ENTRIES, VEC, SLICES = 2, 4096, 8, 4
 BOOK_BYTES = ENTRIES * SLICES * 4
 LANE_ROWS, ROW_WORDS, LOADS = 4, 3, 3
 UNIT_ROWS = WARP * LANE_ROWS
-SUMS_AT = TABLE_AT + BOOKS * BOOK_BYTES
+X_AT = TABLE_AT + BOOKS * BOOK_BYTES  # a group's columns of x, fp32
+SUMS_AT = X_AT + 4 * SLICES * VEC
 ENTRY_MASK = 0xFFF0  # of a code times 16, the bytes of a table row
 
 
@@ -41,7 +42,7 @@ class Aqlm2x12:
     codes: uint32 [k / 32, n / 128, 3, 32 lanes, 4]; codebooks: [2, 4096, 8] fp16.
     """
 
-    smem_bytes = BOOKS * BOOK_BYTES + 4 * AQLM12_ROWS
+    smem_bytes = SUMS_AT - TABLE_AT + 4 * AQLM12_ROWS
 
     def __init__(self, dtype: str):
         self.element = ELEMENT[dtype]
@@ -63,12 +64,16 @@ class Aqlm2x12:
         source = codes.iterator.toint() + lane * 16
         current, ahead = codes_now_and_ahead(LOADS)
         load_unit(current, source, first * blocks, begin + warp, end)
+        asked = load_column(x, first, thread)
         for i in cutlass.range(thread, (end - begin) * UNIT_ROWS, TABLE_THREADS, unroll=4):
             shared(Float32, SUMS_AT + 4 * i, 0)[0] = Float32(0.0)
         offsets = [Uint32(ptx.opaque(((i + lane) & (SLICES - 1)) * 4)) for i in range(SLICES)]
         for group in cutlass.range(first, last, unroll=1):
+            if thread < SLICES * VEC:
+                shared(Float32, X_AT + 4 * thread, 0)[0] = asked
             cute.arch.sync_threads()
-            make_table(self.element, x, codebooks, group, thread)
+            make_table(codebooks, thread)
+            asked = load_column(x, group + 1, thread)
             cute.arch.sync_threads()
             for block in cutlass.range(begin + warp, end, WARPS, unroll=1):
                 is_last = block + WARPS >= end
@@ -90,15 +95,23 @@ def load_unit(codes: cute.Tensor, source: Int64, first: Int32, block: Int32, end
 
 
 @cute.jit
-def make_table(element: cutlass.Constexpr, x: cute.Tensor, codebooks: cute.Tensor, group: Int32, thread: Int32):
+def load_column(x: cute.Tensor, group: Int32, thread: Int32) -> Float32:
+    """One column of a group, of a thread of the first ones; 0 behind the last column."""
+    value, column = Float32(0.0), group * (SLICES * VEC) + thread
+    if thread < SLICES * VEC and column < x.shape[1]:
+        value = visible(Float32(x[0, column]))
+    return value
+
+
+@cute.jit
+def make_table(codebooks: cute.Tensor, thread: Int32):
     """Products of all entries with a group of columns: a thread has an entry and all four slices."""
     columns = cute.make_rmem_tensor(SLICES * VEC, Float32)
-    columns.fill(0.0)
-    for i in cutlass.range_constexpr(SLICES * VEC):
-        column = group * (SLICES * VEC) + i
-        if column < x.shape[1]:
-            columns[i] = visible(Float32(x[0, column]))
-    for entry in cutlass.range(thread, BOOKS * ENTRIES, TABLE_THREADS, unroll=4):
+    for i in cutlass.range_constexpr(SLICES * VEC // 4):
+        four = shared(Float32, X_AT + 16 * i, 0, 4)
+        for j in cutlass.range_constexpr(4):
+            columns[4 * i + j] = four[j]
+    for entry in cutlass.range(thread, BOOKS * ENTRIES, TABLE_THREADS, unroll=8):
         values = cute.make_rmem_tensor(VEC, Float16)
         cute.autovec_copy(words_at(codebooks.iterator.toint() + Int64(entry) * 16), cute.recast_tensor(values, Uint32))
         place = shared(Float32, TABLE_AT + entry * (4 * SLICES), 0, SLICES)

@@ -6,6 +6,7 @@
     kronecker-digits    the same as hadamard-digits of some sizes, for few rows; ``rows`` of the key: columns of a part
     kronecker-output    the same as hadamard-output
     gemv                the product of up to ``rows`` rows of x with packed codes
+    gemv-vector         the same of e8p with hadamard-digits inside, for few rows and columns
     dequantize          packed codes to rows of 16-bit weights
     sum                 partial sums to y
 """
@@ -13,6 +14,8 @@
 from dataclasses import dataclass
 
 from lowbit_attn.kernels.key import Checks, KernelKey
+from lowbit_attn.kernels.linear import KRONECKER_ROWS, VECTOR_COLUMNS, VECTOR_SIZE
+from lowbit_attn.linear.layouts import ceil_to
 
 TARGET = "sm_90a"
 WARP = 32
@@ -24,6 +27,9 @@ DIGIT_MAX = 32_512  # of a coefficient: 256 * 127, the largest whose two digits 
 HADAMARD_THREADS = 512
 TABLE_THREADS = 512  # of kernels with a table of products
 AQLM12_ROWS = 24_576  # of W in a CTA of aqlm_2x12: their sums are beside a table of 128 KiB
+ALIGN = 128  # of parts of shared memory
+KRONECKER_PAD = 4  # words behind a row in shared memory
+VECTOR_HALVES = 2  # of the transform inside a product: eight rows of its result each
 COLUMNS = 4  # rows of x in one MMA: each has two digits
 
 
@@ -33,6 +39,7 @@ class GemvConfig:
 
     stages: int  # codes of a vector of 8: 1 or 2
     rows: int  # of x: a multiple of COLUMNS
+    has_transform: bool = False  # the kernel makes x's digits itself, in shared memory
 
     @property
     def column_blocks(self) -> int:
@@ -40,12 +47,12 @@ class GemvConfig:
 
     @property
     def warps(self) -> int:
-        return 16 if self.column_blocks <= 2 else 8
+        return 16
 
     @property
     def blocks(self) -> int:
         """Row blocks of W that a warp has at once: x's digits are loaded once for all of them."""
-        return 4 if self.column_blocks <= 2 else 8
+        return 4 if self.column_blocks <= 2 else 2
 
     @property
     def accumulators(self) -> int:
@@ -68,13 +75,26 @@ class GemvConfig:
         return self.phase_blocks * 16 * self.rows * 2
 
     @property
+    def digits_at(self) -> int:
+        """Shared address of x's digits, if the kernel makes them, behind tables, sums and the sums of digits."""
+        return TABLE_AT + ceil_to(TABLE_BYTES + 4 * (self.sums + 2 * self.rows), ALIGN)
+
+    @property
+    def values_at(self) -> int:
+        """Shared address of what is transformed and, behind it, of a note of each warp."""
+        return self.digits_at + VECTOR_SIZE * COLUMNS * 2
+
+    @property
     def smem_bytes(self) -> int:
-        return TABLE_BYTES + 4 * (self.sums + 2 * self.rows)
+        if not self.has_transform:
+            return TABLE_BYTES + 4 * (self.sums + 2 * self.rows)
+        values = 4 * VECTOR_HALVES * KRONECKER_ROWS * (VECTOR_COLUMNS + KRONECKER_PAD)
+        return self.values_at - TABLE_AT + ceil_to(values + 4 * self.warps, ALIGN)
 
 
 def checks(key: KernelKey) -> Checks:
     """What the SASS of such a kernel must show."""
-    if key.variant == "gemv" and key.format.startswith("e8p"):
+    if key.variant.startswith("gemv") and key.format.startswith("e8p"):
         return Checks(need=("IMMA", "LDS", "PRMT"))
     if key.variant == "gemv":
         return Checks(need=("LDS",) if key.format == "aqlm_2x12" else ("LDS", "PRMT"))

@@ -29,6 +29,7 @@ from lowbit_attn.hopper.linear.config import (
     GemvConfig,
 )
 from lowbit_attn.hopper.linear.tables import (
+    Cta,
     advance,
     begin_kernel,
     codes_now_and_ahead,
@@ -46,10 +47,18 @@ SUMS_AT = TABLE_AT + TABLE_BYTES
 class Digits(NamedTuple):
     """Where a lane's digits of x are."""
 
-    source: Int64  # of column block 0 and chunk 0
+    source: Int64 | Int32  # of column block 0 and chunk 0; a shared address where the kernel has made them
     chunks: Int32
     m: Int32
     first_row: Int32  # of x, in column block 0
+
+
+class LaneCodes(NamedTuple):
+    """Where a lane's codes are."""
+
+    source: Int64  # of row block 0 and chunk 0
+    row_bytes: Int64  # of a row block
+    chunks: Int32
 
 
 class E8PGemv:
@@ -78,32 +87,38 @@ class E8PGemv:
         thread, lane, warp = cta.thread, cta.lane, cta.warp
         blocks, chunks = codes.shape[0], codes.shape[1]
         first, last = cta.share(blocks)
-        source = codes.iterator.toint() + lane * 16
-        row_bytes = Int64(chunks) * (WARP * 16)
+        mine = LaneCodes(codes.iterator.toint() + lane * 16, Int64(chunks) * (WARP * 16), chunks)
         place = Digits(digits.iterator.toint() + lane * (4 * DIGIT_WORDS), digits.shape[1], digit_sums.shape[0],
                        lane >> 3)
         x = cute.make_rmem_tensor((4, cfg.column_blocks, 2), Uint32)
         x.fill(0)
         current, ahead = codes_now_and_ahead(cfg.blocks)
-        load_codes(cfg, current, source, row_bytes, first, last, warp, chunks)
+        load_codes(cfg, current, mine, first, last, warp)
         fill_tables(cfg.warps * WARP, tables, thread)
         clear_sums(cfg, thread)
         cute.arch.griddepcontrol_wait()
         load_digits(cfg, x, 0, place, cutlass.min(warp, chunks - 1))
         add_digit_sums(cfg, digit_sums, thread)
         cute.arch.sync_threads()
-        offset = Uint32(ptx.opaque(lane * 4))
-        for start in cutlass.range(first, last, cfg.phase_blocks, unroll=1):
-            end = cutlass.min(start + cfg.phase_blocks, last)
-            for block in cutlass.range(start, end, cfg.blocks, unroll=1):
-                multiply_blocks(cfg, current, ahead, x, source, row_bytes, place, block, start, last, warp, chunks,
-                                lane, offset)
+        multiply_share(cfg, current, ahead, x, mine, place, scales, out, first, last, cta)
+
+
+@cute.jit
+def multiply_share(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ahead: cute.Tensor, x: cute.Tensor,
+                   codes: LaneCodes, place: Digits, scales: cute.Tensor, out: cute.Tensor, first: Int32, last: Int32,
+                   cta: Cta):
+    """A CTA's row blocks, phase by phase: their products and y'. current: a warp's first codes, x: its first digits."""
+    offset = Uint32(ptx.opaque(cta.lane * 4))
+    for start in cutlass.range(first, last, cfg.phase_blocks, unroll=1):
+        end = cutlass.min(start + cfg.phase_blocks, last)
+        for block in cutlass.range(start, end, cfg.blocks, unroll=1):
+            multiply_blocks(cfg, current, ahead, x, codes, place, block, start, last, cta.warp, cta.lane, offset)
+        cute.arch.sync_threads()
+        write_rows(cfg, place.m, scales, out, start, end, cta.thread)
+        if start + cfg.phase_blocks < last:
             cute.arch.sync_threads()
-            write_rows(cfg, digit_sums.shape[0], scales, out, start, end, thread)
-            if start + cfg.phase_blocks < last:
-                cute.arch.sync_threads()
-                clear_sums(cfg, thread)
-                cute.arch.sync_threads()
+            clear_sums(cfg, cta.thread)
+            cute.arch.sync_threads()
 
 
 @cute.jit
@@ -136,13 +151,13 @@ def clear_sums(cfg: cutlass.Constexpr[GemvConfig], thread: Int32):
 
 
 @cute.jit
-def load_codes(cfg: cutlass.Constexpr[GemvConfig], codes: cute.Tensor, source: Int64, row_bytes: Int64, block: Int32,
-               last: Int32, chunk: Int32, chunks: Int32):
-    """Codes of a chunk of some row blocks; those that are not there stay as they are."""
-    at = source + Int64(block) * row_bytes + Int64(chunk) * (WARP * 16)
+def load_codes(cfg: cutlass.Constexpr[GemvConfig], words: cute.Tensor, codes: LaneCodes, block: Int32, last: Int32,
+               chunk: Int32):
+    """A lane's words of a chunk of some row blocks; those that are not there stay as they are."""
+    at = codes.source + Int64(block) * codes.row_bytes + Int64(chunk) * (WARP * 16)
     for b in cutlass.range_constexpr(cfg.blocks):
-        if block + b < last and chunk < chunks:
-            load_once(at + b * row_bytes, codes[None, b])
+        if block + b < last and chunk < codes.chunks:
+            load_once(at + b * codes.row_bytes, words[None, b])
 
 
 @cute.jit
@@ -151,25 +166,27 @@ def load_digits(cfg: cutlass.Constexpr[GemvConfig], x: cute.Tensor, half: cutlas
     """A lane's digits of half a chunk; of rows that x has not they stay 0."""
     for column in cutlass.range_constexpr(cfg.column_blocks):
         if place.first_row + column * COLUMNS < place.m:
-            at = place.source + (Int64(column) * place.chunks + chunk) * (WARP * 4 * DIGIT_WORDS) + 16 * half
-            cute.autovec_copy(words_at(at), x[None, column, half])
+            at = (column * place.chunks + chunk) * (WARP * 4 * DIGIT_WORDS) + 16 * half
+            digits = shared(Uint32, place.source + at, 0, 4) if cfg.has_transform else words_at(place.source + at)
+            cute.autovec_copy(digits, x[None, column, half])
 
 
 @cute.jit
 def multiply_blocks(cfg: cutlass.Constexpr[GemvConfig], current: cute.Tensor, ahead: cute.Tensor, x: cute.Tensor,
-                    source: Int64, row_bytes: Int64, place: Digits, block: Int32, start: Int32, last: Int32,
-                    warp: Int32, chunks: Int32, lane: Int32, offset: Uint32):
+                    codes: LaneCodes, place: Digits, block: Int32, start: Int32, last: Int32, warp: Int32, lane: Int32,
+                    offset: Uint32):
     """A warp's chunks of some row blocks: adds their products to the CTA's sums.
 
     Codes of the next chunk, and digits of the next half of one, are on their way meanwhile.
     """
     acc = cute.make_rmem_tensor((4, cfg.blocks, cfg.column_blocks, cfg.accumulators), Uint32)
     acc.fill(0)
-    for chunk in cutlass.range(warp, chunks, cfg.warps, unroll=1):
-        is_end = chunk + cfg.warps >= chunks
+    for chunk in cutlass.range(warp, codes.chunks, cfg.warps, unroll=1):
+        is_end = chunk + cfg.warps >= codes.chunks
         next_block = block + cfg.blocks * Int32(is_end)
         next_chunk = cutlass.select_(is_end, warp, chunk + cfg.warps)
-        load_codes(cfg, ahead, source, row_bytes, next_block, last, next_chunk, chunks)
+        load_codes(cfg, ahead, codes, next_block, last, next_chunk)
+        cute.arch.sync_warp()  # ptxas would put these loads off: a quarter of the time
         for half in cutlass.range_constexpr(2):
             load_digits(cfg, x, 1 - half, place, chunk if half == 0 else next_chunk)
             for b in cutlass.range_constexpr(cfg.blocks):

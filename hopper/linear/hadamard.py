@@ -368,12 +368,13 @@ def row_of_digits(out: cute.Tensor, row: Int32) -> Int64:
     return out.iterator.toint() + (Int64(row // COLUMNS) * out.shape[1] * (WARP * 8) + (row % COLUMNS) * 64) * 4
 
 
-def store_group(words: cute.Tensor, row_words: Int64, group: Int32) -> None:
+def store_group(words: cute.Tensor, row_words, group: Int32,
+                space: cute.AddressSpace = cute.AddressSpace.gmem) -> None:
     """Digits of eight columns, (even and odd columns, digit), to where the product's B operand has them: a lane's words
     of two groups are even columns of both, then odd ones, so that an operand is two neighbouring registers."""
     chunk, j, t = group >> 4, (group >> 2) & 3, group & 3
     for digit in range(2):
-        target = row_words + Int64(chunk * (WARP * 8) + (4 * digit + t) * 8 + 4 * (j >> 1) + (j & 1)) * 4
+        target = row_words + row_words.dtype(chunk * (WARP * 8) + (4 * digit + t) * 8 + 4 * (j >> 1) + (j & 1)) * 4
         for parity in range(2):
-            word = cute.make_ptr(Uint32, target + 8 * parity, cute.AddressSpace.gmem, assumed_align=4)
+            word = cute.make_ptr(Uint32, target + 8 * parity, space, assumed_align=4)
             cute.make_tensor(word, cute.make_layout(1))[0] = words[parity, digit]

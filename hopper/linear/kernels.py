@@ -11,6 +11,7 @@ from lowbit_attn.hopper.linear.config import GemvConfig
 from lowbit_attn.hopper.linear.dequantize import Dequantize
 from lowbit_attn.hopper.linear.e8p import E8PGemv
 from lowbit_attn.hopper.linear.e8p_dequantize import E8PDequantize
+from lowbit_attn.hopper.linear.e8p_vector import E8PVector
 from lowbit_attn.hopper.linear.gptvq import Gptvq2
 from lowbit_attn.hopper.linear.hadamard import Hadamard
 from lowbit_attn.hopper.linear.kronecker import SIGNS, Kronecker
@@ -52,6 +53,11 @@ def linear_kernel(key: KernelKey) -> CuteKernel:
     if what == "dequantize":
         return CuteKernel(E8PDequantize(stages), (codes, tables, scales, tensor(Float16, None, None, align=16),
                                                   Int32(1)))
+    if kind == "vector":
+        arguments = (codes, tensor(ELEMENT[key.dtype], None, None, align=8), tensor(Float32, None, align=16),
+                     tensor(Float32, None, 32, SIGNS, align=16), tables, scales, tensor(Float32, None, None),
+                     tensor(Float32, None), Int32(1), Float32(1.0), Int32(1))
+        return CuteKernel(E8PVector(GemvConfig(stages, key.rows, True), key.dtype), arguments)
     arguments = (codes, tensor(Uint32, None, None, 32, 8, align=16), tensor(Int32, None, None, 2), tables, scales,
                  tensor(Float32, None, None), Int32(1))
     return CuteKernel(E8PGemv(GemvConfig(stages, key.rows)), arguments)

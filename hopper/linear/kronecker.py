@@ -19,6 +19,7 @@ from lowbit_attn.device import ptx
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.linear.config import DIGIT_MAX, WARP
+from lowbit_attn.hopper.linear.config import KRONECKER_PAD as PAD
 from lowbit_attn.hopper.linear.hadamard import ABS_BITS, digits_of, row_of_digits, store_group, write_step
 from lowbit_attn.hopper.linear.tables import words_at
 from lowbit_attn.kernels.linear import KRONECKER_ROWS
@@ -29,7 +30,6 @@ BATCH_STEPS, BATCHES = 4, 2  # multiplies whose values are asked for at once; ba
 SIGNS = 2 * BATCH_STEPS * BATCHES  # of a lane
 TILES = 2  # of 16 columns: a warp has 32
 GROUP = 8  # results of a thread at the end
-PAD = 4  # words behind a row in shared memory
 TF32_HALF, TF32_MASK = 0x1000, 0xFFFF_E000
 CTAS = 8  # of a cluster, at most
 
@@ -128,9 +128,14 @@ def multiply_matrix(kind: cutlass.Constexpr[str], dtype: cutlass.Constexpr[str],
     multiply_batch(acc, data[0], operand, 0)
     if order > BATCH_STEPS * STEP_ROWS:
         multiply_batch(acc, data[1], operand, 1)
+    return sums_of_tiles(acc)
+
+
+def sums_of_tiles(acc: cute.Tensor) -> cute.Tensor:
+    """Both terms' sums, (column of VECTOR, row of the lane's pair)."""
     sums = cute.make_rmem_tensor((VECTOR, 2), Float32)
-    for tile in cutlass.range_constexpr(TILES):
-        for i in cutlass.range_constexpr(4):
+    for tile in range(TILES):
+        for i in range(4):
             sums[2 * tile + i // 2, i % 2] = acc[i, tile, 0] + acc[i, tile, 1]
     return sums
 
@@ -162,7 +167,7 @@ def load_batch(kind: cutlass.Constexpr[str], dtype: cutlass.Constexpr[str], colu
 
 def multiply_batch(acc: cute.Tensor, data: cute.Tensor, operand: cute.Tensor, batch: int) -> None:
     """Add the products of a batch's values, each as the sum of two of tf32, with their signs."""
-    for step in range(BATCH_STEPS):
+    for step in range(data.shape[1]):
         at = 2 * (BATCH_STEPS * batch + step)
         for tile in range(TILES):
             values = [data[2 * tile + i % 2, step, i // 2] for i in range(4)]
@@ -258,6 +263,17 @@ def largest_of_row(notes: cute.Tensor, own: Int32, ctas: Int32, thread: Int32) -
     return largest
 
 
+def pack_digits(words: cute.Tensor, results: cute.Tensor, inverse: Float32) -> tuple[Int32, Int32]:
+    """Digits of eight results into words (even and odd columns, digit), which are zeros; returns both digits' sums."""
+    high_sum, low_sum = Int32(0), Int32(0)
+    for e in range(GROUP):
+        high, low = digits_of(results[e % 4, e // 4], inverse)
+        high_sum, low_sum = high_sum + high, low_sum + low
+        for digit, kept in enumerate((high, low)):
+            words[e % 2, digit] = words[e % 2, digit] | (Uint32(kept) & Uint32(255)) << Uint32(8 * (e // 2))
+    return high_sum, low_sum
+
+
 @cute.jit
 def write_digits(columns: cutlass.Constexpr[int], out: cute.Tensor, digit_sums: cute.Tensor, notes: cute.Tensor,
                  row: Int32, rank: Int32, group: Int32, results: cute.Tensor, is_live, inverse: Float32,
@@ -269,12 +285,7 @@ def write_digits(columns: cutlass.Constexpr[int], out: cute.Tensor, digit_sums: 
     words.fill(0)
     high_sum, low_sum = Int32(0), Int32(0)
     if is_live:
-        for e in cutlass.range_constexpr(GROUP):
-            high, low = digits_of(results[e % 4, e // 4], inverse)
-            high_sum += high
-            low_sum += low
-            for digit, kept in enumerate((high, low)):
-                words[e % 2, digit] = words[e % 2, digit] | (Uint32(kept) & Uint32(255)) << Uint32(8 * (e // 2))
+        high_sum, low_sum = pack_digits(words, results, inverse)
         store_group(words, row_of_digits(out, row), group)
     high_sum, low_sum = (Int32(cute.arch.warp_redux_sync(x, "add")) for x in (high_sum, low_sum))
     if lane == 0:

@@ -27,9 +27,17 @@ from lowbit_attn.linear.constants import constant
 from lowbit_attn.linear.formats import E8P, Planes, format_named
 from lowbit_attn.linear.layouts import ceil_to
 from lowbit_attn.linear.weight import DEQUANTIZE, KERNEL, PRODUCTS, REFERENCE, VQWeight
-from lowbit_attn.linear_transforms import cluster_log2, kernel_of, parts_of_sums, transform
+from lowbit_attn.linear_transforms import (
+    cluster_log2,
+    inside_arguments,
+    is_inside,
+    kernel_of,
+    parts_of_sums,
+    transform,
+)
 
 CHUNK_BYTES = 256 << 20  # of W in 16 bits at a time: to keep them in L2 costs more, in launches, than it saves
+GPTVQ_UNITS = 16  # of rows of W in a tile of gptvq2, which CTAs share
 FLAT_CTAS = 8  # of an SM, of the kernel that decodes aqlm_1x16
 
 
@@ -77,6 +85,12 @@ def product(x: torch.Tensor, planes: Planes, format: str, n: int, k: int, path: 
 PRODUCTS["cuda"] = product
 
 
+def even_ctas(units: int, most: int) -> int:
+    """CTAs that share units: as few as make the largest share no larger than ``most`` CTAs' is. Those that are left
+    out have no part in the time, and room for the kernels before and after."""
+    return -(-units // -(-units // most))
+
+
 @constant
 def _tables(device: torch.device) -> torch.Tensor:
     """Both tables of E8P, int32 [2, 256]."""
@@ -84,7 +98,7 @@ def _tables(device: torch.device) -> torch.Tensor:
 
 
 class _E8PCall:
-    """Memory of one product and its three launches: digits, multiply, output."""
+    """Memory of one product and its launches: digits, unless the product makes them, multiply, output."""
 
     def __init__(self, x: torch.Tensor, planes: Planes, format: str, n: int, k: int):
         self.spec, self.x, self.planes, m, device = format_named(format), x, planes, len(x), x.device
@@ -94,23 +108,34 @@ class _E8PCall:
         self.steps = torch.empty(m, dtype=torch.float32, device=device)
         self.product = torch.empty(m, len(self.codes) * self.spec.row_multiple, dtype=torch.float32, device=device)
         self.y = torch.empty(m, n, dtype=x.dtype, device=device)
+        self.ctas = even_ctas(len(self.codes), dispatch.running_ctas(device, 1))
+        self.is_vector = is_inside(m, k, self.sides[1], planes["in_scale"])
 
     def make_digits(self) -> None:
         transform("digits", self.x.dtype, self.sides[1], self.x, self.planes["in_scale"], self.digits, self.sums,
                   self.steps)
 
     def multiply(self) -> None:
+        if self.is_vector:
+            return self.multiply_vector()
         device, m = self.x.device, len(self.x)
         arguments = (_tables(device).view(torch.uint32), self.planes["scales"])
-        ctas = min(dispatch.running_ctas(device, 1), len(self.codes))
         at, most = 0, ROWS[self.spec.name][-1]
         while at < m:
             rows = next((rows for rows in ROWS[self.spec.name] if rows >= m - at), most)
             some = slice(at, at + rows)
             kernel_of(device.index, "gemv", self.spec.name, "float32", rows)(
                 self.codes.view(torch.uint32), self.digits[at // 4 : (at + rows) // 4], self.sums[some], *arguments,
-                self.product[some], ctas)
+                self.product[some], self.ctas)
             at += rows
+
+    def multiply_vector(self) -> None:
+        """The product with the digits of x made inside."""
+        device = self.x.device
+        x, signs, order, norm = inside_arguments(self.x, self.sides[1])
+        kernel_of(device.index, "gemv-vector", self.spec.name, dtype_name(x.dtype), ROWS[self.spec.name][0])(
+            self.codes.view(torch.uint32), x, self.planes["in_scale"], signs, _tables(device).view(torch.uint32),
+            self.planes["scales"], self.product, self.steps, order, norm, self.ctas)
 
     def make_output(self) -> None:
         transform("output", self.x.dtype, self.sides[0], self.product, self.planes["out_scale"], self.y, self.sums,
@@ -119,7 +144,8 @@ class _E8PCall:
 
 def _e8p_kernel(x: torch.Tensor, planes: Planes, format: str, n: int, k: int) -> torch.Tensor:
     call = _E8PCall(x, planes, format, n, k)
-    call.make_digits()
+    if not call.is_vector:
+        call.make_digits()
     call.multiply()
     call.make_output()
     return call.y
@@ -146,16 +172,17 @@ class _SumCall:
             self.partial = [torch.empty(groups, len(some), rows, dtype=torch.float32, device=device)
                             for some in x.split(ROWS[format][0])]
             return
-        parts = min(self.ctas, groups) if format == "aqlm_2x12" else groups
+        parts = even_ctas(groups, self.ctas) if format == "aqlm_2x12" else groups
         self.partial = torch.empty(m, parts, 1, rows, dtype=torch.float32, device=device)
 
     def multiply(self) -> None:
         kernel = kernel_of(self.x.device.index, "gemv", self.format, self.dtype, ROWS[self.format][0])
         if self.format == "gptvq2":
+            ctas = even_ctas(GPTVQ_UNITS * self.codes.shape[0] * self.codes.shape[1], self.ctas)
             for some, partial in zip(self.padded().split(ROWS[self.format][0]), self.partial):
-                kernel(some, self.codes, self.books, partial, self.ctas)
+                kernel(some, self.codes, self.books, partial, ctas)
             return
-        ctas = [min(self.ctas, self.partial.shape[1] * self.codes.shape[1])] * (self.format == "aqlm_2x8")
+        ctas = [even_ctas(self.codes.shape[0] * self.codes.shape[1], self.ctas)] * (self.format == "aqlm_2x8")
         for row, partial in zip(self.x.split(1), self.partial):
             kernel(row, self.codes, self.books, partial, *ctas)
 
@@ -189,6 +216,8 @@ def launches(x: torch.Tensor, w: VQWeight) -> dict[str, Callable[[], None]]:
         return {}
     if isinstance(w.spec, E8P):
         call = _E8PCall(x, w.planes, w.format, w.n, w.k)
+        if call.is_vector:
+            return {"multiply": call.multiply, "output": call.make_output}
         call.make_digits()
         return {"digits": call.make_digits, "multiply": call.multiply, "output": call.make_output}
     call = _SumCall(x, w.planes, w.format, w.n, w.k)

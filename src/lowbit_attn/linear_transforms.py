@@ -17,6 +17,9 @@ from lowbit_attn.kernels.linear import (
     KRONECKER,
     KRONECKER_ORDER,
     KRONECKER_ROWS,
+    VECTOR_COLUMNS,
+    VECTOR_ROWS,
+    VECTOR_SIZE,
     linear_key,
 )
 from lowbit_attn.linear import hadamard
@@ -82,6 +85,19 @@ def _split(kind: str, rows: int, columns: int, size: int) -> Split | None:
     """How a Kronecker product's kernel makes a transform of x or y with so many columns; None: the other one does."""
     multiple = {"digits": X_MULTIPLE, "output": Y_MULTIPLE}.get(kind)
     return split_of(size) if multiple and rows <= FEW_ROWS and columns % multiple == 0 else None
+
+
+def is_inside(rows: int, columns: int, size: int, scale: torch.Tensor) -> bool:
+    """Whether the product's kernel makes the digits of x itself."""
+    split = _split("digits", rows, columns, size)
+    return bool(split and split.columns == VECTOR_COLUMNS and size <= VECTOR_SIZE and rows <= VECTOR_ROWS
+                and scale.data_ptr() % ALIGN_BYTES == 0)  # no copy of it is made: it is read before x is there
+
+
+def inside_arguments(x: torch.Tensor, size: int) -> tuple:
+    """(x, signs, order, norm) of a product with the transform of x inside."""
+    x = x if x.data_ptr() % ALIGN_BYTES == 0 else x.clone()
+    return x, _signs(size, x.device, True), split_of(size).order, size**-0.5
 
 
 def _kronecker(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums, steps) -> None:

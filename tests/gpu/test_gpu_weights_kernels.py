@@ -7,7 +7,7 @@ import torch
 from codebook_weights import random_weight
 
 from lowbit_attn import linear_kernels
-from lowbit_attn.kernels.linear import CROSSOVER, MOST_ROWS, ROWS
+from lowbit_attn.kernels.linear import CROSSOVER, MOST_ROWS, ROWS, VECTOR_ROWS
 from lowbit_attn.linear import NAMES, VQLinear, VQWeight, hadamard, linear
 
 pytestmark = pytest.mark.gpu
@@ -115,6 +115,23 @@ def test_rows_of_x_do_not_change_each_other():
     alone = torch.cat([linear(row[None], on_gpu) for row in x[:16]])
     for m in (2, 4, 5, 16):
         assert torch.equal(linear(x[:m], on_gpu), alone[:m])
+
+
+@pytest.mark.parametrize("k", [1024, 2048, 3072, 4096])
+@pytest.mark.parametrize("name", ["e8p2", "e8p4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_transform_inside_the_product_gives_the_same_bits(name, k, dtype):
+    """Up to VECTOR_ROWS rows of so few columns are transformed by the product itself; more of them are not."""
+    w, x = random_weight(name, 1300, k).to("cuda"), inputs(k, dtype).cuda()
+    x[2, k // 2], x[3, k - 1] = torch.nan, -torch.inf
+    assert "digits" in linear_kernels.launches(x[:8], w)
+    many = linear(x[:8], w)
+    for m in range(1, VECTOR_ROWS + 1):
+        assert "digits" not in linear_kernels.launches(x[:m], w)
+        for first in range(0, 8 - m, m):
+            y = linear(x[first : first + m], w)
+            torch.testing.assert_close(y, many[first : first + m], atol=0, rtol=0, equal_nan=True)
+    assert many[2:4].isnan().all() and not many[0].any() and many[4:].isfinite().all()
 
 
 @pytest.mark.parametrize("ctas", [1, 7, 64])

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from lowbit_attn.kernels.linear import KRONECKER_ROWS
+from lowbit_attn.kernels.linear import KRONECKER_ROWS, VECTOR_ROWS
 from lowbit_attn.linear import hadamard
-from lowbit_attn.linear_transforms import kronecker_signs, parts_of_sums, split_of
+from lowbit_attn.linear_kernels import even_ctas
+from lowbit_attn.linear_transforms import is_inside, kronecker_signs, parts_of_sums, split_of
 
 SPLITS = {4096: (16, 256, 2), 6144: (24, 256, 4), 8192: (32, 256, 4), 14336: (56, 256, 8), 16384: (64, 256, 8),
           28672: (56, 512, 8), 32768: (64, 512, 8), 1024: (4, 256, 1), 5120: (20, 256, 4)}
@@ -24,6 +25,25 @@ def test_parts_of_sums():
     assert [parts_of_sums(m, 28672, 28672) for m in (1, 64, 65)] == [8, 8, 8]
     assert [parts_of_sums(m, 4096, 4096) for m in (1, 64, 65)] == [2, 2, 1]
     assert parts_of_sums(1, 4094, 4096) == 1  # columns that lanes cannot read by fours
+
+
+def test_which_transforms_are_inside_the_product():
+    """Few rows, one or two halves of 256 columns, and a scale that is read by 16 bytes before x is there."""
+    sizes = [size for size in range(4, 40000, 4) if hadamard.base_order(size)
+             and is_inside(1, size, size, torch.ones(size))]
+    assert {1024, 2048, 3072, 4096} <= set(sizes) and max(sizes) == 4096
+    assert all(split_of(size).ctas <= 2 and split_of(size).columns == 256 for size in sizes)
+    assert is_inside(VECTOR_ROWS, 4096, 4096, torch.ones(4096))
+    assert not is_inside(VECTOR_ROWS + 1, 4096, 4096, torch.ones(4096))
+    assert not is_inside(1, 4096, 4096, torch.ones(4097)[1:])
+
+
+@pytest.mark.parametrize("units", [1, 131, 132, 133, 512, 768, 1024, 3584])
+def test_ctas_that_share_units_evenly(units):
+    """No more than there are, the largest share no larger, and one CTA less would make it larger."""
+    ctas, largest = even_ctas(units, 132), -(-units // 132)
+    assert ctas <= min(units, 132) and -(-units // ctas) == largest
+    assert ctas == 1 or -(-units // (ctas - 1)) > largest
 
 
 @pytest.mark.parametrize("transpose", [False, True])

@@ -4,10 +4,11 @@ from functools import cache
 
 import pytest
 import torch
+from codebook_weights import random_weight
 
 from lowbit_attn import kernels
 from lowbit_attn.kernels.linear import linear_key
-from lowbit_attn.linear import hadamard
+from lowbit_attn.linear import e8p, hadamard
 from lowbit_attn.linear_transforms import kronecker_signs, split_of
 from sim.hopper_calls import packed, ptx_of
 from sim.linear_calls import arguments, digits_of
@@ -24,6 +25,12 @@ def scratch(tmp_path_factory):
 @cache
 def program(kind: str, columns: int, scratch) -> ptx.Program:
     key = linear_key("sm_90a", f"kronecker-{kind}", "", "float16", columns)
+    return ptx.Program(ptx_of(kernels.trace(key), key.target, scratch))
+
+
+@cache
+def product_program(scratch) -> ptx.Program:
+    key = linear_key("sm_90a", "gemv-vector", "e8p4", "float16", 4)
     return ptx.Program(ptx_of(kernels.trace(key), key.target, scratch))
 
 
@@ -84,3 +91,33 @@ def test_output(n, m, scratch):
                           torch.tensor([0.5, 3])[:m], scratch)
     exact = hadamard.transform(y[:, :size].double())[:, :n] * scale * torch.tensor([[0.5], [3]])[:m]
     torch.testing.assert_close(out.double(), exact, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("k, m, n, ctas", [(1024, 1, 20, 1), (3072, 2, 40, 2), (4096, 4, 20, 1)])
+def test_product_with_its_transform(k, m, n, ctas, scratch):
+    """The digits are those of the transform's own kernel, to the bit, and so are steps; y' is their exact product."""
+    w, size = random_weight("e8p4", n, k), hadamard.padded_size(k)
+    x, signs = torch.randn(m, k).half(), w.planes["in_scale"]
+    x[0, 0] = 6e4
+    if m > 2:
+        x[1], x[2, k // 2] = 0, torch.nan
+    split, codes = split_of(size), w.planes["codes"]
+    empty = torch.zeros(-(-m // 4), size // 128, 32, 8, dtype=torch.int32)
+    digits, _, steps = transform("digits", size, x, signs, empty, torch.zeros(m, split.ctas, 2).int(), torch.zeros(m),
+                                 scratch)
+    finite = x.isfinite().all(1)
+    assert torch.equal(steps.isnan(), ~finite)
+    out = torch.full((m, len(codes) * 8), torch.nan)
+    tensors = [codes.view(torch.int32), x, signs, kronecker_signs(split, True), torch.stack(e8p.tables()).int(),
+               w.planes["scales"], out, torch.zeros(m)]
+    memory, given = arguments(tensors, [(2, 2), (2, 1), (1, 0), (1, 0), (0, 0), (1, 0), (2, 1), (1, 0)])
+    given += packed("i", split.order) + packed("f", size**-0.5)
+    code = product_program(scratch)
+    ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (ctas, 1, 1)) for i in range(ctas)], 512)
+    found, own_steps = memory.tensor(6, out), memory.tensor(7, tensors[7])
+    assert torch.equal(own_steps.view(torch.int32), steps.view(torch.int32))
+    numbers, codes_of = digits_of(digits, m).double(), w.spec.unpack(w.planes)
+    exact = sum(scale.double() * (numbers @ e8p.grid()[codes_of[..., stage]].flatten(1).double().T)
+                for stage, scale in enumerate(w.planes["scales"]))
+    room = 3e-7 * numbers.abs().sum(1, keepdim=True) * w.planes["scales"][0]
+    assert ((found - exact).abs() <= room)[finite].all()

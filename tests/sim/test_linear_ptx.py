@@ -142,7 +142,7 @@ def test_products(format, m, rows, n, k, ctas, scratch):
                out]
     memory, given = arguments(tensors, [(2, 2), (2, 2), (2, 1), (0, 0), (1, 0), (2, 1)])
     memory.begin_early(1, 2)
-    code, threads = program("gemv", scratch, format, "float32", rows), 512 if rows <= 8 else 256
+    code, threads = program("gemv", scratch, format, "float32", rows), 512
     ptx.run_grid([ptx.Cta(code, given, memory.memory, (i, 0, 0), (ctas, 1, 1)) for i in range(ctas)], threads)
     found = memory.tensor(5, out)
     codes_of = w.spec.unpack(w.planes)

@@ -17,6 +17,8 @@ TRANSFORMS = ("digits", "rotate", "output")
 HADAMARD_LIMIT = 8192  # coefficients of a transform that a CTA has
 KRONECKER = (256, 512)  # columns of what a faster kernel transforms as a Kronecker product
 KRONECKER_ORDER, KRONECKER_ROWS = 64, 8  # its rows, at most, and those of a CTA
+VECTOR_ROWS = 1  # of x, at most, whose transform is inside the product: with two it is no faster, with four slower
+VECTOR_COLUMNS, VECTOR_SIZE = 256, 4096  # of its Kronecker product; its coefficients at most
 CLUSTER_LOG2 = 3  # of the CTAs that share a row of a long transform
 
 
@@ -30,6 +32,7 @@ def linear_keys(target: str) -> list[KernelKey]:
     keys = [linear_key(target, f"hadamard-{kind}", "", dtype) for kind, dtype in product(TRANSFORMS, DTYPES)]
     keys += [linear_key(target, f"kronecker-{kind}", "", dtype, columns)
              for kind, dtype, columns in product(("digits", "output"), DTYPES, KRONECKER)]
+    keys += [linear_key(target, "gemv-vector", name, dtype, ROWS[name][0]) for name, dtype in product(E8P, DTYPES)]
     keys += [linear_key(target, "sum", "", dtype) for dtype in DTYPES]
     for name in NAMES:
         dtypes = ("float32",) if name in E8P else DTYPES
