@@ -126,7 +126,7 @@ def one_bit(lines: Lines) -> str:
 
 
 def lean(lines: Lines, label: str, task: str = "text") -> dict:
-    return lines.newest("leankv", task=task, label=label)
+    return lines.newest("leankv", model=SMOLLM2, task=task, label=label)
 
 
 def memory(lines: Lines) -> str:

@@ -19,8 +19,9 @@ from typing import Annotated
 import torch
 import typer
 from peer_attention import first_line, flash_attention_2, flash_attention_4, flashinfer, sdpa
-from peer_caches import kivi_like, lowbit, quantized_cache, vllm_int4
+from peer_caches import kivi_like, lowbit, quantized_cache
 from peer_case import Data, Shape, Step, Unavailable, data_of, error_of, time_us
+from peer_vllm import vllm_int4, vllm_turboquant
 from provenance import ROOT, append_result, need, provenance
 from rich.console import Console
 from rich.table import Table
@@ -34,10 +35,13 @@ LIMIT_S = 400  # of one peer, its own compiler included
 PEERS: dict[str, Callable[[Shape, Data], list[Step]]] = {
     **{f"sdpa {name}": sdpa(name) for name in ("flash", "cudnn", "efficient", "math")},
     "flashinfer fp16": flashinfer(torch.float16), "flashinfer fp8": flashinfer(torch.float8_e4m3fn),
+    "flashinfer nvfp4": flashinfer(torch.uint8),
     "flash-attn 4": flash_attention_4, "flash-attn 2": flash_attention_2,
     **{f"transformers {backend} {bits}": quantized_cache(backend, bits) for backend in ("quanto", "hqq")
        for bits in (4, 2)},
     "kivi-like 4": kivi_like(4), "kivi-like 2": kivi_like(2), "vllm int4_per_token_head": vllm_int4,
+    **{f"vllm {name}": vllm_turboquant(name) for name in ("turboquant_k8v4", "turboquant_4bit_nc",
+                                                          "turboquant_3bit_nc")},
     "lowbit k4v4": lowbit("k4v4"), "lowbit k2v2": lowbit("k2v2"),
 }
 ResultsOption = Annotated[str, typer.Option(help="JSON lines file of the repository.")]
