@@ -31,6 +31,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 RESULTS = "perf/results/peers.jsonl"
 SHAPES = ("1,32,8,128,131072", "8,32,8,128,32768")
 SMALL = "2,8,2,64,320"  # of a dry run
+SHAPE_KEYS = ("batch", "heads", "kv_heads", "head_dim", "seqlen")
 LIMIT_S = 400  # of one peer, its own compiler included
 PEERS: dict[str, Callable[[Shape, Data], list[Step]]] = {
     **{f"sdpa {name}": sdpa(name) for name in ("flash", "cudnn", "efficient", "math")},
@@ -70,23 +71,24 @@ def measured(name: str, shape: Shape, device: str) -> dict:
 
 
 @app.command()
-def one(name: str, shape: str, device: str = "cuda") -> None:
-    """Measure one peer here and print its line."""
-    print(json.dumps(measured(name, Shape.parse(shape), device)))
+def one(name: str, shape: list[str], device: str = "cuda") -> None:
+    """Measure one peer here at each shape and print its lines."""
+    for text in shape:
+        print(json.dumps(measured(name, Shape.parse(text), device)), flush=True)
+        torch.cuda.empty_cache()
 
 
-def in_a_process(name: str, shape: str, device: str) -> dict:
-    """What ``one`` prints in a process of its own; a reason for one that ends without it."""
-    line = {"peer": name} | Shape.parse(shape).line
+def in_a_process(name: str, shapes: list[str], device: str) -> list[dict]:
+    """What ``one`` prints in a process of its own; a reason for each shape that it ends without."""
+    command = [sys.executable, __file__, "one", name, *shapes, "--device", device]
     try:
-        ended = subprocess.run([sys.executable, __file__, "one", name, shape, "--device", device], text=True,
-                               capture_output=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return line | {"reason": f"no answer in {LIMIT_S} s"}
-    if ended.returncode == 0:
-        return json.loads(ended.stdout.splitlines()[-1])
-    last = (ended.stderr.strip().splitlines() or [""])[-1]
-    return line | {"reason": f"ended with {ended.returncode}: {last[:300]}"}
+        ended = subprocess.run(command, text=True, capture_output=True, timeout=LIMIT_S)
+        out, last = ended.stdout, (ended.stderr.strip().splitlines() or [""])[-1]
+        reason = f"ended with {ended.returncode}: {last[:300]}"
+    except subprocess.TimeoutExpired as error:
+        out, reason = (error.stdout or b"").decode(), f"no answer in {LIMIT_S} s"
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith('{"peer"')]
+    return lines + [{"peer": name} | Shape.parse(text).line | {"reason": reason} for text in shapes[len(lines) :]]
 
 
 @app.command()
@@ -106,13 +108,13 @@ def run(
     if not dry:
         need()
     origin, lines = provenance(), []
-    for text in shapes:
-        for name in peer or PEERS:
-            line = in_a_process(name, text, "cpu" if dry else "cuda")
+    for name in peer or PEERS:
+        for line in in_a_process(name, shapes, "cpu" if dry else "cuda"):
             lines.append(line)
             if not dry:
                 append_result(output, origin | line)
             print(line, flush=True)
+    lines.sort(key=lambda line: shapes.index(",".join(str(line[key]) for key in SHAPE_KEYS)))
     Console(width=160).print(shown(lines, "a CPU: no times of a GPU" if dry else origin["gpu"]))
 
 
@@ -150,8 +152,7 @@ def table(
     """Print the newest line of each peer, shape and GPU."""
     file, newest = ROOT / results, {}
     for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
-        newest[line["gpu"], line["peer"], *(line[name] for name in ("batch", "heads", "kv_heads", "head_dim",
-                                                                     "seqlen"))] = line
+        newest[line["gpu"], line["peer"], *(line[name] for name in SHAPE_KEYS)] = line
     for gpu in dict.fromkeys(key[0] for key in newest):
         lines = [line for key, line in newest.items() if key[0] == gpu]
         if as_markdown:

@@ -124,11 +124,16 @@ def test_nvfp4_has_the_nearest_of_its_values(peers):
 
 
 def test_a_process_that_dies_is_a_line_with_its_reason(peers, monkeypatch):
-    assert json.loads(json.dumps(peers.in_a_process("sdpa math", SHAPE, "cpu")))["error"] < 1e-3
-    line = peers.in_a_process("sdpa math", SHAPE, "no-such-device")
-    assert line["reason"].startswith("ended with 1: ") and line["batch"] == 2
+    other = "1,2,2,64,256"
+    found = peers.in_a_process("sdpa math", [SHAPE, other], "cpu")
+    assert [line["seqlen"] for line in found] == [320, 256] and all(line["error"] < 1e-3 for line in found)
+    lines = peers.in_a_process("sdpa math", [SHAPE, other], "no-such-device")
+    assert all(line["reason"].startswith("ended with 1: ") for line in lines)
+    assert [line["batch"] for line in lines] == [2, 1]
+    (line,) = peers.in_a_process("nobody", [SHAPE], "cpu")
+    assert line["reason"].startswith("ended with 1: KeyError")
     monkeypatch.setattr(peers, "LIMIT_S", 0.01)
-    assert peers.in_a_process("sdpa math", SHAPE, "cpu")["reason"] == "no answer in 0.01 s"
+    assert peers.in_a_process("sdpa math", [SHAPE], "cpu")[0]["reason"] == "no answer in 0.01 s"
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "8,32,5,128,1024", "0,32,8,128,1024", "a,b,c,d,e"])
@@ -143,7 +148,7 @@ def test_run_needs_a_gpu_or_dry(peers, tmp_path, monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(typer.BadParameter, match="needs a CUDA device"):
             peers.run(list(peers.SHAPES), [], False, str(tmp_path / "none"))
-    monkeypatch.setattr(peers, "in_a_process", lambda name, shape, device: measured(peers, name))
+    monkeypatch.setattr(peers, "in_a_process", lambda name, shapes, device: [measured(peers, name)])
     answer = CliRunner().invoke(peers.app, ["run", "--dry", "--peer", "sdpa math", "--peer", "flash-attn 2",
                                             "--output", str(tmp_path / "none")])
     assert answer.exit_code == 0 and "no times of a GPU" in answer.output and not list(tmp_path.iterdir())
