@@ -132,9 +132,10 @@ def shown(lines: list[dict], title: str) -> Table:
 
 
 def markdown(lines: list[dict]) -> str:
-    """docs/performance.md's table: a row a peer that ran, a column a shape with time, x the fastest read, error."""
+    """docs/performance.md's table of a GPU: a row a peer that ran, in the order of PEERS, a column a shape with time, x
+    the fastest read, error."""
     cases, rows = [], {}
-    for line in lines:
+    for line in sorted(lines, key=lambda line: [*PEERS].index(line["peer"])):
         case = "{heads}/{kv_heads}, batch {batch}, {0}K".format(line["seqlen"] >> 10, **line)
         cases += [case] * (case not in cases)
         if "us" in line:
@@ -156,7 +157,7 @@ def table(
     for gpu in dict.fromkeys(key[0] for key in newest):
         lines = [line for key, line in newest.items() if key[0] == gpu]
         if as_markdown:
-            print(markdown(lines))
+            print(f"{gpu}, commits {', '.join(sorted({x['commit'] for x in lines}))}:\n\n{markdown(lines)}\n")
             continue
         Console(width=160).print(shown(lines, f"{gpu}, commits {', '.join(sorted({x['commit'] for x in lines}))}"))
 
