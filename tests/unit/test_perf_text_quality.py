@@ -93,6 +93,8 @@ def test_a_model_may_have_read_less(texts, tmp_path):
 
 def test_the_docs_have_the_newest_lines(texts):
     text = (PERF.parent / "docs/quality.md").read_text()
-    for name, made in (("texts", texts.table_of), ("pairs", texts.pairs_of)):
+    shown_of = {"texts": (texts.table_of, texts.SMOLLM2), "pairs": (texts.pairs_of, texts.SMOLLM2),
+                "gemma": (texts.table_of, "gemma-3-270m"), "qwen": (texts.table_of, "qwen2.5-coder-1.5b")}
+    for name, (made, model) in shown_of.items():
         shown = re.search(rf"<!-- {name}: begin .*?-->\n(.*?)\n<!-- {name}: end -->", text, re.DOTALL)[1]
-        assert shown == made(texts.newest(texts.SMOLLM2)), "run python perf/text_quality.py table, put its tables there"
+        assert shown == made(texts.newest(model)), f"put the table of perf/text_quality.py table --model {model} there"
