@@ -207,8 +207,9 @@ ROWS = (
     Row("Fig. 11", "small models lose already with all tokens in K4V2", one_bit,
         "a fifth of the tokens in k4v2 keep most of what 1-bit values lose; 16-bit stages flatter the mixed rows"),
     Row("Fig. 1 to 3, 7 to 9, on Qwen2.5-Coder-1.5B", "the same of models of 7B to 70B parameters",
-        of_qwen, "the same in kind, of one text of code: K needs the bits, heads of a layer keep most tokens; levels take "
-        "5 and 7 % fewer bytes than uniform formats at equal KL, and a fifth of the tokens pruned costs as much as k4v2"),
+        of_qwen, "the same in kind, of one text of code: K needs the bits, heads of a layer keep most tokens; levels "
+        "take 5 and 7 % fewer bytes than uniform formats at equal KL, and a fifth of the tokens pruned costs as much "
+        "as k4v2"),
     Row("Fig. 12", "memory management below 0.9 % of a step", management,
         "below it up to batch 8; scoring reads the recent keys of every sequence and head, in every eighth step"),
     Row("Fig. 13", "nearly as much faster as bytes are fewer: 1.7x at K8V8, 2x fewer", speed,
