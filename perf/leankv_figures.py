@@ -4,6 +4,8 @@
     python perf/leankv_figures.py measure --only text         Fig. 8 to 11: KL of caches that prune, that mix levels
     python perf/leankv_figures.py measure --only recall       Fig. 8: codes found again in pruned prompts
     python perf/leankv_figures.py plot                        perf/results/plots/leankv-*.png, of the lines there are
+    python perf/leankv_figures.py measure --gguf FILE --model qwen --text code --windows 1 --tokens 512
+        --label "lean, 10 % high"                             another model: a text and caches of one's choice
 
 Lines that are there are not measured again: a run that was broken off goes on where it ended. Fig. 7 and the uniform
 formats of Fig. 9 and 11 are lines of text_quality.py, on the same windows. Fig. 12 to 14 need a GPU:
@@ -14,13 +16,15 @@ formats of Fig. 9 and 11 are lines of text_quality.py, on the same windows. Fig.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from leankv_cases import Case, attention_of, cases, kept_caches, recall_cases, stored
 from provenance import ROOT, append_result, provenance
+from text_quality import TEXTS, TOKENS, text_of, windows
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -28,18 +32,17 @@ MODEL = "SmolLM2-135M-Instruct"
 RESULTS = "perf/results/leankv_figures.jsonl"
 PLOTS = "perf/results/plots"
 TASKS = ("attention", "text", "recall")
-SHOWN = (0, 15, 29)  # layers of the histograms
 REQUESTS = 4  # windows of each text whose attention is looked at
 QUESTIONS = 80
 TOGETHER = 6  # caches read in lockstep beside one in 16 bit
 OutputOption = Annotated[str, typer.Option(help="JSON lines file of the repository.")]
 
 
-def read_lines(path: str = RESULTS) -> list[dict]:
-    """Lines of a clean tree, oldest first."""
+def read_lines(path: str = RESULTS, model: str = MODEL) -> list[dict]:
+    """A model's lines of a clean tree, oldest first."""
     file = ROOT / path
     lines = map(json.loads, file.read_text().splitlines() if file.exists() else ())
-    return [line for line in lines if not line["commit"].endswith("+dirty")]
+    return [line for line in lines if line["model"] == model and not line["commit"].endswith("+dirty")]
 
 
 def key_of(line: dict) -> tuple:
@@ -47,7 +50,7 @@ def key_of(line: dict) -> tuple:
     return tuple(line.get(name) for name in ("task", "label", "text", "window"))
 
 
-def batches(known: dict[str, Case], done: set, where: tuple) -> Iterator[list[str]]:
+def batches(known: Mapping[str, Case], done: set, where: tuple) -> Iterator[list[str]]:
     """Labels that have no line of this (text, window) yet, few at a time; ranked by chance or not, never both."""
     for is_random in (False, True):
         labels = [label for label, case in known.items() if case.is_random == is_random
@@ -56,20 +59,22 @@ def batches(known: dict[str, Case], done: set, where: tuple) -> Iterator[list[st
             yield labels[start : start + TOGETHER]
 
 
-def read_attention(model, window: list[int], about: dict, done: set) -> Iterator[dict]:
-    """The line of a window's attention, unless it is there."""
+def read_attention(model, window: list[int], about: dict, done: set, known: Mapping[str, Case]) -> Iterator[dict]:
+    """The line of a window's attention, with histograms of the first, the middle and the last layer, unless it is
+    there."""
+    layers = model.config.num_hidden_layers
     if ("attention", None, about["text"], about["window"]) not in done:
-        yield about | attention_of(model, window, SHOWN)
+        yield about | attention_of(model, window, (0, layers // 2, layers - 1))
 
 
-def read_text(model, window: list[int], about: dict, done: set) -> Iterator[dict]:
+def read_text(model, window: list[int], about: dict, done: set, known: Mapping[str, Case]) -> Iterator[dict]:
     """A line for each cache over a window."""
     import torch
     from leankv import by_chance
 
     from lowbit_attn import quality
 
-    known, head_dim = cases(), quality.head_dim_of(model.config)
+    head_dim = quality.head_dim_of(model.config)
     for labels in batches(known, done, (about["text"], about["window"])):
         options = {label: known[label].options for label in labels}
         with by_chance(known[labels[0]].is_random), kept_caches(quality) as made:
@@ -97,36 +102,61 @@ def read_recall(model, tokenizer, done: set) -> Iterator[dict]:
             made, quality.head_dim_of(model.config))
 
 
-def run(task: str, model, tokenizer, done: set) -> Iterator[dict]:
-    """The lines of a task that are not there yet."""
-    from text_quality import TEXTS, TOKENS, text_of, windows
+@dataclass(frozen=True)
+class Reading:
+    """Which texts are read, how many windows of each, of how many tokens, over which caches."""
 
+    texts: tuple[str, ...] = TEXTS
+    windows: int = REQUESTS  # whose attention is looked at; caches read the first alone
+    tokens: int = TOKENS
+    known: Mapping[str, Case] = field(default_factory=cases)
+
+
+def run(task: str, model, tokenizer, done: set, reading: Reading) -> Iterator[dict]:
+    """The lines of a task that are not there yet."""
     if task == "recall":
         yield from read_recall(model, tokenizer, done)
         return
-    count, read = {"attention": (REQUESTS, read_attention), "text": (1, read_text)}[task]
-    for text in TEXTS:
+    count, read = {"attention": (reading.windows, read_attention), "text": (1, read_text)}[task]
+    for text in reading.texts:
         ids = tokenizer(text_of(text)).input_ids
-        for place, window in enumerate(windows(ids, tokenizer.bos_token_id, TOKENS, count)):
-            yield from read(model, window, {"text": text, "window": place, "tokens": len(window)}, done)
+        for place, window in enumerate(windows(ids, tokenizer.bos_token_id, reading.tokens, count)):
+            about = {"text": text, "window": place, "tokens": len(window)}
+            yield from read(model, window, about, done, reading.known)
+
+
+def chosen(given: list[str], known, name: str) -> tuple[str, ...]:
+    """Those of a repeatable option, all for none; BadParameter for unknown ones."""
+    if unknown := set(given) - set(known):
+        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(known)}", param_hint=name)
+    return tuple(given or known)
 
 
 @app.command()
 def measure(
     only: Annotated[list[str], typer.Option(help=f"Of {', '.join(TASKS)}; repeatable; none: all.")] = [],
+    gguf: Annotated[Path | None, typer.Option(help="A model in GGUF that transformers can load.")] = None,
+    model: Annotated[str, typer.Option(help="Its name in the results.")] = MODEL,
+    text: Annotated[list[str], typer.Option(help=f"Of {', '.join(TEXTS)}; repeatable; none: all.")] = [],
+    count: Annotated[int, typer.Option("--windows", help="Windows of a text for attention.")] = REQUESTS,
+    tokens: Annotated[int, typer.Option(help="Tokens of a window.")] = TOKENS,
+    label: Annotated[list[str], typer.Option(help="Only the cache of this label; repeatable; none: all.")] = [],
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
     output: OutputOption = RESULTS,
 ) -> None:
     """Measure what is not there yet, a line each."""
-    if unknown := set(only) - set(TASKS):
-        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(TASKS)}", param_hint="--only")
-    from leankv import loaded
+    tasks, texts, known = chosen(only, TASKS, "--only"), chosen(text, TEXTS, "--text"), cases()
+    reading = Reading(texts, count, tokens, {one: known[one] for one in chosen(label, known, "--label")})
+    import torch
 
-    origin, (model, tokenizer) = provenance(), loaded(threads)
-    done = {key_of(line) for line in read_lines(output)}
-    for task in only or TASKS:
-        for line in run(task, model, tokenizer, done):
-            append_result(output, origin | {"task": task, "model": MODEL} | line)
+    from lowbit_attn.demo import model as models
+
+    torch.set_num_threads(threads)
+    origin, (network, tokenizer) = provenance(), models.load(gguf or models.fetch(models.default_folder()), "cpu")
+    done = {key_of(line) for line in read_lines(output, model)}
+    for task in tasks:
+        for line in run(task, network, tokenizer, done, reading):
+            append_result(output, origin | {"task": task, "model": model} | line)
             shown = ("label", "text", "window", "kl", "bits", "pruned", "right")
             print(task, *(f"{name} {line[name]}" for name in shown if name in line), flush=True)
 
@@ -134,31 +164,31 @@ def measure(
 # ---- the lines as tables
 
 
-def pooled(lines: list[dict], label: str) -> dict | None:
+def pooled(lines: list[dict], label: str, texts: tuple[str, ...] = TEXTS) -> dict | None:
     """Means over the windows of a cache's text lines; None unless every text has one."""
-    from text_quality import TEXTS
-
     newest = {line["text"]: line for line in lines if line["task"] == "text" and line["label"] == label}
-    if newest.keys() < set(TEXTS):
+    if newest.keys() < set(texts):
         return None
     names = ("bits", "pruned", "high", "kl", "top1", "least_pruned", "most_pruned")
     return {name: sum(line[name] for line in newest.values()) / len(newest) for name in names}
 
 
-def table_of(lines: list[dict]) -> str:
+def table_of(lines: list[dict], texts: tuple[str, ...] = TEXTS) -> str:
     """A row a cache whose lines are complete: what is stored of the tokens that left the window, and what it costs."""
     rows = ["| cache | bits | pruned | of a head | KL, 1e-3 nats | top-1 |", "|---|---|---|---|---|---|"]
     for label in cases():
-        if one := pooled(lines, label):
+        if one := pooled(lines, label, texts):
             rows.append(f"| {label} | {one['bits']:.2f} | {one['pruned']:.1%} | {one['least_pruned']:.0%} to "
                         f"{one['most_pruned']:.0%} | {1e3 * one['kl']:.2f} | {one['top1']:.1%} |")
     return "\n".join(rows)
 
 
 @app.command()
-def show(results: OutputOption = RESULTS) -> None:
-    """Print the caches whose lines are complete."""
-    print(table_of(read_lines(results)))
+def show(model: Annotated[str, typer.Option(help="A model's name in the results.")] = MODEL,
+         text: Annotated[list[str], typer.Option(help="Of these texts; repeatable; none: all.")] = [],
+         results: OutputOption = RESULTS) -> None:
+    """Print a model's caches that have lines of all texts."""
+    print(table_of(read_lines(results, model), chosen(text, TEXTS, "--text")))
 
 
 @app.command()

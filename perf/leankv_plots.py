@@ -30,12 +30,13 @@ def uniform_kl(lines: Lines, label: str) -> float:
 
 def of_case(lines: Lines, label: str, name: str) -> float:
     """A number of a cache's text lines: the mean over the texts."""
-    return mean(lines.newest("leankv_figures", task="text", label=label, text=text)[name] for text in TEXTS)
+    return mean(lines.newest("leankv_figures", model=MODEL, task="text", label=label, text=text)[name]
+                for text in TEXTS)
 
 
 def requests(lines: Lines) -> list[dict]:
     """The attention lines, one of each text and window, newest each."""
-    found = lines.all("leankv_figures", task="attention")
+    found = lines.all("leankv_figures", model=MODEL, task="attention")
     return list({(line["text"], line["window"]): line for line in found}.values())
 
 
@@ -170,7 +171,7 @@ def bits_of(lines: Lines, label: str) -> float:
 
 def recalls(lines: Lines, how: str) -> list[dict]:
     """The newest recall line of each case whose label has this word."""
-    found = lines.all("leankv_figures", task="recall")
+    found = lines.all("leankv_figures", model=MODEL, task="recall")
     return [line for line in {line["label"]: line for line in found}.values() if how in line["label"]]
 
 

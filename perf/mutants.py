@@ -91,7 +91,8 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[bool, str]:
-    """(whether all passed, how it ended) of tests of a tree, in a process that has imported the compilers before."""
+    """(whether all passed, how it ended) of tests of a tree, in a process that has imported the compilers before; tests
+    of a GPU get a new one, since what a compiler does with CUDA on import would break it in the fork."""
     log = tree / "build/tests.log"
     child = os.fork()
     if child == 0:
@@ -121,10 +122,13 @@ def in_child(tree: Path, tests: list[str], log: Path) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.path.insert(0, str(tree / "src"))
-    code = 3
+    words, code = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests], 3
     try:
-        code = int(pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]))
+        if any(test.startswith(GPU_TESTS) for test in tests):
+            path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+            os.execve(sys.executable, [sys.executable, "-m", "pytest", *words], os.environ | {"PYTHONPATH": path})
+        sys.path.insert(0, str(tree / "src"))
+        code = int(pytest.main(words))
     finally:
         sys.stdout.flush()
         os._exit(code)

@@ -1,16 +1,14 @@
-"""Peers with quantized caches, and ours: transformers' QuantizedCache, KIVI's scheme in torch, vLLM's int4 kernel."""
+"""Peers with quantized caches, and ours: transformers' QuantizedCache, KIVI's scheme in torch."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
-from peer_attention import first_line, need_gpu
+from peer_attention import first_line
 from peer_case import Data, Shape, Step, Unavailable
 
 RESIDUAL, GROUP = 128, 32  # KIVI's: recent tokens in 16 bit, tokens or channels of a group
 HF_GROUP = 64  # transformers' default
-BLOCK, SEGMENTS, GRID = 16, 16, 128  # vLLM's: tokens of a block, parts of a split sequence, blocks of its grid
-PROBED = 4096  # tokens that vLLM's kernel dequantizes at once
 
 
 # ---- transformers
@@ -103,74 +101,6 @@ def _dequantized(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, nb
     """fp16 values of ``_quantized``."""
     parts = torch.stack([(codes >> (nbits * i)) & (2**nbits - 1) for i in range(8 // nbits)], -1)
     return (parts.flatten(-2) * scale + low).flatten(-2)
-
-
-# ---- vLLM
-
-
-def vllm_int4(shape: Shape, data: Data) -> list[Step]:
-    """vLLM's Triton kernel of the cache dtype int4_per_token_head, over blocks of 16 tokens in permuted order."""
-    need_gpu()
-    try:
-        from vllm.v1.attention.ops import int4_per_token_head as ops
-    except Exception as error:
-        raise Unavailable(f"vLLM's int4_per_token_head cannot be imported: {first_line(error)}") from error
-    if shape.seqlen % BLOCK:
-        raise Unavailable(f"seqlen {shape.seqlen} is no multiple of {BLOCK}")
-    blocks, device = shape.seqlen // BLOCK, data.q.device
-    order = torch.randperm(shape.batch * blocks, generator=torch.Generator().manual_seed(1)).to(device)
-    slots = (order[:, None] * BLOCK + torch.arange(BLOCK, device=device)).flatten()
-    pools = _vllm_pools(len(order), shape, device)
-    tokens = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in data[1:]]
-    for first in range(0, len(slots), 1 << 16):
-        part = slice(first, first + (1 << 16))
-        _vllm_write(ops, pools, tokens[0][part], tokens[1][part], slots[part])
-    call = _vllm_call(ops, pools, data.q, order.view(shape.batch, blocks).int(),
-                      torch.full((shape.batch,), shape.seqlen, dtype=torch.int32, device=device), shape)
-    k, v = (_vllm_values(ops, x, shape).unflatten(0, (shape.batch, -1)).transpose(1, 2) for x in tokens)
-    return [Step(call, k, v, sum(pool.nbytes for pool in pools))]
-
-
-def _vllm_pools(count: int, shape: Shape, device: torch.device) -> list[torch.Tensor]:
-    """Codes of K and V, two a byte, and their fp32 scales."""
-    like = (count, BLOCK, shape.num_heads_kv)
-    codes = [torch.zeros(*like, shape.head_dim // 2, dtype=torch.uint8, device=device) for _ in range(2)]
-    return codes + [torch.zeros(*like, dtype=torch.float32, device=device) for _ in range(2)]
-
-
-def _vllm_write(ops, pools, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-    ops.reshape_and_cache_int4(k, v, *pools[:2], slots, k_scale_cache=pools[2], v_scale_cache=pools[3])
-
-
-def _vllm_call(ops, pools, q, table, lengths, shape: Shape) -> Callable[[], torch.Tensor]:
-    """One call of its attention for a token of each sequence; few sequences are split into 16 parts, as vLLM does."""
-    like = dict(dtype=torch.float32, device=q.device)
-    parts = [torch.empty(len(q), shape.num_heads, SEGMENTS, *more, **like) for more in ((shape.head_dim,), (), ())]
-    out, starts = torch.empty_like(q), torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-    nothing = dict.fromkeys(("sinks", "alibi_slopes", "qq_bias", "output_scale", "mm_prefix_range"))
-
-    def call() -> torch.Tensor:
-        ops.unified_attention_int4(
-            q, *pools[:2], out, cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths, max_seqlen_k=shape.seqlen,
-            softmax_scale=shape.head_dim**-0.5, window_size=(-1, -1), block_table=table, softcap=0.0,
-            use_alibi_sqrt=False, k_scale_cache=pools[2], v_scale_cache=pools[3],
-            seq_threshold_3D=GRID // shape.num_heads_kv, num_par_softmax_segments=SEGMENTS,
-            softmax_segm_output=parts[0], softmax_segm_max=parts[1], softmax_segm_expsum=parts[2], **nothing)
-        return out
-
-    return call
-
-
-def _vllm_values(ops, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """What its cache holds of tokens [n, num_heads_kv, head_dim]: attention over one token gives that token's V back,
-    and K is quantized as V is."""
-    found, one = [], shape._replace(num_heads=shape.num_heads_kv, seqlen=1)
-    for part in x.split(PROBED):
-        pools, count = _vllm_pools(len(part), shape, x.device), torch.arange(len(part), device=x.device)
-        _vllm_write(ops, pools, part, part, count * BLOCK)
-        ones = torch.ones(len(part), dtype=torch.int32, device=x.device)
-        found.append(_vllm_call(ops, pools, torch.zeros_like(part), count[:, None].int(), ones, one)().clone())
-    return torch.cat(found)
 
 
 # ---- ours

@@ -19,8 +19,9 @@ from typing import Annotated
 import torch
 import typer
 from peer_attention import first_line, flash_attention_2, flash_attention_4, flashinfer, sdpa
-from peer_caches import kivi_like, lowbit, quantized_cache, vllm_int4
+from peer_caches import kivi_like, lowbit, quantized_cache
 from peer_case import Data, Shape, Step, Unavailable, data_of, error_of, time_us
+from peer_vllm import vllm_int4, vllm_turboquant
 from provenance import ROOT, append_result, need, provenance
 from rich.console import Console
 from rich.table import Table
@@ -30,14 +31,18 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 RESULTS = "perf/results/peers.jsonl"
 SHAPES = ("1,32,8,128,131072", "8,32,8,128,32768")
 SMALL = "2,8,2,64,320"  # of a dry run
+SHAPE_KEYS = ("batch", "heads", "kv_heads", "head_dim", "seqlen")
 LIMIT_S = 400  # of one peer, its own compiler included
 PEERS: dict[str, Callable[[Shape, Data], list[Step]]] = {
     **{f"sdpa {name}": sdpa(name) for name in ("flash", "cudnn", "efficient", "math")},
     "flashinfer fp16": flashinfer(torch.float16), "flashinfer fp8": flashinfer(torch.float8_e4m3fn),
+    "flashinfer nvfp4": flashinfer(torch.uint8),
     "flash-attn 4": flash_attention_4, "flash-attn 2": flash_attention_2,
     **{f"transformers {backend} {bits}": quantized_cache(backend, bits) for backend in ("quanto", "hqq")
        for bits in (4, 2)},
     "kivi-like 4": kivi_like(4), "kivi-like 2": kivi_like(2), "vllm int4_per_token_head": vllm_int4,
+    **{f"vllm {name}": vllm_turboquant(name) for name in ("turboquant_k8v4", "turboquant_4bit_nc",
+                                                          "turboquant_3bit_nc")},
     "lowbit k4v4": lowbit("k4v4"), "lowbit k2v2": lowbit("k2v2"),
 }
 ResultsOption = Annotated[str, typer.Option(help="JSON lines file of the repository.")]
@@ -66,23 +71,24 @@ def measured(name: str, shape: Shape, device: str) -> dict:
 
 
 @app.command()
-def one(name: str, shape: str, device: str = "cuda") -> None:
-    """Measure one peer here and print its line."""
-    print(json.dumps(measured(name, Shape.parse(shape), device)))
+def one(name: str, shape: list[str], device: str = "cuda") -> None:
+    """Measure one peer here at each shape and print its lines."""
+    for text in shape:
+        print(json.dumps(measured(name, Shape.parse(text), device)), flush=True)
+        torch.cuda.empty_cache()
 
 
-def in_a_process(name: str, shape: str, device: str) -> dict:
-    """What ``one`` prints in a process of its own; a reason for one that ends without it."""
-    line = {"peer": name} | Shape.parse(shape).line
+def in_a_process(name: str, shapes: list[str], device: str) -> list[dict]:
+    """What ``one`` prints in a process of its own; a reason for each shape that it ends without."""
+    command = [sys.executable, __file__, "one", name, *shapes, "--device", device]
     try:
-        ended = subprocess.run([sys.executable, __file__, "one", name, shape, "--device", device], text=True,
-                               capture_output=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return line | {"reason": f"no answer in {LIMIT_S} s"}
-    if ended.returncode == 0:
-        return json.loads(ended.stdout.splitlines()[-1])
-    last = (ended.stderr.strip().splitlines() or [""])[-1]
-    return line | {"reason": f"ended with {ended.returncode}: {last[:300]}"}
+        ended = subprocess.run(command, text=True, capture_output=True, timeout=LIMIT_S)
+        out, last = ended.stdout, (ended.stderr.strip().splitlines() or [""])[-1]
+        reason = f"ended with {ended.returncode}: {last[:300]}"
+    except subprocess.TimeoutExpired as error:
+        out, reason = (error.stdout or b"").decode(), f"no answer in {LIMIT_S} s"
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith('{"peer"')]
+    return lines + [{"peer": name} | Shape.parse(text).line | {"reason": reason} for text in shapes[len(lines) :]]
 
 
 @app.command()
@@ -102,13 +108,13 @@ def run(
     if not dry:
         need()
     origin, lines = provenance(), []
-    for text in shapes:
-        for name in peer or PEERS:
-            line = in_a_process(name, text, "cpu" if dry else "cuda")
+    for name in peer or PEERS:
+        for line in in_a_process(name, shapes, "cpu" if dry else "cuda"):
             lines.append(line)
             if not dry:
                 append_result(output, origin | line)
             print(line, flush=True)
+    lines.sort(key=lambda line: shapes.index(",".join(str(line[key]) for key in SHAPE_KEYS)))
     Console(width=160).print(shown(lines, "a CPU: no times of a GPU" if dry else origin["gpu"]))
 
 
@@ -126,9 +132,10 @@ def shown(lines: list[dict], title: str) -> Table:
 
 
 def markdown(lines: list[dict]) -> str:
-    """docs/performance.md's table: a row a peer that ran, a column a shape with time, x the fastest read, error."""
+    """docs/performance.md's table of a GPU: a row a peer that ran, in the order of PEERS, a column a shape with time, x
+    the fastest read, error."""
     cases, rows = [], {}
-    for line in lines:
+    for line in sorted(lines, key=lambda line: [*PEERS].index(line["peer"])):
         case = "{heads}/{kv_heads}, batch {batch}, {0}K".format(line["seqlen"] >> 10, **line)
         cases += [case] * (case not in cases)
         if "us" in line:
@@ -146,12 +153,11 @@ def table(
     """Print the newest line of each peer, shape and GPU."""
     file, newest = ROOT / results, {}
     for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
-        newest[line["gpu"], line["peer"], *(line[name] for name in ("batch", "heads", "kv_heads", "head_dim",
-                                                                     "seqlen"))] = line
+        newest[line["gpu"], line["peer"], *(line[name] for name in SHAPE_KEYS)] = line
     for gpu in dict.fromkeys(key[0] for key in newest):
         lines = [line for key, line in newest.items() if key[0] == gpu]
         if as_markdown:
-            print(markdown(lines))
+            print(f"{gpu}, commits {', '.join(sorted({x['commit'] for x in lines}))}:\n\n{markdown(lines)}\n")
             continue
         Console(width=160).print(shown(lines, f"{gpu}, commits {', '.join(sorted({x['commit'] for x in lines}))}"))
 

@@ -2,6 +2,7 @@
 
     python perf/text_quality.py run --text docs                        SmolLM2-135M-Instruct, a line a window and cache
     python perf/text_quality.py run --text docs --gguf FILE --model gemma-3-270m      another model, with all its layers
+    python perf/text_quality.py run --text code --gguf FILE --model qwen --windows 1 --tokens 512    less of a text
     python perf/text_quality.py table                                  the newest lines as the table of docs/quality.md
 
 A window of 1,024 tokens is read from its start in chunks of 128, in fp32, over each cache (lowbit_attn.quality). The
@@ -74,6 +75,8 @@ def run(
     gguf: Annotated[Path | None, typer.Option(help="A model in GGUF that transformers can load.")] = None,
     model: Annotated[str, typer.Option(help="Its name in the results.")] = SMOLLM2,
     only: LabelsOption = [],
+    count: Annotated[int, typer.Option("--windows", help="Windows of the text that are read.")] = WINDOWS,
+    tokens: Annotated[int, typer.Option(help="Tokens of a window.")] = TOKENS,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
     output: OutputOption = RESULTS,
 ) -> None:
@@ -92,7 +95,7 @@ def run(
     network, tokenizer = models.load(gguf or models.fetch(models.default_folder()), "cpu")
     picked = {label: all_layers(known[label], network) for label in only or known}
     ids = tokenizer(text_of(text)).input_ids
-    for place, window in enumerate(windows(ids, tokenizer.bos_token_id)):
+    for place, window in enumerate(windows(ids, tokenizer.bos_token_id, tokens, count)):
         about = provenance() | {"model": model, "text": text, "window": place, "tokens": len(window),
                                 "window_sha256": hashlib.sha256(str(window).encode()).hexdigest()[:16]}
         for start in range(0, len(picked), TOGETHER):
@@ -122,13 +125,16 @@ def line_of(label: str, options: dict | None, score) -> dict:
 
 
 def newest(model: str, path: str = RESULTS) -> dict[tuple[str, str], list[dict]]:
-    """(label, text) -> the last line of each window, in order; those of a tree that was changed are left out."""
+    """(label, text) -> the last line of each window, in order: those of as many windows as 16 bit has lines of.
+
+    Lines of a tree that was changed are left out.
+    """
     file, found = ROOT / path, {}
     for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
         if line["model"] == model and not line["commit"].endswith("+dirty"):
             found.setdefault((line["label"], line["text"]), {})[line["window"]] = line
-    return {key: [by_window[i] for i in sorted(by_window)] for key, by_window in found.items()
-            if len(by_window) == WINDOWS}
+    return {(label, text): [by_window[i] for i in sorted(by_window)] for (label, text), by_window in found.items()
+            if by_window.keys() == found.get(("16 bit", text), {}).keys()}
 
 
 def pooled_perplexity(lines: list[dict]) -> tuple[float, float]:
@@ -143,18 +149,25 @@ def pooled(lines: list[dict], name: str) -> tuple[float, float]:
             math.hypot(*(line[f"{name}_error"] for line in lines)) / len(lines))
 
 
+def texts_of(found: dict[tuple[str, str], list[dict]]) -> list[str]:
+    """The texts that a model has read over a 16-bit cache, in order."""
+    return [text for text in TEXTS if ("16 bit", text) in found]
+
+
 def table_of(found: dict[tuple[str, str], list[dict]]) -> str:
-    """A row a cache that has lines of all texts: bits, perplexity on each text, KL and top-1 over all windows."""
-    rows = ["| cache | bits: packed | bits: whole | " + " | ".join(f"perplexity, {text}" for text in TEXTS)
-            + " | KL, 1e-3 nats | top-1 |", "|---" * (5 + len(TEXTS)) + "|"]
+    """A row a cache that has lines of all of the model's texts: bits, perplexity on each text, KL and top-1 over all
+    windows."""
+    texts = texts_of(found)
+    rows = ["| cache | bits: packed | bits: whole | " + " | ".join(f"perplexity, {text}" for text in texts)
+            + " | KL, 1e-3 nats | top-1 |", "|---" * (5 + len(texts)) + "|"]
     for label in cases():
-        if not all((label, text) in found and ("16 bit", text) in found for text in TEXTS):
+        if not all((label, text) in found for text in texts):
             continue
-        lines = [line for text in TEXTS for line in found[label, text]]
-        base = [line for text in TEXTS for line in found["16 bit", text]]
+        lines = [line for text in texts for line in found[label, text]]
+        base = [line for text in texts for line in found["16 bit", text]]
         bits = bits_all_in(sum(line["cache_bytes"] for line in lines), sum(line["cache_bytes"] for line in base))
         cells = [label, f"{lines[0]['bits_per_element']:.2f}", f"{bits:.2f}"]
-        cells += ["{:.2f} ± {:.2f}".format(*pooled_perplexity(found[label, text])) for text in TEXTS]
+        cells += ["{:.2f} ± {:.2f}".format(*pooled_perplexity(found[label, text])) for text in texts]
         (kl, kl_error), (top1, top1_error) = pooled(lines, "kl"), pooled(lines, "top1")
         cells += [f"{1e3 * kl:.2f} ± {1e3 * kl_error:.2f}", f"{100 * top1:.1f} ± {100 * top1_error:.1f} %"]
         rows.append(f"| {' | '.join(cells)} |")
@@ -165,10 +178,13 @@ def pairs_of(found: dict[tuple[str, str], list[dict]]) -> str:
     """A row a pair of caches: the difference of KL over the windows of all texts, what both find hard cancelled."""
     rows = ["| first | second | KL of the first less the second's, 1e-3 nats | windows where the first has less |",
             "|---|---|---|---|"]
+    texts = texts_of(found)
     for first, second in PAIRS:
-        if not all((label, text) in found for label in (first, second) for text in TEXTS):
+        if not all((label, text) in found for label in (first, second) for text in texts):
             continue
-        gone = [1e3 * (a["kl"] - b["kl"]) for text in TEXTS for a, b in zip(found[first, text], found[second, text])]
+        gone = [1e3 * (a["kl"] - b["kl"]) for text in texts for a, b in zip(found[first, text], found[second, text])]
+        if len(gone) < 2:
+            continue
         error = statistics.stdev(gone) / len(gone) ** 0.5
         rows.append(f"| {first} | {second} | {statistics.mean(gone):.2f} ± {error:.2f} | "
                     f"{sum(one < 0 for one in gone)} of {len(gone)} |")

@@ -50,8 +50,9 @@ def test_scores_count_what_needs_a_gpu(mutants):
                          ["all", "4", "2", "1", "1", "50", "%"]]
 
 
-TESTS = """import time, value
+TESTS = """import sys, time, value
 def test_right(): assert value.X == 1
+def test_new(): assert value.X == 1 and "tomllib" not in sys.modules
 def test_hangs():
     while value.X != 1: time.sleep(0.1)
 """
@@ -59,21 +60,24 @@ RUN = """import json, sys
 from pathlib import Path
 import mutants
 tree, origin = Path(sys.argv[1]), {"commit": "x"}
-one = lambda new, test, seconds: mutants.Fault(new, "sign", "src", "X = 1", new, f"tests.py::{test}", seconds)
+one = lambda new, test, seconds: mutants.Fault(new, "sign", "src", "X = 1", new, test, seconds)
 print(json.dumps([mutants.try_fault(tree, one(*x), origin) for x in json.loads(sys.argv[2])]))
 """
 
 
 def test_a_test_that_fails_or_hangs_has_seen_the_fault(tmp_path):
     """In a copy of the tree, which is as before afterwards."""
-    for folder in ("src", "build"):
-        (tmp_path / folder).mkdir()
+    for folder in ("src", "build", "tests/gpu"):
+        (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "src/value.py").write_text("X = 1\n")
     (tmp_path / "tests.py").write_text(TESTS)
-    faults = [("X = 2", "test_right", 200), ("X = 0 + 1", "test_right", 200), ("X = 2", "test_hangs", 5)]
+    (tmp_path / "tests/gpu/tests.py").write_text(TESTS)
+    faults = [("X = 2", "tests.py::test_right", 200), ("X = 0 + 1", "tests.py::test_right", 200),
+              ("X = 2", "tests.py::test_hangs", 5), ("X = 0 + 1", "tests/gpu/tests.py::test_new", 200),
+              ("X = 2", "tests/gpu/tests.py::test_new", 200)]
     ended = subprocess.run([sys.executable, "-c", RUN, tmp_path, json.dumps(faults)], cwd=PERF, capture_output=True,
                            text=True, check=True)
     found = json.loads(ended.stdout.splitlines()[-1])
-    assert [line["seen"] for line in found] == [True, False, True] and "5 s" in found[2]["how"]
+    assert [line["seen"] for line in found] == [True, False, True, False, True] and "5 s" in found[2]["how"]
     assert "assert 2 == 1" in found[0]["how"] and {line["file"] for line in found} == {"src/value.py"}
     assert Path(tmp_path / "src/value.py").read_text() == "X = 1\n"

@@ -1,11 +1,13 @@
 """perf/leankv_figures.py: its cases, what it counts of attention and of caches, and that a run goes on."""
 
+import json
 import sys
 
 import pytest
 import torch
 import typer
 from perf_scripts import PERF, script
+from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
@@ -71,12 +73,12 @@ def test_attention_is_the_models_own(parts):
     assert found["critical"][1] == parts.critical(p[1][0].unflatten(0, (2, 3)).mean(1).sum(1)).tolist()
 
 
-def test_caches_are_read_once_and_say_what_they_store(figures, parts, monkeypatch):
+def test_caches_are_read_once_and_say_what_they_store(figures, parts):
     model, window, about = build("llama"), tokens(SHORT)[0].tolist(), {"text": "docs", "window": 0}
     known = parts.cases()
     labels = ("pruned 20 %, static", "lean, 50 % high", "pruned 40 %, random")
-    monkeypatch.setattr(figures, "cases", lambda: {label: known[label] for label in labels})
-    lines = {line["label"]: line for line in figures.read_text(model, window, about, set())}
+    known = {label: known[label] for label in labels}
+    lines = {line["label"]: line for line in figures.read_text(model, window, about, set(), known)}
     assert list(lines) == list(labels) and all(line["kl"] > 0 and line["text"] == "docs" for line in lines.values())
     pruned, high, random = lines.values()
     assert pruned["pruned"] == pruned["least_pruned"] == pytest.approx(26 / 128, abs=1e-4)
@@ -85,9 +87,37 @@ def test_caches_are_read_once_and_say_what_they_store(figures, parts, monkeypatc
     assert high["bits"] == pytest.approx((6.375 + 3.375) / 2, abs=1e-3)
     assert random["pruned"] == pytest.approx(51 / 128, abs=1e-4)
     done = {figures.key_of(line | {"task": "text"}) for line in lines.values()}
-    assert not list(figures.read_text(model, window, about, done))
+    assert not list(figures.read_text(model, window, about, done, known))
     other = about | {"text": "gpl"}
-    assert next(figures.read_text(model, window, other, done))["label"] == labels[0]
+    assert next(figures.read_text(model, window, other, done, known))["label"] == labels[0]
+
+
+def test_another_model_reads_what_it_is_told(figures, parts, tmp_path, monkeypatch):
+    """One window of one text over one cache, its lines beside another model's; what is there is not read again."""
+    from lowbit_attn.demo import model as models
+
+    path, asked = tmp_path / "lines.jsonl", []
+    window = tokens(SHORT)[0].tolist()
+    old = {"commit": "a", "model": figures.MODEL, "task": "text", "label": "lean, 50 % high", "text": "code",
+           "window": 0}
+    path.write_text(json.dumps(old) + "\n")
+    reader = type("Reader", (), {"bos_token_id": None, "__call__": lambda self, text: type("I", (), {
+        "input_ids": asked.append(text) or window})()})
+    monkeypatch.setattr(models, "load", lambda *_: (build("llama"), reader()))
+    monkeypatch.setattr(figures, "provenance", lambda: {"commit": "b"})
+    words = ["measure", "--gguf", "none", "--model", "M", "--text", "code", "--windows", "1", "--tokens", "400",
+             "--label", "lean, 50 % high", "--only", "attention", "--only", "text", "--output", str(path)]
+    for _ in range(2):
+        answer = CliRunner().invoke(figures.app, words)
+        assert answer.exit_code == 0, answer.output
+    attention, text = map(json.loads, path.read_text().splitlines()[1:])
+    assert attention["task"] == "attention" and list(attention["scores"]) == ["0", "1"]
+    assert text["label"] == "lean, 50 % high" and text["tokens"] == 400 and text["kl"] > 0
+    assert {attention["model"], text["model"]} == {"M"} and "def median" in asked[0]
+    assert figures.table_of(figures.read_lines(str(path), "M"), ("code",)).count("| lean, 50 % high |") == 1
+    for option in ("--only", "--text", "--label"):
+        answer = CliRunner().invoke(figures.app, ["measure", option, "nobody"], env={"COLUMNS": "160"})
+        assert answer.exit_code == 2 and "nobody" in answer.output
 
 
 def test_lines_become_a_table(figures):
@@ -101,8 +131,11 @@ def test_lines_become_a_table(figures):
 
 def test_lines_of_a_changed_tree_are_measured_again(figures, tmp_path):
     path = tmp_path / "lines.jsonl"
-    path.write_text('{"commit": "a", "task": "text"}\n{"commit": "b+dirty", "task": "text"}\n')
+    lines = [{"commit": "a", "model": figures.MODEL}, {"commit": "b+dirty", "model": figures.MODEL},
+             {"commit": "c", "model": "M"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [line["commit"] for line in figures.read_lines(str(path))] == ["a"]
+    assert [line["commit"] for line in figures.read_lines(str(path), "M")] == ["c"]
     assert figures.read_lines(str(tmp_path / "none")) == []
     assert (PERF / "leankv_figures.py").is_file()
 

@@ -49,8 +49,11 @@ def test_quantized_caches_of_transformers(peers, backend, module, bits):
     assert "every 128th step" in line["note"]
 
 
-@pytest.mark.parametrize("name", ["flashinfer fp16", "flashinfer fp8", "flash-attn 4", "flash-attn 2",
-                                  "vllm int4_per_token_head"])
+GPU_ONLY = ["flashinfer fp16", "flashinfer fp8", "flashinfer nvfp4", "flash-attn 4", "flash-attn 2",
+            "vllm int4_per_token_head", "vllm turboquant_k8v4", "vllm turboquant_4bit_nc", "vllm turboquant_3bit_nc"]
+
+
+@pytest.mark.parametrize("name", GPU_ONLY)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they may run")
 def test_peers_of_a_gpu_say_that_they_need_one(peers, name):
     line = measured(peers, name)
@@ -61,7 +64,7 @@ def test_a_peer_that_is_not_installed_says_so(peers, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("flashinfer", "flash_attn", "flash_attn.cute", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
-    for name in ("flashinfer fp8", "flash-attn 4", "flash-attn 2", "vllm int4_per_token_head"):
+    for name in GPU_ONLY:
         assert "cannot be imported" in measured(peers, name)["reason"]
 
 
@@ -104,12 +107,33 @@ def test_kivis_codes_lose_at_most_half_a_step(peers, nbits):
     assert (gone <= 0.51 * scale + 4e-3).all() and gone.max() > 0
 
 
+def test_nvfp4_has_the_nearest_of_its_values(peers):
+    """Of a group all 16 codes are tried: none is nearer than the one that is taken."""
+    attention = sys.modules["peer_attention"]
+    x = torch.randn(3, 5, 64).half()
+    x[0, 0, :16] = 0
+    found = attention.nvfp4(x)
+    assert found.codes.shape == (3, 5, 32) and found.scales.shape == (3, 5, 4) and found.values.shape == x.shape
+    every = torch.tensor([*attention.E2M1, *(-level for level in attention.E2M1)])
+    codes = torch.stack((found.codes & 15, found.codes >> 4), -1).flatten(-2).long()
+    scales = found.scales.float().repeat_interleave(16, -1)
+    assert torch.equal(found.values, (every[codes] * scales).half())
+    gone = (every * scales[..., None] - x.float()[..., None]).abs()
+    assert torch.allclose((found.values.float() - x.float()).abs(), gone.amin(-1), atol=2e-3)
+    assert (found.values[0, 0, :16] == 0).all()
+
+
 def test_a_process_that_dies_is_a_line_with_its_reason(peers, monkeypatch):
-    assert json.loads(json.dumps(peers.in_a_process("sdpa math", SHAPE, "cpu")))["error"] < 1e-3
-    line = peers.in_a_process("sdpa math", SHAPE, "no-such-device")
-    assert line["reason"].startswith("ended with 1: ") and line["batch"] == 2
+    other = "1,2,2,64,256"
+    found = peers.in_a_process("sdpa math", [SHAPE, other], "cpu")
+    assert [line["seqlen"] for line in found] == [320, 256] and all(line["error"] < 1e-3 for line in found)
+    lines = peers.in_a_process("sdpa math", [SHAPE, other], "no-such-device")
+    assert all(line["reason"].startswith("ended with 1: ") for line in lines)
+    assert [line["batch"] for line in lines] == [2, 1]
+    (line,) = peers.in_a_process("nobody", [SHAPE], "cpu")
+    assert line["reason"].startswith("ended with 1: KeyError")
     monkeypatch.setattr(peers, "LIMIT_S", 0.01)
-    assert peers.in_a_process("sdpa math", SHAPE, "cpu")["reason"] == "no answer in 0.01 s"
+    assert peers.in_a_process("sdpa math", [SHAPE], "cpu")[0]["reason"] == "no answer in 0.01 s"
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "8,32,5,128,1024", "0,32,8,128,1024", "a,b,c,d,e"])
@@ -124,7 +148,7 @@ def test_run_needs_a_gpu_or_dry(peers, tmp_path, monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(typer.BadParameter, match="needs a CUDA device"):
             peers.run(list(peers.SHAPES), [], False, str(tmp_path / "none"))
-    monkeypatch.setattr(peers, "in_a_process", lambda name, shape, device: measured(peers, name))
+    monkeypatch.setattr(peers, "in_a_process", lambda name, shapes, device: [measured(peers, name)])
     answer = CliRunner().invoke(peers.app, ["run", "--dry", "--peer", "sdpa math", "--peer", "flash-attn 2",
                                             "--output", str(tmp_path / "none")])
     assert answer.exit_code == 0 and "no times of a GPU" in answer.output and not list(tmp_path.iterdir())

@@ -71,14 +71,30 @@ def test_lines_become_a_table(texts, tmp_path):
 
 def test_pairs_are_compared_window_by_window(texts):
     kl = {"k4v2": [0.01, 0.02, 0.03], "k2v4": [0.011, 0.023, 0.035]}
+    kl["16 bit"] = [0.0, 0.0, 0.0]
     found = {(label, text): [line(label, text, w, kl=values[i]) for w in range(2)]
              for label, values in kl.items() for i, text in enumerate(texts.TEXTS)}
     rows = texts.pairs_of(found).splitlines()
     assert rows[2:] == ["| k4v2 | k2v4 | -3.00 ± 0.73 | 6 of 6 |"]
 
 
+def test_a_model_may_have_read_less(texts, tmp_path):
+    """One window of one text has a table of its own; caches that have read other windows are not in it."""
+    path = tmp_path / "lines.jsonl"
+    lines = [line("16 bit", "code", 0, cache_bytes=16 << 20), line("k4v4", "code", 0), line("k2v2", "docs", 0),
+             line("k4v2", "code", 0), line("k4v2", "code", 1), line("k2v4", "code", 0)]
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    found = texts.newest("M", str(path))
+    rows = texts.table_of(found).splitlines()
+    assert rows[0] == "| cache | bits: packed | bits: whole | perplexity, code | KL, 1e-3 nats | top-1 |"
+    assert [row.split(" | ")[0] for row in rows[2:]] == ["| 16 bit", "| k4v4", "| k2v4"]
+    assert texts.pairs_of(found).count("\n") == 1, "one window has no standard error"
+
+
 def test_the_docs_have_the_newest_lines(texts):
     text = (PERF.parent / "docs/quality.md").read_text()
-    for name, made in (("texts", texts.table_of), ("pairs", texts.pairs_of)):
+    shown_of = {"texts": (texts.table_of, texts.SMOLLM2), "pairs": (texts.pairs_of, texts.SMOLLM2),
+                "gemma": (texts.table_of, "gemma-3-270m"), "qwen": (texts.table_of, "qwen2.5-coder-1.5b")}
+    for name, (made, model) in shown_of.items():
         shown = re.search(rf"<!-- {name}: begin .*?-->\n(.*?)\n<!-- {name}: end -->", text, re.DOTALL)[1]
-        assert shown == made(texts.newest(texts.SMOLLM2)), "run python perf/text_quality.py table, put its tables there"
+        assert shown == made(texts.newest(model)), f"put the table of perf/text_quality.py table --model {model} there"
