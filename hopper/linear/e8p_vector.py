@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.linear import kronecker
-from lowbit_attn.hopper.linear.config import DIGIT_MAX, WARP, GemvConfig
+from lowbit_attn.hopper.linear.config import DIGIT_MAX, VECTOR_HALVES, WARP, GemvConfig
 from lowbit_attn.hopper.linear.e8p import (
     DIGIT_WORDS,
     SUMS_AT,
@@ -29,8 +29,7 @@ from lowbit_attn.hopper.linear.tables import begin_kernel, codes_now_and_ahead, 
 from lowbit_attn.kernels.linear import KRONECKER_ROWS, VECTOR_COLUMNS
 
 HALF = VECTOR_COLUMNS  # threads that make eight rows of the result
-HALVES = 2
-STEPS = HALVES * KRONECKER_ROWS // STEP_ROWS  # multiplies of the small matrix
+STEPS = VECTOR_HALVES * KRONECKER_ROWS // STEP_ROWS  # multiplies of the small matrix
 VALUES_WORDS = KRONECKER_ROWS * (HALF + PAD)
 
 
@@ -112,7 +111,7 @@ def make_digits(cfg: cutlass.Constexpr[GemvConfig], dtype: cutlass.Constexpr[str
     lane, warp = thread % WARP, thread // WARP
     values = cute.make_tensor(cute.make_ptr(Float32, Int32(cfg.values_at) + half * (4 * VALUES_WORDS),
                                             cute.AddressSpace.smem, assumed_align=16), cute.make_layout(VALUES_WORDS))
-    notes = shared(Int32, Int32(cfg.values_at + 4 * HALVES * VALUES_WORDS), 0, 4)
+    notes = shared(Int32, Int32(cfg.values_at + 4 * VECTOR_HALVES * VALUES_WORDS), 0, 4)
     kronecker.store_sums(HALF, values, multiply_matrix(dtype, x, factors, matrix, row, order, own), own)
     cute.arch.sync_threads()
     largest = kronecker.finish_columns(HALF, values, own)
@@ -125,7 +124,7 @@ def make_digits(cfg: cutlass.Constexpr[GemvConfig], dtype: cutlass.Constexpr[str
     place, group = own // (HALF // GROUP), own % (HALF // GROUP) * GROUP
     line = half * rows + place
     results = kronecker.results_of(HALF, values, place, group)
-    largest = Uint32(cute.arch.warp_redux_sync(Uint32(notes[lane % (HALVES * KRONECKER_ROWS)]), "umax"))
+    largest = Uint32(cute.arch.warp_redux_sync(Uint32(notes[lane % (VECTOR_HALVES * KRONECKER_ROWS)]), "umax"))
     inverse = write_step(DIGIT_MAX, largest, steps, row, norm, (thread == 0) & (cta == 0))
     words = cute.make_rmem_tensor((2, 2), Uint32)
     words.fill(0)

@@ -293,17 +293,18 @@ def test_products():
                             f"{min(others):,.0f} to {max(others):,.0f} us for `gptvq2` and `aqlm_2x8`")
 
 
-TODAY = "327b1a011c4b"
+TODAY, BORDERS = "55db7fb3941d", "327b1a011c4b"
 
 
 def test_transforms_and_crossover():
-    rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| ([\d.| ]+) \|$", WEIGHTS, flags=re.M)
+    rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| ([\d.| -]+) \|$", WEIGHTS, flags=re.M)
     assert len(rows) == 14
     for n, k, m, cells in rows:
         line = newest("linear", TODAY, format="e8p4", n=int(n), k=int(k), m=int(m), path=None)
-        values = [line[name] for name in ("us", "digits_us", "multiply_us", "output_us")]
+        values = [line.get(name) for name in ("us", "digits_us", "multiply_us", "output_us")]
         values += [min(line["read_us"], line["hinted_read_us"]), line["cublas_us"]]
-        assert all(map(is_rounded, cells.split(" | "), values)) and len(values) == len(cells.split(" | ")), (n, k, m)
+        for shown, value in zip(cells.split(" | "), values, strict=True):
+            assert shown == "-" if value is None else is_rounded(shown, value), (n, k, m)
     rows = re.findall(r"^\| `(\w+)` \| (\d+) \| ((?:[\d.]+|-)(?: \| (?:[\d.]+|-)){3}) \|$", WEIGHTS, flags=re.M)
     rows = [row for row in rows if float(row[2].split(" | ")[1]) > 10]
     assert len(rows) == 24
@@ -312,7 +313,7 @@ def test_transforms_and_crossover():
         for shown, (n, path) in zip(cells.split(" | "), places, strict=True):
             chunk = {"chunk_mib": 256} if path == "dequantize" else {}
             if shown != "-":
-                line = newest("linear", TODAY, format=format, n=n, m=int(m), path=path, **chunk)
+                line = newest("linear", BORDERS, format=format, n=n, m=int(m), path=path, **chunk)
                 assert is_rounded(shown, line["us"]), (format, m, n, path)
 
 
@@ -322,15 +323,33 @@ def test_what_was_asked_of_products():
 
     rows = re.findall(r"^\| `(\w+)` \| (\d+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \| [\d.-]+ \|$", WEIGHTS, flags=re.M)
     rows = [row for row in rows if float(row[2]) < 4]
-    assert len(rows) == 6
+    assert len(rows) == 7
     for format, m, product, gain in rows:
         large, small = of(format, 8192, int(m)), of(format, 4096, int(m))
         floor = min(large["read_us"], large["hinted_read_us"])
         assert abs(float(product) - large["multiply_us"] / floor) < 0.03, (format, m)
         assert abs(float(gain) - small["cublas_us"] / small["us"]) < 0.03, (format, m)
-    for name in ("us", "multiply_us"):
-        with_it, without = (newest("linear", TODAY, n=8192, prefetch=prefetch)[name] for prefetch in (True, False))
-        assert in_text(WEIGHTS, f"{without:.1f}") and in_text(WEIGHTS, f"{with_it:.1f}")
+
+
+def test_missed_targets_are_the_tables():
+    """What was reached is what stands in the tables beside, worse than what was asked, after three remedies or more."""
+    missed = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| (\d): [^|]+ \| [^|]+ \|$", WEIGHTS, flags=re.M)
+    assert len(missed) == 6 and all(int(count) >= 3 for *_, count in missed)
+    tables = re.findall(r"^\| `(\w+)` \| (\d+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \| [\d.-]+ \|$", WEIGHTS, flags=re.M)
+    tables = {(format, m): cells for format, m, *cells in tables if float(cells[0]) < 4}
+    for what, asked, reached, _ in missed:
+        format, m = re.search(r"`(\w+)`", what), re.search(r"(\d+) rows", what)
+        if "over the read" in what:
+            assert reached == tables[format[1], m[1]][0] and float(reached) > float(asked)
+        elif "cuBLAS" in what:
+            assert reached == tables[format[1], "1"][1] and float(reached) < float(asked)
+    line = newest("linear", TODAY, format="e8p4", n=8192, m=1, path=None)
+    assert is_rounded(dict((what, reached) for what, _, reached, _ in missed)["both transforms at 8192 x 28672, us"],
+                      line["us"] - line["multiply_us"])
+    step, whole = (found("e2e_weights", TODAY, format=cache, batch=1, seqlen=4096) for cache in ("k4v4", "16 bit"))
+    step, whole = (next(line for line in lines if line.get("weights") == weights)["step_ms"]
+                   for lines, weights in ((step, "e8p4"), (whole, None)))
+    assert is_rounded(missed[-1][2], step / whole)
 
 
 def test_steps_with_codebook_weights():
@@ -338,7 +357,8 @@ def test_steps_with_codebook_weights():
     assert len(rows) == 12
     for weights, cache, tokens, batch, *cells in rows:
         wanted = None if weights == "16 bit" else weights.strip("`")
-        line = next(line for line in found("e2e_weights", TODAY, format=cache, batch=int(batch), seqlen=int(tokens))
+        commit = BORDERS if tokens != "4096" or (weights, batch) == ("16 bit", "8") else TODAY
+        line = next(line for line in found("e2e_weights", commit, format=cache, batch=int(batch), seqlen=int(tokens))
                     if line.get("weights") == wanted)
         for shown, name in zip(cells, ("step_ms", "weights_ms", "attention_ms", "append_ms", "other_ms"), strict=True):
             assert is_rounded(shown, line[name]), (weights, cache, name)
