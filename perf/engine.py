@@ -308,8 +308,8 @@ def take_flash_attention_3() -> None:
     """Let vLLM compute the layers that turboquant leaves in 16 bit as it computes those of ``auto`` on a Hopper GPU.
 
     It sets FlashAttention 2 for them, since the metadata of FlashAttention 3 once refused to stand beside other layers;
-    those of 0.33 pass over them. Of FlashAttention 2 its wheel has PTX alone for such a GPU, which a driver compiles
-    for minutes, in the first capture.
+    those of 0.33 pass over them. Of FlashAttention 2 its wheel has PTX alone for such a GPU, which the driver must
+    compile first: a row with it was stopped in its first capture, after 155 s.
     """
     from vllm.engine.arg_utils import EngineArgs
 

@@ -18,7 +18,7 @@ class AllReduce:
     """Sums of rows of one width over the ranks of a group: Hopper GPUs of one host that reach each other's memory.
 
     Args:
-        rows: most rows of a call; width: numbers of a row, a multiple of 64.
+        rows: most rows of a call; width: numbers of a row, a multiple of 64, up to 12,288 (kernels/all_reduce.py).
         dtype: float16 or bfloat16; device: this rank's GPU.
         group: a torch.distributed process group of 2 ranks or more; None: the default group.
 
@@ -58,6 +58,8 @@ class AllReduce:
         """
         self._check("residual", residual, x.shape)
         self._check("weight", weight, (self.width,))
+        if out is not None and out.data_ptr() == residual.data_ptr():
+            raise ValueError("out: got the residual, supported: other memory, x's too")
         return self._run("add_norm", x, out, (residual.view(torch.uint32), weight.view(torch.uint32)), (epsilon,))
 
     def _check(self, name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:

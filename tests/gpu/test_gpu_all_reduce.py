@@ -77,6 +77,9 @@ def run(rank: int, folder: str) -> None:
             check_norms_in_a_graph(reduce, width, dtype, rank)
             with pytest.raises(ValueError, match=f"x: got .*, supported: .1 to {ROWS}, {width}"):
                 reduce.sum(torch.zeros(ROWS + 1, width, dtype=dtype, device="cuda"))
+            same = torch.zeros(ROWS, width, dtype=dtype, device="cuda")
+            with pytest.raises(ValueError, match="out: got the residual"):
+                reduce.add_norm(same.clone(), same, same[0], EPSILON, out=same)
     finally:
         dist.destroy_process_group()
 

@@ -4,7 +4,7 @@ from lowbit_attn.kernels.key import KernelKey
 
 DTYPES = ("float16", "bfloat16")
 SUM, ADD_NORM = VARIANTS = ("sum", "add_norm")  # ADD_NORM: added to a residual, and its RMSNorm
-WARP, MOST_THREADS, MOST_WORDS = 32, 1024, 16  # words of two numbers, of a thread
+WARP, MOST_THREADS, MOST_WORDS = 32, 1024, 6  # words of two numbers, of a thread: eight spill its registers
 
 
 def words_a_thread(width: int) -> int | None:
