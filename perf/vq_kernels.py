@@ -80,7 +80,7 @@ class StepConfig(BookConfig):
 
 def make_config(fmt, dtype: str, lookup: str) -> StepConfig:
     """Warps and slots of a ring are those of the shipped kernel, whatever shared memory is left."""
-    made = plan.make_config(fmt, HEAD_DIM, dtype, FEW, Codebook("codebook", FEW), SPLITS)
+    made = plan.make_config(fmt, HEAD_DIM, dtype, FEW, Codebook("codebook", FEW, has_parts=False), SPLITS)
     return StepConfig(**{f.name: getattr(made, f.name) for f in fields(made)} | {"arithmetic": LookupStep(lookup)})
 
 
