@@ -48,7 +48,7 @@ class Registers(NamedTuple):
     slope: Any  # fp32 [row values], of packed keys
     token_slope: Any  # the same of 16-bit keys
     offsets: Any  # uint32 [of K's words, then V, 2]: bytes in a row of a table, two lookups each
-    words: Any  # uint32 [8]
+    words: Any  # uint32 [4 a run of a chunk]
     entry: Any  # uint32 [two tokens (K) or four (V), 4 lookups, pairs]
     rotated: Any  # the same in the order of groups
     a: Any
@@ -69,7 +69,7 @@ def allocate(config: CodebookConfig, ring) -> Registers:
         T.alloc_shared((config.steps, LANES, 4), "float16"), T.alloc_local((4 * config.steps,), "float16"),
         T.alloc_local((4,), "float16"), T.alloc_local((1,), "int32"), T.alloc_local((2,), "float32"),
         T.alloc_local((2,), "float32"), T.alloc_local((2 * key_tables(config) + 2,), "uint32"),
-        T.alloc_local((8,), "uint32"), entry, rotated,
+        T.alloc_local((4 * config.chunk_runs,), "uint32"), entry, rotated,
         T.alloc_local((4,), "uint32"), T.alloc_local((2,), "uint32"), T.alloc_local((4,), "float32"),
         T.alloc_local((2 * config.chunk_tiles,), "float32"), T.alloc_local((1,), "int32"), pair,
         T.view(pair, (2,), "float16"))

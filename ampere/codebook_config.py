@@ -16,7 +16,7 @@ from lowbit_attn.kernels.key import SMEM_LIMIT_BYTES
 
 BOOK_ENTRIES, BOOK_ROW_WORDS = 256, 64  # of a table: row e has entry e of all groups (of 64 channels twice)
 BOOK_ROW_BYTES = BOOK_ROW_WORDS * 4
-CHUNK_BYTES = 1024  # codes of a side in a slot, at most
+CHUNK_BYTES = (2048, 1024)  # codes of a side in a slot, at most; the first that leaves 12 warps their slots
 NORM_TOKENS = 32  # whose norms lie together
 SHAPES = ((12, 6), (12, 4), (12, 3), (12, 2), (8, 3), (8, 2))  # (warps, slots), best first
 PHASED_WARPS = 8  # at most: as many rings of 16-bit tokens lie in one table, and S of two pages takes 64 registers
@@ -57,6 +57,7 @@ class CodebookConfig(DecodeConfig):
     """``slots`` are those of 16-bit tokens, in the place of the tables; ``chunk_slots`` those of packed pages."""
 
     chunk_slots: int = 2
+    chunk_bytes: int = CHUNK_BYTES[-1]
     row_bytes: int = BOOK_ROW_BYTES  # of a table
     is_phased: bool = False  # a few pages of K by K's table, which then gives way to V's for theirs
 
@@ -89,7 +90,7 @@ class CodebookConfig(DecodeConfig):
 
     @property
     def chunk_tokens(self) -> int:
-        return CHUNK_BYTES // max(piece.num_groups for piece in self.pieces)
+        return self.chunk_bytes // max(piece.num_groups for piece in self.pieces)
 
     @property
     def chunk_tiles(self) -> int:
@@ -104,6 +105,11 @@ class CodebookConfig(DecodeConfig):
         return self.chunk_tokens * piece.num_groups // ACCESS_BYTES
 
     @property
+    def chunk_runs(self) -> int:
+        """Accesses of a lane to the codes of a chunk, of the larger side."""
+        return self.chunk_bytes // (ACCESS_BYTES * LANES)
+
+    @property
     def mean_accesses(self) -> int:
         return self.head_dim * HALF_BYTES // ACCESS_BYTES
 
@@ -114,7 +120,7 @@ class CodebookConfig(DecodeConfig):
     @property
     def chunk_accesses(self) -> int:
         """Accesses of a slot."""
-        return CHUNK_BYTES // ACCESS_BYTES + max(self.mean_accesses, self.norm_accesses)
+        return self.chunk_bytes // ACCESS_BYTES + max(self.mean_accesses, self.norm_accesses)
 
     @property
     def steps(self) -> int:
@@ -147,9 +153,12 @@ def codebook_config(fmt: Format, head_dim: int, dtype: str, target: str, rows: i
     common = (target, head_dim, dtype, "codebook", rows)
     dense = head_dim * HALF_BYTES  # of a row's entries, once
     kinds = [{}, dict(row_bytes=dense), dict(row_bytes=dense, is_phased=True)]
+    shapes = [(nbytes, *shape) for nbytes in CHUNK_BYTES for shape in SHAPES
+              if nbytes == CHUNK_BYTES[-1] or shape[0] == SHAPES[0][0]]
     configs = [CodebookConfig(*common, warps, 2, _piece(k), _piece(v), features=tuple(features), chunk_slots=slots,
-                              **kind)
-               for kind in kinds for warps, slots in SHAPES if warps <= PHASED_WARPS or not kind.get("is_phased")]
+                              chunk_bytes=nbytes, **kind)
+               for kind in kinds for nbytes, warps, slots in shapes
+               if warps <= PHASED_WARPS or not kind.get("is_phased")]
     fitting = [c for c in configs if c.shared_bytes <= SMEM_LIMIT_BYTES[target] and c.chunk_slots <= 2 * c.chunks]
     if not fitting:
         raise ValueError(f"format {fmt}, head_dim {head_dim}: {configs[-1].warps} warps need "

@@ -60,7 +60,7 @@ class LookupStep(Codebook):
     has_tables = False
 
     def __init__(self, lookup: str):
-        super().__init__(f"codebook-{lookup}", FEW)
+        super().__init__(f"codebook-{lookup}", FEW, has_parts=False)
         self.lookup = lookup
 
     @property
@@ -80,7 +80,7 @@ class StepConfig(BookConfig):
 
 def make_config(fmt, dtype: str, lookup: str) -> StepConfig:
     """Warps and slots of a ring are those of the shipped kernel, whatever shared memory is left."""
-    made = plan.make_config(fmt, HEAD_DIM, dtype, FEW, Codebook("codebook", FEW), SPLITS)
+    made = plan.make_config(fmt, HEAD_DIM, dtype, FEW, Codebook("codebook", FEW, has_parts=False), SPLITS)
     return StepConfig(**{f.name: getattr(made, f.name) for f in fields(made)} | {"arithmetic": LookupStep(lookup)})
 
 
@@ -271,8 +271,8 @@ def add_values(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
 
 
 def value_lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> tuple:
-    """Lookups of V, and the masks of P for the groups that they bring."""
+    """Lookups of V, and by how many groups a lane's are turned."""
     if not is_turned(cfg):
         me = me._replace(t=Uint32(0))
     found = lookups_of(cfg, piece, cfg.v, 1, lambda i: PERIOD * Int32(me.g) + (i + Int32(me.t)) % PERIOD)
-    return found, values.rotation_masks(cfg, me)
+    return found, me.t

@@ -96,7 +96,7 @@ PATHS = {
                       k_bits=(8, 4, 2, 1), v_bits=(8, 4, 2, 1), k_groups=(32, 64, 128), head_dims=(64, 96, 128),
                       dtypes=FLOATS, storages=FLOATS, rows=(4,), wide_rows=(4,), channel_groups=(32, 64, 128),
                       windows=True, features=(), boosted=True, boosted_values=True),
-    "codebook2": CodebookSupport(arithmetic="codebook2", k_bits=(2,), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
+    "codebook2": CodebookSupport(arithmetic="codebook2", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
                                  dtypes=FLOATS, storages=(), rows=(2,), wide_rows=(2,), codebooks=True),
     "codebook": CodebookSupport(arithmetic="codebook", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
                                 dtypes=FLOATS, storages=(), rows=(4,), wide_rows=(4,), codebooks=True),

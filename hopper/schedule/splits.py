@@ -14,7 +14,6 @@ K and V^T are the A operands of the multiplies, straight from masked words; quer
 arithmetic's (warp/config.py). P is formed while V comes.
 """
 
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -108,9 +107,10 @@ class SplitsSm90(DecodeKernel):
             cute.arch.cluster_wait()  # all splits' inboxes are there; the first pages are still on their way
         # V behind all warps' first K: S is formed while it comes
         if (pages.count < FEW_PAGES) & ~fetch.is_single(cfg, pages):
-            fetch.start(cfg, pages, ring, me, ids, range(1, cfg.slots))
-        page_loop.packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0),
-                               Int32(0))
+            (fetch if cutlass.const_expr(cfg.loop is None) else cfg.loop).start(
+                cfg, pages, ring, me, ids, range(1, cfg.slots))
+        loop = page_loop if cutlass.const_expr(cfg.loop is None) else cfg.loop
+        loop.packed_pages(cfg, pages, work, ring, me, ids, queries, rows, state, limits, on_pace, Int32(0), Int32(0))
         cfg.arithmetic.steps.finish(cfg, state, me, ring)
         # values of their own, as fetch.fresh has them
         block = tuple(cute.arch.make_warp_uniform(i) for i in block)
@@ -150,12 +150,13 @@ def start_pages(cfg: cutlass.Constexpr[WarpConfig], call: Call, work: Walk, page
                 me: fetch.Lane, ids: Int32) -> fetch.Pages:
     """Fill the ring, or of few pages only the first slot; returns the pages with L2's policy for them."""
     if pages.count < FEW_PAGES:
-        fetch.start(cfg, pages, ring, me, ids, range(1))
+        (fetch if cutlass.const_expr(cfg.loop is None) else cfg.loop).start(cfg, pages, ring, me, ids, range(1))
     policy = pages.policy
     if pages.count >= FEW_PAGES:
         # fewer read too little to choose; and in front of the branches this makes ptxas load page ids late
         policy = policy_of(cfg, call, work)
-        fetch.start(cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
+        (fetch if cutlass.const_expr(cfg.loop is None) else cfg.loop).start(
+            cfg, pages._replace(policy=policy), ring, me, ids, range(cfg.slots))
     return pages._replace(policy=policy)
 
 

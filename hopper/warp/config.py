@@ -196,6 +196,7 @@ class WarpConfig:
     features: tuple[str, ...] = ()  # of kernels.FEATURES
     boost: SidePlan | None = None  # of K: the high codes of boosted channels, whose columns are slots
     page_positions = 1  # of a run, that a page takes: see schedule/items.py
+    parts, loop = 1, None  # in which a side of a page comes to its warp; the module of loops over these (part_loop.py)
 
     @property
     def page_log2(self) -> int:

@@ -141,7 +141,7 @@ def policy_of(cfg: WarpConfig, pages: Int32, row_blocks: Int32) -> Int32 | None:
     """
     if cfg.own_queries and cfg.boost:
         return None
-    most = PASSING_BYTES // (cfg.k.nbytes + cfg.v.nbytes)
+    most = PASSING_BYTES // (cfg.parts * (cfg.k.nbytes + cfg.v.nbytes))
     return cutlass.select_((pages <= most) & (row_blocks == 1), Int32(ptx.EVICT_FIRST), Int32(ptx.EVICT_UNCHANGED))
 
 

@@ -142,7 +142,8 @@ CODEBOOK = tuple(MatrixKernel(*kernel) for kernel in (
     *((name, dtype, head_dim, 8) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
       for head_dim in (128, 64)),
     ("kcq2vcq4", F16, 128, 8), ("cq2-nonorm", F16, 128, 8), ("cq4", F16, 128, 8, ("softcap", "window")),
-    *(("cq2", dtype, head_dim, 2) for dtype in (F16, BF16) for head_dim in (128, 64)),
+    *((name, dtype, head_dim, 2) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
+      for head_dim in (128, 64)),
     ("kcq2vcq4", F16, 128, 2), ("cq2-nonorm", F16, 128, 2), ("cq2", F16, 128, 2, ("softcap", "window")),
     *((name, dtype, head_dim, 64) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
       for head_dim in (128, 64)),

@@ -20,7 +20,7 @@ ONE_SIDED = ("k4vcq2", "kcq4v2", "k8tvcq4")
 OF_1_BIT = ("cq1", "kcq2vcq1", "k4vcq1")
 AMPERE, SM_89 = "ampere", "ampere-sm_89"
 PATHS = (*(("hopper", name, path) for path in (PATH, "codebook8", "codebook64") for name in FORMATS),
-         ("hopper", "cq2", "codebook2"),
+         *(("hopper", name, "codebook2") for name in FORMATS),
          *((arch, name, PATH) for arch in (AMPERE, SM_89) for name in FORMATS))
 ARCHS = [("hopper", name) for name in dict.fromkeys(kernel.format for kernel in matrix.CODEBOOK)] + [
     (AMPERE, name) for name in FORMATS]

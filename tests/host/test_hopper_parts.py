@@ -14,7 +14,8 @@ OWN_STEPS = ("prepare_own_query",)
 OF_WARPS = {path: support for path, support in PATHS.items() if path not in TILE_PATHS}
 
 
-BOOK_STEPS = ("copy_piece", "place_books", "start_books", "token_query")  # of arithmetics that read codebooks
+# of arithmetics that read codebooks
+BOOK_STEPS = ("copy_piece", "part_scores", "place_books", "start_books", "token_query", "with_mean")
 
 
 def test_a_path_is_an_arithmetic_on_a_schedule():

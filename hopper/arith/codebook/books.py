@@ -3,12 +3,14 @@
     K's entries, or their products with q (table.py) | V's entries | factors of the query rows
 
 Row e has entry e of every group of channels, 256 bytes: an address is ``256 code + offset of the group``, and one PRMT
-puts both bytes together. Lanes that look up one byte of their words at once have groups in different banks. At
+puts both bytes together. Lanes that look up one byte of their words at once have groups in different banks, but for
+lanes g and g + 4 in K of two channels at head_dim 128: what would keep them apart costs as much (docs/lessons.md). At
 head_dim 64 rows hold the entries twice, in two orders, for lanes whose groups would share banks in one of them.
 """
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
@@ -60,6 +62,15 @@ def lookups(base: Int32, words: int, group_of, second: Int32 | None = None) -> L
     return Lookups(base, pairs, words)
 
 
+def straighten(words: list, rotation: Uint32, count: int) -> list:
+    """Bring words of step 0, 1, ... of a lane that asks in step i for group i + rotation nearer to the order of groups:
+    word j becomes that of group j + (rotation without its lowest ``count`` bits)."""
+    for bit in range(count):
+        is_set = (rotation & Uint32(1 << bit)) != 0
+        words = [cutlass.select_(is_set, words[(j - (1 << bit)) % len(words)], own) for j, own in enumerate(words)]
+    return words
+
+
 def second_copy(side: SidePlan) -> int:
     """Bits in which offsets in the second copy of entries differ; 0: a row has one."""
     size = groups(side) * 2 * side.group_size
@@ -87,7 +98,7 @@ def start(cfg: WarpConfig, books: Books, rows: Rows, place: BookPlace) -> None:
 def copy_piece(cfg: WarpConfig, side: BookSide, pages: Pages, ring: Ring, warp: Int32, slot: Int32,
                piece_id: Int32) -> None:
     """Start copies of a piece of a page, whose codes and what stands beside them are runs of their own."""
-    page, piece = piece_id >> side.cut.bit_length() - 1, piece_id % side.cut
+    page, piece = piece_id >> side.pieces.bit_length() - 1, piece_id % side.pieces
     source = pages.pool.iterator.toint() + (Int64(page) * Int64(pages.page_stride) + pages.head_units) * UNIT_BYTES
     target, full = ring.buffer.toint() + (warp * cfg.warp_bytes + slot * cfg.slot_bytes), ring.full + slot
     with cute.arch.elect_one():

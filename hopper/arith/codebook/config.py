@@ -1,6 +1,7 @@
 """Lookups in codebooks that lie in shared memory, up to 2, 4 or 8 query rows; what follows from it for a kernel."""
 
 from dataclasses import dataclass
+from types import ModuleType
 
 from lowbit_attn import layout
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES
@@ -11,6 +12,7 @@ TWO, FEW, MANY = 2, 4, 8  # query rows: of a lane t // 2, or t, as on the intege
 COLUMNS = 8  # of a multiply
 TABLE_BYTES = ENTRIES * BOOK_ROW_BYTES  # of a side's codebook, or of the products that take its place
 LARGE_PART = 6 << 10  # bytes
+PARTS_HEAD_DIM = 128
 FACTORS = 4  # of a query row, fp32: see query.Factor
 TABLE_VEC_SIZE = 4  # channels of a code of K whose products with few rows of q are looked up; else entries are
 BOOK_SIDES = ("k", "v")
@@ -31,6 +33,26 @@ def rotations(side: SidePlan) -> int:
     return min(4, groups(side) // (8 if side.transposed else 4))
 
 
+def selects(cfg: WarpConfig, side: SidePlan) -> int:
+    """Selects by which a lane's words come nearer to the order of groups: each halves ``rotations_left``."""
+    needed = max(1, rotations(side) // columns_a_row(cfg)).bit_length() - 1  # columns tell the others apart
+    return min(cfg.arithmetic.selects[side.transposed], needed)
+
+
+def rotations_left(cfg: WarpConfig, side: SidePlan) -> int:
+    """Rotations that multiplies are left to tell apart, ``stride`` groups from one to the next."""
+    return rotations(side) >> selects(cfg, side)
+
+
+def stride(cfg: WarpConfig, side: SidePlan) -> int:
+    return 1 << selects(cfg, side)
+
+
+def columns_a_row(cfg: WarpConfig) -> int:
+    """Columns of a multiply that a query row has, of other rotations each."""
+    return COLUMNS // cfg.rows
+
+
 def lane_bytes(side: SidePlan) -> int:
     """Codes of a lane in 8 tokens of K, or in 16 tokens of V."""
     return groups(side) // (2 if side.transposed else 4)
@@ -41,14 +63,19 @@ class BookSide(SidePlan):
     """A side in codes of a codebook. nbytes, meta and the matrix of codes are of a piece of a page in its slot."""
 
     cut: int = 1
+    parts: int = 1  # in which such a piece comes to its warp: then a piece is a part
+
+    @property
+    def pieces(self) -> int:
+        return self.cut * self.parts
 
     @property
     def rows(self) -> int:
-        return super().rows if self.transposed else layout.PAGE_TOKENS // self.cut
+        return super().rows if self.transposed else layout.PAGE_TOKENS // self.pieces
 
     @property
     def cols(self) -> int:
-        return layout.PAGE_TOKENS // self.cut if self.transposed else super().cols
+        return layout.PAGE_TOKENS // self.pieces if self.transposed else super().cols
 
     @property
     def groups(self) -> int:
@@ -65,14 +92,15 @@ class BookSide(SidePlan):
         """(offset in the slot, bytes, offset in the record, bytes from there to the next piece's) of a piece's runs."""
         codes, meta = self.meta, self.nbytes - self.meta
         found = [(0, codes, self.start, codes)]
-        behind = (codes, meta, self.start + self.cut * codes, meta * self.transposed)  # K's mean is of all
+        behind = (codes, meta, self.start + self.pieces * codes, meta * self.transposed)  # K's mean is of all
         return [*found, behind] if meta else found
 
 
-def cut_side(side: SidePlan, cut: int) -> BookSide:
-    """Each of ``cut`` pieces has K's mean, or its own tokens' norms of V."""
-    codes, meta = side.meta // cut, (side.nbytes - side.meta) // (cut if side.transposed else 1)
-    return BookSide(**vars(side) | {"nbytes": codes + meta, "meta": codes, "cut": cut})
+def cut_side(side: SidePlan, cut: int, parts: int) -> BookSide:
+    """Each of ``cut`` times ``parts`` pieces has K's mean, or its own tokens' norms of V."""
+    count = cut * parts
+    codes, meta = side.meta // count, (side.nbytes - side.meta) // (count if side.transposed else 1)
+    return BookSide(**vars(side) | {"nbytes": codes + meta, "meta": codes, "cut": cut, "parts": parts})
 
 
 @dataclass(frozen=True)
@@ -80,6 +108,18 @@ class BookConfig(WarpConfig):
     """Constants of a kernel whose CTAs have the codebooks of their KV head in shared memory."""
 
     has_clusters = False
+
+    @property
+    def parts(self) -> int:
+        return self.k.parts
+
+    @property
+    def loop(self) -> ModuleType | None:
+        if self.parts == 1:
+            return None
+        from lowbit_attn.hopper.warp import part_loop
+
+        return part_loop
 
     @property
     def book_bytes(self) -> int:
@@ -109,6 +149,8 @@ class Codebook(Arithmetic):
                                                  start bulk copies of a piece of a page to a slot
         place_books(cfg, buffer, barriers)       where the codebooks are: buffer, barriers of the CTA
         start_books(cfg, books, rows, place)     start their copies; one thread calls it, at the kernel's start
+        part_scores(cfg, piece, me, query)       products of q' and the codes of a part of a page (warp/part_loop.py)
+        with_mean(cfg, piece, me, query, acc)    S of a page, of such products and the mean beside any part
         token_query(cfg, shared, ring, me)       (words, [column] factor) of q for 16-bit tokens, as B operand
     """
 
@@ -120,8 +162,9 @@ class Codebook(Arithmetic):
     merge_pad = 8
     sass_need = ("HMMA", "UBLKCP", "PRMT", "LDSM", "MOVM", "SYNCS")
 
-    def __init__(self, name: str, rows: int):
-        self.name, self.rows = name, rows
+    def __init__(self, name: str, rows: int, selects: tuple[int, int] = (0, 0), has_parts: bool = True):
+        """selects: of K and of V, see ``selects``; has_parts: whether a page that comes in pieces is one warp's."""
+        self.name, self.rows, self.selects, self.has_parts = name, rows, selects, has_parts
         self.most_warps = MAX_WARPS if rows == MANY else BOOK_WARPS  # of a CTA: MANY need more registers
 
     @property
@@ -154,9 +197,10 @@ class Codebook(Arithmetic):
 
     def sides(self, k: SidePlan, v: SidePlan) -> tuple[BookSide, BookSide]:
         """Pages in two pieces where they are large, and few rings would fit beside the codebooks, or where S takes many
-        registers."""
-        cut = 2 if self.rows == MANY or max(k.nbytes, v.nbytes) > LARGE_PART else 1
-        return cut_side(k, cut), cut_side(v, cut)
+        registers; of 128 channels both come to one warp, whose ring has two slots."""
+        count = 2 if self.rows == MANY or max(k.nbytes, v.nbytes) > LARGE_PART else 1
+        cut, parts = (1, count) if self.has_parts and k.head_dim == PARTS_HEAD_DIM else (count, 1)
+        return cut_side(k, cut, parts), cut_side(v, cut, parts)
 
     def config(self, *fields) -> BookConfig:
         return BookConfig(*fields)
@@ -178,5 +222,6 @@ class PreRope(Codebook):
         return prerope
 
 
-CODEBOOK2, CODEBOOK, CODEBOOK8 = Codebook("codebook2", TWO), Codebook("codebook", FEW), Codebook("codebook8", MANY)
-PREROPE, PREROPE8 = PreRope("prerope", FEW), PreRope("prerope8", MANY)
+CODEBOOK2, CODEBOOK = Codebook("codebook2", TWO), Codebook("codebook", FEW)
+CODEBOOK8 = Codebook("codebook8", MANY, selects=(1, 1))
+PREROPE, PREROPE8 = (PreRope(name, rows, has_parts=False) for name, rows in (("prerope", FEW), ("prerope8", MANY)))

@@ -5,7 +5,8 @@ A lane asks for the groups of its token in an order turned by g (codebook_order)
     table   products of a token's groups are added up anyhow, so their order does not matter: fp16 sums of a word,
             then a multiply with ones that adds up the lanes in fp32 and brings row r to column 2r
     entries columns are (row, rotation): B has, for rotation rho, q' of the groups that lanes of g mod 4 = rho ask for;
-            each lane keeps the column of its own rotation
+            each lane keeps the column of its own rotation; selects of a lane's own words (``config.selects``) leave
+            fewer rotations
 """
 
 import cutlass
@@ -14,7 +15,16 @@ from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn.device import ptx
 from lowbit_attn.hopper.arith.codebook import books, query, table
-from lowbit_attn.hopper.arith.codebook.config import TWO, lane_bytes, rotations, uses_table
+from lowbit_attn.hopper.arith.codebook.config import (
+    TWO,
+    columns_a_row,
+    lane_bytes,
+    rotations,
+    rotations_left,
+    selects,
+    stride,
+    uses_table,
+)
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece
@@ -26,6 +36,11 @@ ONE, HIGH_ONE = 0x3C00, 0x3C00_0000  # fp16 1 in the low or the high half
 
 def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> Scores:
     """S with the slopes and offsets of the lane's rows."""
+    return with_mean(cfg, piece, me, found, of_codes(cfg, piece, me, found))
+
+
+def of_codes(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> cute.Tensor:
+    """Products of a piece's codes."""
     side = cfg.k
     acc = cute.make_rmem_tensor((4, side.row_tiles), Float32)
     acc.fill(0.0)
@@ -38,17 +53,16 @@ def of_page(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery) -> 
     else:
         for tile in range(side.row_tiles):
             add_entries(cfg, codes, entries, me, found.operand, acc, tile)
-    return with_mean(cfg, piece, me, found, acc)
+    return acc
 
 
 def with_mean(cfg: WarpConfig, piece: Piece, me: Lane, found: query.BookQuery, acc: cute.Tensor) -> Scores:
     """S of a page's codes with the slopes of the lane's rows, and the page's mean times q' as their offset."""
-    side = cfg.k
     products = query.mean_product(cfg, found, page_mean(cfg, piece, me), me)
     offsets = [x * own[query.TOKEN_SLOPE] + own[query.OFFSET] for x, own in zip(products, found.factors)]
     # a mean that is no number makes the page's weights so
     slopes = [x * Float32(0.0) + own[query.SLOPE] for x, own in zip(offsets, found.factors)]
-    return Scores(acc, (0,) * (2 * side.row_tiles), tuple(slopes), tuple(offsets))
+    return Scores(acc, (0,) * (2 * cute.size(acc, mode=[1])), tuple(slopes), tuple(offsets))
 
 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> list[books.Lookups]:
@@ -119,25 +133,50 @@ def sums_of_word(table: books.Lookups, word: Uint32) -> list[Uint32]:
 def add_entries(cfg: WarpConfig, codes: books.Codes, tables: list, me: Lane, operand: cute.Tensor,
                 acc: cute.Tensor, tile: int) -> None:
     """16 tokens by entries: an A operand has two of two channels, or one of four, of each token."""
-    words, count = lane_bytes(cfg.k) // WORD, 2 * cfg.lane_rows
-    rotated = cute.make_rmem_tensor((4, count), Float32)  # of two rotations in two columns, or of one
+    words, steps, each = lane_bytes(cfg.k) // WORD, table.operand_steps(cfg), 4 // cfg.k.group_size
+    count = max(1, rotations_left(cfg, cfg.k) // columns_a_row(cfg))  # multiplies of an operand
+    rotated = cute.make_rmem_tensor((4, count), Float32)
     rotated.fill(0.0)
+    found = [found_of_words(cfg, tables, codes, (2 * tile + row8) * words, me) for row8 in range(2)]
     for q in range(words):
-        own = [codes.word((2 * tile + row8) * words + q) for row8 in range(2)]
-        each = 2 // (cfg.k.group_size // 2)  # entries
-        for first in range(0, STEPS, each):
-            found = [[tables[q].find(word, i, i) for word in own] for i in range(first, first + each)]
-            a = numbers.operand_a([of_token[word] for of_step in found for word in range(2 // each)
-                                   for of_token in of_step])
+        own = [of_token[q] for of_token in found]
+        for i in range(0, STEPS, each):
+            a = numbers.operand_a([of_token[j][word] for j in range(i, i + each) for word in range(2 // each)
+                                   for of_token in own])
             for x in range(count):
-                at = count * q + (first * count // STEPS + x) % count
-                numbers.multiply(numbers.multiply_atom(), rotated, x, a, operand[None, at])
-    is_odd, is_late = (me.g & Uint32(1)) != 0, (me.g & Uint32(2)) != 0
+                step = (i + stride(cfg, cfg.k) * columns_a_row(cfg) * x) % rotations(cfg.k)
+                numbers.multiply(numbers.multiply_atom(), rotated, x, a,
+                                 operand[None, len(steps) * q + steps.index(step)])
     for row8 in range(2):
-        if cfg.lane_rows == 1:
-            found = [[rotated[2 * row8 + i % 2, i // 2] for i in range(4)]]
-        else:
-            found = [[rotated[2 * row8 + e, i] for i in range(4)] for e in range(2)]
-        for e, of_rotation in enumerate(found):
-            early, late = (cutlass.select_(is_odd, of_rotation[i + 1], of_rotation[i]) for i in (0, 2))
-            acc[2 * row8 + e, tile] = cutlass.select_(is_late, late, early)
+        columns = [rotated[2 * row8 + e, x] for x in range(count) for e in range(2)]
+        for e, product in enumerate(own_rotation(cfg, me, columns)):
+            acc[2 * row8 + e, tile] = product
+
+
+def found_of_words(cfg: WarpConfig, tables: list, codes: books.Codes, first: int, me: Lane) -> list[list]:
+    """[word][step] the entries that a token's codes name."""
+    found = [[table.find(codes.word(first + q), i, i) for i in range(STEPS)] for q, table in enumerate(tables)]
+    return [[list(x) for x in zip(*(books.straighten(list(x), me.g, selects(cfg, cfg.k)) for x in zip(*of_word)))]
+            for of_word in found]
+
+
+def own_rotation(cfg: WarpConfig, me: Lane, found: list[Float32]) -> list[Float32]:
+    """[column of the lane's rows] products of the rotation that token g has; found: [multiply, column 2t + e]."""
+    own, left = me.g >> selects(cfg, cfg.k), rotations_left(cfg, cfg.k)
+    if cfg.lane_rows == 2:
+        return [choose(own, found[e::2][:left]) for e in range(2)]
+    if columns_a_row(cfg) < left or left == 2:
+        return [choose(own, found[:left])]
+    mine = choose(own, found)  # columns of lanes t and t ^ 1 are of one row
+    other = cute.arch.shuffle_sync_bfly(mine, offset=1)
+    return [cutlass.select_(((me.t ^ (me.g >> 1)) & Uint32(1)) == 0, mine, other)]
+
+
+def choose(number: Uint32, found: list[Float32]) -> Float32:
+    """found[number mod len(found)], of a power of two."""
+    bit = 1
+    while len(found) > 1:
+        is_set = (number & Uint32(bit)) != 0
+        found = [cutlass.select_(is_set, late, early) for early, late in zip(found[::2], found[1::2])]
+        bit *= 2
+    return found[0]

@@ -9,7 +9,9 @@ from lowbit_attn.hopper.arith.codebook.books import place_of as place_books
 from lowbit_attn.hopper.arith.codebook.books import start as start_books
 from lowbit_attn.hopper.arith.codebook.query import prepare as prepare_query
 from lowbit_attn.hopper.arith.codebook.query import token_words as token_query
+from lowbit_attn.hopper.arith.codebook.scores import of_codes as part_scores
 from lowbit_attn.hopper.arith.codebook.scores import of_page as scores
+from lowbit_attn.hopper.arith.codebook.scores import with_mean
 from lowbit_attn.hopper.arith.codebook.values import finish
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.warp import fetch, softmax
@@ -17,8 +19,8 @@ from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.fetch import Arrival, Lane, Piece
 from lowbit_attn.hopper.warp.page_loop import Call
 
-__all__ = ["add_values", "before_values", "copy_piece", "finish", "load_query", "place_books", "prefetch_query",
-           "prepare_query", "scores", "start_books", "token_query"]
+__all__ = ["add_values", "before_values", "copy_piece", "finish", "load_query", "part_scores", "place_books",
+           "prefetch_query", "prepare_query", "scores", "start_books", "token_query", "with_mean"]
 
 
 def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> None:

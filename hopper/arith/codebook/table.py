@@ -5,12 +5,21 @@ takes the place of the entries. Of 4 rows 8 bytes take 8, which one lane reads a
 word, and there are two copies of it, ``SECOND_COPY`` apart, for lanes that would ask one bank for different entries.
 """
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from lowbit_attn.formats import codebook_order as order
-from lowbit_attn.hopper.arith.codebook.config import FEW, TWO, groups, lane_bytes, rotations
+from lowbit_attn.hopper.arith.codebook.config import (
+    TWO,
+    columns_a_row,
+    groups,
+    lane_bytes,
+    rotations,
+    stride,
+)
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, read
@@ -60,23 +69,28 @@ def build(cfg: cutlass.Constexpr[WarpConfig], me: Lane, q: cute.Tensor, factors:
                     cute.autovec_copy(words, view[None, Int32(me.lane), at[i]])
 
 
-def operand(cfg: WarpConfig, me: Lane, q: cute.Tensor, factors: cute.Tensor) -> cute.Tensor:
-    """q' 2^11 as the B operands of entries, fp16 (4, rotations * word of a block + rotation).
+def operand_steps(cfg: WarpConfig) -> list[int]:
+    """[operand of a word] the step whose entries it is multiplied with first: see ``operand``."""
+    each = 2 if cfg.k.group_size == ENTRY_WORDS else 1  # entries in the registers of a token
+    apart = math.gcd(each, stride(cfg, cfg.k) * columns_a_row(cfg))
+    return list(range(0, rotations(cfg.k), apart))
 
-    Register j of rotation x has the group 16 word + 4 ((x + j) mod 4) + t, of two channels; or channels 2j, 2j + 1 of
-    group 16 word + 4 x + t, of four. Where columns are (row, v), v = 0 or 1, rotations are two apart, and x is
-    2 rotation + v.
+
+def operand(cfg: WarpConfig, me: Lane, q: cute.Tensor, factors: cute.Tensor) -> cute.Tensor:
+    """q' 2^11 as the B operands of entries, fp16 (4, operands of a word * word of a block + operand).
+
+    Columns are (row, v). Register j of an operand of step x has the group 16 word + 4 ((x + j + s v) mod 4) + t, of two
+    channels; or channels 2j, 2j + 1 of group 16 word + 4 ((x + s v) mod 4) + t, of four; s: ``config.stride``.
     """
-    words, period = lane_bytes(cfg.k) // WORD, rotations(cfg.k)
-    row = Int32(cfg.arithmetic.operand_row(me.g, 0))
-    count, v = (period // 2, Int32(me.g % 2)) if cfg.rows == FEW else (period, Int32(0))
-    fragments, fragment_words = numbers.fragments(count * words)
+    words, period, steps = lane_bytes(cfg.k) // WORD, rotations(cfg.k), operand_steps(cfg)
+    row, v = Int32(cfg.arithmetic.operand_row(me.g, 0)), Int32(me.g) % columns_a_row(cfg)
+    fragments, fragment_words = numbers.fragments(len(steps) * words)
     up, is_wide = factors[UP, row], cfg.k.group_size == 2 * ENTRY_WORDS
     for word in range(words):
-        for rotation in range(count):
+        for at, step in enumerate(steps):
             for j in range(2):
-                within = (period // count * rotation + j * (not is_wide) + v) % period
+                within = (step + j * (not is_wide) + stride(cfg, cfg.k) * v) % period
                 group = 4 * period * word + 4 * within + Int32(me.t)
                 pair = read(q, (group, row))[2 * j * is_wide :][:2]
-                fragment_words[j, count * word + rotation] = numbers.pack(*(x * up for x in pair))
+                fragment_words[j, len(steps) * word + at] = numbers.pack(*(x * up for x in pair))
     return fragments

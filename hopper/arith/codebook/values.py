@@ -1,11 +1,12 @@
 """O^T += V^T P^T over a page of codes: entries of two tokens become the A operand, P takes the norms.
 
 Lane 4 g + t asks in step i for entries of tokens 2t, 2t + 1 of two eights, of group R g + (i + t) mod R. The k-slots of
-one multiply so belong to R groups of the row. Columns are (query row, group): with P masked to the slots t for which
-(i + t) mod R = u, a column adds up what belongs to group u. A lane's accumulators are all of its own query rows:
+one multiply so belong to R groups of the row, or to fewer behind selects of a lane's own words (``config.selects``).
+Columns are (query row, v): with P masked to the slots of one group, a column adds up what belongs to that group.
+A lane's accumulators are all of its own query rows:
 
-    O[2 c8 + e, (pair of channels, x)]    channel c8 of the pair, of group R g + 2x + e and row t; with 8 query rows of
-                                          group R g + x and row 2t + e, with 2 of R g + 2 (t mod 2) + e and row t // 2
+    O[2 c8 + e, (pair of channels, x)]    channel c8 of the pair, of the row and v of column 2t + e and of group
+                                          R g + x + X v, X accumulators of a pair
 
 ``finish`` brings them to the order that the 16-bit tokens and the merge have, through the warp's ring.
 """
@@ -18,7 +19,15 @@ from lowbit_attn import registers, subnormals
 from lowbit_attn.device import ptx
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
 from lowbit_attn.hopper.arith.codebook import books
-from lowbit_attn.hopper.arith.codebook.config import COLUMNS, groups, lane_bytes, rotations
+from lowbit_attn.hopper.arith.codebook.config import (
+    columns_a_row,
+    groups,
+    lane_bytes,
+    rotations,
+    rotations_left,
+    selects,
+    stride,
+)
 from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
@@ -40,13 +49,8 @@ def places(cfg: WarpConfig) -> list[tuple[int, int]]:
     return [(run, pair) for run in range(runs(cfg)) for pair in range(cfg.v.group_size // 2)]
 
 
-def columns_a_row(cfg: WarpConfig) -> int:
-    """Groups beside a row in the columns of a multiply; where there are more than R, some are there twice."""
-    return COLUMNS // cfg.rows
-
-
-def multiplies(cfg: WarpConfig) -> int:
-    """Multiplies of an A operand, so that every group has had its column."""
+def accumulators(cfg: WarpConfig) -> int:
+    """How many a pair of channels has: X, so that every group has its column."""
     return max(1, rotations(cfg.v) // columns_a_row(cfg))
 
 
@@ -81,7 +85,7 @@ def rescale(cfg: cutlass.Constexpr[WarpConfig], state: State, tops: tuple, scale
             alpha = cute.math.exp2(state.row_max[column] - tops[column], fastmath=True)
             state.row_max[column] = tops[column]
             state.row_sum[column] = state.row_sum[column] * alpha
-            for i in cutlass.range_constexpr(len(places(cfg)) * multiplies(cfg)):
+            for i in cutlass.range_constexpr(len(places(cfg)) * accumulators(cfg)):
                 for x in cutlass.range_constexpr(column, 4, cfg.lane_rows):
                     state.acc_o[x, i] = state.acc_o[x, i] * (alpha * down)
         state.exponent[0] = exponent
@@ -90,7 +94,7 @@ def rescale(cfg: cutlass.Constexpr[WarpConfig], state: State, tops: tuple, scale
 def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Tensor, tops: tuple,
                looked_up_by=None) -> None:
     """p: fp32 accumulators of S^T, weights of the lane's rows; tops: their maxima; looked_up_by(cfg, piece, me): the
-    lookups and masks, of another order of codes or entries than this file's."""
+    lookups and rotation, of another order of codes or entries than this file's."""
     norms, largest = None, None
     if cfg.v.has_meta:
         norms = norm_words(cfg, piece, me)
@@ -100,7 +104,8 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
     softmax.add_sums(cfg, state, p)
     up = numbers.pow2((state.exponent[0] if norms else Int32(0)) + subnormals.PROBABILITY_SHIFT)
     codes = books.Codes(cfg, piece, cfg.v, me.lane)
-    entries, masks = (looked_up_by or rotated)(cfg, piece, me)
+    entries, rotation = (looked_up_by or rotated)(cfg, piece, me)
+    masks = rotation_masks(cfg, me, rotation)
     for tile in range(cfg.v.col_tiles):
         scales = [up] * 2
         if norms:
@@ -108,12 +113,12 @@ def accumulate(cfg: WarpConfig, piece: Piece, me: Lane, state: State, p: cute.Te
         own = weights(cfg, me, [[p[2 * row8 + e, tile] * scale for e in range(cfg.lane_rows)]
                                 for row8, scale in enumerate(scales)])
         masked = [masked_operand(own, mask) for mask in masks]
-        add_tile(cfg, codes, entries, masked, state, tile)
+        add_tile(cfg, codes, entries, rotation, masked, state, tile)
 
 
-def rotated(cfg: WarpConfig, piece: Piece, me: Lane) -> tuple[books.Lookups, list[Uint32]]:
-    """Lookups, and the masks that undo their rotation."""
-    return lookups(cfg, piece, me), rotation_masks(cfg, me)
+def rotated(cfg: WarpConfig, piece: Piece, me: Lane) -> tuple[books.Lookups, Uint32]:
+    """Lookups, and by how many groups they are turned."""
+    return lookups(cfg, piece, me), me.t
 
 
 def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> books.Lookups:
@@ -125,11 +130,14 @@ def lookups(cfg: WarpConfig, piece: Piece, me: Lane) -> books.Lookups:
                          lambda i: period * Int32(me.g) + (i + Int32(me.t)) % period, second)
 
 
-def rotation_masks(cfg: WarpConfig, me: Lane) -> list[Uint32]:
-    """[i] all ones in lanes with (i + t) mod R = v, where the lane's column is of group v, or of v and more in later
-    multiplies."""
-    period, v = rotations(cfg.v), Int32(me.g) % columns_a_row(cfg)
-    found = [(i + Int32(me.t) - v + 4) % period for i in range(period)]
+def rotation_masks(cfg: WarpConfig, me: Lane, rotation: Uint32) -> list[Uint32 | None]:
+    """[k] all ones in lanes whose words are turned k strides further than the group of the lane's column; None: in
+    all."""
+    left, apart = rotations_left(cfg, cfg.v), accumulators(cfg) // stride(cfg, cfg.v)
+    if left == 1:
+        return [None]
+    own = Int32(rotation >> selects(cfg, cfg.v)) - apart * (Int32(me.g) % columns_a_row(cfg))
+    found = [(own + 4 * left - k) % left for k in range(left)]
     return [Uint32(ptx.opaque(Uint32(Int32(x == 0)) * Uint32(ALL_BITS))) for x in found]
 
 
@@ -143,35 +151,41 @@ def weights(cfg: WarpConfig, me: Lane, p: list[list[Float32]]) -> list[Uint32]:
     return [Uint32(cutlass.select_(is_odd, other, own)), Uint32(cutlass.select_(is_odd, own, other))]
 
 
-def masked_operand(words: list[Uint32], mask: Uint32) -> cute.Tensor:
+def masked_operand(words: list[Uint32], mask: Uint32 | None) -> cute.Tensor:
     operand, operand_words = numbers.fragments(1)
     for i, word in enumerate(words):
-        operand_words[i, 0] = word & mask
+        operand_words[i, 0] = word if mask is None else word & mask
     return operand[None, 0]
 
 
-def add_tile(cfg: WarpConfig, codes: books.Codes, entries: books.Lookups, masked: list, state: State,
+def add_tile(cfg: WarpConfig, codes: books.Codes, entries: books.Lookups, rotation: Uint32, masked: list, state: State,
              tile: int) -> None:
     """16 tokens."""
-    period, count = rotations(cfg.v), multiplies(cfg)
+    period, count, apart = rotations(cfg.v), accumulators(cfg), stride(cfg, cfg.v)
     for run in range(runs(cfg)):
-        for i in range(period):
-            word = codes.word((tile * runs(cfg) + run) * period + i)
-            found = [entries.find(word, token, i, run * BOOK_ROW_BYTES // 2) for token in range(4)]
-            for pair in range(cfg.v.group_size // 2):
-                own = [x[pair] for x in found]
-                a = numbers.operand_a([join(*own[first : first + 2]) for first in (0, 2)
-                                       for join in (ptx.low_halves, ptx.high_halves)])
-                for x in range(count):
-                    at = places(cfg).index((run, pair)) * count + x
-                    own_mask = masked[(i - columns_a_row(cfg) * x) % period]
-                    numbers.multiply(numbers.multiply_atom(), state.acc_o, at, a, own_mask)
+        words = [codes.word((tile * runs(cfg) + run) * period + i) for i in range(period)]
+        for pair, of_steps in enumerate(operands(cfg, entries, rotation, words, run * BOOK_ROW_BYTES // 2)):
+            for j, a in enumerate(of_steps):
+                for x in range(j % min(apart, count), count, apart):
+                    numbers.multiply(numbers.multiply_atom(), state.acc_o, places(cfg).index((run, pair)) * count + x,
+                                     a, masked[(x - j) // apart % len(masked)])
+
+
+def operands(cfg: WarpConfig, entries: books.Lookups, rotation: Uint32, words: list[Uint32], more: int) -> list[list]:
+    """[pair of channels][step] the A operand of 16 tokens: what a word of each step names, ``more`` bytes further."""
+    found = [[entries.find(word, token, i, more) for token in range(4)] for i, word in enumerate(words)]
+    joined = [[[join(*(found[i][first + e][pair] for e in range(2))) for i in range(len(words))] for first in (0, 2)
+               for join in (ptx.low_halves, ptx.high_halves)] for pair in range(cfg.v.group_size // 2)]
+    count = selects(cfg, cfg.v)
+    straight = [[books.straighten(register, rotation, count) for register in of_pair] for of_pair in joined]
+    return [[numbers.operand_a([register[i] for register in of_pair]) for i in range(len(words))]
+            for of_pair in straight]
 
 
 @cute.jit
 def finish(cfg: cutlass.Constexpr[WarpConfig], state: State, me: Lane, ring: Ring):
     """After the last packed page: O in its own units and in the order of V^T P^T."""
-    side, count = cfg.v, multiplies(cfg)
+    side, count = cfg.v, accumulators(cfg)
     own = cute.make_tensor(cute.recast_ptr(ring.buffer, dtype=Float32) + me.warp * (cfg.warp_bytes // WORD),
                            cute.make_layout((cfg.head_dim, cfg.rows), stride=(1, cfg.merge_pitch)))
     rows = [Int32(cfg.arithmetic.column_row(me.t, column)) for column in range(cfg.lane_rows)]
@@ -185,7 +199,7 @@ def finish(cfg: cutlass.Constexpr[WarpConfig], state: State, me: Lane, ring: Rin
                 if cutlass.const_expr(columns_a_row(cfg) == 4):
                     rotation = (2 * Int32(me.t % 2) + rotation) % rotations(side)
                 first = groups(side) // runs(cfg) * run + rotations(side) * Int32(me.g)
-                group = first + columns_a_row(cfg) * x + rotation
+                group = first + x + count * rotation
                 own[side.group_size * group + 2 * pair + element // 2, rows[column]] = (
                     state.acc_o[element, i * count + x] * down)
     cute.arch.sync_warp()
