@@ -16,7 +16,7 @@ from lowbit_attn.kernels.key import SMEM_LIMIT_BYTES
 
 BOOK_ENTRIES, BOOK_ROW_WORDS = 256, 64  # of a table: row e has entry e of all groups (of 64 channels twice)
 BOOK_ROW_BYTES = BOOK_ROW_WORDS * 4
-CHUNK_BYTES = (2048, 1024)  # codes of a side in a slot, at most; the first that leaves 12 warps their slots
+CHUNK_BYTES = (2048, 1024)  # codes of a side in a slot, at most: 32 tokens' where 12 warps have their slots
 NORM_TOKENS = 32  # whose norms lie together
 SHAPES = ((12, 6), (12, 4), (12, 3), (12, 2), (8, 3), (8, 2))  # (warps, slots), best first
 PHASED_WARPS = 8  # at most: as many rings of 16-bit tokens lie in one table, and S of two pages takes 64 registers
@@ -153,8 +153,9 @@ def codebook_config(fmt: Format, head_dim: int, dtype: str, target: str, rows: i
     common = (target, head_dim, dtype, "codebook", rows)
     dense = head_dim * HALF_BYTES  # of a row's entries, once
     kinds = [{}, dict(row_bytes=dense), dict(row_bytes=dense, is_phased=True)]
+    most_groups = head_dim // min(k.group_size, v.group_size)
     shapes = [(nbytes, *shape) for nbytes in CHUNK_BYTES for shape in SHAPES
-              if nbytes == CHUNK_BYTES[-1] or shape[0] == SHAPES[0][0]]
+              if nbytes == CHUNK_BYTES[-1] or (shape[0] == SHAPES[0][0] and nbytes <= NORM_TOKENS * most_groups)]
     configs = [CodebookConfig(*common, warps, 2, _piece(k), _piece(v), features=tuple(features), chunk_slots=slots,
                               chunk_bytes=nbytes, **kind)
                for kind in kinds for nbytes, warps, slots in shapes
