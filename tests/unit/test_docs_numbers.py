@@ -176,6 +176,11 @@ def test_other_formats_and_sizes():
     assert in_text(PERFORMANCE, f"k4v4 {four['us']:.1f} us ({over_read(four):.2f}), k2v2 {two['us']:.1f} us "
                                 f"({over_read(two):.2f}), in sm_89's sizes {small['us']:.1f} ({over_read(small):.2f}) "
                                 f"and {small_two['us']:.1f} us ({over_read(small_two):.2f}; 935dafc6c76d)")
+    b8, pro, long, long_pro = (decode("143b91b40c31", format, arch="ampere", **of) for of in (
+        {}, dict(batch=1, seqlen=131072)) for format in ("kitty", "kitty-pro"))
+    assert in_text(PERFORMANCE, f"kitty {b8['us']:.1f} us ({over_read(b8):.2f}) and kitty-pro {pro['us']:.1f} "
+                                f"({over_read(pro):.2f}), at batch 1 and 128K {long['us']:.1f} ({over_read(long):.2f}) "
+                                f"and {long_pro['us']:.1f} ({over_read(long_pro):.2f}).")
 
 
 def test_batches():
@@ -217,6 +222,10 @@ def test_pack_and_append():
                                  "# us (#; commit 935dafc6c76d), kitty-pro # and # us (#); without search kitty # and "
                                  "kitty-pro # (109e0acbbdd5)")
     assert all(map(is_rounded, shown, (*sum(h200, ()), *without)))
+    shown = numbers(PERFORMANCE, "Since 143b91b40c31 k2v2 # and # us (#), kitty # and # us (#), kitty-pro # and # us "
+                                 "(#).")
+    since = [packed("143b91b40c31", name, True) for name in ("k2v2", "kitty", "kitty-pro")]
+    assert all(map(is_rounded, shown, sum(since, ())))
     shown = numbers(PERFORMANCE, "k4v4 # and # us, k2v2 with search on K # and # us, kitty # and # us.")
     h100 = packed("e1108874d3ab", "k4v4"), *(packed("e1108874d3ab", name, True) for name in ("k2v2", "kitty"))
     assert all(map(is_rounded, shown, [us for k, v, _ in h100 for us in (k, v)]))
