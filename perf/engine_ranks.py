@@ -32,7 +32,7 @@ MODEL = engine.TINY | dict(hidden_size=768, intermediate_size=1024, num_hidden_l
 DEALT = MODEL | dict(num_key_value_heads=1)
 LENGTHS = (70, 128, 300, 389, 517, 640, 777, 1001)  # tokens of the prompts
 NEW = 160  # tokens behind each: more than a block
-NEAR_TIE = 0.1  # nats
+NEAR_TIE = 0.125  # nats: one step of bfloat16 at logits of 16 to 32
 BLOCK = 128  # tokens that are dealt to a rank at once
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -136,7 +136,7 @@ def check(
             raise typer.Exit(1)
         found = compared(*(json.loads((folder / f"{count}.json").read_text()) for count in processes))
     engine.write(output, about | found)
-    raise typer.Exit(int(any(gap >= NEAR_TIE for gap in found["gaps"])))
+    raise typer.Exit(int(any(gap > NEAR_TIE for gap in found["gaps"])))
 
 
 @contextmanager

@@ -114,7 +114,9 @@ def _decoding(arch: str, target: str, dtype: str, head_dim: int, fmt: Format) ->
     Formats that are no presets come without features and with all of them, which take the most registers.
     """
     wanted = FEATURES if fmt.name in tuple(FORMATS) else (FEATURES[0], FEATURES[-1])
-    for path, rows, features in product((None, *kernels.arch_package(arch).PATHS), kernels.ROWS, wanted):
-        picked, _ = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows, path, features)
+    is_pre_rope = (False, True) if fmt.needs_codebooks else (False,)
+    for path, rows, features, is_pre in product((None, *kernels.arch_package(arch).PATHS), kernels.ROWS, wanted,
+                                                is_pre_rope):
+        picked, _ = kernels.pick(arch, fmt, head_dim, getattr(torch, dtype), rows, path, features, is_pre)
         if picked:
             yield kernels.decode_key(arch, target, dtype, head_dim, fmt.name, *picked, features=features)
