@@ -164,6 +164,11 @@ BOOSTED = tuple(MatrixKernel(*kernel) for kernel in (  # values of two widths
     ("k4v1-boostto4-bf16", BF16, 128, 8), ("k2v4-boost64", F16, 96, 4), ("k2v2-boost96to8", F16, 128, 16),
 ))
 
+LEVEL_WINDOWS = tuple(MatrixKernel(name, F16, head_dim, rows, (*others, kernels.LEVEL_WINDOW))  # test_gpu_level_windows
+                      for names, head_dim, rows, *others in (
+                          (("k8v4", "k4v2"), 128, 4), (("k8v4", "k4v2"), 64, 2), (("k8v4", "k4v2"), 64, 16),
+                          (("k4v4", "kitty-pro"), 128, 7, "softcap")) for name in names)
+
 # the integer path with four CTAs an SM, and with an even share of pages for each CTA
 SMALL, STREAM = (tuple(k for k in INTEGER + KITTY + BOOSTED if k.rows == 4 and k.shape("hopper", path))
                   for path in ("small", "stream"))
@@ -206,7 +211,8 @@ def keys(arch: str) -> list[KernelKey]:
     wanted += [key for kernel in SMALL for key in kernel.keys(arch, "small")]
     wanted += [key for kernel in STREAM for key in kernel.keys(arch, "stream")]
     wanted += [key for kernel in INTEGER_BESIDE_REGISTER for key in replace(kernel, rows=8).keys(arch, "register")]
-    wanted += [key for kernel in WIDE + KITTY + CODEBOOK + BOOSTED + MODELS for key in kernel.keys(arch)]
+    wanted += [key for kernel in WIDE + KITTY + CODEBOOK + BOOSTED + MODELS + LEVEL_WINDOWS
+               for key in kernel.keys(arch)]
     wanted += [key for kernel in FEW for key in kernel.keys(arch, "tile")]
     if arch == "ampere":
         wanted += [replace(key, sizes="sm_89") for kernel in CODEBOOK_SM_89 for key in kernel.keys(arch)]
@@ -214,7 +220,7 @@ def keys(arch: str) -> list[KernelKey]:
                for key in kernels.packing_keys(target, dtype, head_dim, FORMATS[name])]
     wanted += [key for name, dtype, head_dim in APPENDED
                for key in kernels.step_keys(target, dtype, head_dim, FORMATS[name])]
-    return list(dict.fromkeys(wanted))
+    return list(dict.fromkeys([*wanted, *kernels.level_window_keys(target)]))
 
 
 # ---- the sample

@@ -1,5 +1,7 @@
-"""The interpreter sees what a kernel that starts early may not do before it has waited for the one ahead of it."""
+"""The interpreter sees what a kernel that starts early may not do before it has waited for the one ahead of it, and
+accesses that no tensor has."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,3 +44,12 @@ def test_what_the_kernel_before_does_not_make_may_be_read_early():
 def test_faults_are_seen(before, after, why):
     with pytest.raises(AssertionError, match=why):
         run(before, after)
+
+
+@pytest.mark.parametrize("tensor, size, bytes_behind", [(0, 4, 128), (0, 16, 128), (1, 4, -4)])
+def test_an_access_beyond_a_tensor_is_seen(tensor, size, bytes_behind):
+    memory = ptx.GlobalMemory([torch.arange(1, 33).int(), torch.zeros(32).int()])
+    at = np.array([ptx.GLOBAL_BASE + memory.starts[tensor] + bytes_behind], np.uint64)
+    for touch in (lambda: memory.memory.read(at, size), lambda: memory.memory.write(at, np.zeros((1, size), np.uint8))):
+        with pytest.raises(AssertionError, match="beyond a tensor"):
+            touch()

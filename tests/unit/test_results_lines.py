@@ -61,7 +61,8 @@ tests/test_gpu.py::test_x[a] PASSED
 
 
 def test_sanitize_leaves_a_digest_and_no_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(sanitize.subprocess, "run", lambda *command, **rest: SimpleNamespace(stdout=SANITIZED))
+    monkeypatch.setattr(sanitize.subprocess, "run", lambda *command, **rest: SimpleNamespace(stdout=SANITIZED,
+                                                                                                     returncode=0))
     monkeypatch.setattr(sanitize, "provenance", lambda: {"commit": "0" * 12})
     with pytest.raises(sanitize.typer.Exit) as ended:
         sanitize.main(["memcheck"], "x", str(tmp_path / "lines.jsonl"))

@@ -105,6 +105,7 @@ def bulk_copy(warp, suffixes, operands, active):
         global_memory(warp, source, 16, np.arange(LANES) == lane)  # its first bytes stand for all of a tensor
         assert first % 16 == start % 16 == size[lane] % 16 == 0 and start >= 0
         assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
+        assert not cta.memory.holes[start : start + int(size[lane])].any(), "a copy from beyond a tensor"
         assert not cta.guarded[first:last].any(), "a barrier is there"
         cta.shared.data[first:last] = 0xFF
         cta.under_way.setdefault(int(barrier[lane]), []).append((first, start, int(size[lane])))

@@ -89,6 +89,7 @@ class Memory:
     def __init__(self, data: np.ndarray, base: int = 0):
         self.data, self.base, self.changes = data, base, 0
         self.late: np.ndarray | None = None  # bytes that the kernel before this one may still write; None: it has ended
+        self.holes: np.ndarray | None = None  # bytes that are no tensor's, which nothing may touch
 
     def places(self, address: np.ndarray, size: int) -> np.ndarray:
         if not self.base:  # shared memory: its addresses have 32 bits
@@ -96,7 +97,9 @@ class Memory:
         at = address.astype(np.int64) - self.base
         assert (at >= 0).all() and (at + size <= len(self.data)).all(), "access out of bounds"
         assert (at % size == 0).all(), "misaligned access"
-        return at[:, None] + np.arange(size)
+        places = at[:, None] + np.arange(size)
+        assert self.holes is None or not self.holes[places].any(), "access beyond a tensor"
+        return places
 
     def read(self, address: np.ndarray, size: int) -> np.ndarray:
         """uint8 [threads, size]."""
@@ -109,7 +112,7 @@ class Memory:
 
 
 class GlobalMemory:
-    """Tensors one after the other, with unused bytes between them."""
+    """Tensors one after the other, with bytes between them that no access may touch."""
 
     def __init__(self, tensors: list[torch.Tensor]):
         chunks, self.starts = [], []
@@ -118,6 +121,7 @@ class GlobalMemory:
             data = tensor.contiguous().view(torch.uint8).flatten().numpy() if tensor.numel() else np.empty(0, np.uint8)
             chunks += [data, np.full(2048 - len(data) % 1024, 0xFF, np.uint8)]
         self.memory = Memory(np.concatenate(chunks), GLOBAL_BASE)
+        self.memory.holes = np.concatenate([np.full(len(chunk), i % 2 == 1) for i, chunk in enumerate(chunks)])
 
     def parameter(self, number: int, sizes: tuple, strides: tuple, skipped: int = 0) -> bytes:
         """A CuTe tensor argument: address, int32 sizes, int64 strides, those that are not fixed; skipped: bytes at the

@@ -1,0 +1,67 @@
+"""The sanitizers see kernels run, and no compiler."""
+
+from types import SimpleNamespace
+
+import pytest
+import typer
+from perf_scripts import script
+
+FOUND = """========= COMPUTE-SANITIZER
+tests/gpu/test_gpu.py::test_a PASSED
+========= Program hit CUDA_ERROR_NOT_FOUND (error 500) on CUDA API call to cuGetProcAddress_v2.
+=========     Saved host backtrace up to driver entry point at error
+=========         Host Frame: driver.py:1
+=========
+========= Program hit CUDA_ERROR_NOT_FOUND (error 500) on CUDA API call to cuGetProcAddress_v2.
+=========
+========= Invalid __global__ read of size 4 bytes
+=========     at kernel+0x10
+=========     Address 0x7f0000000000 is out of bounds
+=========
+========= ERROR SUMMARY: 3 errors
+"""
+
+
+@pytest.fixture
+def sanitize(monkeypatch, tmp_path):
+    """The script, whose runs end as ``outcomes`` says and are listed in ``runs``."""
+    with script("sanitize") as found:
+        found.runs, found.outcomes, found.output = [], [], str(tmp_path / "sanitizer.jsonl")
+
+        def run(command, env=None, **_):
+            found.runs.append((command, env or {}))
+            return found.outcomes.pop(0)
+
+        monkeypatch.setattr(found, "subprocess", SimpleNamespace(run=run))
+        monkeypatch.setattr(found, "provenance", dict)
+        yield found
+
+
+def ended(text: str, status: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(stdout=text, stderr="", returncode=status)
+
+
+def test_kernels_are_built_before_a_tool_runs(sanitize):
+    clean = ended("tests/gpu/test_gpu.py::test_a PASSED\n========= ERROR SUMMARY: 0 errors\n")
+    sanitize.outcomes += [clean, clean]
+    with pytest.raises(typer.Exit) as exit:
+        sanitize.main(["memcheck"], output=sanitize.output)
+    (alone, its_own), (under, env) = sanitize.runs
+    assert exit.value.exit_code == 0 and under == ["compute-sanitizer", "--tool", "memcheck", *alone]
+    assert "LOWBIT_ATTN_NO_JIT" not in its_own and env["LOWBIT_ATTN_NO_JIT"] == "1"
+
+
+def test_no_tool_runs_what_fails_without_one(sanitize, capsys):
+    sanitize.outcomes.append(ended("1 failed", 1))
+    with pytest.raises(typer.Exit) as exit:
+        sanitize.main(["memcheck"], output=sanitize.output)
+    assert exit.value.exit_code == 1 and len(sanitize.runs) == 1 and "1 failed" in capsys.readouterr().out
+
+
+def test_errors_are_told_by_kind(sanitize, capsys):
+    sanitize.outcomes += [ended(""), ended(FOUND)]
+    with pytest.raises(typer.Exit) as exit:
+        sanitize.main(["memcheck"], output=sanitize.output)
+    assert exit.value.exit_code == 1 and capsys.readouterr().out.splitlines()[-2:] == [
+        "2 x Program hit CUDA_ERROR_NOT_FOUND (error 500) on CUDA API call to cuGetProcAddress_v2.",
+        "1 x Invalid __global__ read of size 4 bytes"]
