@@ -29,7 +29,11 @@ def scratch(tmp_path_factory):
     (replace(ONE_HEAD, format="kcq2vcq4-nonorm", num_heads=1), 1, Attention()),
     (replace(ONE_HEAD, dtype=torch.bfloat16, num_heads=10, num_heads_kv=2, lengths=(0, 700)), 2, Attention()),
     (replace(ONE_HEAD, format="cq4", num_heads=2, q_len=2, lengths=(500,)), 1, Attention(None, 20.0, 200)),
-], ids=("cq2-d128", "cq2", "cq4-d128", "cq4", "kcq4vcq2", "nonorm", "ragged-bf16", "features"))
+    (replace(ONE_HEAD, format="cq4", head_dim=128, num_heads=2, q_len=2, lengths=(560,)), 1,
+     Attention(None, 20.0, 330)),
+    (replace(ONE_HEAD, format="cq4", head_dim=128, lengths=(0, 70)), 2, Attention()),
+], ids=("cq2-d128", "cq2", "cq4-d128", "cq4", "kcq4vcq2", "nonorm", "ragged-bf16", "features", "features-d128",
+        "no-pages"))
 def test_codebook_path(case, splits, options, scratch):
     text, cfg = compiled(key_of(case, options, "codebook"), scratch)
     problem = testing.build(case)
@@ -42,7 +46,8 @@ def test_codebook_path(case, splits, options, scratch):
     (replace(ONE_HEAD, format="cq4", num_heads=7, q_len=3, lengths=(500,)), Attention(None, 20.0, 200)),
     (replace(ONE_HEAD, head_dim=128, num_heads=8, dtype=torch.bfloat16), Attention()),
     (replace(ONE_HEAD, format="cq2-nonorm", num_heads=8), Attention()),
-], ids=("cq4-d128", "kcq4vcq2", "features", "cq2-d128-bf16", "cq2-nonorm"))
+    (replace(ONE_HEAD, format="kcq4vcq2", head_dim=128, num_heads=7, lengths=(560,)), Attention(None, 20.0, 330)),
+], ids=("cq4-d128", "kcq4vcq2", "features", "cq2-d128-bf16", "cq2-nonorm", "features-d128"))
 def test_codebook_path_of_8_rows(case, options, scratch):
     text, cfg = compiled(key_of(case, options, "codebook8", 8), scratch)
     problem = testing.build(case)
@@ -65,7 +70,8 @@ def test_rings_turn(name, head_dim, scratch):
     (replace(ONE_HEAD, head_dim=128, num_heads=2), Attention()),
     (replace(ONE_HEAD, num_heads=2, num_heads_kv=2, lengths=(300, 0, 700)), Attention()),
     (replace(ONE_HEAD, format="kcq2vcq4", num_heads=1, q_len=2, lengths=(500,)), Attention(None, 20.0, 200)),
-], ids=("cq2-d128", "cq2", "kcq2vcq4"))
+    (replace(ONE_HEAD, format="cq4", head_dim=128, num_heads=2, lengths=(700,)), Attention()),
+], ids=("cq2-d128", "cq2", "kcq2vcq4", "cq4-d128"))
 def test_codebook_path_of_2_rows(case, options, scratch):
     text, cfg = compiled(key_of(case, options, "codebook2", 2), scratch)
     problem = testing.build(case)

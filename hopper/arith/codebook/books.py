@@ -95,6 +95,11 @@ def start(cfg: WarpConfig, books: Books, rows: Rows, place: BookPlace) -> None:
                       Int32(ptx.EVICT_UNCHANGED))
 
 
+def end(place: BookPlace) -> None:
+    """Behind everything else: no copy may come when the CTA has ended. One without pages has not waited for V's."""
+    cute.arch.mbarrier_wait(place.full + 1, 0)
+
+
 def copy_piece(cfg: WarpConfig, side: BookSide, pages: Pages, ring: Ring, warp: Int32, slot: Int32,
                piece_id: Int32) -> None:
     """Start copies of a piece of a page, whose codes and what stands beside them are runs of their own."""

@@ -38,7 +38,7 @@ __all__ = ["add_values", "before_values", "copy_piece", "finish", "load_query", 
 # the other steps are those of codebooks of keys after it
 add_values, before_values, copy_piece, finish = steps.add_values, steps.before_values, steps.copy_piece, steps.finish
 load_query, prefetch_query, token_query = steps.load_query, steps.prefetch_query, steps.token_query
-place_books, start_books = steps.place_books, steps.start_books
+place_books, start_books, end_books = steps.place_books, steps.start_books, steps.end_books
 
 STEPS = 4  # pairs of groups that a lane has of each token
 COPIES, ENTRY_BYTES = 16, 8  # of entries in a row: of four codebooks, one for each lane of half a warp

@@ -5,6 +5,7 @@ from cutlass import Float32, Int32
 
 from lowbit_attn.hopper.arith.codebook import books, query, values
 from lowbit_attn.hopper.arith.codebook.books import copy_piece
+from lowbit_attn.hopper.arith.codebook.books import end as end_books
 from lowbit_attn.hopper.arith.codebook.books import place_of as place_books
 from lowbit_attn.hopper.arith.codebook.books import start as start_books
 from lowbit_attn.hopper.arith.codebook.query import prepare as prepare_query
@@ -19,8 +20,8 @@ from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.fetch import Arrival, Lane, Piece
 from lowbit_attn.hopper.warp.page_loop import Call
 
-__all__ = ["add_values", "before_values", "copy_piece", "finish", "load_query", "part_scores", "place_books",
-           "prefetch_query", "prepare_query", "scores", "start_books", "token_query", "with_mean"]
+__all__ = ["add_values", "before_values", "copy_piece", "end_books", "finish", "load_query", "part_scores",
+           "place_books", "prefetch_query", "prepare_query", "scores", "start_books", "token_query", "with_mean"]
 
 
 def prefetch_query(cfg: WarpConfig, q: cute.Tensor, rows: Rows, me: Lane, thread: Int32) -> None:

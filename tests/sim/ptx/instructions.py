@@ -340,6 +340,7 @@ def movmatrix(warp, suffixes, operands, active):
 def ldmatrix(warp, suffixes, operands, active):
     assert active.all()
     rows = warp.cta.shared.read(warp.address(operands[1]), 16).view(np.uint16).astype(U64)
+    warp.note_read(warp.address(operands[1]), 16)
     for i, name in enumerate(names_of(operands[0])):
         matrix = rows[8 * i : 8 * i + 8]
         warp.set(name, rows_of(matrix.T if "trans" in suffixes else matrix), active)
@@ -391,7 +392,13 @@ def mma_tf32(warp, operands, active):
 
 
 def nothing(warp, suffixes, operands, active):
-    """Fences, prefetches, and the barrier of a warp that runs in lock step."""
+    """Prefetches, and what has no effect here."""
+
+
+def warp_barrier(warp, suffixes, operands, active):
+    """Warps run in lock step; but without it, other lanes may be behind: see Warp.note_read."""
+    assert suffixes[:2] == ("warp", "sync")
+    warp.begin_moment()
 
 
 def fence(warp, suffixes, operands, active):
@@ -407,7 +414,7 @@ WHOLE = {
     "shfl": shuffle, "vote": vote, "match": match, "redux": reduce, "elect": elect, "prmt": permute,
     "movmatrix": movmatrix, "ldmatrix": ldmatrix, "mma": mma,
     "wgmma": wgmma.step, "stmatrix": wgmma.stmatrix, "setmaxnreg": nothing, "lop3": table_of_bits,
-    "fence": fence, "bar": nothing, "prefetch": nothing, "nanosleep": nothing, "griddepcontrol": memory.grid_dependency,
-    "cvta": move,
+    "fence": fence, "bar": warp_barrier, "prefetch": nothing, "nanosleep": nothing, "cvta": move,
+    "griddepcontrol": memory.grid_dependency,
     "popc": count_ones, "bfi": insert_bits, "shf": funnel_shift, "vabsdiff4": byte_distances, "dp4a": byte_products,
 }

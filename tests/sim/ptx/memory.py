@@ -26,8 +26,11 @@ def load(warp, suffixes, operands, active):
         words = load_of_cluster(warp, operands, active).view(f"u{size}")
     else:
         at, data = warp.address(operands[1]), np.zeros((LANES, size * len(names)), np.uint8)
-        memory = warp.cta.shared if suffixes[0] == "shared" else global_memory(warp, at, size * len(names), active)
+        is_shared = suffixes[0] == "shared"
+        memory = warp.cta.shared if is_shared else global_memory(warp, at, size * len(names), active)
         data[active] = memory.read(at[active], size * len(names))
+        if is_shared:
+            warp.note_read(at[active], size * len(names))
         words = data.view(f"u{size}")
     for i, name in enumerate(names):
         warp.set(name, words[:, i], active)
@@ -107,6 +110,7 @@ def bulk_copy(warp, suffixes, operands, active):
         assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
         assert not cta.memory.holes[start : start + int(size[lane])].any(), "a copy from beyond a tensor"
         assert not cta.guarded[first:last].any(), "a barrier is there"
+        assert not (cta.read_when[first:last] == warp.moment).any(), "other lanes may still read what is there"
         cta.shared.data[first:last] = 0xFF
         cta.under_way.setdefault(int(barrier[lane]), []).append((first, start, int(size[lane])))
 

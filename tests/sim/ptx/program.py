@@ -2,8 +2,9 @@
 
 What the instructions do is in instructions.py. A warp runs until it ends or needs others: at a barrier, before it
 reads what other CTAs may be writing (ld.relaxed), where an mbarrier lets it wait. Copies to shared memory come as late
-as they may, and what was there goes as early: what is read without a wait, or written too early, is NaN. Shared memory
-starts as NaN; every access must be aligned and in bounds.
+as they may, and what was there goes as early: what is read without a wait, or written too early, is NaN. A bulk copy
+may not go where the warp has read since its lanes last met, nor come when its CTA has ended. Shared memory starts as
+NaN; every access must be aligned and in bounds.
 """
 
 import re
@@ -199,6 +200,9 @@ class Cta:
     policies: set[int] = field(default_factory=set)  # of L2, of all bulk copies
     # the warp, counted from 1, that wrote a byte of shared memory and has not fenced it for wgmma since; 0: none
     unfenced: np.ndarray = field(default_factory=lambda: np.zeros(SHARED_BYTES, np.uint8))
+    # the moment of a warp in which it last read a byte of shared memory
+    read_when: np.ndarray = field(default_factory=lambda: np.zeros(SHARED_BYTES, np.int64))
+    moments: int = 0  # of all warps, so far
     has_poison: bool = False  # a register that is read before it is written is no number; else that is an error
 
     @staticmethod
@@ -233,6 +237,7 @@ class Cta:
                     del running[warp]
                     self.stops.pop(warp, None)
                     self.ended += 1
+                    assert running or not self.under_way, "copies to shared memory of a CTA that has ended"
             votes |= self.release(count)
             yield True
 
@@ -290,6 +295,7 @@ class Warp:
         self.cta, self.index = cta, warp
         self.has_waited = np.zeros(LANES, bool)  # for the kernel before
         self.met = 0  # how often it has waited for its cluster
+        self.begin_moment()
         self.copies, self.groups = [], []  # cp.async: those that no group has, and groups that are under way
         self.multiplies, self.multiply_groups = [], []  # the same of wgmma
         self.registers = {"%laneid": np.arange(LANES, dtype=np.uint64),
@@ -326,6 +332,7 @@ class Warp:
             if opcode in ("bar.sync", "bar.red.or.pred", "barrier.cta.red.or.pred"):
                 assert active.all()
                 found = yield self.barrier_stop(instruction, at)
+                self.begin_moment()
                 if opcode != "bar.sync":
                     self.set(operands[0], np.full(LANES, found), active)
             elif opcode == "barrier.cluster.wait":
@@ -342,6 +349,15 @@ class Warp:
             if at == next_group:
                 places[here] = at
                 at, here, next_group = _lowest(places, end)
+
+    def begin_moment(self) -> None:
+        """All lanes have met: of what was read before, none is still being read."""
+        self.cta.moments += 1
+        self.moment = self.cta.moments
+
+    def note_read(self, address: np.ndarray, size: int) -> None:
+        """Until all lanes have met, some may still read this: no bulk copy may take its place."""
+        self.cta.read_when[self.cta.shared.places(address, size)] = self.moment
 
     def look(self, instruction: Instruction, at: int, active: np.ndarray) -> Stop:
         return Stop(instruction, at, self.address(instruction.operands[1])[active].tobytes())
