@@ -210,8 +210,7 @@ def counts(cfg: WarpConfig, pages: Int32):
 
 
 def is_alone(cfg: WarpConfig) -> bool:
-    """Whether CTAs know nothing of each other: with K per token a register would be missing; with 16 rows arithmetic
-    decides, not memory."""
+    """Whether CTAs know nothing of each other: K per token lacks a register, and 16 rows are bound by arithmetic."""
     return cfg.k.is_per_token or cfg.col_blocks > 1
 
 
