@@ -45,8 +45,7 @@ def fresh(me: Lane) -> Lane:
 
 
 def fence() -> None:
-    """Keep loads on their side: else ptxas brings the next ones forward, until registers are short, or puts early ones
-    off."""
+    """Keep loads on their side: else ptxas brings next ones forward, until registers are short, or puts them off."""
     cute.arch.sync_warp()
 
 
@@ -218,8 +217,7 @@ def start(cfg: cutlass.Constexpr[WarpConfig], pages: Pages, ring: Ring, me: Lane
 @cute.jit
 def refill(cfg: cutlass.Constexpr[WarpConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring, me: Lane,
            page: Int32, slot: Int32, ids: Int32) -> Int32:
-    """Piece (page, side_idx) comes to ``slot``, and all lanes have read the one before it: start the piece that goes to
-    its slot. Returns the ids."""
+    """Piece (page, side_idx) comes to ``slot``; all lanes have read the one before: refill its slot. Returns ids."""
     ahead, side = part_of(side_idx + cfg.slots - 1)
     cute.arch.sync_warp()
     later = page + ahead
@@ -253,8 +251,7 @@ def refill_early(cfg: cutlass.Constexpr[WarpConfig], side_idx: cutlass.Constexpr
 @cute.jit
 def wait(cfg: cutlass.Constexpr[WarpConfig], side_idx: cutlass.Constexpr[int], pages: Pages, ring: Ring, me: Lane,
          page: Int32, slot: Int32, phase: Int32, ids: Int32, is_early) -> Int32:
-    """Wait for piece (page, side_idx) in ``slot``, or half of it, and refill the slot before if not done early. Returns
-    the ids."""
+    """Wait for piece (page, side_idx) in ``slot``, or half; refill the slot before if not done. Returns the ids."""
     if cutlass.const_expr(side_idx == 0):
         cute.arch.mbarrier_wait(ring.full + slot, phase)
         if is_single(cfg, pages):
