@@ -15,7 +15,8 @@ OF_WARPS = {path: support for path, support in PATHS.items() if path not in TILE
 
 
 # of arithmetics that read codebooks
-BOOK_STEPS = ("copy_piece", "part_scores", "place_books", "start_books", "token_query", "with_mean")
+BOOK_STEPS = ("copy_piece", "end_books", "place_books", "start_books", "token_query")
+PART_STEPS = ("part_scores", "with_mean")  # of those whose warps take both pieces of a page
 
 
 def test_a_path_is_an_arithmetic_on_a_schedule():
@@ -45,6 +46,7 @@ def test_an_arithmetic_has_every_step(name):
     steps, text = ARITHMETICS[name].steps, inspect.getdoc(Arithmetic)
     serves = {support.schedule for support in OF_WARPS.values() if support.arithmetic == name}
     of_books = BOOK_STEPS * any(support.codebooks for support in OF_WARPS.values() if support.arithmetic == name)
+    of_books += PART_STEPS * getattr(ARITHMETICS[name], "has_parts", False)
     wanted = STEPS + OWN_STEPS * any(SCHEDULES[schedule].own_queries for schedule in serves)
     assert set(wanted + of_books) == set(steps.__all__)
     text += inspect.getdoc(type(ARITHMETICS["codebook"]))
