@@ -119,7 +119,7 @@ class SplitsSm90(DecodeKernel):
                                partials.shape[1], own_query)
         merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(*results, combine.block_of(block), block[2]))
         if cutlass.const_expr(cfg.arithmetic.has_books):
-            cfg.arithmetic.steps.end_books(ring.books)
+            cfg.arithmetic.steps.end_books(cfg, ring.books)
 
 
 @cute.jit

@@ -15,8 +15,8 @@ OF_WARPS = {path: support for path, support in PATHS.items() if path not in TILE
 
 
 # of arithmetics that read codebooks
-BOOK_STEPS = ("copy_piece", "place_books", "start_books", "token_query")
-PART_STEPS = ("part_scores", "with_mean")  # of those whose pages may come in parts
+BOOK_STEPS = ("copy_piece", "end_books", "place_books", "start_books", "token_query")
+PART_STEPS = ("part_scores", "with_mean")  # of those whose warps take both pieces of a page
 
 
 def test_a_path_is_an_arithmetic_on_a_schedule():

@@ -95,7 +95,7 @@ def start(cfg: WarpConfig, books: Books, rows: Rows, place: BookPlace) -> None:
                       Int32(ptx.EVICT_UNCHANGED))
 
 
-def end(place: BookPlace) -> None:
+def end(cfg: WarpConfig, place: BookPlace) -> None:
     """Behind everything else: no copy may come when the CTA has ended. One without pages has not waited for V's."""
     cute.arch.mbarrier_wait(place.full + 1, 0)
 

@@ -149,7 +149,7 @@ class Codebook(Arithmetic):
                                                  start bulk copies of a piece of a page to a slot
         place_books(cfg, buffer, barriers)       where the codebooks are: buffer, barriers of the CTA
         start_books(cfg, books, rows, place)     start their copies; one thread calls it, at the kernel's start
-        end_books(place)                         wait for copies that nothing else has waited for
+        end_books(cfg, place)                    wait for copies that nothing else has waited for
         part_scores(cfg, piece, me, query)       products of q' and the codes of a part of a page (warp/part_loop.py)
         with_mean(cfg, piece, me, query, acc)    S of a page, of such products and the mean beside any part
         token_query(cfg, shared, ring, me)       (words, [column] factor) of q for 16-bit tokens, as B operand

@@ -32,8 +32,8 @@ from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece, read
 from lowbit_attn.hopper.warp.softmax import Scores
 
-__all__ = ["add_values", "before_values", "copy_piece", "finish", "load_query", "place_books", "prefetch_query",
-           "prepare_query", "scores", "start_books", "token_query"]
+__all__ = ["add_values", "before_values", "copy_piece", "end_books", "finish", "load_query", "place_books",
+           "prefetch_query", "prepare_query", "scores", "start_books", "token_query"]
 
 # the other steps are those of codebooks of keys after it
 add_values, before_values, copy_piece, finish = steps.add_values, steps.before_values, steps.copy_piece, steps.finish
