@@ -118,8 +118,6 @@ class SplitsSm90(DecodeKernel):
         me, rows = token_units(cfg, call, pages, plans, ring, me, queries, rows, state, scale_log2, limits,
                                partials.shape[1], own_query)
         merge.run(cfg, ring, inbox, me, rows, state, combine.Outputs(*results, combine.block_of(block), block[2]))
-        if cutlass.const_expr(cfg.arithmetic.has_books):
-            cfg.arithmetic.steps.end_books(cfg, ring.books)
 
 
 @cute.jit

@@ -93,6 +93,8 @@ def run(cfg: cutlass.Constexpr[WarpConfig], ring: Ring, inbox: Inbox | None, me:
                   address_of(cfg, out, rows, own, later % chunks))
     if (out.num_splits > 1) & ~in_cluster:
         combine.merge(out, rows, cfg.threads, thread)
+    if cutlass.const_expr(cfg.arithmetic.has_books):
+        cfg.arithmetic.steps.end_books(cfg, ring.books)
 
 
 @cute.jit
