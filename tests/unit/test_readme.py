@@ -124,6 +124,22 @@ def test_first_number_is_the_results():
     assert sentence in " ".join(README.read_text().split())
 
 
+def test_rows_of_the_engine_are_cells_of_its_tables():
+    """README's columns are some of docs/serving.md's, which perf/engine_table.py makes."""
+    times, largest = re.findall(r"<!-- engine: begin \(python perf/engine_table.py (?:steps|largest)\) -->\n(.*?)"
+                                r"<!-- engine: end -->", (ROOT / "docs/serving.md").read_text(), re.S)
+    cells = {name: {row[0]: row for row in ([cell.strip() for cell in line.strip("|").split("|")]
+                                            for line in table.splitlines())}
+             for name, table in (("times", times), ("largest", largest))}
+    head, _, *rows = re.search(r"\| ms a token, x 16 bit.*?\n\n", README.read_text(), re.S)[0].strip().splitlines()
+    assert head.count("|") == 6 and len(rows) == 3
+    for row in rows:
+        dtype, *shown = [cell.strip() for cell in row.strip("|").split("|")]
+        dtype = dtype.split()[0]
+        time, most = cells["times"][dtype], cells["largest"][dtype]
+        assert shown == [time[2], time[4], time[5], most[4]], dtype
+
+
 MOST_LINES, MOST_WORDS, INSTALL_BY = 130, 30, 40
 
 
