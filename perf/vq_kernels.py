@@ -52,6 +52,7 @@ ADDRESS_BYTES = 8
 # what the kernel asks of its arithmetic's steps, but for what is defined below
 before_values, copy_piece, finish = steps.before_values, steps.copy_piece, steps.finish
 load_query, prefetch_query, token_query = steps.load_query, steps.prefetch_query, steps.token_query
+end_books = steps.end_books  # both barriers have ended a phase whether copies came or addresses
 
 
 class LookupStep(Codebook):
