@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 from provenance import ROOT, append_result, provenance
-from text_quality import SMOLLM2, cases
+from text_quality import SMOLLM2, asked_for, cases, loaded
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -29,18 +29,11 @@ def run(
     output: OutputOption = RESULTS,
 ) -> None:
     """Score the caches and append a line for each."""
-    known = cases()
-    if unknown := set(only) - known.keys():
-        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(known)}", param_hint="--only")
-    import torch
-
-    from lowbit_attn.demo import model as models
-
-    torch.set_num_threads(threads)
-    network, tokenizer = models.load(models.fetch(models.default_folder()), "cpu")
-    for label in only or known:
-        line = scored(network, tokenizer, known[label], questions)
-        append_result(output, provenance() | {"model": SMOLLM2, "label": label, "options": known[label]} | line)
+    picked = asked_for(cases(), only)
+    network, tokenizer = loaded(None, threads)
+    for label, options in picked.items():
+        line = scored(network, tokenizer, options, questions)
+        append_result(output, provenance() | {"model": SMOLLM2, "label": label, "options": options} | line)
         print(label, line, flush=True)
 
 

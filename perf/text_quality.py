@@ -81,19 +81,15 @@ def run(
     output: OutputOption = RESULTS,
 ) -> None:
     """Score the caches on the windows of one text and append a line for each."""
-    known = cases()
     if text not in TEXTS:
         raise typer.BadParameter(f"{text!r}, supported: {', '.join(TEXTS)}", param_hint="--text")
-    if unknown := set(only) - known.keys():
-        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(known)}", param_hint="--only")
+    known = asked_for(cases(), only)
     import torch
 
     from lowbit_attn import quality
-    from lowbit_attn.demo import model as models
 
-    torch.set_num_threads(threads)
-    network, tokenizer = models.load(gguf or models.fetch(models.default_folder()), "cpu")
-    picked = {label: all_layers(known[label], network) for label in only or known}
+    network, tokenizer = loaded(gguf, threads)
+    picked = {label: all_layers(options, network) for label, options in known.items()}
     ids = tokenizer(text_of(text)).input_ids
     for place, window in enumerate(windows(ids, tokenizer.bos_token_id, tokens, count)):
         about = provenance() | {"model": model, "text": text, "window": place, "tokens": len(window),
@@ -106,6 +102,23 @@ def run(
                 append_result(output, line)
                 print(f"{text} {place} {label:20} {line['bits_per_element']:6.3f} bits  {line['perplexity']:8.4f}  "
                       f"KL {line['kl']:.5f}  top-1 {line['top1']:.3f}  {line['seconds']:.0f} s", flush=True)
+
+
+def asked_for(known: dict[str, dict | None], only: list[str]) -> dict[str, dict | None]:
+    """The cases of --only, in its order, or all; BadParameter for a label that none has."""
+    if unknown := set(only) - known.keys():
+        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(known)}", param_hint="--only")
+    return {label: known[label] for label in only or known}
+
+
+def loaded(gguf: Path | None, threads: int) -> tuple:
+    """(network, tokenizer) of a model in GGUF, or of SmolLM2, on so many threads of the CPU."""
+    import torch
+
+    from lowbit_attn.demo import model as models
+
+    torch.set_num_threads(threads)
+    return models.load(gguf or models.fetch(models.default_folder()), "cpu")
 
 
 def all_layers(options: dict | None, network) -> dict | None:

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 from provenance import ROOT, append_result, provenance
-from text_quality import SINKS, SMOLLM2, LabelsOption, OutputOption, all_layers
+from text_quality import SINKS, SMOLLM2, LabelsOption, OutputOption, all_layers, asked_for, loaded
 from text_quality import cases as formats
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -42,17 +42,10 @@ def run(
     output: OutputOption = RESULTS,
 ) -> None:
     """Ask each cache and append a line for it."""
-    known = cases()
-    if unknown := set(only) - known.keys():
-        raise typer.BadParameter(f"{sorted(unknown)}, supported: {', '.join(known)}", param_hint="--only")
-    import torch
-
-    from lowbit_attn.demo import model as models
-
-    torch.set_num_threads(threads)
-    network, tokenizer = models.load(gguf or models.fetch(models.default_folder()), "cpu")
-    for label in only or known:
-        line = asked(network, tokenizer, known[label], questions)
+    picked = asked_for(cases(), only)
+    network, tokenizer = loaded(gguf, threads)
+    for label, options in picked.items():
+        line = asked(network, tokenizer, options, questions)
         append_result(output, provenance() | {"model": model, "label": label} | line)
         print(label, line, flush=True)
 
@@ -60,10 +53,10 @@ def run(
 def asked(network, tokenizer, options: dict | None, questions: int) -> dict:
     """What one cache answers: right of the questions, and the tokens of all prompts."""
     from lowbit_attn.demo.scoring import help_text
+    from lowbit_attn.quality import is_simulated
     from lowbit_attn.recall import recall
 
-    is_simulated = options is not None and "v_step" in options
-    options = options if is_simulated else all_layers(options, network)
+    options = options if is_simulated(options) else all_layers(options, network)
     start = time.perf_counter()
     score = recall(network, tokenizer, help_text(None), {"": options}, questions)[""]
     return {"options": options, "questions": score.questions, "right": score.right, "tokens": score.tokens,

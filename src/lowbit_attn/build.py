@@ -98,8 +98,8 @@ def build_and_report(keys: list[KernelKey], console: Console, jobs: int | None =
     """Build what is missing of these kernels, print failures, a table of all and their number, and end the command.
 
     Raises typer.Exit: 0, 1 if a kernel failed, 2 if a tool is missing without which none can be built. See
-    ``build_all`` for ``initializer``. record: a file of lines, a kernel and the fingerprint of
-    its sources, to which what is built now is added; kernels that it has are left out, wherever they were built.
+    ``build_all`` for ``initializer``. record: a file of lines, a kernel and the fingerprint of its sources, to which
+    what is built now is added; kernels that it has are left out, wherever they were built.
     """
     for tool in ("gcc", "nvdisasm", "cuobjdump"):
         if missing := _missing(tool):

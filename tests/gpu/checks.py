@@ -45,6 +45,19 @@ def check_problem(problem: testing.Problem, want: testing.Expected, path: str, g
     return out
 
 
+def check_captured(problem: testing.Problem) -> None:
+    """A call of two sequences of 700 and 300 tokens, captured once, reads the lengths of the moment."""
+    cache, q = testing.to_device(problem.cache, "cuda"), problem.q
+    lowbit_attn.decode(q, cache)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(q)
+    with torch.cuda.graph(graph):
+        lowbit_attn.decode(q, cache, out=out)
+    for n_tok in ((700, 300), (690, 290)):
+        cache.n_tok.copy_(torch.tensor(n_tok, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, lowbit_attn.decode(q, cache)[0])
+
+
 def differing_values(problem: testing.Problem, path: str, launches: int = 1000, options: Attention = PLAIN) -> int:
     """Values of o and lse that differ from the first launch's over many launches beside a busy second stream."""
     asked = vars(options)

@@ -8,7 +8,7 @@ import torch
 
 import lowbit_attn
 from gpu import matrix
-from gpu.checks import check_decode, check_problem, differing_values, problem_and_expected
+from gpu.checks import check_captured, check_decode, check_problem, differing_values, problem_and_expected
 from lowbit_attn import testing
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -132,16 +132,8 @@ def test_launches_repeat_themselves(arch, name, path):
 @pytest.mark.parametrize("arch", ["hopper", AMPERE])
 def test_a_graph_sees_new_tokens(arch, name, record_property):
     """Captured once, a call reads the lengths of the moment."""
-    problem, _ = problem_and_expected(Case(name, num_heads=8, num_heads_kv=2, lengths=(700, 300), sinks=5), PATH)
-    cache, q = testing.to_device(problem.cache, "cuda"), problem.q
-    lowbit_attn.decode(q, cache)
-    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(q)
-    with torch.cuda.graph(graph):
-        lowbit_attn.decode(q, cache, out=out)
-    for n_tok in ((700, 300), (690, 290)):
-        cache.n_tok.copy_(torch.tensor(n_tok, dtype=torch.int32))
-        graph.replay()
-        assert torch.equal(out, lowbit_attn.decode(q, cache)[0])
+    case = Case(name, num_heads=8, num_heads_kv=2, lengths=(700, 300), sinks=5)
+    check_captured(problem_and_expected(case, PATH)[0])
 
 
 @pytest.mark.parametrize("arch", ["hopper", AMPERE])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lowbit_attn
-from gpu.checks import check_decode, differing_values, problem_and_expected
+from gpu.checks import check_captured, check_decode, differing_values, problem_and_expected
 from lowbit_attn import testing
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
@@ -76,16 +76,7 @@ def test_launches_repeat_themselves(path):
 
 
 def test_a_graph_sees_new_tokens():
-    problem, _ = problem_and_expected(case_of("prerope", lengths=(700, 300)), "prerope")
-    cache, q = testing.to_device(problem.cache, "cuda"), problem.q
-    lowbit_attn.decode(q, cache)
-    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(q)
-    with torch.cuda.graph(graph):
-        lowbit_attn.decode(q, cache, out=out)
-    for n_tok in ((700, 300), (690, 290)):
-        cache.n_tok.copy_(torch.tensor(n_tok, dtype=torch.int32))
-        graph.replay()
-        assert torch.equal(out, lowbit_attn.decode(q, cache)[0])
+    check_captured(problem_and_expected(case_of("prerope", lengths=(700, 300)), "prerope")[0])
 
 
 def test_what_the_kernels_do_not_read():
