@@ -5,7 +5,7 @@ from types import ModuleType
 
 from lowbit_attn import layout
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES
-from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, MIN_SLOTS, PACE_ENTRIES, PACE_INT8, Rule
+from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, MIN_SLOTS, PACE_BOOKS, Rule
 from lowbit_attn.hopper.warp.config import WORD, Arithmetic, SidePlan, WarpConfig
 
 TWO, FEW, MANY = 2, 4, 8  # query rows: of a lane t // 2, or t, as on the integer path, or 2t and the next
@@ -207,7 +207,7 @@ class Codebook(Arithmetic):
         return BookConfig(*fields)
 
     def pace(self, cfg: WarpConfig) -> Rule:
-        return PACE_INT8 if uses_table(cfg) else PACE_ENTRIES
+        return PACE_BOOKS
 
 
 class PreRope(Codebook):
