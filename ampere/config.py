@@ -315,10 +315,22 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
                      f"{least.shared_bytes} B of shared memory, {target} has {limit} B a block")
 
 
+def config_of(key: KernelKey, path: str) -> DecodeConfig:
+    """The configuration of a decode kernel."""
+    return decode_config(FORMATS[key.format], key.head_dim, key.dtype, key.target, path, key.rows, key.features)
+
+
 def ctas_per_sm(key: KernelKey, path: str) -> int:
     """Blocks of a decode kernel that an SM surely holds at once."""
-    return decode_config(FORMATS[key.format], key.head_dim, key.dtype, key.target, path, key.rows,
-                         key.features).ctas_per_sm
+    return config_of(key, path).ctas_per_sm
+
+
+def same_text(key: KernelKey, path: str) -> KernelKey:
+    """The decode kernel of sm_80 if one of sm_89 has its sizes, and so its TileLang text; else the kernel itself."""
+    if key.target != "sm_89":
+        return key
+    first = replace(key, target="sm_80")
+    return first if config_of(first, path) == replace(config_of(key, path), target=first.target) else key
 
 
 def rows_of(head_dim: int) -> tuple[int, ...]:

@@ -84,8 +84,11 @@ def emit_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
 
 
 def same_source(key: KernelKey) -> KernelKey:
-    """What kernels have in common whose TileLang text is the same on all targets: those of ``device``."""
-    return replace(key, target="") if key.arch == "device" else key
+    """What kernels have in common whose TileLang text is the same: those of ``device`` on all targets, and Ampere's
+    decode kernels of the same sizes."""
+    if key.arch == "device":
+        return replace(key, target="")
+    return kernels.same_text(key) if key.arch == "ampere" and key.op == "decode" else key
 
 
 def may_overlap(key: KernelKey) -> bool:

@@ -52,6 +52,7 @@ from lowbit_attn.kernels.registry import (
     path_name,
     path_of,
     pick,
+    same_text,
     trace,
 )
 from lowbit_attn.kernels.shipped import (
@@ -77,5 +78,6 @@ __all__ = [
     "arch_package", "baselines", "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target",
     "exchange_key", "is_even", "level_append_key", "level_window_keys", "manage_keys", "manage_missing", "merge_key",
     "merge_states_key", "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys", "pair_key", "path_name",
-    "path_of", "pick", "quantize_key", "quantize_missing", "rank_keys", "shipped_keys", "step_keys", "trace",
+    "path_of", "pick", "quantize_key", "quantize_missing", "rank_keys", "same_text", "shipped_keys", "step_keys",
+    "trace",
 ]

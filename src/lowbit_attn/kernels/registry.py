@@ -115,6 +115,11 @@ def checks(key: KernelKey) -> Checks:
     return Checks()
 
 
+def same_text(key: KernelKey) -> KernelKey:
+    """An Ampere decode kernel whose TileLang text this one has, maybe itself."""
+    return module("ampere.config").same_text(key, path_name(key))
+
+
 def ctas_per_sm(key: KernelKey) -> int:
     """Blocks of a decode kernel that an SM surely holds at once."""
     sized = replace(key, target=key.sizes or key.target)
