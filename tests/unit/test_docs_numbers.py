@@ -5,6 +5,8 @@ import math
 import re
 from pathlib import Path
 
+import pytest
+
 from lowbit_attn.linear.formats import FORMATS
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
@@ -62,15 +64,20 @@ def over_read(line: dict) -> float:
 # ---- docs/performance.md
 
 
-def test_a_whole_model():
-    rows = rows_of(PERFORMANCE, "A whole model")
-    assert len(rows) == 16
+H100 = "d82b512bcbad"
+
+
+@pytest.mark.parametrize("heading, commit, count", [("A whole model", "bc6f14c", 16),
+                                                    ("A whole model on an H100", H100, 15)])
+def test_a_whole_model(heading, commit, count):
+    rows = rows_of(PERFORMANCE, heading)
+    assert len(rows) == count
     for case, format, step, rate, gain, *parts in rows:
         length, batch = re.match(r"(\d+)K, (\d+)", case).groups()
         of = dict(model="llama-3.1-8b", seqlen=1024 * int(length), largest="(" in case)
         format = format.partition(" (")[0]
-        line = newest("e2e", "bc6f14c", format=format, batch=int(batch), **of)
-        plain = newest("e2e", "bc6f14c", format="16 bit", **of)
+        line = newest("e2e", commit, format=format, batch=int(batch), **of)
+        plain = newest("e2e", commit, format="16 bit", **of)
         assert is_rounded(step, line["step_ms"]) and is_rounded(rate, line["tokens_per_s"]), case
         assert is_rounded(gain, line["tokens_per_s"] / plain["tokens_per_s"]), case
         for shown, name in zip(parts, ("weights_ms", "attention_ms", "append_ms", "other_ms"), strict=True):
@@ -287,10 +294,10 @@ def test_bits_of_a_large_matrix():
 def test_products():
     head, *rows = [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in
                    re.search(r"^\| format \| m \|.*?(?=\n\n)", WEIGHTS, flags=re.M | re.S)[0].splitlines()]
-    assert len(rows) == 10 and head[2] == "8192 x 28672" and head[5] == "4096 x 4096"
+    assert len(rows) == 11 and head[2] == "8192 x 28672" and head[5] == "4096 x 4096"
     for format, m, *cells in rows[1:]:
         for (n, k), (whole, read, cublas) in zip(((8192, 28672), (4096, 4096)), (cells[:3], cells[3:])):
-            line = newest("linear", "3fc35e40c475", format=format, m=int(m), n=n, k=k, path=None)
+            line = newest("linear", H100, format=format, m=int(m), n=n, k=k, path=None)
             fastest = min(line["read_us"], line["hinted_read_us"])
             us, ratio = re.fullmatch(r"([\d.]+) \(([\d.]+)\)", whole).groups()
             assert is_rounded(us, line["us"]) and is_rounded(ratio, line["multiply_us"] / fastest), (format, m, n)
@@ -361,12 +368,14 @@ def test_missed_targets_are_the_tables():
     assert is_rounded(missed[-1][2], step / whole)
 
 
-def test_steps_with_codebook_weights():
-    rows = rows_of(WEIGHTS, "A whole step")
+@pytest.mark.parametrize("heading", ["A whole step", "A whole step on an H100"])
+def test_steps_with_codebook_weights(heading):
+    rows = rows_of(WEIGHTS, heading)
     assert len(rows) == 12
     for weights, cache, tokens, batch, *cells in rows:
         wanted = None if weights == "16 bit" else weights.strip("`")
         commit = BORDERS if tokens != "4096" or (weights, batch) == ("16 bit", "8") else TODAY
+        commit = H100 if "H100" in heading else commit
         line = next(line for line in found("e2e_weights", commit, format=cache, batch=int(batch), seqlen=int(tokens))
                     if line.get("weights") == wanted)
         for shown, name in zip(cells, ("step_ms", "weights_ms", "attention_ms", "append_ms", "other_ms"), strict=True):
