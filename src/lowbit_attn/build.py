@@ -27,7 +27,7 @@ def build_all(keys: list[KernelKey], jobs: int | None = None, force: bool = Fals
     """
     groups: dict[KernelKey, list[KernelKey]] = {}
     for key in keys:
-        groups.setdefault(emit.same_source(key), []).append(key)
+        groups.setdefault(emit.source_of(key), []).append(key)
     with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=initializer) as pool:
         futures = {pool.submit(_build_each, group, force): group for group in sorted(groups.values(), key=_quickness)}
         for future in _shown(as_completed(futures), futures):
@@ -48,7 +48,12 @@ def _shown(ended: Iterator, groups: dict[object, list[KernelKey]]) -> Iterator:
 
 def _build_each(keys: list[KernelKey], force: bool = False) -> list[str]:
     """What went wrong with each, in words: not every exception can pass between processes."""
-    return [_build(key, force) for key in keys]
+    found = []
+    for i, key in enumerate(keys):
+        if i:
+            emit.hand_on(keys[i - 1], key)
+        found.append(_build(key, force))
+    return found
 
 
 def _build(key: KernelKey, force: bool) -> str:

@@ -84,11 +84,21 @@ def emit_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
 
 
 def same_source(key: KernelKey) -> KernelKey:
-    """What kernels have in common whose TileLang text is the same: those of ``device`` on all targets, and Ampere's
-    decode kernels of the same sizes."""
-    if key.arch == "device":
-        return replace(key, target="")
-    return kernels.same_text(key) if key.arch == "ampere" and key.op == "decode" else key
+    """What kernels have in common whose TileLang text is the same on all targets: those of ``device``."""
+    return replace(key, target="") if key.arch == "device" else key
+
+
+def source_of(key: KernelKey) -> KernelKey:
+    """What kernels have in common whose TileLang text is the same: as ``same_source``, and Ampere's decode kernels of
+    the same sizes. No kernel is made of it: packing kernels would be built again for every change of Ampere's sizes.
+    """
+    return kernels.same_text(key) if key.arch == "ampere" and key.op == "decode" else same_source(key)
+
+
+def hand_on(key: KernelKey, other: KernelKey) -> None:
+    """Let a kernel take the text of the one that was emitted last, if it is the same."""
+    if source_of(key) == source_of(other) and (lowered := _LOWERED.get(same_source(key))):
+        _LOWERED[same_source(other)] = lowered
 
 
 def may_overlap(key: KernelKey) -> bool:

@@ -65,7 +65,7 @@ def rotation(keys: list[KernelKey], count: int, seed: int) -> list[KernelKey]:
     """
     sources: dict[KernelKey, list[KernelKey]] = {}
     for key in keys:
-        sources.setdefault(emit.same_source(key), []).append(key)
+        sources.setdefault(emit.source_of(key), []).append(key)
     classes: dict[tuple, list[KernelKey]] = {}
     for key in sources:
         what = key.arithmetic + key.schedule or key.variant.partition("-")[0]

@@ -84,13 +84,17 @@ def test_decode_kernels_of_two_targets_share_their_text_where_their_sizes_are_th
     eight, sixty_four = (
         [kernels.decode_key("ampere", target, "float16", 64, "k4v4", "register", rows) for target in ("sm_80", "sm_89")]
         for rows in (8, 64))
-    assert len(set(map(emit.same_source, eight))) == 2 and len(set(map(emit.same_source, sixty_four))) == 1
+    assert len(set(map(emit.source_of, eight))) == 2 and len(set(map(emit.source_of, sixty_four))) == 1
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    texts = []
-    for key in sixty_four:
-        monkeypatch.setattr(emit, "_LOWERED", {})
-        texts.append(emit._lower(key, kernels.trace(key)).kernel_source)
-    assert texts[0] == texts[1]
+    monkeypatch.setattr(emit, "_LOWERED", {})
+    first, other = sixty_four
+    lowered = emit._lower(first, kernels.trace(first))
+    emit.hand_on(first, eight[0])
+    assert len(emit._LOWERED) == 1, "a kernel of other sizes has a text of its own"
+    emit.hand_on(first, other)
+    assert emit._lower(other, None) is lowered
+    emit._LOWERED.clear()
+    assert emit._lower(other, kernels.trace(other)).kernel_source == lowered.kernel_source
 
 
 def test_the_kernels_of_the_gpu_tests_are_built_by_themselves(monkeypatch):
