@@ -125,7 +125,7 @@ def next_part(config, pages, walk, i, side, ring, walker, member):
 
 
 def next_slot(config, walker, side, slot):
-    """The slot of the next part, of ``side``; of two slots each has a side's."""
+    """The slot of the next part, of ``side``; of two slots each is for one side."""
     first = walker * config.slots
     if config.slots == 2:
         return first + side
