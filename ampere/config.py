@@ -261,9 +261,9 @@ class DecodeConfig:
 
     @property
     def parts_ahead(self) -> int:
-        """Parts that are under way before the first is read. A shared ring refills a slot after the next barrier only,
-        so one stays empty at first."""
-        return self.slots - self.shares_pages
+        """Parts that are under way before the first is read. A slot is refilled when the next part has come, so one
+        stays empty at first."""
+        return self.slots - 1
 
     @property
     def query_parts(self) -> int:

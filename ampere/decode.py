@@ -4,8 +4,10 @@ One block per (split and block of query rows, KV head, sequence). Up to 16 rows 
 whole pages of the split's range and a private ring of ``slots`` record parts; nothing synchronises warps until their
 results merge:
 
-    page i of a warp      wait K part -> S^T = K Q^T -> refill slot -> wait V part -> softmax
-    (pages.walk)          -> P^T, O^T += V^T P^T -> refill slot
+    before q is read      copies of the first parts of every ring
+    (pages.start)
+    page i of a warp      wait K part -> refill the slot of the last V part -> S^T = K Q^T
+    (pages.run)           -> wait V part -> refill the slot of the K part -> softmax -> P^T, O^T += V^T P^T
     last split only       pages whose V is still in 16 bit (formats with two windows), shared out by chunks of V
     (mixed.walk)
     last split only       sinks and the 16-bit residual, tiles of 32 (or 16) tokens dealt out to the warps, through
@@ -94,23 +96,25 @@ def attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops
     lane = thread % LANES
     walker, member = (0, thread) if config.shares_pages else (warp, lane)
     scales = pages.Scales(softmax_scale_log2, softcap_log2, work.token_slope if is_book else None)
-    count, begin = T.alloc_var("int32"), T.alloc_var("int32")
-    count = T.truncdiv(state.num_packed_v, layout.PAGE_TOKENS)
-    begin = T.min(queries.first_page(rows, state.num_sink), count) if config.window or config.level_window else 0
-    first, last = T.alloc_var("int32"), T.alloc_var("int32")
-    first = begin + pages.before(config, count - begin, split, num_splits)
-    last = begin + pages.before(config, count - begin, split + 1, num_splits)
+    bounds = pages.bounds()
+    work_range = pages.Range(bounds[0], bounds[1], state)
     if is_book:
+        codebook.start(config, q, books, rows, ring, thread, work, softmax_scale_log2)
+        softmax.start(config, regs)
+        pages.share(config, rows, state, split, num_splits, bounds)
         if config.is_phased:
-            codebook_phases.walk(config, pool_of, pages.Range(first, last, state), rows, ring, books, thread, warp,
-                                 lane, regs, ops, work, scales)
+            codebook_phases.walk(config, pool_of, work_range, rows, ring, books, thread, warp, lane, regs, ops, work,
+                                 scales)
         else:
-            codebook_pages.walk(config, pool_of, pages.Range(first, last, state), rows, warp, lane, regs, ops, work,
-                                scales)
+            codebook_pages.walk(config, pool_of, work_range, rows, warp, lane, regs, ops, work, scales)
         codebook.finish(config, ring, warp, lane, work, regs.acc_o)
     else:
-        pages.walk(config, pool_of, pages.Range(first, last, state), rows, ring, walker, member, lane, regs, ops, work,
-                   scales)
+        walk = pages.places(config)
+        pages.share(config, rows, state, split, num_splits, bounds)
+        pages.start(config, pool_of, work_range, ring, walker, member, walk)
+        steps.start(config, q, rows, warp, lane, ops, work, num_splits)
+        softmax.start(config, regs)
+        pages.run(config, pool_of, work_range, rows, ring, walker, member, lane, walk, regs, ops, work, scales)
         steps.finish(config, work, regs.acc_o)
     if split == num_splits - 1:
         # values of their own, as below
@@ -118,7 +122,10 @@ def attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops
         tokens.load_counts(counters, T.shfl_sync(rows.seq, 0), row, counts)
         state = state._replace(**dict(zip(("ring_row", *tokens.COUNTS), (row[1], *tokens.listed(counts)))))
         if config.has_mixed:
-            first = T.max(queries.first_page(rows, state.num_sink), count) if config.window else count
+            first, last = T.alloc_var("int32"), T.alloc_var("int32")
+            first = T.truncdiv(state.num_packed_v, layout.PAGE_TOKENS)
+            if config.window:
+                first = T.max(queries.first_page(rows, state.num_sink), first)
             last = T.truncdiv(state.num_packed, layout.PAGE_TOKENS)
             mixed.walk(config, pool_of, pages.Range(first, last, state), rows, ring, walker, member, lane, regs, ops,
                        work, scales)
@@ -194,7 +201,7 @@ def _prim_func(config: DecodeConfig):
         # blocks that read the same pages are neighbours, blocks of a split come before those of the next
         with T.Kernel(heads_kv * row_blocks, batch, num_splits, threads=config.threads) as (place, seq, split):
             thread = T.get_thread_binding()
-            warp, lane = thread // LANES, thread % LANES
+            warp = thread // LANES
             ring = shared_ring(config)
             regs, ops = softmax.state(config), mma.operands(config)
             work = codebook.allocate(config, ring) if is_book else steps.allocate(config, thread)
@@ -213,11 +220,6 @@ def _prim_func(config: DecodeConfig):
             rows = queries.Rows(seq, head * ratio, ratio, first_row, num_rows, state.num_tok - q_len + 1, state.num_tok,
                                 window, sink_window, hidden[row[0]] if config.level_window else None)
             books = codebook.Books(k_book, v_book, k_channels, head)
-            if is_book:
-                codebook.start(config, q, books, rows, ring, thread, work, softmax_scale_log2)
-            else:
-                steps.start(config, q, rows, warp, lane, ops, work, num_splits)
-            softmax.start(config, regs)
             attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops, work, q, books,
                    softmax_scale_log2, softcap_log2, split, num_splits)
             # values of their own: those of above would stay in registers over the page loop, or be spilled

@@ -1,9 +1,8 @@
 """The packed pages of a split: a warp walks its own, each through its ring of record parts, or all warps walk all.
 
 Parts are numbered 2*page + side in the order of use; part n sits in slot n % slots and is replaced there by part
-n + slots: in a warp's own ring as soon as it is read, in a shared one after the barrier that shows part n + 1 to all
-threads, which is when all have read part n: one barrier a part. ``ahead`` holds the pool addresses of the pages that
-this reaches, read an iteration early.
+n + slots after the barrier that shows part n + 1 to all threads of the ring, which is when all have read part n: one
+barrier a part. ``ahead`` holds the pool addresses of the pages that this reaches, read an iteration early.
 """
 
 from typing import Any, NamedTuple
@@ -35,6 +34,15 @@ class Range(NamedTuple):
     state: Any  # tokens.Tokens
 
 
+class Walk(NamedTuple):
+    """Where a ring is among its pages: int32 registers, one each but for ``ahead``."""
+
+    begin: Any  # its first page
+    mine: Any  # pages that it has
+    slot: Any  # of the part that was read last
+    ahead: Any  # pool addresses of its next pages
+
+
 class Scales(NamedTuple):
     """What makes logits in base 2 of products."""
 
@@ -55,41 +63,73 @@ def before(config, count, split, num_splits):
     return T.min(T.truncdiv((count + config.tail_pages) * split, num_splits), count)
 
 
-@T.macro
-def refill(config, pages, ahead, i, mine, side, ring, slot, member):
-    """Into a slot that was just read: the part that follows ``slots`` parts on. side -1: V of the page before."""
-    follower = side + config.slots
-    if i + follower // 2 < mine:
-        load.issue_piece(config, config.pieces[follower % 2], pages.pool, ahead[follower // 2], ring.words, slot,
-                         member)
-    T.ptx_commit_group()
+def bounds():
+    """(first, last) of ``share``."""
+    return T.alloc_local((2,), "int32")
 
 
 @T.macro
-def wait_part(config, pages, ahead, i, mine, side, ring, walker, slot, member):
-    """Wait until the part in ``slot`` is there for all threads of the ring."""
+def share(config, rows, state, split, num_splits, bounds):
+    """A split's pages among those of which some row sees a token: its first, and the next one's."""
+    count, begin = T.alloc_var("int32"), T.alloc_var("int32")
+    count = T.truncdiv(state.num_packed_v, layout.PAGE_TOKENS)
+    begin = T.min(queries.first_page(rows, state.num_sink), count) if config.window or config.level_window else 0
+    bounds[0] = begin + before(config, count - begin, split, num_splits)
+    bounds[1] = begin + before(config, count - begin, split + 1, num_splits)
+
+
+def reach(config) -> int:
+    """The page, counted from the one that is read, of the last part that is under way."""
+    return config.slots // 2
+
+
+def places(config) -> Walk:
+    """Registers of a walk."""
+    begin, mine, slot = (T.alloc_local((1,), "int32") for _ in range(3))
+    return Walk(begin, mine, slot, T.alloc_local((reach(config) + 2,), "int32"))
+
+
+@T.macro
+def start(config, pages, work_range, ring, walker, member, walk):
+    """Ask for the first parts of the pages first + walker, first + walker + rings, ... of the range.
+
+    walker: the warp, or 0 for all warps of a block that shares its pages; member: the thread's number among those of
+    the ring.
+    """
+    first, last = work_range.first, work_range.last
+    walk.begin[0] = first + walker
+    walk.mine[0] = T.truncdiv(last - first - walker + (config.rings - 1), config.rings)
+    walk.slot[0] = walker * config.slots + config.parts_ahead
+    if walk.mine[0] > 0:
+        for i in static(reach(config) + 1):
+            walk.ahead[i] = record_address(pages, T.min(walk.begin[0] + i * config.rings, last - 1))
+        for part in static(config.parts_ahead):
+            if part // 2 < walk.mine[0]:
+                load.issue_piece(config, config.pieces[part % 2], pages.pool, walk.ahead[part // 2], ring.words,
+                                 walker * config.slots + part, member)
+            T.ptx_commit_group()
+
+
+@T.macro
+def next_part(config, pages, walk, i, side, ring, walker, member):
+    """Wait until the next part, of ``side``, is there for all threads of the ring, who then have read the one before:
+    refill its slot."""
+    follower = side + config.parts_ahead  # counted from K of the page; at a page's K, the last V was read before
     T.ptx_wait_group(config.parts_ahead - 1)
     load.ring_barrier(config)
-    if config.shares_pages:
-        refill(config, pages, ahead, i, mine, side - 1, ring, previous_slot(config, walker, slot), member)
+    if i + follower // 2 < walk.mine[0]:
+        load.issue_piece(config, config.pieces[follower % 2], pages.pool, walk.ahead[follower // 2], ring.words,
+                         walk.slot[0], member)
+    T.ptx_commit_group()
+    walk.slot[0] = next_slot(config, walker, side, walk.slot[0])
 
 
-@T.macro
-def release_part(config, pages, ahead, i, mine, side, ring, slot, member):
-    """Refill ``slot``, whose part has been read; a shared ring does it at the next wait."""
-    if not config.shares_pages:
-        load.ring_barrier(config)
-        refill(config, pages, ahead, i, mine, side, ring, slot, member)
-
-
-def next_slot(config, walker, slot):
-    """The slot of the next part."""
-    return T.if_then_else(slot == walker * config.slots + (config.slots - 1), walker * config.slots, slot + 1)
-
-
-def previous_slot(config, walker, slot):
-    """The slot of the part before."""
-    return T.if_then_else(slot == walker * config.slots, walker * config.slots + (config.slots - 1), slot - 1)
+def next_slot(config, walker, side, slot):
+    """The slot of the next part, of ``side``; of two slots each is for one side."""
+    first = walker * config.slots
+    if config.slots == 2:
+        return first + side
+    return T.if_then_else(slot == first + (config.slots - 1), first, slot + 1)
 
 
 @T.macro
@@ -116,48 +156,28 @@ def probabilities(config, ring, slot, lane, regs, ops, work):
 
 
 @T.macro
-def walk(config, pages, work_range, rows, ring, walker, member, lane, regs, ops, work, scales):
-    """All pages first + walker, first + walker + rings, ... of the range.
+def run(config, pages, work_range, rows, ring, walker, member, lane, walk, regs, ops, work, scales):
+    """All pages of a ring, whose first parts ``start`` has asked for; the ring is empty afterwards.
 
-    walker: the warp, or 0 for all warps of a block that shares its pages; member: the thread's number among those of
-    the ring. Trip counts are then the same in all warps, which every barrier (load.ring_barrier) needs.
+    Trip counts are the same in all warps of a ring, which every barrier (load.ring_barrier) needs.
     """
     steps = STEPS[config.path]
-    first, last = work_range.first, work_range.last
-    reach = (config.slots + 1) // 2
-    mine = T.alloc_var("int32")
-    mine = T.truncdiv(last - first - walker + (config.rings - 1), config.rings)
-    begin = T.alloc_var("int32")
-    begin = first + walker
-    slot = T.alloc_var("int32")
-    slot = walker * config.slots
-    ahead = T.alloc_local((reach + 2,), "int32")
-    if mine > 0:
-        for i in static(reach + 1):
-            ahead[i] = record_address(pages, T.min(begin + i * config.rings, last - 1))
-        for part in static(config.parts_ahead):
-            if part // 2 < mine:
-                load.issue_piece(config, config.pieces[part % 2], pages.pool, ahead[part // 2], ring.words, slot + part,
-                                 member)
-            T.ptx_commit_group()
-    for i in T.serial(mine):
-        ahead[reach + 1] = record_address(pages, T.min(begin + (i + reach + 1) * config.rings, last - 1))
-        wait_part(config, pages, ahead, i, mine, SIDE_K, ring, walker, slot, member)
+    for i in T.serial(walk.mine[0]):
+        page = walk.begin[0] + i * config.rings
+        walk.ahead[reach(config) + 1] = record_address(
+            pages, T.min(page + (reach(config) + 1) * config.rings, work_range.last - 1))
+        next_part(config, pages, walk, i, SIDE_K, ring, walker, member)
         if queries.present(config, rows):
-            logits(config, work_range, begin + i * config.rings, rows, ring, slot, lane, ops, work, scales)
-        release_part(config, pages, ahead, i, mine, SIDE_K, ring, slot, member)
-        slot = next_slot(config, walker, slot)
+            logits(config, work_range, page, rows, ring, walk.slot[0], lane, ops, work, scales)
         if steps.VALUES_BEFORE_SOFTMAX:
-            wait_part(config, pages, ahead, i, mine, SIDE_V, ring, walker, slot, member)
+            next_part(config, pages, walk, i, SIDE_V, ring, walker, member)
         if queries.present(config, rows):
-            probabilities(config, ring, slot, lane, regs, ops, work)
+            probabilities(config, ring, walk.slot[0], lane, regs, ops, work)
         if not steps.VALUES_BEFORE_SOFTMAX:
-            wait_part(config, pages, ahead, i, mine, SIDE_V, ring, walker, slot, member)
+            next_part(config, pages, walk, i, SIDE_V, ring, walker, member)
         if queries.present(config, rows):
-            steps.values(config, ring.words, slot, lane, work, ops, regs.acc_o)
-        release_part(config, pages, ahead, i, mine, SIDE_V, ring, slot, member)
-        slot = next_slot(config, walker, slot)
-        for n in static(reach + 1):
-            ahead[n] = ahead[n + 1]
+            steps.values(config, ring.words, walk.slot[0], lane, work, ops, regs.acc_o)
+        for n in static(reach(config) + 1):
+            walk.ahead[n] = walk.ahead[n + 1]
     T.ptx_wait_group(0)
     load.ring_barrier(config)

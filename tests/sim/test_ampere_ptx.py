@@ -1,6 +1,7 @@
 """Ampere's register and tile paths from their PTX on the CPU: see ampere_calls."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lowbit_attn import testing
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
 from sim.ampere_calls import decode, key_of
+from sim.ptx import build
 
 ONE_HEAD = Case("k4v4", head_dim=64, num_heads=4, num_heads_kv=1, lengths=(300,), sinks=5)
 FEATURES = Attention(None, 20.0, 200)
@@ -36,3 +38,15 @@ def test_rings_turn():
     found = decode(key, problem)
     testing.assert_decode(*found, testing.expected(problem))
     assert all(map(torch.equal, found, decode(key, problem, reverse=True)))
+
+
+@pytest.mark.parametrize("name, path, slots, reverse", (
+    ("k2v4", "register", 2, False), ("kitty", "register", 3, True), ("k4v4", "tile", 2, True)))
+def test_slots_are_filled_again(monkeypatch, name, path, slots, reverse):
+    """Two warps with no page, with one or two, and with so many that their rings turn."""
+    monkeypatch.setattr("lowbit_attn.ampere.config.SHAPES", ((2, slots),))
+    for made in ("program", "source"):  # of these sizes, which the key does not name
+        monkeypatch.setattr(build, made, cache(getattr(build, made).__wrapped__))
+    case = replace(ONE_HEAD, format=name, num_heads=1, lengths=(70, 400, 128 * 7 + 40))
+    problem, key = testing.build(case), key_of(case, path=path)
+    testing.assert_decode(*decode(key, problem, reverse=reverse), testing.expected(problem))

@@ -110,9 +110,14 @@ def bulk_copy(warp, suffixes, operands, active):
         assert last <= len(cta.shared.data) and start + int(size[lane]) <= len(cta.memory.data)
         assert not cta.memory.holes[start : start + int(size[lane])].any(), "a copy from beyond a tensor"
         assert not cta.guarded[first:last].any(), "a barrier is there"
-        assert not (cta.read_when[first:last] == warp.moment).any(), "other lanes may still read what is there"
+        check_read(warp, slice(first, last))
         cta.shared.data[first:last] = 0xFF
         cta.under_way.setdefault(int(barrier[lane]), []).append((first, start, int(size[lane])))
+
+
+def check_read(warp, places):
+    """A copy may not take the place of what lanes of the warp have read since they last met: some may be behind."""
+    assert not (warp.cta.read_when[places] == warp.moment).any(), "other lanes may still read what is there"
 
 
 def bulk_copies_come(cta, barrier: int) -> None:
@@ -146,6 +151,7 @@ def copy(warp, suffixes, operands, active):
         assert set(count.tolist()) <= {0, 16}, count
         data = np.zeros((len(target), 16), np.uint8)
         data[count > 0] = warp.cta.memory.read(source[count > 0], 16)
+        check_read(warp, warp.cta.shared.places(target, 16))
         warp.write_shared(target, np.full_like(data, 0xFF))
         warp.copies.append((target, data))
 

@@ -2,9 +2,9 @@
 
 What the instructions do is in instructions.py. A warp runs until it ends or needs others: at a barrier, before it
 reads what other CTAs may be writing (ld.relaxed), where an mbarrier lets it wait. Copies to shared memory come as late
-as they may, and what was there goes as early: what is read without a wait, or written too early, is NaN. A bulk copy
-may not go where the warp has read since its lanes last met, nor come when its CTA has ended. Shared memory starts as
-NaN; every access must be aligned and in bounds.
+as they may, and what was there goes as early: what is read without a wait, or written too early, is NaN. A copy
+may not go where the warp has read since its lanes last met, a bulk copy not come when its CTA has ended. Shared memory
+starts as NaN; every access must be aligned and in bounds.
 """
 
 import re
@@ -356,7 +356,7 @@ class Warp:
         self.moment = self.cta.moments
 
     def note_read(self, address: np.ndarray, size: int) -> None:
-        """Until all lanes have met, some may still read this: no bulk copy may take its place."""
+        """Until all lanes have met, some may still read this: no copy may take its place."""
         self.cta.read_when[self.cta.shared.places(address, size)] = self.moment
 
     def look(self, instruction: Instruction, at: int, active: np.ndarray) -> Stop:
