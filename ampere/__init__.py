@@ -17,8 +17,8 @@ PATHS = {
                     k_bits=(4,), v_bits=(4,), k_groups=(128,), head_dims=(64, 128), dtypes=(torch.float16,),
                     storages=(torch.float16,), rows=(8,), wide_rows=(8,)),
     "codebook": CodebookSupport(arithmetic="codebook", k_bits=(4, 2), v_bits=(4, 2), k_groups=(), head_dims=(64, 128),
-                                dtypes=(torch.float16, torch.bfloat16), storages=(), rows=(8,), wide_rows=(8,),
-                                codebooks=True),
+                                dtypes=(torch.float16, torch.bfloat16), storages=(), rows=(2, 4, 8),
+                                wide_rows=(2, 4, 8), codebooks=True),
 }
 
 

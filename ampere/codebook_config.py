@@ -5,15 +5,26 @@
               table at a time (is_phased)
     chunks    a ring a warp: a run of tokens' codes with the page's mean (K) or the tokens' norms (V)
     low       what fp16 leaves of q', for the product with means
+    products  q' of kernels whose K is a table of products (codebook_table.py)
 """
 
 from dataclasses import dataclass
 
 from lowbit_attn import layout
-from lowbit_attn.ampere.config import ACCESS_BYTES, HALF_BYTES, LANES, MMA_N, TILE, DecodeConfig, Piece
+from lowbit_attn.ampere.config import (
+    ACCESS_BYTES,
+    BOOK_ROWS,
+    HALF_BYTES,
+    LANES,
+    MMA_N,
+    TILE,
+    DecodeConfig,
+    Piece,
+)
 from lowbit_attn.formats import Format, Kind, SideSpec
 from lowbit_attn.kernels.key import SMEM_LIMIT_BYTES
 
+FLOAT_BYTES = 4
 BOOK_ENTRIES, BOOK_ROW_WORDS = 256, 64  # of a table: row e has entry e of all groups (of 64 channels twice)
 BOOK_ROW_BYTES = BOOK_ROW_WORDS * 4
 CHUNK_BYTES = (2048, 1024)  # codes of a side in a slot, at most: 32 tokens' where 12 warps have their slots
@@ -22,6 +33,8 @@ SHAPES = ((12, 6), (12, 4), (12, 3), (12, 2), (8, 3), (8, 2))  # (warps, slots),
 PHASED_WARPS = 8  # at most: as many rings of 16-bit tokens lie in one table, and S of two pages takes 64 registers
 HELD_PAGES = 2  # of a warp in a phase
 VEC_SIZES, HEAD_DIMS = (4, 2), (64, 128)
+TABLE_VEC_SIZE = 4  # channels of a code of K whose products with few rows of q are looked up; else entries are
+KEY_ROTATIONS = 4  # R of formats/codebook_order.py, of K
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,47 @@ class CodebookConfig(DecodeConfig):
     def has_second_copy(self) -> bool:
         """Whether rows have entries twice, for lanes whose groups would share banks in the first copy."""
         return self.head_dim * HALF_BYTES < self.row_bytes
+
+    @property
+    def uses_table(self) -> bool:
+        """Whether K's lookups give products of entries with q, not entries."""
+        has_room = self.row_bytes == BOOK_ROW_BYTES and not self.is_phased
+        return has_room and self.k.vec_size == TABLE_VEC_SIZE and self.rows < MMA_N
+
+    @property
+    def key_words(self) -> int:
+        """Registers of what a lookup in K's table gives: an entry, or its fp16 products with all rows."""
+        return self.rows // 2 if self.uses_table else self.k.pairs
+
+    @property
+    def key_columns(self) -> int:
+        """Rotations of K's entries that columns of a row tell apart; more than two would be in two lanes."""
+        return min(2, self.columns_a_row)
+
+    @property
+    def key_selects(self) -> int:
+        """Selects that bring K's entries nearer to the order of groups: each halves the rotations that are left."""
+        return (KEY_ROTATIONS // self.key_columns).bit_length() - 1
+
+    @property
+    def value_selects(self) -> int:
+        """Selects of V's entries, as of K's; none beside K's table, which leaves time for more multiplies."""
+        return 0 if self.uses_table else max(1, self.v.rotations // self.columns_a_row).bit_length() - 1
+
+    @property
+    def value_masks(self) -> int:
+        """Rotations that V's entries are left with."""
+        return self.v.rotations >> self.value_selects
+
+    @property
+    def value_tiles(self) -> int:
+        """Accumulator tiles of a run's pair of channels in V: so many groups a column."""
+        return max(1, self.v.rotations // self.columns_a_row)
+
+    @property
+    def packed_o_tiles(self) -> int:
+        """Accumulator tiles of O of packed pages."""
+        return self.v.runs * self.v.pairs * self.value_tiles
 
     @property
     def table_bytes(self) -> int:
@@ -130,7 +184,8 @@ class CodebookConfig(DecodeConfig):
     @property
     def shared_bytes(self) -> int:
         chunks = self.warps * self.chunk_slots * self.chunk_accesses * ACCESS_BYTES
-        return self.tables_bytes + chunks + self.steps * LANES * 4 * HALF_BYTES
+        query = self.rows * self.head_dim * FLOAT_BYTES if self.uses_table else 0
+        return self.tables_bytes + chunks + self.steps * LANES * 4 * HALF_BYTES + query
 
     @property
     def query_parts(self) -> int:
@@ -147,9 +202,9 @@ def codebook_config(fmt: Format, head_dim: int, dtype: str, target: str, rows: i
     """The configuration of a kernel, or ValueError with what is supported."""
     k, v = fmt.specs(head_dim)
     if not (k and v and k.kind is v.kind is Kind.CODEBOOK and {k.group_size, v.group_size} <= set(VEC_SIZES)
-            and head_dim in HEAD_DIMS and rows == MMA_N):
+            and head_dim in HEAD_DIMS and rows in BOOK_ROWS):
         raise ValueError(f"format {fmt}, head_dim {head_dim}, {rows} rows: supported: codebooks of 4 and 2 bits on "
-                         f"both sides, head_dim 64 and 128, {MMA_N} rows")
+                         f"both sides, head_dim 64 and 128, {', '.join(map(str, BOOK_ROWS))} rows")
     common = (target, head_dim, dtype, "codebook", rows)
     dense = head_dim * HALF_BYTES  # of a row's entries, once
     kinds = [{}, dict(row_bytes=dense), dict(row_bytes=dense, is_phased=True)]

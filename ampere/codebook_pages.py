@@ -6,7 +6,15 @@ A part is a chunk's K or V; part n sits in slot n % slots, and is replaced there
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import codebook, load, pages, queries, softmax
+from lowbit_attn.ampere import (
+    codebook_scores,
+    codebook_table,
+    codebook_values,
+    load,
+    pages,
+    queries,
+    softmax,
+)
 from lowbit_attn.ampere.codebook_config import NORM_TOKENS
 from lowbit_attn.ampere.config import ACCESS_BYTES, LANES, SIDE_K, SIDE_V, static
 
@@ -70,7 +78,7 @@ def mask(config, rows, start, acc_s, lane):
 @T.macro
 def logits(config, rows, num_sink, page, chunk, slot, lane, ops, work, scales):
     """Logits of a chunk in ops.acc_s, with what the kernel's features do to them."""
-    codebook.scores(config, slot, lane, work, ops)
+    codebook_scores.scores(config, slot, lane, work, ops)
     if config.softcap:
         softmax.cap_scores(config, ops.acc_s, config.chunk_tiles, scales.softcap_log2)
     if config.window:
@@ -81,13 +89,14 @@ def logits(config, rows, num_sink, page, chunk, slot, lane, ops, work, scales):
 def add_values(config, slot, chunk, lane, regs, ops, work):
     """Logits of a chunk -> probabilities, and O^T += V^T P^T."""
     o_factor, moved = T.alloc_local((1,), "float32"), T.alloc_local((1,), "int32")
-    codebook.load_norms(config, slot, chunk, lane, work, o_factor, moved)
-    softmax.online_softmax(config, ops.acc_s, config.chunk_tiles, regs, o_factor[0], moved[0], None, 0)
-    codebook.values(config, slot, lane, work, ops, regs.acc_o)
+    codebook_values.load_norms(config, slot, chunk, lane, work, o_factor, moved)
+    softmax.online_softmax(config, ops.acc_s, config.chunk_tiles, regs, o_factor[0], moved[0], None, 0,
+                           config.packed_o_tiles)
+    codebook_values.values(config, slot, lane, work, ops, regs.acc_o)
 
 
 @T.macro
-def walk(config, pool_of, work_range, rows, warp, lane, regs, ops, work, scales):
+def walk(config, pool_of, work_range, rows, books, thread, warp, lane, regs, ops, work, scales):
     """All pages first + warp, first + warp + warps, ... of the range."""
     first, last = work_range.first, work_range.last
     mine, begin, slot = (T.alloc_var("int32") for _ in range(3))
@@ -98,19 +107,22 @@ def walk(config, pool_of, work_range, rows, warp, lane, regs, ops, work, scales)
     if mine > 0:
         for i in static(2):
             ahead[i] = pages.record_address(pool_of, T.min(begin + i * config.warps, last - 1))
-        for part in static(config.chunk_slots):
+    for part in static(config.chunk_slots):
+        if mine > 0:
             issue_part(config, part % 2, part // 2, pool_of.pool, ahead[0], slot + part, lane, work)
-            T.ptx_commit_group()
-    T.ptx_wait_group(config.chunk_slots)  # the tables, which were before the parts; all, where there are none
-    if mine <= 0:
-        T.ptx_wait_group(0)
+        T.ptx_commit_group()
+    if config.uses_table:
+        T.ptx_wait_group(config.chunk_slots + 1)  # K's entries, which were before V's and the parts
+        T.sync_threads()
+        codebook_table.build(config, books, thread, lane, work)
+    T.ptx_wait_group(config.chunk_slots)
     T.sync_threads()
     for i in T.serial(mine):
         ahead[2] = pages.record_address(pool_of, T.min(begin + (i + 2) * config.warps, last - 1))
         for chunk in T.serial(config.chunks):  # unrolled, the loop is larger than the instruction caches
             wait_part(config)
             if chunk == 0:
-                codebook.mean_product(config, slot, lane, work)
+                codebook_scores.mean_product(config, slot, lane, work)
             logits(config, rows, work_range.state.num_sink, begin + i * config.warps, chunk, slot, lane, ops, work,
                    scales)
             refill(config, SIDE_K, chunk, pool_of.pool, ahead, i, mine, slot, lane, work)

@@ -10,7 +10,7 @@ its pages, then V. A warp's ring goes on through tables and rounds; of pages bey
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.ampere import codebook, codebook_pages, pages
+from lowbit_attn.ampere import codebook, codebook_pages, codebook_scores, pages, softmax
 from lowbit_attn.ampere.codebook_config import HELD_PAGES
 from lowbit_attn.ampere.config import SIDE_K, SIDE_V, static
 
@@ -49,21 +49,21 @@ def swap_table(config, book, head, ring, side, thread):
 @T.macro
 def keep(config, held, page, chunk, acc_s):
     """Logits of a chunk -> those of its page in ``held``, whose places are registers."""
-    count = 4 * config.chunk_tiles
+    count = softmax.count(config, config.chunk_tiles)
     for c in static(config.chunks):
         if chunk == c:
-            for i in static(count):
-                held[(page * config.chunks + c) * count + i] = acc_s[i]
+            for n in static(count):
+                held[(page * config.chunks + c) * count + n] = acc_s[softmax.element(config, n)]
 
 
 @T.macro
 def restore(config, held, page, chunk, acc_s):
     """Logits of a chunk from ``held``: the inverse of ``keep``."""
-    count = 4 * config.chunk_tiles
+    count = softmax.count(config, config.chunk_tiles)
     for c in static(config.chunks):
         if chunk == c:
-            for i in static(count):
-                acc_s[i] = held[(page * config.chunks + c) * count + i]
+            for n in static(count):
+                acc_s[softmax.element(config, n)] = held[(page * config.chunks + c) * count + n]
 
 
 @T.macro
@@ -76,7 +76,7 @@ def walk(config, pool_of, work_range, rows, ring, books, thread, warp, lane, reg
     begin = first + warp
     slot = warp * config.chunk_slots
     ahead = T.alloc_local((2 * HELD_PAGES,), "int32")
-    held = T.alloc_local((HELD_PAGES * layout.PAGE_TOKENS // 4,), "float32")
+    held = T.alloc_local((softmax.count(config, HELD_PAGES * layout.PAGE_TOKENS // layout.TILE),), "float32")
     if rounds > 0:
         for i in static(HELD_PAGES):
             ahead[i] = pages.record_address(pool_of, T.min(begin + i * config.warps, last - 1))
@@ -95,7 +95,7 @@ def walk(config, pool_of, work_range, rows, ring, books, thread, warp, lane, reg
                 codebook_pages.wait_part(config)
                 if done + page < mine:
                     if chunk == 0:
-                        codebook.mean_product(config, slot, lane, work)
+                        codebook_scores.mean_product(config, slot, lane, work)
                     codebook_pages.logits(config, rows, work_range.state.num_sink, begin + (done + page) * config.warps,
                                           chunk, slot, lane, ops, work, scales)
                     keep(config, held, page, chunk, ops.acc_s)

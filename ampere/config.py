@@ -25,6 +25,7 @@ HALF_BYTES = 2
 TILE_COPIES = 16  # copies that a thread makes of a tile of 16-bit tokens: the addresses of more take too many registers
 MMA_N = 8  # query rows of one m16n8k16: its N side
 ROWS = (8, 16, 64)  # query rows that a CTA serves; fewer are a kernel of Hopper's integer path, 32 of its wgmma path
+BOOK_ROWS = (2, 4, 8)  # the same on the codebook path
 WARP_ROWS = 16  # query rows that a warp holds at most: one or two multiplies for each A fragment
 TILE = layout.TILE
 SIDE_K, SIDE_V = 0, 1
@@ -172,13 +173,18 @@ class DecodeConfig:
 
     @property
     def columns(self) -> int:
-        """Multiplies of 8 query rows that share an A fragment."""
-        return self.warp_rows // MMA_N
+        """Multiplies of 8 columns that share an A fragment."""
+        return -(-self.warp_rows // MMA_N)
+
+    @property
+    def columns_a_row(self) -> int:
+        """Columns of a multiply that a query row has: several of each where there are fewer rows than columns."""
+        return max(1, MMA_N // self.warp_rows)
 
     @property
     def row_values(self) -> int:
-        """Query rows that a lane sees in an accumulator: rows 8n + 2t and 8n + 2t + 1 of every n."""
-        return 2 * self.columns
+        """Query rows that a lane sees in an accumulator: rows 8n + 2t and 8n + 2t + 1 of every n, or one row."""
+        return 1 if self.columns_a_row > 1 else 2 * self.columns
 
     @property
     def o_tiles(self) -> int:
@@ -286,7 +292,7 @@ def decode_config(fmt: Format, head_dim: int, dtype: str, target: str, path: str
     """The configuration of one kernel, or ValueError with what was asked for and what is supported."""
     for name, value, supported in (("target", target, tuple(SMEM_LIMIT_BYTES)), ("head_dim", head_dim, HEAD_DIMS),
                                    ("dtype", dtype, DTYPES), ("path", path, PATH_NAMES),
-                                   ("rows", rows, rows_of(head_dim)),
+                                   ("rows", rows, BOOK_ROWS if path == "codebook" else rows_of(head_dim)),
                                    *(("features", f, (*FEATURES, LEVEL_WINDOW)) for f in features)):
         if value not in supported:
             at = f" at head_dim {head_dim}" if name == "rows" else ""

@@ -21,7 +21,7 @@ block a part, and each writes its rows' (o, lse) without a merge (config.shares_
 What becomes of a packed part is the path's: register (codes are multiplied as they are) or tile (scale and zero-point
 applied to every code); both modules define the same steps. Read pages, register, values, mixed, tokens, merge, combine.
 The codebook path has loops of its own over pages (codebook_pages; codebook_phases where shared memory holds one
-codebook) and its arithmetic in codebook.
+codebook) and its arithmetic in codebook and the files that it names.
 """
 
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from lowbit_attn.ampere import (
     codebook,
     codebook_pages,
     codebook_phases,
+    codebook_values,
     combine,
     merge,
     mixed,
@@ -74,9 +75,9 @@ def decode_kernel(fmt: Format, head_dim: int, dtype: str, target: str, path: str
                   features: tuple[str, ...] = ()) -> TileKernel:
     """The kernel of one format, head_dim (64, 96, 128, 256) and dtype of q and 16-bit tokens ("float16", "bfloat16").
 
-    target "sm_80", "sm_89" or "sm_90"; path "register", "tile" or "codebook" (head_dim 64 and 128, 8 rows); rows 8, 16
-    (below head_dim 256) or 64: query rows (heads of a KV head times q_len) of a block, further ones take further
-    blocks; features: of kernels.FEATURES, or LEVEL_WINDOW.
+    target "sm_80", "sm_89" or "sm_90"; path "register", "tile" or "codebook" (head_dim 64 and 128); rows 8, 16 (below
+    head_dim 256) or 64, on the codebook path 2, 4 or 8: query rows (heads of a KV head times q_len) of a block, further
+    ones take further blocks; features: of kernels.FEATURES, or LEVEL_WINDOW.
     ValueError, naming what is supported, for anything else.
     """
     return trace(decode_config(fmt, head_dim, dtype, target, path, rows, features))
@@ -100,14 +101,15 @@ def attend(config, pool_of, rows, state, counters, ring, warp, thread, regs, ops
     work_range = pages.Range(bounds[0], bounds[1], state)
     if is_book:
         codebook.start(config, q, books, rows, ring, thread, work, softmax_scale_log2)
+        codebook_values.start(config, lane, work)
         softmax.start(config, regs)
         pages.share(config, rows, state, split, num_splits, bounds)
         if config.is_phased:
             codebook_phases.walk(config, pool_of, work_range, rows, ring, books, thread, warp, lane, regs, ops, work,
                                  scales)
         else:
-            codebook_pages.walk(config, pool_of, work_range, rows, warp, lane, regs, ops, work, scales)
-        codebook.finish(config, ring, warp, lane, work, regs.acc_o)
+            codebook_pages.walk(config, pool_of, work_range, rows, books, thread, warp, lane, regs, ops, work, scales)
+        codebook_values.finish(config, ring, warp, lane, work, regs.acc_o)
     else:
         walk = pages.places(config)
         pages.share(config, rows, state, split, num_splits, bounds)

@@ -20,14 +20,15 @@ def stash(config, regs, floats, warp, lane):
     """A warp's O [rows, head_dim], row maxima and sums -> its own part of shared memory."""
     softmax.sum_rows(regs.row_sum, config.row_values)
     stats = config.rows * config.merge_row
-    for i in T.unroll(4 * config.o_tiles * config.columns):
-        row = softmax.query_row(softmax.row_value(config, i), lane % 4)
+    for n in T.unroll(softmax.count(config, config.o_tiles)):
+        i = softmax.element(config, n)
+        row = softmax.query_row(config, softmax.row_value(config, i), lane % 4)
         channel = 16 * (i // (4 * config.columns)) + 8 * (i % 4 // 2) + lane // 4
         floats[warp, merge_at(config, row, channel)] = regs.acc_o[i]
     if lane // 4 == 0:
         for j in T.unroll(config.row_values):
-            floats[warp, stats + softmax.query_row(j, lane)] = regs.row_max[j]
-            floats[warp, stats + config.rows + softmax.query_row(j, lane)] = regs.row_sum[j]
+            floats[warp, stats + softmax.query_row(config, j, lane)] = regs.row_max[j]
+            floats[warp, stats + config.rows + softmax.query_row(config, j, lane)] = regs.row_sum[j]
 
 
 @T.macro
@@ -90,7 +91,7 @@ def write(config, regs, rows, lane, results):
     query, head, at = (T.alloc_var("int32") for _ in range(3))
     found = T.alloc_local((2,), "float32")
     for v in T.unroll(config.row_values):
-        row = softmax.query_row(v, lane % 4)
+        row = softmax.query_row(config, v, lane % 4)
         if row < rows.count:
             query = queries.query(rows, row)
             head = queries.head(rows, row)

@@ -124,5 +124,5 @@ def probabilities(config, ops, tiles):
     """P^T in accumulator order (fp32) -> B operand (two registers of 16-bit pairs a step)."""
     for i in T.unroll(2 * tiles * config.columns):
         for v in T.vectorized(2):
-            ops.half_v[v] = T.cast(ops.acc_s[2 * i + v], config.dtype)
+            ops.half_v[v] = T.cast(ops.acc_s[2 * i + v % config.row_values], config.dtype)
         T.call_extern("handle", MOVMATRIX, ops.half[0], ops.p[i])

@@ -69,7 +69,7 @@ def first_page(rows: Rows, num_sink):
 def ends(config, rows, lane, out):
     """First position that each of a lane's row values does not see."""
     for v in T.unroll(config.row_values):
-        out[v] = rows.end + query(rows, softmax.query_row(v, lane % 4))
+        out[v] = rows.end + query(rows, softmax.query_row(config, v, lane % 4))
 
 
 @T.macro

@@ -3,6 +3,9 @@
 Accumulators stand in the order (tile, column, 4): lane 4g + t holds, of each 16-token tile, tokens g and g + 8 of query
 rows 8*column + 2t and + 1. A lane's row values (maxima, sums, factors) are numbered 2*column + 0 or 1. Row maxima are
 equal in the eight lanes of a row; row sums stay per lane until the end.
+
+With fewer than 8 rows each has several columns (config.columns_a_row), and a lane one row value: the tokens of its row
+are in the even accumulators, and the odd ones are not read.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +37,17 @@ def state(config: DecodeConfig) -> State:
 
 def row_value(config, i):
     """The row value that belongs to accumulator element ``i``."""
-    return 2 * (i // 4 % config.columns) + i % 2
+    return 0 if config.columns_a_row > 1 else 2 * (i // 4 % config.columns) + i % 2
+
+
+def count(config, tiles):
+    """Accumulators of ``tiles`` tiles that are read."""
+    return 2 * tiles * config.row_values
+
+
+def element(config, n):
+    """Accumulator n of those."""
+    return 2 * n if config.columns_a_row > 1 else n
 
 
 @T.macro
@@ -49,14 +62,15 @@ def start(config, regs):
 @T.macro
 def scale_scores(config, acc_s, tiles, softmax_scale_log2):
     """Scores -> base-2 logits, before the maximum is taken: a negative softmax_scale is legal."""
-    for i in T.unroll(4 * tiles * config.columns):
-        acc_s[i] = acc_s[i] * softmax_scale_log2
+    for n in T.unroll(count(config, tiles)):
+        acc_s[element(config, n)] = acc_s[element(config, n)] * softmax_scale_log2
 
 
 @T.macro
 def scale_rows(config, acc_s, tiles, factors):
     """``scale_scores`` by a factor of each row [row values]."""
-    for i in T.unroll(4 * tiles * config.columns):
+    for n in T.unroll(count(config, tiles)):
+        i = element(config, n)
         acc_s[i] = acc_s[i] * factors[row_value(config, i)]
 
 
@@ -65,7 +79,8 @@ def cap_scores(config, acc_s, tiles, softcap_log2):
     """x -> cap tanh(x / cap) of base-2 logits, as cap - 2 cap / (e^(2x / cap) + 1): right at both infinities."""
     steepness = T.alloc_var("float32")
     steepness = T.float32(2 * LOG2_E) / softcap_log2
-    for i in T.unroll(4 * tiles * config.columns):
+    for n in T.unroll(count(config, tiles)):
+        i = element(config, n)
         acc_s[i] = softcap_log2 - T.float32(2.0) * softcap_log2 / (T.exp2(acc_s[i] * steepness) + T.float32(1.0))
 
 
@@ -77,7 +92,8 @@ def token(config, i, g):
 @T.macro
 def mask_from(config, acc_s, tiles, stop, g):
     """-inf for tokens from ``stop`` [row values] on."""
-    for i in T.unroll(4 * tiles * config.columns):
+    for n in T.unroll(count(config, tiles)):
+        i = element(config, n)
         if token(config, i, g) >= stop[row_value(config, i)]:
             acc_s[i] = -T.infinity("float32")
 
@@ -85,7 +101,8 @@ def mask_from(config, acc_s, tiles, stop, g):
 @T.macro
 def mask_before(config, acc_s, tiles, begin, g):
     """-inf for tokens before ``begin`` [row values]."""
-    for i in T.unroll(4 * tiles * config.columns):
+    for n in T.unroll(count(config, tiles)):
+        i = element(config, n)
         if token(config, i, g) < begin[row_value(config, i)]:
             acc_s[i] = -T.infinity("float32")
 
@@ -93,21 +110,28 @@ def mask_before(config, acc_s, tiles, begin, g):
 @T.macro
 def mask_between(config, acc_s, tiles, first, stop, g):
     """-inf for tokens ``first`` to ``stop`` - 1, of all rows."""
-    for i in T.unroll(4 * tiles * config.columns):
+    for n in T.unroll(count(config, tiles)):
+        i = element(config, n)
         if T.And(token(config, i, g) >= first, token(config, i, g) < stop):
             acc_s[i] = -T.infinity("float32")
 
 
+def tiles_in_use(config, o_tiles: int | None) -> int:
+    """Tiles of O: all, or so many."""
+    return config.o_tiles if o_tiles is None else o_tiles
+
+
 @T.macro
-def online_softmax(config, acc_s, tiles, regs, o_factor, moved, sums, sum_groups):
+def online_softmax(config, acc_s, tiles, regs, o_factor, moved, sums, sum_groups, o_tiles=None):
     """Logits -> probabilities in place; O and the sums follow the maximum when any lane's moved.
 
     o_factor, moved: what O is multiplied with besides, and whether that is not 1; sums: further sums [sum_groups,
-    row values] that follow the maximum.
+    row values] that follow the maximum; o_tiles: accumulators of O in use, all but on the codebook path.
     """
     for j in T.unroll(config.row_values):
         regs.new_max[j] = regs.row_max[j]
-    for i in T.unroll(4 * tiles * config.columns):
+    for n in T.unroll(count(config, tiles)):
+        i = element(config, n)
         regs.new_max[row_value(config, i)] = T.max(regs.new_max[row_value(config, i)], acc_s[i])
     for d in T.unroll(len(ROW_LANES)):
         for j in T.unroll(config.row_values):
@@ -126,9 +150,10 @@ def online_softmax(config, acc_s, tiles, regs, o_factor, moved, sums, sum_groups
                 sums[i] = sums[i] * regs.rescale[i % config.row_values]
         for j in T.unroll(config.row_values):
             regs.rescale[j] = regs.rescale[j] * o_factor
-        for i in T.unroll(4 * config.o_tiles * config.columns):
+        for i in T.unroll(4 * tiles_in_use(config, o_tiles) * config.columns):
             regs.acc_o[i] = regs.acc_o[i] * regs.rescale[row_value(config, i)]
-    for i in T.unroll(4 * tiles * config.columns):
+    for n in T.unroll(count(config, tiles)):
+        i = element(config, n)
         acc_s[i] = T.exp2(acc_s[i] - regs.row_max[row_value(config, i)])
         regs.row_sum[row_value(config, i)] = regs.row_sum[row_value(config, i)] + acc_s[i]
 
@@ -141,6 +166,8 @@ def sum_rows(values, count):
             values[j] = values[j] + T.shfl_xor(values[j], T.shift_left(ROW_LANES[0], d))
 
 
-def query_row(value, t):
+def query_row(config, value, t):
     """Query row of a lane's row value."""
+    if config.columns_a_row > 1:
+        return 2 * t // config.columns_a_row
     return MMA_N * (value // 2) + 2 * t + value % 2

@@ -136,12 +136,12 @@ KITTY = tuple(MatrixKernel(*kernel) for kernel in (
 CODEBOOK = tuple(MatrixKernel(*kernel) for kernel in (
     *((name, dtype, head_dim, 4) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
       for head_dim in (128, 64)),
-    *((name, F16, 128, 4, features) for name in ("cq2", "cq4", "kcq4vcq2")
+    *((name, F16, 128, rows, features) for name in ("cq2", "cq4", "kcq4vcq2") for rows in (4, 8)
       for features in (("softcap",), ("window",), ("softcap", "window"))),
     ("kcq2vcq4", F16, 128, 4), ("cq2-nonorm", F16, 128, 4),
     *((name, dtype, head_dim, 8) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
       for head_dim in (128, 64)),
-    ("kcq2vcq4", F16, 128, 8), ("cq2-nonorm", F16, 128, 8), ("cq4", F16, 128, 8, ("softcap", "window")),
+    ("kcq2vcq4", F16, 128, 8), ("cq2-nonorm", F16, 128, 8),
     *((name, dtype, head_dim, 2) for name in ("cq2", "cq4", "kcq4vcq2") for dtype in (F16, BF16)
       for head_dim in (128, 64)),
     ("kcq2vcq4", F16, 128, 2), ("cq2-nonorm", F16, 128, 2), ("cq2", F16, 128, 2, ("softcap", "window")),
@@ -153,8 +153,8 @@ CODEBOOK = tuple(MatrixKernel(*kernel) for kernel in (
 ))
 
 # Ampere's in the sizes of sm_89, whose shared memory does not hold both codebooks of head_dim 128
-CODEBOOK_SM_89 = tuple(MatrixKernel(name, dtype, head_dim, 8) for name in ("cq2", "cq4", "kcq4vcq2")
-                       for dtype in (F16, BF16) for head_dim in (128, 64))
+CODEBOOK_SM_89 = tuple(MatrixKernel(name, dtype, head_dim, rows) for name in ("cq2", "cq4", "kcq4vcq2")
+                       for dtype in (F16, BF16) for head_dim in (128, 64) for rows in (2, 4, 8))
 
 BOOSTED = tuple(MatrixKernel(*kernel) for kernel in (  # values of two widths
     *(("k4v2-boost", dtype, head_dim, rows) for dtype in (F16, BF16) for head_dim in (64, 128) for rows in (4, 8, 16)),

@@ -19,20 +19,17 @@ FORMATS = ("cq2", "cq4", "kcq4vcq2")
 ONE_SIDED = ("k4vcq2", "kcq4v2", "k8tvcq4")
 OF_1_BIT = ("cq1", "kcq2vcq1", "k4vcq1")
 AMPERE, SM_89 = "ampere", "ampere-sm_89"
-PATHS = (*(("hopper", name, path) for path in (PATH, "codebook8", "codebook64") for name in FORMATS),
-         *(("hopper", name, "codebook2") for name in FORMATS),
-         *((arch, name, PATH) for arch in (AMPERE, SM_89) for name in FORMATS))
+# with query rows that fill a kernel; of codebook64 a quarter, to save time
+PATHS = (*(("hopper", name, path, rows) for path, rows in ((PATH, 4), ("codebook8", 8), ("codebook64", 16))
+           for name in FORMATS),
+         *(("hopper", name, "codebook2", 2) for name in FORMATS),
+         *((arch, name, PATH, rows) for arch in (AMPERE, SM_89) for rows in (2, 4, 8) for name in FORMATS))
 ARCHS = [("hopper", name) for name in dict.fromkeys(kernel.format for kernel in matrix.CODEBOOK)] + [
     (AMPERE, name) for name in FORMATS]
 HEAD_DIMS = (128, 64)
 HARD = ("k-channel-100x", "k-channel-100x-q-0.05", "q-norm-100", "v-300x", "v-token-300x", "v-1e-4-beside-sink",
         "v-page-1e3-after-1e-4", "zero-200x-range", "flat-attention", "zero-pages", "q-1e3", "q-1e-3")
 RAGGED = Case("cq2", num_heads=8, num_heads_kv=2, lengths=(700, 0, 128, 1300, 1, 2051), sinks=5)
-
-
-def heads_of(arch: str, path: str) -> int:
-    """Query heads of two KV heads that fill the rows of a path's kernel; of codebook64 a quarter, to save time."""
-    return 16 if arch != "hopper" else {"codebook2": 4, PATH: 8, "codebook8": 16, "codebook64": 32}[path]
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +42,10 @@ def kernels_of_an_arch(request, monkeypatch):
 @pytest.mark.parametrize("splits", [None, 1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("arch, name, path", PATHS)
-def test_ragged_batch(arch, name, path, head_dim, dtype, splits, record_property):
-    case = replace(RAGGED, format=name, head_dim=head_dim, dtype=dtype, num_heads=heads_of(arch, path))
-    check_decode(case, path, f"{arch} {path} {name} d{head_dim}", record_property, splits)
+@pytest.mark.parametrize("arch, name, path, rows", PATHS)
+def test_ragged_batch(arch, name, path, rows, head_dim, dtype, splits, record_property):
+    case = replace(RAGGED, format=name, head_dim=head_dim, dtype=dtype, num_heads=2 * rows)
+    check_decode(case, path, f"{arch} {path} {name} d{head_dim} r{rows}", record_property, splits)
 
 
 @pytest.mark.parametrize("heads, q_len", [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (1, 2), (4, 4), (16, 1), (2, 8),
@@ -65,21 +62,22 @@ def test_query_rows(arch, name, heads, q_len, record_property):
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("data", HARD)
-@pytest.mark.parametrize("arch, name, path", PATHS)
-def test_hard_inputs(arch, name, path, data, dtype, record_property):
-    case = Case(name, dtype, num_heads=heads_of(arch, path), num_heads_kv=2, lengths=(1100,), sinks=32, data=data)
-    check_decode(case, path, f"{arch} {path} {name} hard", record_property, 3)
+@pytest.mark.parametrize("arch, name, path, rows", PATHS)
+def test_hard_inputs(arch, name, path, rows, data, dtype, record_property):
+    case = Case(name, dtype, num_heads=2 * rows, num_heads_kv=2, lengths=(1100,), sinks=32, data=data)
+    check_decode(case, path, f"{arch} {path} {name} r{rows} hard", record_property, 3)
 
 
 @pytest.mark.parametrize("options", [
     Attention(softcap=20.0), Attention(window=200), Attention(0.3, 30.0, 513, True),
     Attention(sink_logits=torch.linspace(-3, 3, 8))], ids=("softcap", "window", "both", "sink-logits"))
+@pytest.mark.parametrize("rows", (4, 8))
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("arch", ["hopper", AMPERE])
-def test_features(arch, name, options, record_property):
+def test_features(arch, name, rows, options, record_property):
     if options.sink_logits is not None:
-        options = replace(options, sink_logits=options.sink_logits.cuda())
-    case = Case(name, num_heads=8, num_heads_kv=2, lengths=(1500, 600), q_len=2, sinks=5)
+        options = replace(options, sink_logits=options.sink_logits[:rows].cuda())
+    case = Case(name, num_heads=rows, num_heads_kv=2, lengths=(1500, 600), q_len=2, sinks=5)
     check_decode(case, PATH, f"{arch} codebook {name} features", record_property, 2, options)
 
 
@@ -104,11 +102,11 @@ def test_codebooks_on_one_side_or_of_1_bit(name, dtype, rows, record_property):
 
 
 @pytest.mark.parametrize("splits", (None, 1))
-@pytest.mark.parametrize("arch, name, path", PATHS)
-def test_long_sequences(arch, name, path, splits, record_property):
+@pytest.mark.parametrize("arch, name, path, rows", PATHS)
+def test_long_sequences(arch, name, path, rows, splits, record_property):
     """Rings turn many times; pages are shared."""
-    case = Case(name, num_heads=4, num_heads_kv=1, lengths=(20_000, 5_000), sinks=32, shared_pages=True)
-    check_decode(case, path, f"{arch} {path} {name} long", record_property, splits)
+    case = Case(name, num_heads=rows, num_heads_kv=1, lengths=(20_000, 5_000), sinks=32, shared_pages=True)
+    check_decode(case, path, f"{arch} {path} {name} r{rows} long", record_property, splits)
 
 
 @pytest.mark.parametrize("arch", ["hopper", AMPERE])
@@ -121,10 +119,10 @@ def test_rows_of_the_cache_in_any_order(arch):
         assert testing.relative_error(got, want[rows.long()]) < 1e-3
 
 
-@pytest.mark.parametrize("arch, name, path", PATHS)
-def test_launches_repeat_themselves(arch, name, path):
+@pytest.mark.parametrize("arch, name, path, rows", PATHS)
+def test_launches_repeat_themselves(arch, name, path, rows):
     """A ring slot is filled again only behind the last use of what it held."""
-    case = Case(name, num_heads=heads_of(arch, path), num_heads_kv=2, lengths=(5000, 3000), sinks=5)
+    case = Case(name, num_heads=2 * rows, num_heads_kv=2, lengths=(5000, 3000), sinks=5)
     assert differing_values(problem_and_expected(case, path)[0], path) == 0
 
 

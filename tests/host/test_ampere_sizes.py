@@ -14,7 +14,17 @@ from lowbit_attn.formats import FORMATS
 
 pytest.importorskip("tilelang", reason="the helpers live in kernel files that import tilelang")
 
-from lowbit_attn.ampere import codes, dequant, load, merge, mixed, mma, softmax, tokens  # noqa: E402
+from lowbit_attn.ampere import (  # noqa: E402
+    codebook_values,
+    codes,
+    dequant,
+    load,
+    merge,
+    mixed,
+    mma,
+    softmax,
+    tokens,
+)
 from lowbit_attn.ampere import config as sizes  # noqa: E402
 
 LANE = np.arange(32)
@@ -56,8 +66,22 @@ def test_every_row_has_one_place(cfg):
     v, channel = softmax.row_value(cfg, at), 16 * (at // (4 * cfg.columns)) + 8 * (at % 4 // 2)
     assert len(set(zip(v, channel))) == len(at)
     assert (merge.own_output(cfg, channel // 8, v) == at).all()
-    seen = [softmax.query_row(value, T) for value in range(cfg.row_values)]
+    seen = [softmax.query_row(cfg, value, T) for value in range(cfg.row_values)]
     assert sorted(set(np.concatenate(seen))) == list(range(cfg.warp_rows))
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("rows", sizes.BOOK_ROWS)
+@pytest.mark.parametrize("name", ("cq2", "cq4", "kcq4vcq2"))
+def test_codebook_rows_have_their_columns(name, rows, head_dim):
+    """Accumulators of a lane are of its own rows; over all lanes every channel of every row has a place."""
+    cfg = sizes.decode_config(FORMATS[name], head_dim, "float16", "sm_80", "codebook", rows)
+    columns = 2 * T[:, None] + np.arange(2)
+    own = np.stack([softmax.query_row(cfg, softmax.row_value(cfg, i), T) for i in range(2)], 1)
+    assert (own == columns // cfg.columns_a_row).all()
+    held = {(int(row), int(channel)) for i in range(4 * cfg.packed_o_tiles) for row, channel in zip(
+        softmax.query_row(cfg, softmax.row_value(cfg, i), T), codebook_values.output_channel(cfg, i // 4, i % 4, LANE))}
+    assert held == set(itertools.product(range(rows), range(head_dim)))
 
 
 def test_sizes_of_shared_pages():
@@ -278,12 +302,14 @@ def test_no_sizes_of_an_unknown_target(monkeypatch):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("name", ("cq2", "cq4", "kcq4vcq2", "kcq2vcq4", "cq2-nonorm"))
-def test_codebooks_fit_shared_memory(name, head_dim, target):
+@pytest.mark.parametrize("rows", sizes.BOOK_ROWS)
+def test_codebooks_fit_shared_memory(name, head_dim, target, rows):
     """Beside rings of parts; 16-bit tokens and the merge then take the place of the codebooks."""
-    cfg = sizes.decode_config(FORMATS[name], head_dim, "float16", target, "codebook", 8)
+    cfg = sizes.decode_config(FORMATS[name], head_dim, "float16", target, "codebook", rows)
     assert cfg.shared_bytes <= kernels.SMEM_LIMIT_BYTES[target]
     assert cfg.is_phased == (target == "sm_89" and head_dim == 128)
     assert cfg.has_second_copy == (target != "sm_89" and head_dim == 64)
+    assert cfg.uses_table == (target != "sm_89" and rows < 8 and cfg.k.vec_size == 4)
     assert cfg.table_slots // cfg.slots >= cfg.warps and cfg.merge_floats <= cfg.ring_floats
     assert cfg.chunks * cfg.chunk_tokens == layout.PAGE_TOKENS and cfg.warps * 32 == cfg.threads
     # a part's follower is of its page or the next one, and in a round of phases of the same or the next part of a page

@@ -197,9 +197,9 @@ class Warp:
             for v, i in np.ndindex(2, self.cfg.head_dim // 8):
                 total = self.row_sum[:, v]
                 value = np.where(total == 0, 0, self.acc_o[:, 4 * (i // 2) + 2 * (i % 2) + v] / total)
-                o[softmax.query_row(v, T), 8 * i + G] = value
-                lse[softmax.query_row(v, T)] = np.where(total == 0, -np.inf,
-                                                        (self.row_max[:, v] + np.log2(total)) / LOG2_E)
+                o[softmax.query_row(self.cfg, v, T), 8 * i + G] = value
+                lse[softmax.query_row(self.cfg, v, T)] = np.where(total == 0, -np.inf,
+                                                                  (self.row_max[:, v] + np.log2(total)) / LOG2_E)
         return o[:rows], lse[:rows]
 
     def stash(self) -> np.ndarray:
