@@ -50,6 +50,5 @@ FAR = 16  # pages of a warp: CTAs that are further apart have sequences of other
 PACE_INT8 = Rule(8, 4)
 PACE_FP16 = Rule(16, 1, 300)
 PACE_FP16_LARGE_PAGES = Rule(16, 4, 800)  # where the last warps have no pages
-PACE_BOOKS = Rule(8, 1, 1)  # lookups in codebooks bound them, so who waits loses; 1 ns: hardly any
 PACE_SMALL = Rule(2, 2)  # three warps: the least that one can be ahead is a third of a page
 PACE_STREAM = Rule(8, 8, 2000, 1000)

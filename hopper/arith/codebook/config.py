@@ -5,11 +5,12 @@ from types import ModuleType
 
 from lowbit_attn import layout
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES, ENTRIES
-from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, MIN_SLOTS, PACE_BOOKS, Rule
+from lowbit_attn.hopper.common.tuning import BOOK_WARPS, MAX_WARPS, MIN_SLOTS, Rule
 from lowbit_attn.hopper.warp.config import WORD, Arithmetic, SidePlan, WarpConfig
 
 TWO, FEW, MANY = 2, 4, 8  # query rows: of a lane t // 2, or t, as on the integer path, or 2t and the next
 COLUMNS = 8  # of a multiply
+PACE = Rule(8, 1, 1)  # lookups bound these kernels, so who waits loses; 1 ns: hardly any
 TABLE_BYTES = ENTRIES * BOOK_ROW_BYTES  # of a side's codebook, or of the products that take its place
 LARGE_PART = 6 << 10  # bytes
 PARTS_HEAD_DIM = 128
@@ -207,7 +208,7 @@ class Codebook(Arithmetic):
         return BookConfig(*fields)
 
     def pace(self, cfg: WarpConfig) -> Rule:
-        return PACE_BOOKS
+        return PACE
 
 
 class PreRope(Codebook):
