@@ -243,21 +243,31 @@ class DecodeConfig:
 
         So they do, by a few and outside of the page loop, where a format with two windows has 256 channels, or 16 rows
         and several groups of V metadata or features; so do 16 rows with groups of V metadata and features, and blocks
-        of 64 rows with four groups or more of V metadata, or with 8-bit codes and every feature. On sm_90, where
-        these kernels are only tested, 16 rows with 8-bit codes of K and features fall short by one register too.
+        of 64 rows with four groups or more of V metadata, or with 8-bit codes and every feature. At 128 channels 64
+        rows do beside two groups of V metadata, levels' window, or every feature with K per token or a side in 8 bits;
+        at 96 channels 16 rows with every feature, if levels' window is one. Of 12 warps' 168 registers one is missing
+        beside four groups of K metadata and every feature. On sm_90, where these kernels are only tested, the latter
+        need no features, and 16 rows with 8-bit codes of K and features fall short by one register too.
         """
-        has_bytes = self.k.bits == self.v.bits == 8 and len(self.features) == len(FEATURES)
-        if self.shares_pages and self.head_dim > 64 and (self.v.groups > 2 or has_bytes):
+        is_wide, has_all, is_tested = self.head_dim > 64, len(self.features) > 1, self.target == "sm_90"
+        bits, has_levels = (self.k.bits, self.v.bits), LEVEL_WINDOW in self.features
+        if self.shares_pages and is_wide and (self.v.groups > 2 or (has_all and bits == (8, 8))):
+            return True
+        if self.shares_pages and self.head_dim == 128 and (
+                self.v.groups > 1 or has_levels or (has_all and (self.k.per_token or 8 in bits))):
             return True
         if self.has_mixed and self.head_dim > 128:
             return True
-        if self.target == "sm_90" and self.columns > 1 and self.head_dim > 64 and self.k.bits == 8 and self.features:
+        if self.warps > MAX_WIDE_WARPS and self.k.groups > 2 and (has_all or is_tested):
             return True
-        if self.columns > 1 and self.head_dim > 64 and self.v.groups > 1 and self.features:
+        if self.columns > 1 and is_wide and self.features and (
+                self.v.groups > 1 or (is_tested and self.k.bits == 8)):
             return True
-        if self.is_crowded and self.head_dim > 64 and (self.v.groups > 1 or self.features):
+        if self.columns > 1 and self.head_dim == 96 and has_all and has_levels:
             return True
-        return self.k.groups > 1 and (self.head_dim > 128 or (self.columns > 1 and self.head_dim > 64))
+        if self.is_crowded and is_wide and (self.v.groups > 1 or self.features):
+            return True
+        return self.k.groups > 1 and (self.head_dim > 128 or (self.columns > 1 and is_wide))
 
     @property
     def max_warps(self) -> int:

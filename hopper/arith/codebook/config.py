@@ -223,6 +223,10 @@ class PreRope(Codebook):
 
         return prerope
 
+    def may_spill(self, cfg: WarpConfig) -> bool:
+        """A word, where V has no norms either."""
+        return super().may_spill(cfg) or not cfg.v.has_meta
+
 
 CODEBOOK2, CODEBOOK = Codebook("codebook2", TWO), Codebook("codebook", FEW)
 CODEBOOK8 = Codebook("codebook8", MANY, selects=(1, 1))

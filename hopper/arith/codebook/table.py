@@ -36,6 +36,11 @@ def entry_view(cfg: WarpConfig, books: cute.Pointer) -> cute.Tensor:
                                                     stride=(1, ENTRY_WORDS, order.BOOK_ROW_BYTES // WORD)))
 
 
+def own_entry(entry: Int32, first: Int32) -> Int32:
+    """An entry of the warp's; beyond the last one its first, not the last of all, which another warp replaces."""
+    return cutlass.select_(entry < order.ENTRIES, entry, first)
+
+
 @cute.jit
 def build(cfg: cutlass.Constexpr[WarpConfig], me: Lane, q: cute.Tensor, factors: cute.Tensor, books: cute.Pointer,
           means: cute.Tensor):
@@ -50,7 +55,7 @@ def build(cfg: cutlass.Constexpr[WarpConfig], me: Lane, q: cute.Tensor, factors:
     below = [numbers.tree([x * m for x, m in zip(row, mean)], numbers.add) for row in scaled]
     view = entry_view(cfg, books)
     for first in cutlass.range(me.warp, order.ENTRIES, TOGETHER * cfg.warps, unroll=1):
-        at = [cutlass.min(first + i * cfg.warps, Int32(order.ENTRIES - 1)) for i in range(TOGETHER)]
+        at = [own_entry(first + i * cfg.warps, first) for i in range(TOGETHER)]
         found = [read(view[None, Int32(me.lane), None], e) for e in at]
         if cutlass.const_expr(cfg.rows == TWO):
             cute.arch.sync_warp()  # a row's entries have all been read
