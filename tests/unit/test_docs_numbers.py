@@ -183,11 +183,15 @@ def test_other_formats_and_sizes():
     assert in_text(PERFORMANCE, f"k4v4 {four['us']:.1f} us ({over_read(four):.2f}), k2v2 {two['us']:.1f} us "
                                 f"({over_read(two):.2f}), in sm_89's sizes {small['us']:.1f} ({over_read(small):.2f}) "
                                 f"and {small_two['us']:.1f} us ({over_read(small_two):.2f}; 935dafc6c76d)")
-    b8, pro, long, long_pro = (decode("143b91b40c31", format, arch="ampere", **of) for of in (
-        {}, dict(batch=1, seqlen=131072)) for format in ("kitty", "kitty-pro"))
-    assert in_text(PERFORMANCE, f"kitty {b8['us']:.1f} us ({over_read(b8):.2f}) and kitty-pro {pro['us']:.1f} "
-                                f"({over_read(pro):.2f}), at batch 1 and 128K {long['us']:.1f} ({over_read(long):.2f}) "
-                                f"and {long_pro['us']:.1f} ({over_read(long_pro):.2f}).")
+    def shown(format: str, **of) -> str:
+        line = decode("ca6547ebf536", format, **dict(arch="ampere") | of)
+        return f"{line['us']:.1f} us ({over_read(line):.2f})"
+
+    long = dict(batch=1, seqlen=131072)
+    assert in_text(PERFORMANCE, ", ".join(f"{name} {shown(name)}" for name in ("kitty", "kitty-pro", "k4v4", "k2v2")))
+    assert in_text(PERFORMANCE, f"kitty {shown('kitty', **long)} and kitty-pro {shown('kitty-pro', **long)}; in")
+    small = [shown(name, arch="ampere-sm_89").partition(" ")[0] for name in ("kitty", "kitty-pro", "k4v4", "k2v2")]
+    assert in_text(PERFORMANCE, "in sm_89's sizes {}, {}, {} and {} us".format(*small))
 
 
 def test_batches():
