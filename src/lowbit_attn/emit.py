@@ -4,6 +4,7 @@ import os
 import re
 import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def same_source(key: KernelKey) -> KernelKey:
     return replace(key, target="") if key.arch == "device" else key
 
 
+@cache
 def source_of(key: KernelKey) -> KernelKey:
     """What kernels have in common whose TileLang text is the same: as ``same_source``, and Ampere's decode kernels of
     the same sizes. No kernel is made of it: packing kernels would be built again for every change of Ampere's sizes.

@@ -132,10 +132,11 @@ def decode(program, cfg, problem: testing.Problem, options: Attention, splits: i
 
 
 def run(program, cfg, problem: testing.Problem, options: Attention, splits: int, reverse: bool,
-        in_clusters: bool = False, scattered: bool = False, others: dict[int, int] | None = None) -> Call:
+        in_clusters: bool = False, scattered: bool = False, others: dict[int, int] | None = None,
+        sees_races: bool = False) -> Call:
     """A call that has ended. The splits of a row block run at once.
 
-    reverse: the last CTA and the last warp have the first turn.
+    reverse: the last CTA and the last warp have the first turn; sees_races: between the warps of a CTA.
     """
     call = Call(cfg, problem, options, None, splits, in_clusters, scattered, others)
     cap = (options.softcap or 0.0) * dispatch.LOG2_E
@@ -151,6 +152,8 @@ def run(program, cfg, problem: testing.Problem, options: Attention, splits: int,
         ctas = [ptx.Cta(program, parameters, call.memory.memory, (x, y, z), call.grid, COUNTS) for z in range(splits)]
         for cta in ctas:
             cta.cluster = ctas if in_clusters else []
+            if sees_races:
+                cta.look_for_races(cfg.threads)
         ptx.run_grid(ctas[:: -1 if reverse else 1], cfg.threads, reverse)
         call.policies |= set().union(*(cta.policies for cta in ctas))
     return call

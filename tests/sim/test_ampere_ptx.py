@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from lowbit_attn import testing
+from lowbit_attn import KVCache, testing
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import Case
 from sim.ampere_calls import decode, key_of
@@ -29,6 +29,24 @@ FEATURES = Attention(None, 20.0, 200)
 def test_path(case, path, rows, splits, options):
     problem, key = testing.build(case), key_of(case, options, path, rows)
     testing.assert_decode(*decode(key, problem, options, splits), testing.expected(problem, options))
+
+
+def test_scaled_queries_are_all_rounded_down():
+    """q times a scale that all channels have is rounded by half a step: codes are taken off their mean for that."""
+    case, top = replace(ONE_HEAD, num_heads=1, lengths=(129,), sinks=0), 1921 / 512
+    scale = torch.tensor(2 * top / 15).half()
+    queries = 1 + torch.arange(1024) / 1024
+    lost = queries * scale.float() - (queries * scale).half().float()  # the first product is exact in fp32
+    query = queries[(lost / queries).argmax()]
+    problem = testing.build(case)
+    k = (torch.randint(16, (129, 1, 64)) / 7.5 - 1) * top
+    k[:64, 0].fill_diagonal_(-top)  # each channel's range
+    k[64:128, 0].fill_diagonal_(top)
+    cache = KVCache(case.format, 3, 1, 64, sinks=0)
+    cache.prefill(0, k[:128], problem.v[0][:128])
+    cache.append(k[None, 128:], problem.v[0][None, 128:])
+    problem = replace(problem, q=torch.full_like(problem.q, float(query)), cache=cache, k=(k,))
+    testing.assert_decode(*decode(key_of(case, path="register"), problem), testing.expected(problem))
 
 
 def test_rings_turn():

@@ -25,14 +25,16 @@ def filled(name: str, heads: int, lengths: tuple[int, ...], **options) -> tuple[
     return cache, k, v
 
 
-def step(cache: KVCache, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, **changed) -> dict[str, torch.Tensor]:
-    """The state after the kernel's step; changed: tensors in place of the cache's, or of ring_rows."""
+def step(cache: KVCache, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, sees_races: bool = False,
+         **changed) -> dict[str, torch.Tensor]:
+    """The state after the kernel's step; sees_races: between warps; changed: tensors in place of the cache's, or of
+    ring_rows."""
     key = kernels.append_key("sm_90", "float16", HEAD_DIM, cache.format, None)
     state = {name: getattr(cache, name) for name in STEP_FIELDS} | changed
     x = {"x_k": k, "x_v": v, "rows": rows, "ring_rows": state.pop("ring_rows", rows.clone())}
     numbers = {"num_sinks": cache.sinks, "window_k": cache.window_k, "window_v": cache.window_v,
                "page_stride": cache.strides.page, "head_stride": cache.strides.head}
-    return run_step(key, state, x, numbers)
+    return run_step(key, state, x, numbers, sees_races=sees_races)
 
 
 def new_tokens(k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], tokens: int) -> list[torch.Tensor]:
@@ -44,15 +46,16 @@ def new_tokens(k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], token
     ("k2v2", 1, (136, 137), 1, True), ("kitty", 1, (136, 137), 1, False), ("kitty", 1, (262, 136), 3, True)],
     ids=("both-sides", "keys-alone", "values-beside-keys-of-another-row"))
 def test_a_step_that_packs(name, heads, lengths, tokens, values):
-    """values: whether V is packed, too."""
+    """values: whether V is packed, too. Where both are, no warp races with another."""
     cache, k, v = filled(name, heads, lengths)
     new = new_tokens(k, v, lengths, tokens)
     want = copy.deepcopy(cache)
     want.append(*new, seqs=[1, 0])
     packed = [bool((getattr(want, n) > getattr(cache, n)).any()) for n in ("n_qk", "n_qv")]
     assert packed == [True, values]
-    for field, found in step(cache, *new, torch.tensor([1, 0], dtype=torch.int32)).items():
-        assert torch.equal(found, getattr(want, field)), field
+    found = step(cache, *new, torch.tensor([1, 0], dtype=torch.int32), sees_races=name == "k2v2")
+    for field, tensor in found.items():
+        assert torch.equal(tensor, getattr(want, field)), field
 
 
 def test_a_step_that_packs_by_codebooks():

@@ -124,6 +124,8 @@ def bulk_copies_come(cta, barrier: int) -> None:
     """All that were started until now and count at this barrier."""
     for first, start, size in cta.under_way.pop(barrier, ()):
         cta.shared.data[first : first + size] = cta.memory.data[start : start + size]
+        if cta.races:
+            cta.races.copied(slice(first, first + size))
         cta.barriers[barrier].bring(size)
 
 
@@ -167,12 +169,16 @@ def mbarrier(warp, suffixes, operands, active):
             warp.cta.guarded[int(at[lane]) : int(at[lane]) + 8] = True
         elif what == "arrive":
             is_counted = "expect_tx" not in suffixes
+            if warp.cta.races:
+                warp.cta.races.arrive(warp.index, int(at[lane]))
             for _ in range(int(value[lane]) if is_counted else 1):
                 barriers[int(at[lane])].arrive(0 if is_counted else int(value[lane]))
         else:
             if what == "try_wait" or warp.index % 2:  # who only looks, may find them there or not
                 bulk_copies_come(warp.cta, int(at[lane]))
             passed[lane] = barriers[int(at[lane])].phases % 2 != int(value[lane])
+            if passed[lane] and warp.cta.races:
+                warp.cta.races.go_on(warp.index, int(at[lane]))
     return passed if what in ("try_wait", "test_wait") else None
 
 

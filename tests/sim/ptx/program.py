@@ -19,6 +19,7 @@ import torch
 
 from sim.ptx import instructions
 from sim.ptx.memory import CTA_WINDOW, LANES, names_of
+from sim.ptx.races import Races
 
 OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 SHARED_BYTES = 232_448
@@ -203,6 +204,7 @@ class Cta:
     # the moment of a warp in which it last read a byte of shared memory
     read_when: np.ndarray = field(default_factory=lambda: np.zeros(SHARED_BYTES, np.int64))
     moments: int = 0  # of all warps, so far
+    races: Races | None = None  # if races are looked for
     has_poison: bool = False  # a register that is read before it is written is no number; else that is an error
 
     @staticmethod
@@ -224,6 +226,10 @@ class Cta:
         """(CTA, address in its shared memory) of an address of ``mapa``, or of one in this CTA's shared memory."""
         window, own = divmod(address, CTA_WINDOW)
         return (self.cluster or [self])[window - 1] if window else self, own
+
+    def look_for_races(self, threads: int) -> "Cta":
+        self.races = Races(threads // LANES, SHARED_BYTES)
+        return self
 
     def turns(self, threads: int, reverse: bool = False):
         """A generator: in each turn every warp that no barrier holds goes to its next stop; reverse: the last first."""
@@ -251,6 +257,8 @@ class Cta:
             if len(held) == max(counts):
                 votes |= dict.fromkeys(held, any(stop.vote for stop in held.values()))
                 self.passed[barrier] += 1
+                if self.races:
+                    self.races.meet(sorted(held))
                 for warp in held:
                     del self.stops[warp]
         return votes
@@ -357,7 +365,10 @@ class Warp:
 
     def note_read(self, address: np.ndarray, size: int) -> None:
         """Until all lanes have met, some may still read this: no copy may take its place."""
-        self.cta.read_when[self.cta.shared.places(address, size)] = self.moment
+        places = self.cta.shared.places(address, size)
+        self.cta.read_when[places] = self.moment
+        if self.cta.races:
+            self.cta.races.read(self.index, places.ravel())
 
     def look(self, instruction: Instruction, at: int, active: np.ndarray) -> Stop:
         return Stop(instruction, at, self.address(instruction.operands[1])[active].tobytes())
@@ -389,6 +400,8 @@ class Warp:
     def write_shared(self, address: np.ndarray, data: np.ndarray) -> None:
         places = self.cta.shared.places(address, data.shape[1])
         assert not self.cta.guarded[places].any(), "a barrier is there"
+        if self.cta.races:
+            self.cta.races.write(self.index, places.ravel())
         self.cta.shared.write(address, data)
         self.cta.unfenced[places] = self.index + 1
 

@@ -14,7 +14,7 @@ RINGS = ("sink_k", "sink_v", "ring_k", "ring_v")
 
 
 def run_step(key: KernelKey, state: dict[str, torch.Tensor], x: dict[str, torch.Tensor], numbers: dict[str, int],
-             order: Callable[[int], Iterable[int]] = range) -> dict[str, torch.Tensor]:
+             order: Callable[[int], Iterable[int]] = range, sees_races: bool = False) -> dict[str, torch.Tensor]:
     """The state after a step.
 
     Args:
@@ -23,6 +23,7 @@ def run_step(key: KernelKey, state: dict[str, torch.Tensor], x: dict[str, torch.
         x: x_k, x_v [batch, tokens, num_heads_kv, head_dim], rows and ring_rows int32 [batch].
         numbers: num_sinks, window_k, window_v, page_stride, head_stride.
         order: of the blocks of threads.
+        sees_races: between the warps of a block.
     """
     from lowbit_attn.device.step import StepGeometry
 
@@ -47,6 +48,6 @@ def run_step(key: KernelKey, state: dict[str, torch.Tensor], x: dict[str, torch.
         # relaxed: all that a block reads before it counts itself, its threads have used before a barrier
         cta = ptx.Cta(build.program(key), parameters, memory.memory, (int(block), 0, 0), (grid, 1, 1),
                       ("relaxed", "add"))
-        ptx.run_grid([cta], step.threads)
+        ptx.run_grid([cta.look_for_races(step.threads) if sees_races else cta], step.threads)
     numbered = {name: i for i, name in enumerate(first.values())}
     return {name: memory.tensor(numbered[first[tensor.data_ptr()]], tensor) for name, tensor in state.items()}
