@@ -96,14 +96,9 @@ def add_entries(config, run, j, pair, work, acc_o):
             work.a[2 * col8 + row8] = T.call_pure_extern(
                 "uint32", "__byte_perm", work.straight[(8 * col8 + j) * piece.pairs + pair],
                 work.straight[(8 * col8 + 4 + j) * piece.pairs + pair], T.uint32(HIGH if row8 else LOW))
-    for x in range_of(j % min(stride, config.value_tiles), config.value_tiles, stride):
+    for x in static(j % min(stride, config.value_tiles), config.value_tiles, stride):
         mma.multiply("float16", work.a, work.b, (x - j) // stride % config.value_masks, acc_o,
                      (run * config.value_tiles + x) * piece.pairs + pair)
-
-
-def range_of(first: int, stop: int, step: int) -> tuple[int, ...]:
-    """A range as a tuple: see ``static``."""
-    return tuple(range(first, stop, step))
 
 
 def output_channel(config, tile: int, element: int, lane):

@@ -39,9 +39,9 @@ MAX_WIDE_BITS = 4  # of V's first tokens: at the others' places in a half their 
 BOOST_BITS = (2, 4)  # of K, and of its boosted channels: the high plane then has the bit positions of the low one
 
 
-def static(n: int) -> tuple[int, ...]:
-    """0 .. n - 1 as a tuple: a loop over it is unrolled while the kernel is traced, with Python ints."""
-    return tuple(range(n))
+def static(*bounds: int) -> tuple[int, ...]:
+    """A range as a tuple: a loop over it is unrolled while the kernel is traced, with Python ints."""
+    return tuple(range(*bounds))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _DIM_SLOTS = {"blockIdx.x": 0, "blockIdx.y": 1, "blockIdx.z": 2, "threadIdx.x": 
               "tirx.use_dyn_shared_memory": 6}
 # what waits for the kernel before, or lets the next one start, in TileLang's text
 _OVERLAP_CALLS = re.compile(r"cuda(GridDependencySynchronize|TriggerProgrammaticLaunchCompletion)\(\);")
-_LOWERED: dict[KernelKey, Any] = {}  # at most one entry: see _lower
+_LOWERED: dict[KernelKey, Any] = {}  # one text, of one or two kernels: see _lower and hand_on
 
 
 def require(key: KernelKey) -> None:
