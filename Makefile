@@ -10,6 +10,7 @@ ROTATION = $(if $(filter-out 0,$(N)),--rotation $(N) --seed $(SEED))
 BASE ?= HEAD
 KEYS ?=
 SAMPLE ?= 0
+PARTS ?=
 RECORD ?=
 ARCH ?=
 # what needs transformers: its integration, the commands, the examples and the documented code
@@ -41,11 +42,12 @@ demo: | $(PY)
 	$(call need,transformers accelerate gguf matplotlib typer rich,demo,transformers and friends (about 75 MB))
 	@OMP_WAIT_POLICY=PASSIVE $(PY) -m lowbit_attn.demo $(if $(filter-out 0,$(QUICK)),--quick)
 
-# All CPU tests. Those of the kernels trace and compile them, so that the compilers must be there.
+# All CPU tests. Those of the kernels trace and compile them, so that the compilers must be there. PARTS=P: of as many cases
+# of the PTX interpreter, which take half of the time, one is run, which SEED picks.
 test: | $(PY)
 	$(call need,pytest xdist hypothesis pytest_timeout transformers matplotlib typer rich build $(DSLS),test$(COMMA)kernels,\
 	  pytest and transformers (about 75 MB) and $(COMPILERS))
-	$(PY) -m pytest -n auto
+	$(PY) -m pytest -n auto $(if $(PARTS),--parts $(PARTS) --seed $(SEED))
 
 # The tests of transformers with one from before its argument "cache", in an environment that takes all else from VENV.
 OLD := build/hf-old

@@ -5,14 +5,16 @@ from collections import defaultdict
 import pytest
 import torch
 import windowed
+from parts import left_out
 from seeds import seed_of
 
 from lowbit_attn import dispatch, kernels
 
 
 def pytest_addoption(parser):
-    parser.addoption("--seed", type=int, default=0, help="of the GPU tests' sample (gpu.matrix.sample)")
+    parser.addoption("--seed", type=int, default=0, help="of the GPU tests' sample (gpu.matrix.sample), and of --parts")
     parser.addoption("--cases", type=int, default=0, help="decode calls in that sample, each on both architectures")
+    parser.addoption("--parts", type=int, default=1, help="of as many cases of the PTX interpreter one is run")
 
 
 def pytest_configure(config):
@@ -20,18 +22,26 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without a CUDA device one case of every GPU test is left, skipped: thousands take as long as other tests."""
-    if torch.cuda.is_available():
-        return
+    leave_out(config, items, left_out(items, config.getoption("--parts"), config.getoption("--seed")))
+    if not torch.cuda.is_available():
+        leave_out(config, items, gpu_cases(items))
+
+
+def leave_out(config, items, which):
+    config.hook.pytest_deselected(items=which)
+    which = set(which)
+    items[:] = [item for item in items if item not in which]
+
+
+def gpu_cases(items) -> list:
+    """All but one of each GPU test, which is marked as skipped: thousands take as long as other tests."""
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("gpu"):
             cases[item.parent, item.originalname].append(item)
     for first, *others in cases.values():
         first.add_marker(pytest.mark.skip(reason=f"needs a CUDA device; cases: {1 + len(others)}"))
-    left_out = {item for _, *others in cases.values() for item in others}
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+    return [item for _, *others in cases.values() for item in others]
 
 
 @pytest.fixture(autouse=True)

@@ -137,7 +137,7 @@ def test_info_shows_planes_and_that_the_reference_reads_them(run, file):
     shown = run("info", "cq2", *OF_A_MODEL, "--codebooks", file())
     assert shown.exit_code == 0, shown.output
     for words in ("norm", "mean", "decode-codebook2-splits-cq2",
-                  "decode-codebook-splits-cq2-float16-d64-r8", "4,480 bytes",
+                  "decode-codebook-splits-cq2-float16-d64-r2", "4,480 bytes",
                   "65,920 bytes of codebooks a KV head", "learned from tiny"):
         assert words in " ".join(shown.output.split()), words
     found = json.loads(run("info", "kcq4vcq2", "--json").output)

@@ -90,7 +90,7 @@ def codebooks(tmp_path_factory, tiny_folder) -> Path:
     return path
 
 
-NAMES = [f"lowbit-attn {name}" for name in ("info", "generate", "suggest")]  # in prose, without their arguments
+NAMES = [f"lowbit-attn {name}" for name in ("info", "generate", "suggest", "calibrate")]  # in prose, without their arguments
 
 
 @pytest.mark.parametrize("command", [one for one in by_program("lowbit-attn") if one not in NAMES])
