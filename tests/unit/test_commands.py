@@ -90,7 +90,8 @@ def codebooks(tmp_path_factory, tiny_folder) -> Path:
     return path
 
 
-NAMES = [f"lowbit-attn {name}" for name in ("info", "generate", "suggest", "calibrate")]  # in prose, without their arguments
+# in prose, without their arguments
+NAMES = [f"lowbit-attn {name}" for name in ("info", "generate", "suggest", "calibrate")]
 
 
 @pytest.mark.parametrize("command", [one for one in by_program("lowbit-attn") if one not in NAMES])
