@@ -277,9 +277,14 @@ class DecodeConfig:
 
     @property
     def parts_ahead(self) -> int:
-        """Parts that are under way before the first is read. A slot is refilled when the next part has come, so one
+        """Parts that are under way before the first is read. Where a slot is filled when the next part has come, one
         stays empty at first."""
-        return self.slots - 1
+        return self.slots - (not self.refills_at_once)
+
+    @property
+    def refills_at_once(self) -> bool:
+        """Whether a slot is filled as soon as it is read: where of a warp's own two slots one would stay empty."""
+        return self.slots == 2 and not self.shares_pages
 
     @property
     def query_parts(self) -> int:

@@ -2,7 +2,9 @@
 
 Parts are numbered 2*page + side in the order of use; part n sits in slot n % slots and is replaced there by part
 n + slots after the barrier that shows part n + 1 to all threads of the ring, which is when all have read part n: one
-barrier a part. ``ahead`` holds the pool addresses of the pages that this reaches, read an iteration early.
+barrier a part. With a warp's own two slots this would leave one part under way, so there a slot is filled as soon as
+it is read, behind a barrier of its own. ``ahead`` holds the pool addresses of the pages that this reaches, read an
+iteration early.
 """
 
 from typing import Any, NamedTuple
@@ -111,17 +113,31 @@ def start(config, pages, work_range, ring, walker, member, walk):
 
 
 @T.macro
-def next_part(config, pages, walk, i, side, ring, walker, member):
-    """Wait until the next part, of ``side``, is there for all threads of the ring, who then have read the one before:
-    refill its slot."""
-    follower = side + config.parts_ahead  # counted from K of the page; at a page's K, the last V was read before
-    T.ptx_wait_group(config.parts_ahead - 1)
-    load.ring_barrier(config)
+def refill(config, pages, walk, i, side, ring, member):
+    """Ask for the next part that is not under way, into the slot of the part that was read last."""
+    follower = side + config.parts_ahead  # counted from K of the page
     if i + follower // 2 < walk.mine[0]:
         load.issue_piece(config, config.pieces[follower % 2], pages.pool, walk.ahead[follower // 2], ring.words,
                          walk.slot[0], member)
     T.ptx_commit_group()
+
+
+@T.macro
+def next_part(config, pages, walk, i, side, ring, walker, member):
+    """Wait until the next part, of ``side``, is there for all threads of the ring, which have read the one before."""
+    T.ptx_wait_group(config.parts_ahead - 1)
+    load.ring_barrier(config)
+    if not config.refills_at_once:
+        refill(config, pages, walk, i, side, ring, member)
     walk.slot[0] = next_slot(config, walker, side, walk.slot[0])
+
+
+@T.macro
+def release_part(config, pages, walk, i, side, ring, member):
+    """The part, of ``side``, has been read."""
+    if config.refills_at_once:
+        load.ring_barrier(config)
+        refill(config, pages, walk, i, side, ring, member)
 
 
 def next_slot(config, walker, side, slot):
@@ -169,6 +185,7 @@ def run(config, pages, work_range, rows, ring, walker, member, lane, walk, regs,
         next_part(config, pages, walk, i, SIDE_K, ring, walker, member)
         if queries.present(config, rows):
             logits(config, work_range, page, rows, ring, walk.slot[0], lane, ops, work, scales)
+        release_part(config, pages, walk, i, SIDE_K, ring, member)
         if steps.VALUES_BEFORE_SOFTMAX:
             next_part(config, pages, walk, i, SIDE_V, ring, walker, member)
         if queries.present(config, rows):
@@ -177,6 +194,7 @@ def run(config, pages, work_range, rows, ring, walker, member, lane, walk, regs,
             next_part(config, pages, walk, i, SIDE_V, ring, walker, member)
         if queries.present(config, rows):
             steps.values(config, ring.words, walk.slot[0], lane, work, ops, regs.acc_o)
+        release_part(config, pages, walk, i, SIDE_V, ring, member)
         for n in static(reach(config) + 1):
             walk.ahead[n] = walk.ahead[n + 1]
     T.ptx_wait_group(0)
