@@ -98,7 +98,7 @@ def test_models_without_weights(engine, tmp_path):
     assert not (engine.model_folder(tmp_path, engine.TINY, "auto") / "lowbit_attn").exists()
 
 
-@pytest.mark.parametrize("name,gpu", (("steps", "H100"), ("largest", "H100"), ("quality", "H200"),
+@pytest.mark.parametrize("name,gpu", (("steps", "H100"), ("steps", "H200"), ("largest", "H100"), ("quality", "H200"),
                                       ("prompts", "H200"), ("ranks", "H200"), ("overhead", "H200")))
 def test_the_docs_have_the_newest_lines(name, gpu):
     text = (PERF.parent / "docs/serving.md").read_text()

@@ -126,18 +126,18 @@ def test_first_number_is_the_results():
 
 def test_rows_of_the_engine_are_cells_of_its_tables():
     """README's columns are some of docs/serving.md's, which perf/engine_table.py makes."""
-    times, largest = re.findall(r"<!-- engine: begin \(python perf/engine_table.py (?:steps|largest)\) -->\n(.*?)"
-                                r"<!-- engine: end -->", (ROOT / "docs/serving.md").read_text(), re.S)
-    cells = {name: {row[0]: row for row in ([cell.strip() for cell in line.strip("|").split("|")]
-                                            for line in table.splitlines())}
-             for name, table in (("times", times), ("largest", largest))}
+    found = re.findall(r"<!-- engine: begin \(python perf/engine_table.py (steps|largest)(?: --gpu (H200))?\) -->\n"
+                       r"(.*?)<!-- engine: end -->", (ROOT / "docs/serving.md").read_text(), re.S)
+    cells = {(name, gpu or "H100"): {row[0]: row for row in ([cell.strip() for cell in line.strip("|").split("|")]
+                                                             for line in table.splitlines())}
+             for name, gpu, table in found}
     head, _, *rows = re.search(r"\| ms a token, x 16 bit.*?\n\n", README.read_text(), re.S)[0].strip().splitlines()
-    assert head.count("|") == 6 and len(rows) == 3
+    assert head.count("|") == 6 and len(rows) == 5
     for row in rows:
-        dtype, *shown = [cell.strip() for cell in row.strip("|").split("|")]
-        dtype = dtype.split()[0]
-        time, most = cells["times"][dtype], cells["largest"][dtype]
-        assert shown == [time[2], time[4], time[5], most[4]], dtype
+        what, *shown = [cell.strip() for cell in row.strip("|").split("|")]
+        dtype, gpu = re.match(r"(\w+(?:-\w+)*).*, (H[12]00)$", what).groups()
+        time, most = cells["steps", gpu][dtype], cells.get(("largest", gpu), {}).get(dtype, ["-"] * 5)
+        assert shown == [time[2], time[4], time[5], most[4]], what
 
 
 MOST_LINES, MOST_WORDS, INSTALL_BY = 130, 30, 40
