@@ -4,11 +4,11 @@ from collections import defaultdict
 
 
 def left_out(items: list, parts: int, seed: int) -> list:
-    """Of each test in a file ..._ptx.py every ``parts``-th case stays, and one at least."""
+    """Of each file ..._ptx.py every ``parts``-th case stays, and one at least."""
     cases = defaultdict(list)
     for item in items:
         if item.path.stem.endswith("_ptx"):
-            cases[item.parent, item.originalname].append(item)
+            cases[item.path].append(item)
     found = []
     for number, own in enumerate(cases.values()):
         step = min(parts, len(own))
