@@ -10,7 +10,7 @@ ROTATION = $(if $(filter-out 0,$(N)),--rotation $(N) --seed $(SEED))
 BASE ?= HEAD
 KEYS ?=
 SAMPLE ?= 0
-PARTS ?=
+PARTS ?= 0
 RECORD ?=
 ARCH ?=
 # what needs transformers: its integration, the commands, the examples and the documented code
@@ -47,7 +47,7 @@ demo: | $(PY)
 test: | $(PY)
 	$(call need,pytest xdist hypothesis pytest_timeout transformers matplotlib typer rich build $(DSLS),test$(COMMA)kernels,\
 	  pytest and transformers (about 75 MB) and $(COMPILERS))
-	$(PY) -m pytest -n auto $(if $(PARTS),--parts $(PARTS) --seed $(SEED))
+	$(PY) -m pytest -n auto $(if $(filter-out 0,$(PARTS)),--parts $(PARTS) --seed $(SEED))
 
 # The tests of transformers with one from before its argument "cache", in an environment that takes all else from VENV.
 OLD := build/hf-old

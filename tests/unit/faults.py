@@ -8,9 +8,9 @@ class InjectedError(Exception):
 
 
 class Faults(TorchDispatchMode):
-    """Raises at point ``at`` of a call: points are torch's operations (allocations, copies, writes; not views, which
-    take no memory) and those that the tests name, numbered in their order. ``is_off`` within what a device does at once
-    or not at all, and within arithmetic that writes nothing of the cache."""
+    """Raises at point ``at`` of a call: points are torch's operations (allocations, copies, writes) and those that the
+    tests name, numbered in their order. ``is_off`` within what a device does at once or not at all, and within
+    arithmetic that writes nothing of the cache."""
 
     def __init__(self, at: int | None):
         super().__init__()
@@ -24,6 +24,5 @@ class Faults(TorchDispatchMode):
             raise InjectedError(what)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view:
-            self.point(str(func))
+        self.point(str(func))
         return func(*args, **(kwargs or {}))

@@ -158,9 +158,7 @@ def test_a_call_is_done_or_undone(points, name, kind):
         else:
             break
     passed, points.faults = points.faults.count, Faults(None)
-    assert at == passed, "points were passed without an exception"
-    if not at:  # then there was nothing to do
-        assert_same_contents(whole, before)
+    assert at >= 3 and at == passed, "points were passed without an exception"
     assert points.seen >= (LAUNCHED.get(name, set()) if is_device else set())
     assert_same_contents(cache, contents(whole))
     assert_same_state(cache, whole)
