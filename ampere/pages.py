@@ -2,9 +2,9 @@
 
 Parts are numbered 2*page + side in the order of use; part n sits in slot n % slots and is replaced there by part
 n + slots after the barrier that shows part n + 1 to all threads of the ring, which is when all have read part n: one
-barrier a part. Of a warp's own two slots one would be empty while it waits, so there a slot is filled as soon as it is
-read, behind a barrier of its own. ``ahead`` holds the pool addresses of the pages that this reaches, read an
-iteration early.
+barrier a part. Of two slots one is empty while a warp waits, so where few warps have two of their own a slot is filled
+as soon as it is read, behind a barrier of its own. ``ahead`` holds the pool addresses of the pages that this reaches,
+read an iteration early.
 """
 
 from typing import Any, NamedTuple

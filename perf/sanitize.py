@@ -2,8 +2,9 @@
 
 A run without a tool comes first and builds the kernels that are missing: what a compiler asks of the driver is not the
 kernels', but counts as theirs. The bindings that CuTe-DSL imports, version 13.3, look for 34 functions that a driver of
-CUDA 13.0 does not have, and memcheck calls each an error. Kernels of cuBLAS are left out: in one that a linear layer's
-dequantize path calls, racecheck names 512 hazards (H200, ca6547ebf536).
+CUDA 13.0 does not have, and memcheck calls each an error. Hazards in a kernel of cuBLAS are counted apart: racecheck
+names one in the product of a linear layer's dequantize path (H200, ca6547ebf536). Where the tool is told to leave such
+kernels out, later launches fail with illegal addresses, under it alone (H100, a1d33ff096b3).
 """
 
 import os
@@ -20,7 +21,7 @@ from provenance import ROOT, append_result, digest, provenance
 FILES = tuple(f"tests/gpu/test_gpu{part}.py" for part in (
     "", "_register", "_cache", "_pair", "_level_sharing", "_level_windows"))
 TOOLS = ("memcheck", "racecheck", "synccheck")
-NOT_OURS = ("--kernel-name-exclude", "kernel_substring=nvjet")
+NOT_OURS = re.compile(r"Error: Race reported between \w+ access at nvjet_")  # cuBLAS's names
 
 
 def main(tool: list[str] = list(TOOLS), selection: str = "one_small_case or bytes or every_number_of_tokens",
@@ -35,17 +36,18 @@ def main(tool: list[str] = list(TOOLS), selection: str = "one_small_case or byte
     failed = False
     for name in tool:
         started = time.time()
-        text = subprocess.run(["compute-sanitizer", "--tool", name, *NOT_OURS, *tests], cwd=ROOT, capture_output=True,
-                              text=True, env=os.environ | {"LOWBIT_ATTN_NO_JIT": "1"}).stdout
+        text = subprocess.run(["compute-sanitizer", "--tool", name, *tests], cwd=ROOT, capture_output=True, text=True,
+                              env=os.environ | {"LOWBIT_ATTN_NO_JIT": "1"}).stdout
         errors = [int(n) for n in re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", text)]
-        passed, bad = (re.findall(rf"::(\S+) {word}", text) for word in ("PASSED", "FAILED"))
+        others, of_tests = len(NOT_OURS.findall(text)), re.sub(r"={9}( .*)?\n", "", text)  # what a tool says mid-line
+        passed, bad = (re.findall(rf"::(\S+) {word}", of_tests) for word in ("PASSED", "FAILED"))
         files = {} if tuple(file) == FILES else {"files": [Path(one).stem for one in file]}
         line = {"tool": name, "selection": selection, **files, "seconds": round(time.time() - started),
-                "errors": sum(errors), "summaries": len(errors), "passed": len(passed), "failed": len(bad),
-                "tests_sha256": digest(passed)}
+                "errors": sum(errors) - others, "errors_of_cublas": others, "summaries": len(errors),
+                "passed": len(passed), "failed": len(bad), "tests_sha256": digest(passed)}
         append_result(output, provenance() | line)
-        print(f"{name}: {len(passed)} passed, {len(bad)} failed, {sum(errors)} errors in {line['seconds']} s")
-        if bad or sum(errors) or not errors:
+        print(f"{name}: {len(passed)} passed, {len(bad)} failed, {line['errors']} errors in {line['seconds']} s")
+        if bad or line["errors"] or not errors:
             print(text[-6000:])
             print("\n".join(f"{count} x {what}" for what, count in kinds(text).most_common()))
             failed = True

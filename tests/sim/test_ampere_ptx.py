@@ -58,11 +58,12 @@ def test_rings_turn():
     assert all(map(torch.equal, found, decode(key, problem, reverse=True)))
 
 
-@pytest.mark.parametrize("name, path, slots, reverse", (
-    ("k2v4", "register", 2, False), ("kitty", "register", 3, True), ("k4v4", "tile", 2, True)))
-def test_slots_are_filled_again(monkeypatch, name, path, slots, reverse):
-    """Two warps with no page, with one or two, and with so many that their rings turn."""
-    monkeypatch.setattr("lowbit_attn.ampere.config.SHAPES", ((2, slots),))
+@pytest.mark.parametrize("name, path, warps, slots, reverse", (
+    ("k2v4", "register", 2, 2, False), ("k2v2", "register", 4, 2, True), ("kitty", "register", 2, 3, True),
+    ("k4v4", "tile", 2, 2, True)))
+def test_slots_are_filled_again(monkeypatch, name, path, warps, slots, reverse):
+    """Warps with no page, with one or two, and with so many that their rings turn."""
+    monkeypatch.setattr("lowbit_attn.ampere.config.SHAPES", ((warps, slots),))
     for made in ("program", "source"):  # of these sizes, which the key does not name
         monkeypatch.setattr(build, made, cache(getattr(build, made).__wrapped__))
     case = replace(ONE_HEAD, format=name, num_heads=1, lengths=(70, 400, 128 * 7 + 40))

@@ -1,5 +1,7 @@
 """The sanitizers see kernels run, and no compiler."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,15 @@ tests/gpu/test_gpu.py::test_a PASSED
 =========     Address 0x7f0000000000 is out of bounds
 =========
 ========= ERROR SUMMARY: 3 errors
+"""
+
+RACES = """========= COMPUTE-SANITIZER
+tests/gpu/test_gpu.py::test_a PASSED                                                   [ 50%]
+tests/gpu/test_gpu.py::test_b ========= Error: Race reported between Read access at {0}+0xb00
+=========     and Write access at {0}+0x2770 [512 hazards]
+=========
+PASSED                                                                                 [100%]
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 
 
@@ -66,3 +77,14 @@ def test_errors_are_told_by_kind(sanitize, capsys):
     assert exit.value.exit_code == 1 and capsys.readouterr().out.splitlines()[-2:] == [
         "2 x Program hit CUDA_ERROR_NOT_FOUND (error 500) on CUDA API call to cuGetProcAddress_v2.",
         f"1 x Invalid {GLOBAL} read of size 4 bytes"]
+
+
+@pytest.mark.parametrize("kernel, ours", [("nvjet_sm90_hss_8x64", 0), ("kernel_cutlass_decode", 1)])
+def test_hazards_in_a_kernel_of_cublas_are_counted_apart(sanitize, kernel, ours):
+    """And a test passes whose line a tool has broken."""
+    sanitize.outcomes += [ended(""), ended(RACES.format(kernel))]
+    with pytest.raises(typer.Exit) as exit:
+        sanitize.main(["racecheck"], output=sanitize.output)
+    line = json.loads(Path(sanitize.output).read_text())
+    assert exit.value.exit_code == ours and (line["errors"], line["errors_of_cublas"], line["passed"]) == (
+        ours, 1 - ours, 2)
