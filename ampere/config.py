@@ -11,8 +11,8 @@ from lowbit_attn.kernels.key import FEATURES, LEVEL_WINDOW, SMEM_LIMIT_BYTES, Ch
 # there for 8-bit codes at head_dim 256 on sm_89.
 SHAPES = ((12, 3), (12, 2), (8, 3), (8, 2), (4, 3), (4, 2), (2, 3), (2, 2), (1, 3), (1, 2))
 MAX_WARPS = 12  # of a block whose warps have rings of their own
-FEW_WARPS = 2  # of a block: so few do not hide each other's wait for a copy (measured: k8v4 in sm_89's sizes)
 MAX_WIDE_WARPS = 8  # the same where the registers of a thread are many: 8 warps may have 255 each, 12 only 168
+FEW_WARPS = 2  # of a block: so few do not hide each other's wait for a copy (measured: k8v4 in sm_89's sizes)
 SHARED_SLOTS = (4, 3, 2)  # of the one ring of a block whose warps share their pages
 
 # Of an SM (CUDA programming guide, "Technical specifications per compute capability"); the system takes 1 KiB a block.
