@@ -2,12 +2,15 @@
 
     lowbit-attn quantize --format e8p4 --out build/e8p4
     python perf/weights.py model --folder e8p4=build/e8p4 --folder gptvq2=build/gptvq2
+    python perf/weights.py model --folder e8p4=build/e8p4 --cache kcq4vcq2 --codebooks FILE    with a low-bit cache, too
+    python perf/weights.py recall --folder e8p4=build/e8p4          codes found again in prompts
     python perf/weights.py layer --format e8p4 --format gptvq2      one decoder layer, in a minute
 
 SmolLM2-135M-Instruct reads the first 2,048 tokens of Python's help texts in chunks of 128 tokens over a 16-bit cache,
 in fp32, every token but the first predicted (lowbit_attn.quality): with its own weights, with them rounded to the
-nearest of 4 bits a group of 128 and 2 bits a group of 64, and as each folder has them, dequantized. ``layer``
-quantizes three matrices of one decoder layer and says how far y is off on text that calibration did not see.
+nearest of 4 bits a group of 128 and 2 bits a group of 64, and as each folder has them, dequantized. ``recall`` asks the
+same models for codes in prompts (lowbit_attn.recall). ``layer`` quantizes three matrices of one decoder layer and says
+how far y is off on text that calibration did not see.
 """
 
 import hashlib
@@ -26,6 +29,15 @@ ROUNDED = {"int4 g128": (4, 128), "int2 g64": (2, 64)}  # bits, group
 METADATA_BITS = 32  # scale and minimum of a group in fp16
 MATRICES = ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")  # of a layer
 HELD_OUT = 2048  # tokens
+SIXTEEN_BIT = "16 bit"
+
+FoldersOption = Annotated[list[str], typer.Option("--folder", help="LABEL=PATH of a quantized model; repeatable.")]
+RoundedOption = Annotated[bool, typer.Option(help="Also the model's own weights rounded to nearest.")]
+CacheOption = Annotated[str | None, typer.Option(help="Format of the KV cache.")]
+BooksOption = Annotated[str | None, typer.Option(help="Its codebooks: a file of lowbit-attn calibrate.")]
+SinksOption = Annotated[int | None, typer.Option(help="First tokens that stay in 16 bit; default: the format's.")]
+ThreadsOption = Annotated[int, typer.Option(help="CPU threads of torch.")]
+OutputOption = Annotated[str, typer.Option(help="JSON lines file of the repository.")]
 
 
 def round_to_nearest(w: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -60,14 +72,34 @@ def line_of(logits: torch.Tensor, baseline: torch.Tensor, ids: torch.Tensor) -> 
             "top1": round(quality.agreement(logits.argmax(-1), baseline.argmax(-1)), 4)}
 
 
+def options_of(cache: str | None, codebooks: str | None, sinks: int | None) -> dict | None:
+    """Options of LowBitCache; None: 16 bit."""
+    if cache is None and (codebooks, sinks) != (None, None):
+        raise typer.BadParameter("codebooks and sinks are of a --cache, and none is named")
+    return cache and dict(format=cache, codebooks=codebooks, sinks=sinks)
+
+
+def about_cache(options: dict | None) -> dict:
+    """What a line says of a cache: its name, and which codebooks it read."""
+    if options is None:
+        return {"cache": "16 bit"}
+    from lowbit_attn.codebooks import Codebooks
+
+    books = options["codebooks"] and Codebooks.load(options["codebooks"])
+    learned = books and {"hash": books.hash[:16], "model": books.metadata.get("model")}
+    return {"cache": options["format"], "sinks": options["sinks"], "codebooks": learned}
+
+
 def models_of(model, folders: dict[str, str], with_rounded: bool):
-    """(label, bits a weight of the quantized layers, model) of each case; the rounded ones overwrite ``model``."""
+    """(label, bits a weight of the quantized layers, model) of each case, the model itself first; the rounded ones
+    overwrite it."""
     from transformers import AutoModelForCausalLM
 
     import lowbit_attn.linear.hf  # noqa: F401
     from lowbit_attn.linear import VQLinear
     from lowbit_attn.linear.calibration import decoder_layers, linears
 
+    yield SIXTEEN_BIT, 16, model
     for label, path in folders.items():
         quantized = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         weights = [module.vq_weight for module in quantized.modules() if isinstance(module, VQLinear)]
@@ -81,37 +113,68 @@ def models_of(model, folders: dict[str, str], with_rounded: bool):
         yield label, bits + METADATA_BITS / group, model
 
 
-@app.command(name="model")
-def whole_model(
-    folder: Annotated[list[str], typer.Option(help="LABEL=PATH of a quantized model; repeatable.")] = [],
-    rounded: Annotated[bool, typer.Option(help="Also the model's own weights rounded to nearest.")] = True,
-    cache: Annotated[str | None, typer.Option(help="Format of the KV cache of all but the baseline.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text that are read.")] = 2048,
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 2,
-    output: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS,
-) -> None:
-    """Score every case and append a line for each."""
+def loaded(threads: int):
+    """(model, tokenizer) with its own weights, in fp32."""
     from lowbit_attn.demo import model as models
-    from lowbit_attn.demo import scoring
 
     torch.set_num_threads(threads)
-    model, tokenizer = models.load(models.fetch(models.default_folder()), "cpu")
+    return models.load(models.fetch(models.default_folder()), "cpu")
+
+
+@app.command(name="model")
+def whole_model(
+    folder: FoldersOption = [],
+    rounded: RoundedOption = True,
+    cache: CacheOption = None,
+    codebooks: BooksOption = None,
+    sinks: SinksOption = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text that are read.")] = 2048,
+    threads: ThreadsOption = 2,
+    output: OutputOption = RESULTS,
+) -> None:
+    """Score every case and append a line for each; beside the model's own weights over a 16-bit cache."""
+    from lowbit_attn.demo import scoring
+
+    options = options_of(cache, codebooks, sinks)
+    model, tokenizer = loaded(threads)
     ids = tokenizer(scoring.help_text(), return_tensors="pt").input_ids[:, :tokens]
     digest = hashlib.sha256(tokenizer.decode(ids[0]).encode()).hexdigest()[:16]
-    about = provenance() | {"model": MODEL, "tokens": ids.shape[1], "text_sha256": digest, "cache": cache or "16 bit"}
+    about = provenance() | {"model": MODEL, "tokens": ids.shape[1], "text_sha256": digest} | about_cache(options)
     baseline = read(model, ids, None)
-
-    def report(label: str, bits: float, logits: torch.Tensor, seconds: float) -> None:
-        line = {"label": label, "bits_per_weight": round(bits, 3)} | line_of(logits, baseline, ids)
+    for label, bits, case in models_of(model, dict(item.split("=", 1) for item in folder), rounded):
+        start = time.perf_counter()
+        line = {"label": label, "bits_per_weight": round(bits, 3)} | line_of(read(case, ids, options), baseline, ids)
         append_result(output, about | line)
         print(f"{label:12} {bits:6.2f} bits  perplexity {line['perplexity']:9.3f}  KL {line['kl']:.4f}  "
-              f"top-1 {line['top1']:.3f}  {seconds:.0f} s", flush=True)
+              f"top-1 {line['top1']:.3f}  {time.perf_counter() - start:.0f} s", flush=True)
 
-    report("16 bit", 16, baseline, 0)
-    for label, bits, quantized in models_of(model, dict(item.split("=", 1) for item in folder), rounded):
-        start = time.perf_counter()
-        logits = read(quantized, ids, cache and dict(format=cache))
-        report(label, bits, logits, time.perf_counter() - start)
+
+@app.command()
+def recall(
+    folder: FoldersOption = [],
+    rounded: RoundedOption = True,
+    cache: CacheOption = None,
+    codebooks: BooksOption = None,
+    sinks: SinksOption = None,
+    questions: Annotated[int, typer.Option(min=1, help="Codes that are asked for.")] = 40,
+    threads: ThreadsOption = 2,
+    output: OutputOption = RESULTS,
+) -> None:
+    """Ask every case for codes over a 16-bit cache, and over --cache where it is named; a line for each."""
+    from lowbit_attn import recall as asking
+    from lowbit_attn.demo import scoring
+
+    options = options_of(cache, codebooks, sinks)
+    model, tokenizer = loaded(threads)
+    caches = {SIXTEEN_BIT: None} | ({} if options is None else {cache: options})
+    about = provenance() | {"model": MODEL, "task": "recall"}
+    for label, bits, case in models_of(model, dict(item.split("=", 1) for item in folder), rounded):
+        scores = asking.recall(case, tokenizer, scoring.help_text(None), caches, questions)
+        for name, score in scores.items():
+            append_result(output, about | about_cache(caches[name]) | {
+                "label": label, "bits_per_weight": round(bits, 3), "questions": score.questions, "right": score.right,
+                "tokens": score.tokens})
+            print(f"{label:12} {bits:6.2f} bits  cache {name:9} {score.right} of {score.questions}", flush=True)
 
 
 @app.command()
@@ -120,7 +183,7 @@ def layer(
     index: Annotated[int, typer.Option(help="Which decoder layer.")] = 1,
     tokens: Annotated[int, typer.Option(help="Tokens of the calibration text.")] = 8192,
     rounded: Annotated[bool, typer.Option(help="Also rounded to nearest.")] = True,
-    output: Annotated[str, typer.Option(help="JSON lines file of the repository.")] = RESULTS,
+    output: OutputOption = RESULTS,
 ) -> None:
     """Root of the squared error of y beside y, on the text read for calibration and on 2,048 tokens after it."""
     from lowbit_attn.cli.quantize import calibration_text
