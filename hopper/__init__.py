@@ -1,6 +1,6 @@
 """Kernels for SM90 in CuTe-DSL. Imports go from each folder to those before it:
 
-    common     rows, numbers, scratch, the merge of splits
+    common     rows, scratch, the merge of splits
     tile       the tile path: warpgroups in roles, WGMMA          warp      a warp with pages of its own; no arithmetic
     arith      how a warp multiplies: fp16 on raw codes, int8 digits
     schedule   how warps get their work: splits, an even share

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from lowbit_attn.hopper.common import numbers
+from lowbit_attn.device import numbers
 from lowbit_attn.hopper.common.slots import SLOT_BYTES, load_slot, push, wait_from
 from lowbit_attn.kernels.all_reduce import ADD_NORM, WARP, parsed, words_a_thread
 from lowbit_attn.kernels.key import CuteKernel, KernelKey

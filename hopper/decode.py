@@ -4,11 +4,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+from lowbit_attn.device.numbers import ELEMENT
 from lowbit_attn.formats.codebook_order import ENTRIES
 from lowbit_attn.formats.contract import Format
 from lowbit_attn.hopper import PATHS
 from lowbit_attn.hopper.common.book_abi import BOOK_CHANNEL_PLANES, BOOK_ROW_WORDS
-from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.config import make_config
 from lowbit_attn.hopper.schedule.level_splits import LevelSplitsSm90
 from lowbit_attn.hopper.tile.config import TARGET

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor
 
-from lowbit_attn.hopper.common import numbers
+from lowbit_attn.device import numbers
 from lowbit_attn.hopper.common.slots import SLOT_BYTES, push, wait
 from lowbit_attn.kernels.key import CuteKernel, KernelKey
 from lowbit_attn.registers import LN_2, LOG2_E

@@ -21,7 +21,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64, Uint32
 
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.arith.codebook import books, query, steps, values
 from lowbit_attn.hopper.arith.codebook import scores as shipped
@@ -34,7 +34,6 @@ from lowbit_attn.hopper.arith.codebook.config import (
     Codebook,
     lane_bytes,
 )
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.common.book_abi import Books
 from lowbit_attn.hopper.decode import fake_arguments

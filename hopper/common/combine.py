@@ -16,10 +16,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common import numbers
+from lowbit_attn.device import numbers, ptx
+from lowbit_attn.device.numbers import LOWEST, NEG_INF
 from lowbit_attn.hopper.common.abi import Rows, query_and_head
-from lowbit_attn.hopper.common.numbers import LOWEST, NEG_INF
 from lowbit_attn.hopper.common.tuning import (
     CHUNK_CHANNELS,
     EMPTY,

@@ -13,9 +13,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+from lowbit_attn.device.numbers import ELEMENT
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import Results, Rows, View, grid_of, load_counts
-from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.pair.config import HIGH_POSITIONS, LevelConfig, PairConfig, config_of
 from lowbit_attn.hopper.pair.items import LevelViews, level_item, walks_of
 from lowbit_attn.hopper.schedule import fixup, items

@@ -11,9 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from lowbit_attn.device.numbers import LOWEST
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import Rows
-from lowbit_attn.hopper.common.numbers import LOWEST
 from lowbit_attn.hopper.common.tuning import PARTS_AT_ONCE, UNIT_CHUNKS
 from lowbit_attn.hopper.schedule.config import CURSOR_WORDS, RECORD_WORDS
 from lowbit_attn.hopper.schedule.items import Cursor

@@ -17,9 +17,8 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warp
 
 from lowbit_attn import layout
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.formats import codebook_order as order
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.book_abi import RECIPROCAL_PLANE, Books
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.book_side import ATOM, ATOM_BYTES, EIGHT_BYTES, QUAD, TABLE_BYTES, BookTile

@@ -19,8 +19,8 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common import combine, numbers
+from lowbit_attn.device import numbers, ptx
+from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.tile import epilogue, softmax
 from lowbit_attn.hopper.tile import ring as rings

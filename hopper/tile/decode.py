@@ -28,11 +28,11 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
+from lowbit_attn.device.numbers import ELEMENT
 from lowbit_attn.formats.spec import Kind
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import DecodeKernel, Grid, Options, Results, View, block_rows, load_counts
 from lowbit_attn.hopper.common.book_abi import BookDecodeKernel
-from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.tile import books, columns, dequant, load, mma, walk
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, SMEM_ALIGN, TILE_N, DecodeConfig
 from lowbit_attn.hopper.tile.masks import LogitScale, Visible

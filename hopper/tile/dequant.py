@@ -13,8 +13,7 @@ from cutlass import Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp
 
 from lowbit_attn import layout
-from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common import numbers
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import (
     GROUP_WARPS,

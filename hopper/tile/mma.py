@@ -10,11 +10,11 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
+from lowbit_attn.device.numbers import ELEMENT, LOWEST
 from lowbit_attn.formats.spec import Kind
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.common.book_abi import ORDER_PLANE
-from lowbit_attn.hopper.common.numbers import ELEMENT, LOWEST
 from lowbit_attn.hopper.tile import epilogue, softmax
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import (

@@ -10,7 +10,7 @@ import operator
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn.hopper.common import numbers
+from lowbit_attn.device import numbers
 from lowbit_attn.registers import LOG2_E
 
 SUMS = 4  # of a row's weights, added up side by side

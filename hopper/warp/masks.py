@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from lowbit_attn.hopper.common import numbers
+from lowbit_attn.device import numbers
 from lowbit_attn.hopper.common.abi import Rows, query_and_head
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WarpConfig

@@ -12,9 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from lowbit_attn.hopper.common import combine, numbers
+from lowbit_attn.device import numbers
+from lowbit_attn.device.numbers import LOWEST
+from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import Rows
-from lowbit_attn.hopper.common.numbers import LOWEST
 from lowbit_attn.hopper.common.tuning import CHUNK_CHANNELS, CLUSTER_WORDS, CLUSTERS, SLOT_WORDS
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig

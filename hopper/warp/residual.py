@@ -11,8 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warp
 
-from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common import numbers
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.hopper.common.abi import Rows, first_token, query_and_head
 from lowbit_attn.hopper.warp import fetch, softmax
 from lowbit_attn.hopper.warp.config import UNIT_TOKENS, WARP, WORD, WarpConfig

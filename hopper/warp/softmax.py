@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from lowbit_attn import registers
-from lowbit_attn.hopper.common import numbers
+from lowbit_attn.device import numbers
 from lowbit_attn.hopper.warp.config import WarpConfig
 
 LAST_PLACE = 2.0**-23  # of fp32, relative

@@ -8,7 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn.hopper.common import combine, numbers
+from lowbit_attn.device import numbers
+from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.tile import columns
 from lowbit_attn.hopper.tile import ring as rings

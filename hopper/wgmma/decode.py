@@ -18,9 +18,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from lowbit_attn.device.numbers import ELEMENT
 from lowbit_attn.hopper.common import combine
 from lowbit_attn.hopper.common.abi import DecodeKernel, Grid, Options, Results, View, block_rows, load_counts
-from lowbit_attn.hopper.common.numbers import ELEMENT
 from lowbit_attn.hopper.tile import walk
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, SMEM_ALIGN, TILE_N
 from lowbit_attn.hopper.tile.decode import tile_layout

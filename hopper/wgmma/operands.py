@@ -8,7 +8,7 @@ from cutlass import Float16, Int32, Uint32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from lowbit_attn import layout
-from lowbit_attn.hopper.common import numbers
+from lowbit_attn.device import numbers
 from lowbit_attn.hopper.tile import ring as rings
 from lowbit_attn.hopper.tile.config import GROUP_WARPS, TILE_M, UNIT_TOKENS, UNITS, WARP, WORD
 from lowbit_attn.hopper.tile.dequant import affine, meta_values, unpack_f16

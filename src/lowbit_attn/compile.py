@@ -41,7 +41,7 @@ from platformdirs import user_cache_dir
 
 from lowbit_attn import closure, emit, entries, kernels, prebuilt, sass, toolchain
 from lowbit_attn.kernels import KernelKey
-from lowbit_attn.kernels.registry import MODULES, OF_ARCHITECTURES, program
+from lowbit_attn.kernels.registry import MODULES, is_cute, program
 
 LOCK_SECONDS = 600.0
 LOCK_QUIET_SECONDS = 2.0  # of waiting before it is told
@@ -87,14 +87,13 @@ def _fixed(folder: Path) -> Path:
 @cache
 def fingerprint(arch: str, op: str) -> str:
     """Hash of all source text that such a kernel is made from."""
-    is_cute = op == "read" or (op in OF_ARCHITECTURES and arch == "hopper")
     registry = "lowbit_attn.kernels.registry"
     roots = [(MODULES[program(arch, op)], closure.ALL), (registry, "trace"), (registry, "checks"),
-             ("lowbit_attn.emit", "emit_cute" if is_cute else "emit_tilelang")]
-    configs = {"decode": f"{arch}.config", "linear": f"{arch}.linear.config", "pair": f"{arch}.pair.config"}
+             ("lowbit_attn.emit", "emit_cute" if is_cute(arch, op) else "emit_tilelang")]
+    configs = {"decode": f"{arch}.config", "linear": "linear.config", "pair": f"{arch}.pair.config"}
     roots += [(MODULES[configs[op]], "checks")] if op in configs else []
     texts = [f"{module} {name}\n{text}\n" for (module, name), text in closure.texts(roots, NOT_IN_KERNELS).items()]
-    texts += [emit.LAUNCH.read_text()] * (not is_cute)
+    texts += [emit.LAUNCH.read_text()] * (not is_cute(arch, op))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 

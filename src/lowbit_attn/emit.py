@@ -86,7 +86,7 @@ def emit_tilelang(key: KernelKey, program, path: Path) -> tuple[str, int]:
 
 def same_source(key: KernelKey) -> KernelKey:
     """What kernels have in common whose TileLang text is the same on all targets: those of ``device``."""
-    return replace(key, target="") if key.arch == "device" else key
+    return replace(key, target="") if key.arch == "device" and kernels.needs_nvcc(key) else key
 
 
 @cache

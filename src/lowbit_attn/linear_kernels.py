@@ -20,6 +20,7 @@ from lowbit_attn.kernels.linear import (
     MOST_ROWS,
     PRODUCT_DTYPES,
     ROWS,
+    has_clusters,
 )
 from lowbit_attn.kernels.linear import E8P as E8P_FORMATS
 from lowbit_attn.linear import e8p
@@ -32,6 +33,7 @@ from lowbit_attn.linear_transforms import (
     inside_arguments,
     is_inside,
     kernel_of,
+    machine_of,
     parts_of_sums,
     transform,
 )
@@ -47,14 +49,13 @@ def why_not(x_dtype: torch.dtype, device: torch.device, format: str, n: int, k: 
     reasons = [] if dtype_name(x_dtype) in dtypes else [f"x: {x_dtype}, supported by {path} of {format}: "
                                                         f"{', '.join(dtypes)}"]
     try:
-        arch = dispatch.target_of(device)[0]
-        reasons += [] if arch == "hopper" else [f"device: {arch}, supported: hopper"]
+        target = dispatch.target_of(device)[1]
     except NotImplementedError as error:
-        reasons.append(str(error))
+        return [*reasons, str(error)]
     if path == KERNEL and format not in ROWS:
         return [*reasons, f"format {format}, supported: {', '.join(ROWS)}"]
     spec = format_named(format)
-    if not isinstance(spec, E8P):
+    if not isinstance(spec, E8P) or not has_clusters(target):  # long transforms are two launches
         return reasons
     most = HADAMARD_LIMIT << CLUSTER_LOG2
     return reasons + [f"a transform of {size} coefficients: supported are up to {HADAMARD_LIMIT}, or {most} in "
@@ -103,13 +104,14 @@ class _E8PCall:
     def __init__(self, x: torch.Tensor, planes: Planes, format: str, n: int, k: int):
         self.spec, self.x, self.planes, m, device = format_named(format), x, planes, len(x), x.device
         self.sides, self.codes = self.spec.sides(n, k), planes["codes"]
+        machine = machine_of(device)
         self.digits = torch.empty(ceil_to(m, 4) // 4, self.codes.shape[1], 32, 8, dtype=torch.uint32, device=device)
-        self.sums = torch.empty(m, parts_of_sums(m, k, self.sides[1]), 2, dtype=torch.int32, device=device)
+        self.sums = torch.empty(m, parts_of_sums(machine, m, k, self.sides[1]), 2, dtype=torch.int32, device=device)
         self.steps = torch.empty(m, dtype=torch.float32, device=device)
         self.product = torch.empty(m, len(self.codes) * self.spec.row_multiple, dtype=torch.float32, device=device)
         self.y = torch.empty(m, n, dtype=x.dtype, device=device)
         self.ctas = even_ctas(len(self.codes), dispatch.running_ctas(device, 1))
-        self.is_vector = is_inside(m, k, self.sides[1], planes["in_scale"])
+        self.is_vector = is_inside(machine, m, k, self.sides[1], planes["in_scale"])
 
     def make_digits(self) -> None:
         transform("digits", self.x.dtype, self.sides[1], self.x, self.planes["in_scale"], self.digits, self.sums,

@@ -1,18 +1,23 @@
 """Hadamard transforms of rows of x and of y on a CUDA device: which kernels make them, and their launches.
 
-    kronecker   few rows, sizes of order x 256 or order x 512 with order up to 64: see hopper/linear/kronecker.py
-    hadamard    any number of rows, sizes up to HADAMARD_LIMIT, or eight times that of a cluster of CTAs
+    kronecker   sizes of order x 256 or order x 512 with order up to 64: see device/linear/kronecker.py
+    hadamard    sizes up to hadamard_limit, or eight times that of a cluster of CTAs: see device/linear/hadamard.py
+    long        neither, where there are no clusters: coefficients in fp32 from kronecker's kernel or from torch, then
+                digits of them by device/linear/fixed.py, or 16 bits by torch
 """
 
+import os
 from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from lowbit_attn import dispatch, loader
 from lowbit_attn.formats.uniform import dtype_name
 from lowbit_attn.kernels.linear import (
     CLUSTER_LOG2,
+    FIXED_PARTS,
     HADAMARD_LIMIT,
     KRONECKER,
     KRONECKER_ORDER,
@@ -20,6 +25,9 @@ from lowbit_attn.kernels.linear import (
     VECTOR_COLUMNS,
     VECTOR_ROWS,
     VECTOR_SIZE,
+    hadamard_limit,
+    has_clusters,
+    has_vector,
     linear_key,
 )
 from lowbit_attn.linear import hadamard
@@ -31,6 +39,7 @@ LONG = 8192  # coefficients from which CTAs share a row of a transform
 SHORT_ORDER = 40  # of a small matrix, up to which one CTA transforms a short row
 X_MULTIPLE, Y_MULTIPLE = 4, 8  # of the columns of x, of y, that a Kronecker product's kernel reads or writes at once
 ALIGN_BYTES = 16
+SMALLEST = 2.0**-100  # of a largest value: below it a row counts as zeros, as in the kernels
 
 
 class Split(NamedTuple):
@@ -42,14 +51,41 @@ class Split(NamedTuple):
     ctas: int
 
 
+class Machine(NamedTuple):
+    """What kernels are built for: a target, and the one whose shared memory they are made for, if not its own."""
+
+    target: str
+    sizes: str = ""
+
+    @property
+    def has_clusters(self) -> bool:
+        return has_clusters(self.target)
+
+    @property
+    def has_vector(self) -> bool:
+        return has_vector(self.sizes or self.target)
+
+
+def machine_of(device: torch.device) -> Machine:
+    """What the kernels of a CUDA device that has an index are built for: see dispatch.target_of."""
+    return _machine(device.index, dispatch.forced_arch())
+
+
 @cache
-def split_of(size: int) -> Split | None:
-    """How a Kronecker product's kernel transforms ``size`` coefficients; None: it does not."""
+def _machine(index: int, forced: bytes | None) -> Machine:
+    return Machine(dispatch.target_of(torch.device("cuda", index))[1], os.fsdecode(forced or b"").partition("-")[2])
+
+
+@cache
+def split_of(size: int, most_ctas: int = KRONECKER_ORDER) -> Split | None:
+    """How a Kronecker product's kernel transforms ``size`` coefficients with so many CTAs a row; None: it does not."""
     base = hadamard.base_order(size)
     for columns in KRONECKER:
         order = size // columns
         if order >= KRONECKER_ROWS // 2 and order <= KRONECKER_ORDER and order % base == 0 and size % columns == 0:
-            return Split(order, columns, 1 << (-(-order // KRONECKER_ROWS) - 1).bit_length())
+            split = Split(order, columns, 1 << (-(-order // KRONECKER_ROWS) - 1).bit_length())
+            if split.ctas <= most_ctas:
+                return split
     return None
 
 
@@ -62,63 +98,124 @@ def cluster_log2(size: int) -> int | None:
     return CLUSTER_LOG2 if can_share else None
 
 
-def parts_of_sums(rows: int, k: int, size: int) -> int:
+def parts_of_sums(machine: Machine, rows: int, k: int, size: int) -> int:
     """CTAs of a row of x, k columns, each of which sums its digits."""
-    split = _split("digits", rows, k, size)
-    return split.ctas if split else 1 << cluster_log2(size)
+    split = _split(machine, "digits", rows, k, size)
+    if split:
+        return split.ctas
+    if machine.has_clusters:
+        return 1 << cluster_log2(size)
+    return FIXED_PARTS if _is_long(machine, size) else 1
+
+
+def kernel_of(index: int, *args):
+    """The kernel of ``linear_key(target, *args)`` on a CUDA device."""
+    return _kernel(index, dispatch.forced_arch(), *args)
 
 
 @cache
-def kernel_of(index: int, *args):
-    """The kernel of ``linear_key(target, *args)`` on a CUDA device."""
-    return loader.load(linear_key(dispatch.target_of(torch.device("cuda", index))[1], *args))
+def _kernel(index: int, forced: bytes | None, *args):
+    machine = _machine(index, forced)
+    return loader.load(linear_key(machine.target, *args, sizes=machine.sizes))
 
 
 def transform(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums, steps) -> None:
     """Launch a transform of ``size`` coefficients: "digits" or "rotate" of x, "output" of y'. See ``Hadamard`` in
-    hopper/linear/hadamard.py for the tensors; sums: int32 [rows, parts_of_sums, 2]."""
-    split = _split(kind, len(source), (out if kind == "output" else source).shape[1], size)
-    (_hadamard if split is None else _kronecker)(kind, dtype, size, source, scale, out, sums, steps)
+    device/linear/hadamard.py for the tensors; sums: int32 [rows, parts_of_sums, 2]."""
+    machine = machine_of(source.device)
+    split = _split(machine, kind, len(source), (out if kind == "output" else source).shape[1], size)
+    if split:
+        _kronecker(kind, dtype, split, source, scale, out, sums, steps)
+    elif not _is_long(machine, size):
+        _hadamard(machine, kind, dtype, size, source, scale, out, sums, steps)
+    elif kind == "output":
+        _long_output(size, source, scale, out, steps)
+    else:
+        _long_input(kind, dtype, size, source, scale, out, sums, steps)
 
 
-def _split(kind: str, rows: int, columns: int, size: int) -> Split | None:
+def _split(machine: Machine, kind: str, rows: int, columns: int, size: int) -> Split | None:
     """How a Kronecker product's kernel makes a transform of x or y with so many columns; None: the other one does."""
-    multiple = {"digits": X_MULTIPLE, "output": Y_MULTIPLE}.get(kind)
-    return split_of(size) if multiple and rows <= FEW_ROWS and columns % multiple == 0 else None
+    multiple = Y_MULTIPLE if kind == "output" else X_MULTIPLE
+    may_be_many = _is_long(machine, size)  # nothing else is faster
+    if kind == "rotate" or columns % multiple or not (rows <= FEW_ROWS or may_be_many):
+        return None
+    return split_of(size) if machine.has_clusters or kind != "digits" else split_of(size, 1)
 
 
-def is_inside(rows: int, columns: int, size: int, scale: torch.Tensor) -> bool:
+def _is_long(machine: Machine, size: int) -> bool:
+    """Whether neither a CTA nor a cluster has room for a row of a transform."""
+    return not machine.has_clusters and size > hadamard_limit(False)
+
+
+def is_inside(machine: Machine, rows: int, columns: int, size: int, scale: torch.Tensor) -> bool:
     """Whether the product's kernel makes the digits of x itself."""
-    split = _split("digits", rows, columns, size)
+    split = split_of(size) if machine.has_vector and columns % X_MULTIPLE == 0 else None
     return bool(split and split.columns == VECTOR_COLUMNS and size <= VECTOR_SIZE and rows <= VECTOR_ROWS
                 and scale.data_ptr() % ALIGN_BYTES == 0)  # no copy of it is made: it is read before x is there
 
 
 def inside_arguments(x: torch.Tensor, size: int) -> tuple:
     """(x, signs, order, norm) of a product with the transform of x inside."""
-    x = x if x.data_ptr() % ALIGN_BYTES == 0 else x.clone()
-    return x, _signs(size, x.device, True), split_of(size).order, size**-0.5
+    split = split_of(size)
+    return _aligned(x), _signs(split, x.device, True), split.order, size**-0.5
 
 
-def _kronecker(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums, steps) -> None:
-    order, columns, _ = split_of(size)
-    kernel = kernel_of(source.device.index, f"kronecker-{kind}", "", dtype_name(dtype), columns)
-    signs = _signs(size, source.device, kind != "output")
-    source = source if source.data_ptr() % ALIGN_BYTES == 0 else source.clone()
-    if kind != "output" and scale.data_ptr() % ALIGN_BYTES:  # that of y is read before the kernel ahead has ended
-        scale = scale.clone()
-    kernel(source, scale, signs, out, sums, steps, order, size**-0.5)
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.data_ptr() % ALIGN_BYTES == 0 else tensor.clone()
 
 
-def _hadamard(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums, steps) -> None:
+def _kronecker(kind: str, dtype: torch.dtype, split: Split, source, scale, out, sums, steps) -> None:
+    size = split.order * split.columns
+    kernel = kernel_of(source.device.index, f"kronecker-{kind}", "", dtype_name(dtype), split.columns)
+    signs = _signs(split, source.device, kind != "output")
+    source, scale = _aligned(source), scale if kind == "output" else _aligned(scale)
+    for at in range(0, len(source), GRID_ROWS):  # scale of y is read before the kernel ahead has ended: never a copy
+        some = slice(at, at + GRID_ROWS)
+        kernel(source[some], scale, signs, out if kind == "digits" else out[some], sums, steps[some], split.order,
+               size**-0.5)
+
+
+def _hadamard(machine: Machine, kind: str, dtype: torch.dtype, size: int, source, scale, out, sums, steps) -> None:
     order = hadamard.base_order(size)
     bits = (size // order).bit_length() - 1
     kernel = kernel_of(source.device.index, f"hadamard-{kind}", "", dtype_name(dtype))
     matrix = _matrix(order, source.device, kind != "output")
+    log2 = cluster_log2(size) if machine.has_clusters else 0
     for at in range(0, len(source), GRID_ROWS):
         some = slice(at, at + GRID_ROWS)
-        kernel(source[some], scale, matrix, out if kind == "digits" else out[some], sums, steps[some], bits,
-               cluster_log2(size), size**-0.5)
+        kernel(source[some], scale, matrix, out if kind == "digits" else out[some], sums, steps[some], bits, log2,
+               size**-0.5)
+
+
+def _long_input(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums, steps) -> None:
+    """Digits, or 16 bits, of coefficients that are in memory first."""
+    made, norm = _coefficients(dtype, size, source, scale, sums, steps)
+    if kind == "digits":
+        kernel_of(source.device.index, "fixed-digits")(made, out, sums, steps, norm)
+        return
+    largest = made.abs().amax(1)
+    steps.copy_(torch.where(largest.isfinite(), largest * norm, torch.nan))
+    inverse = torch.where(largest.isfinite() & (largest >= SMALLEST), 1 / largest, 0)
+    out[:, :size].copy_(torch.where(inverse[:, None] > 0, made * inverse[:, None], 0))
+    out[:, size:] = 0
+
+
+def _coefficients(dtype: torch.dtype, size: int, source, scale, sums, steps) -> tuple[torch.Tensor, float]:
+    """(coefficients of x times scale, fp32 [m, size], what they still are to be multiplied by)."""
+    split = split_of(size) if source.shape[1] % X_MULTIPLE == 0 else None
+    if split:
+        made = torch.empty(len(source), size, dtype=torch.float32, device=source.device)
+        _kronecker("coefficients", dtype, split, source, scale, made, sums, steps)
+        return made, size**-0.5
+    # in fp64: in fp32 a caller who allows tf32 would get its precision
+    wide = pad(source.double() * scale, (0, size - source.shape[1]))
+    return hadamard.transform(wide, transpose=True).float(), 1.0
+
+
+def _long_output(size: int, source, scale, out, steps) -> None:
+    made = hadamard.transform(source[:, :size].double())[:, : out.shape[1]]
+    out.copy_(made * steps[:, None] * scale)
 
 
 @constant
@@ -129,8 +226,8 @@ def _matrix(order: int, device: torch.device, transpose: bool) -> torch.Tensor:
 
 
 @constant
-def _signs(size: int, device: torch.device, transpose: bool) -> torch.Tensor:
-    return kronecker_signs(split_of(size), transpose).to(device)
+def _signs(split: Split, device: torch.device, transpose: bool) -> torch.Tensor:
+    return kronecker_signs(split, transpose).to(device)
 
 
 def kronecker_signs(split: Split, transpose: bool) -> torch.Tensor:

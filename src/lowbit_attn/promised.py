@@ -53,8 +53,7 @@ def promised(arch: str) -> list[KernelKey]:
              in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, HEAD_DIMS, map(parse, LEVELS), FEATURES)
              if not kernels.no_pair(arch, levels, head_dim, getattr(torch, dtype), features)]
     keys += _level_windows(arch)
-    if arch == "hopper":
-        keys += chain.from_iterable(map(linear_keys, kernels.SHIPPED_TARGETS[arch]))
+    keys += chain.from_iterable(map(linear_keys, kernels.SHIPPED_TARGETS[arch]))
     return list(dict.fromkeys(keys))
 
 

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not installed")
 
 from host.wgmma import CONFIGS, HEAD_DIMS, LANES, ROWS, read_wgmma_tile  # noqa: E402
-from lowbit_attn.hopper.common import numbers  # noqa: E402
+from lowbit_attn.device import numbers  # noqa: E402
 from lowbit_attn.hopper.tile import columns, masks, softmax  # noqa: E402
 from lowbit_attn.hopper.tile.config import COLUMNS, GROUP_WARPS, TILE_M, TILE_N  # noqa: E402
 

@@ -8,7 +8,8 @@ pytest.importorskip("cutlass", reason="CuTe-DSL (nvidia-cutlass-dsl) is not inst
 from cutlass import Int32  # noqa: E402
 
 from host.integers import modules_used, replace_integers  # noqa: E402
-from lowbit_attn.hopper.common import abi, combine, numbers, tuning  # noqa: E402
+from lowbit_attn.device import numbers  # noqa: E402
+from lowbit_attn.hopper.common import abi, combine, tuning  # noqa: E402
 from lowbit_attn.hopper.schedule import items  # noqa: E402
 from lowbit_attn.hopper.tile import walk as tile_walk  # noqa: E402
 from lowbit_attn.hopper.warp import page_loop  # noqa: E402

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from lowbit_attn.kernels.linear import KRONECKER_ROWS, VECTOR_ROWS
+from lowbit_attn.kernels.linear import FIXED_PARTS, KRONECKER_ROWS, VECTOR_ROWS, linear_keys
 from lowbit_attn.linear import hadamard
 from lowbit_attn.linear_kernels import even_ctas
-from lowbit_attn.linear_transforms import is_inside, kronecker_signs, parts_of_sums, split_of
+from lowbit_attn.linear_transforms import Machine, is_inside, kronecker_signs, parts_of_sums, split_of
 
+HOPPER, A100, ADA = Machine("sm_90a"), Machine("sm_80"), Machine("sm_89")
 SPLITS = {4096: (16, 256, 2), 6144: (24, 256, 4), 8192: (32, 256, 4), 14336: (56, 256, 8), 16384: (64, 256, 8),
           28672: (56, 512, 8), 32768: (64, 512, 8), 1024: (4, 256, 1), 5120: (20, 256, 4)}
 
@@ -22,20 +23,38 @@ def test_sizes_of_real_layers():
 
 
 def test_parts_of_sums():
-    assert [parts_of_sums(m, 28672, 28672) for m in (1, 64, 65)] == [8, 8, 8]
-    assert [parts_of_sums(m, 4096, 4096) for m in (1, 64, 65)] == [2, 2, 1]
-    assert parts_of_sums(1, 4094, 4096) == 1  # columns that lanes cannot read by fours
+    assert [parts_of_sums(HOPPER, m, 28672, 28672) for m in (1, 64, 65)] == [8, 8, 8]
+    assert [parts_of_sums(HOPPER, m, 4096, 4096) for m in (1, 64, 65)] == [2, 2, 1]
+    assert parts_of_sums(HOPPER, 1, 4094, 4096) == 1  # columns that lanes cannot read by fours
+
+
+@pytest.mark.parametrize("machine", [A100, ADA, Machine("sm_90"), Machine("sm_90", "sm_89")], ids=str)
+def test_parts_of_sums_without_clusters(machine):
+    """One CTA, or those that make digits of coefficients in memory."""
+    assert [parts_of_sums(machine, m, 28672, 28672) for m in (1, 64, 65)] == [FIXED_PARTS] * 3
+    assert [parts_of_sums(machine, m, k, k) for m in (1, 65) for k in (4096, 8192, 11008, 576)] == [1] * 8
 
 
 def test_which_transforms_are_inside_the_product():
     """Few rows, one or two halves of 256 columns, and a scale that is read by 16 bytes before x is there."""
     sizes = [size for size in range(4, 40000, 4) if hadamard.base_order(size)
-             and is_inside(1, size, size, torch.ones(size))]
+             and is_inside(HOPPER, 1, size, size, torch.ones(size))]
     assert {1024, 2048, 3072, 4096} <= set(sizes) and max(sizes) == 4096
     assert all(split_of(size).ctas <= 2 and split_of(size).columns == 256 for size in sizes)
-    assert is_inside(VECTOR_ROWS, 4096, 4096, torch.ones(4096))
-    assert not is_inside(VECTOR_ROWS + 1, 4096, 4096, torch.ones(4096))
-    assert not is_inside(1, 4096, 4096, torch.ones(4097)[1:])
+    assert is_inside(HOPPER, VECTOR_ROWS, 4096, 4096, torch.ones(4096))
+    assert not is_inside(HOPPER, VECTOR_ROWS + 1, 4096, 4096, torch.ones(4096))
+    assert not is_inside(HOPPER, 1, 4096, 4096, torch.ones(4097)[1:])
+    assert [is_inside(machine, 1, 4096, 4096, torch.ones(4096))
+            for machine in (A100, Machine("sm_90"), ADA, Machine("sm_90", "sm_89"))] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80", "sm_89"])
+def test_every_kernel_that_a_call_loads_is_named(target):
+    """A transform without clusters has no kernel of more than one CTA of digits; none is made that no call takes."""
+    machine, keys = Machine(target), {(key.variant, key.rows) for key in linear_keys(target)}
+    assert machine.has_clusters == (("kronecker-coefficients", 512) not in keys) == (("fixed-digits", 0) not in keys)
+    assert machine.has_vector == (("gemv-vector", 4) in keys)
+    assert {("kronecker-digits", 512), ("kronecker-output", 256), ("hadamard-rotate", 0), ("sum", 0)} <= keys
 
 
 @pytest.mark.parametrize("units", [1, 131, 132, 133, 512, 768, 1024, 3584])

@@ -32,10 +32,10 @@ LAYERS = (
     ("cache.state", "kernels.key"),
     ("cache.reads",),
     ("cache.kv_cache", "scratch", "device", "kernels.support", "kernels.linear", "kernels.all_reduce", "levels.state"),
-    ("ampere", "hopper.common", "cache", "cache.held"),
+    ("ampere", "hopper.common", "device.linear", "cache", "cache.held"),
     ("levels.view", "levels.step"),
     ("levels.level_cache",),
-    ("levels", "hopper.tile", "hopper.warp", "hopper.linear"),
+    ("levels", "hopper.tile", "hopper.warp"),
     ("hopper.arith", "hopper.arith.codebook", "hopper.arith.fp16", "hopper.arith.int8", "hopper.schedule",
      "hopper.wgmma"),
     ("hopper.pair",),
@@ -231,7 +231,7 @@ def imported_with(path: Path) -> set[str]:
 
 
 def test_the_default_kernel_is_read_in_few_files():
-    """At most 14 files and 3,000 lines of Hopper; 18 and 3,570 with what they stand on, which no format is among.
+    """At most 13 files and 2,890 lines of Hopper; 18 and 3,570 with what they stand on, which no format is among.
 
     The first is the count by which hopper.register.decode had 29 files and 4,885 lines at dcb2272 (with files outside
     hopper/ 39 and 6,451): modules imported by name, so a package's __init__ only where a file imports from it.
@@ -243,17 +243,17 @@ def test_the_default_kernel_is_read_in_few_files():
             waiting += imported_with(MODULES[module])
     hopper = {module for module in closure if part(module) == "hopper"}
     lines = {module: len(MODULES[module].read_text().splitlines()) for module in closure}
-    assert len(hopper) <= 14 and sum(lines[module] for module in hopper) <= 3_000, lines
+    assert len(hopper) <= 13 and sum(lines[module] for module in hopper) <= 2_890, lines
     assert len(closure) <= 18 and sum(lines.values()) <= 3_570, lines
     assert {module.removeprefix("lowbit_attn.") for module in closure - hopper} == {
-        "device.ptx", "formats.spec", "layout", "registers"}
+        "device.numbers", "device.ptx", "formats.spec", "layout", "registers"}
 
 
 def test_files_and_kernels_functions_are_short():
     for path in (*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "perf").glob("*.py")):
         text = path.read_text()
         assert len(text.splitlines()) <= 450, path
-        if "hopper" in path.relative_to(ROOT).parts[:1]:
+        if {path.parts[len(ROOT.parts)], path.parent.name} & {"hopper", "linear"}:
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef):
                     assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"

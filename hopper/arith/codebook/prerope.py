@@ -22,11 +22,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.hopper.arith.codebook import books, query, steps
 from lowbit_attn.hopper.arith.codebook.books import BookPlace
 from lowbit_attn.hopper.arith.codebook.config import FEW, groups, lane_bytes
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece, read

@@ -11,11 +11,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers, subnormals
+from lowbit_attn.device import numbers
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.arith.codebook import table
 from lowbit_attn.hopper.arith.codebook.books import BookPlace
 from lowbit_attn.hopper.arith.codebook.config import FACTORS, TABLE_BYTES, uses_table
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.common.book_abi import BOOK_CHANNEL_PLANES
 from lowbit_attn.hopper.warp import fetch

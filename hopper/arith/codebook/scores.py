@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.hopper.arith.codebook import books, query, table
 from lowbit_attn.hopper.arith.codebook.config import (
     TWO,
@@ -25,7 +25,6 @@ from lowbit_attn.hopper.arith.codebook.config import (
     stride,
     uses_table,
 )
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece
 from lowbit_attn.hopper.warp.softmax import Scores

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from lowbit_attn.device import numbers
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.hopper.arith.codebook.config import (
     TWO,
@@ -20,7 +21,6 @@ from lowbit_attn.hopper.arith.codebook.config import (
     rotations,
     stride,
 )
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WARP, WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, read
 

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import registers, subnormals
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES
 from lowbit_attn.hopper.arith.codebook import books
 from lowbit_attn.hopper.arith.codebook.config import (
@@ -28,7 +28,6 @@ from lowbit_attn.hopper.arith.codebook.config import (
     selects,
     stride,
 )
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import softmax
 from lowbit_attn.hopper.warp.config import WORD, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece, Ring, read

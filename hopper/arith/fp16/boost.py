@@ -15,9 +15,8 @@ from cutlass import Float16, Float32, Int32, Uint8, Uint16, Uint32
 from cutlass.cute.nvgpu import warp
 
 from lowbit_attn import layout, subnormals
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.hopper.arith.fp16 import operands
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import BOOST_WEIGHT, COLUMNS, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece

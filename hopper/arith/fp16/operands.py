@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, subnormals
-from lowbit_attn.hopper.common.numbers import LOW_HALF, pack, widen
+from lowbit_attn.device.numbers import LOW_HALF, pack, widen
 from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import META_BYTES, WARP, SidePlan, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece

@@ -6,9 +6,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import registers, subnormals
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.hopper.arith.fp16 import boost, operands
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp.config import WARP, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Query, read
 

@@ -10,11 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers, subnormals
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.hopper.arith.fp16 import boost, operands
 from lowbit_attn.hopper.arith.fp16.config import chunk_tiles, loops_over_groups
 from lowbit_attn.hopper.arith.fp16.query import query_operand
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import ROW_TILES, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece, Query

@@ -11,9 +11,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers, subnormals
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.hopper.arith.fp16 import boosted_values, operands
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import fetch, softmax
 from lowbit_attn.hopper.warp.config import WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece

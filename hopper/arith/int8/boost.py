@@ -13,9 +13,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, Uint32
 
 from lowbit_attn import layout
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.hopper.arith.int8.config import ROWS, STEP_TILES
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.warp import fetch
 from lowbit_attn.hopper.warp.config import BOOST_WEIGHT, WarpConfig
 from lowbit_attn.hopper.warp.fetch import Lane, Piece

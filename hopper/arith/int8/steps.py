@@ -14,9 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from lowbit_attn import layout, registers
-from lowbit_attn.device import ptx
+from lowbit_attn.device import numbers, ptx
 from lowbit_attn.hopper.arith.int8.config import MAX_TILES, STEP_TILES
-from lowbit_attn.hopper.common import numbers
 from lowbit_attn.hopper.common.abi import Rows
 from lowbit_attn.hopper.warp import fetch, softmax
 from lowbit_attn.hopper.warp.config import ROW_TILES, WARP, WORD, SidePlan, WarpConfig

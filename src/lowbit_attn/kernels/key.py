@@ -32,7 +32,7 @@ class KernelKey:
     head_dim: int  # 0: of no head
     format: str = ""  # "" where no packed data is touched (read)
     # quantize: side, or side-search; append: search_<sides>, pack: search_<sides>_<sides>; dequantize: side; read:
-    # threads x unroll; linear: what of the product (hopper/linear/config.py); all_reduce: kernels/all_reduce.py
+    # threads x unroll; linear: what of the product (device/linear/config.py); all_reduce: kernels/all_reduce.py
     variant: str = ""
     arithmetic: str = ""  # decode: see Support, as for the schedule
     schedule: str = ""

@@ -22,8 +22,7 @@ ARCH_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89", "sm_90")}
 # programs that architectures share, by op.
 MODULES = {
     "hopper": "lowbit_attn.hopper", "hopper.config": "lowbit_attn.hopper.config",
-    "hopper.decode": "lowbit_attn.hopper.decode", "hopper.linear": "lowbit_attn.hopper.linear.kernels",
-    "hopper.linear.config": "lowbit_attn.hopper.linear.config",
+    "hopper.decode": "lowbit_attn.hopper.decode",
     "hopper.exchange": "lowbit_attn.hopper.exchange", "hopper.all_reduce": "lowbit_attn.hopper.all_reduce",
     "hopper.pair": "lowbit_attn.hopper.pair.decode", "hopper.pair.config": "lowbit_attn.hopper.pair.config",
     "ampere": "lowbit_attn.ampere", "ampere.config": "lowbit_attn.ampere.config",
@@ -32,11 +31,13 @@ MODULES = {
     "append": "lowbit_attn.device.append", "merge": "lowbit_attn.device.merge", "read": "lowbit_attn.device.read",
     "merge_states": "lowbit_attn.device.merge_states", "level_append": "lowbit_attn.device.level_append",
     "plan": "lowbit_attn.device.level_plan", "pack": "lowbit_attn.device.level_pack",
+    "linear": "lowbit_attn.device.linear.kernels", "linear.config": "lowbit_attn.device.linear.config",
     "level_places": "lowbit_attn.device.level_windows", "level_hidden": "lowbit_attn.device.level_windows",
 }
 
+CUTE = ("read", "linear")  # ops whose programs are CuTe-DSL's on any architecture
 OVERLAPPING = ("level_append", "plan", "pack")  # ops that start while the kernel before ends, and wait for that
-OF_ARCHITECTURES = ("decode", "linear", "pair", "exchange", "all_reduce")  # their programs are an architecture's own
+OF_ARCHITECTURES = ("decode", "pair", "exchange", "all_reduce")  # their programs are an architecture's own
 
 
 @cache
@@ -91,9 +92,14 @@ def searches_of(key: KernelKey) -> tuple[str, str]:
     return tuple(key.variant.removeprefix("search_").split("_")) if key.variant else ("", "")
 
 
+def is_cute(arch: str, op: str) -> bool:
+    """Whether such a kernel is CuTe-DSL's, which brings its own compiler; others are TileLang's."""
+    return op in CUTE or (op in OF_ARCHITECTURES and arch == "hopper")
+
+
 def needs_nvcc(key: KernelKey) -> bool:
-    """Whether a kernel is TileLang's, which compiles with nvcc; CuTe-DSL brings its own compiler."""
-    return key.op != "read" and not (key.op in OF_ARCHITECTURES and key.arch == "hopper")
+    """Whether a kernel is TileLang's, which compiles with nvcc."""
+    return not is_cute(key.arch, key.op)
 
 
 def checks(key: KernelKey) -> Checks:
@@ -103,7 +109,7 @@ def checks(key: KernelKey) -> Checks:
                                                    path=path_name(key), rows=key.rows, dtype=key.dtype,
                                                    features=key.features)
     if key.op in ("linear", "pair"):
-        return module(f"{key.arch}.{key.op}.config").checks(key)
+        return module(f"{program(key.arch, key.op)}.config").checks(key)
     if key.op in OVERLAPPING and key.target == "sm_90":
         return Checks(need=("ACQBULK",))
     if key.op == "append" and key.head_dim > WIDE_HEAD_DIM:

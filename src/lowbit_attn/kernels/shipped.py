@@ -69,8 +69,7 @@ def shipped_keys(arch: str) -> list[KernelKey]:
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))
             keys |= dict.fromkeys([*(step_keys(*common, FORMATS[name]) if has_steps else ()),
                                    *(decode_key(arch, *common, name, *shape) for shape in shapes)])
-    weights = linear_keys if arch == "hopper" else lambda target: []
-    return [*keys, *chain.from_iterable(map(weights, SHIPPED_TARGETS[arch]))]
+    return [*keys, *chain.from_iterable(map(linear_keys, SHIPPED_TARGETS[arch]))]
 
 
 def baselines(arch: str) -> list[KernelKey]:

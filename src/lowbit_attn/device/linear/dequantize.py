@@ -11,10 +11,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
 
-from lowbit_attn.hopper.common.numbers import ELEMENT
-from lowbit_attn.hopper.linear.aqlm12 import entries
-from lowbit_attn.hopper.linear.config import WARP
-from lowbit_attn.hopper.linear.tables import words_at
+from lowbit_attn.device.linear.aqlm12 import entries
+from lowbit_attn.device.linear.config import WARP, Chip
+from lowbit_attn.device.linear.tables import words_at
+from lowbit_attn.device.numbers import ELEMENT
 
 ACCESS_BYTES = 16
 
@@ -22,7 +22,7 @@ ACCESS_BYTES = 16
 class DecodedUnit(NamedTuple):
     """What a warp decodes at once: pieces of rows, a tile of them; several units are a block of rows of the pack."""
 
-    warps: int  # of a CTA
+    warps: int  # of a CTA, at most
     of_block: int  # units that share block and group
     pieces: int
     piece_bytes: int  # in memory
@@ -32,9 +32,9 @@ class DecodedUnit(NamedTuple):
         """Bytes of a piece in shared memory: an access more, so that lanes with pieces of their own have banks too."""
         return self.piece_bytes + ACCESS_BYTES
 
-    @property
-    def smem_bytes(self) -> int:
-        return self.warps * self.pieces * self.stride
+    def warps_on(self, chip: Chip) -> int:
+        """Warps whose tiles have room."""
+        return min(self.warps, chip.smem_limit // (self.pieces * self.stride))
 
 
 UNITS = {"aqlm_2x8": DecodedUnit(12, 1, 32, 512), "aqlm_2x12": DecodedUnit(16, 1, 128, 64),
@@ -45,14 +45,15 @@ FLAT_THREADS = 256  # of aqlm_1x16, whose codes lie in the order of W
 class Dequantize:
     """The kernel of a format; scales: fp32 [n], of GPTVQ of any length."""
 
-    def __init__(self, format: str, dtype: str):
+    def __init__(self, format: str, dtype: str, chip: Chip):
         self.element, self.unit = ELEMENT[dtype], UNITS.get(format)
         self.decode, self.place = {
             "aqlm_2x8": (decode_aqlm_2x8, place_aqlm_2x8), "aqlm_2x12": (decode_aqlm_2x12, place_aqlm_2x12),
             "gptvq2": (decode_gptvq2, place_gptvq2), "aqlm_1x16": (None, None)}[format]
         self.is_row_major = format == "gptvq2"
-        self.threads = self.unit.warps * WARP if self.unit else FLAT_THREADS
-        self.smem_bytes = self.unit.smem_bytes if self.unit else 0
+        self.warps = self.unit.warps_on(chip) if self.unit else FLAT_THREADS // WARP
+        self.threads = self.warps * WARP
+        self.smem_bytes = self.warps * self.unit.pieces * self.unit.stride if self.unit else 0
 
     @cute.jit
     def __call__(self, codes: cute.Tensor, codebooks: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, first: Int32,
@@ -68,14 +69,14 @@ class Dequantize:
 
         @cute.struct
         class Smem:
-            tiles: cute.struct.Align[cute.struct.MemRange[Uint32, unit.smem_bytes // 4], 128]
+            tiles: cute.struct.Align[cute.struct.MemRange[Uint32, self.smem_bytes // 4], 128]
 
         base = Int32(cutlass.memory.SmemAllocator().allocate(Smem).tiles.data_ptr().toint())
         lane, warp = cute.arch.thread_idx()[0] % WARP, cute.arch.thread_idx()[0] // WARP
         tile = base + warp * (unit.pieces * unit.stride)
         groups = codes.shape[1 if self.is_row_major else 0]
-        for i in cutlass.range(cute.arch.block_idx()[0] * unit.warps + warp, groups * blocks * unit.of_block,
-                               cute.arch.grid_dim()[0] * unit.warps, unroll=1):
+        for i in cutlass.range(cute.arch.block_idx()[0] * self.warps + warp, groups * blocks * unit.of_block,
+                               cute.arch.grid_dim()[0] * self.warps, unroll=1):
             inside, place = i % unit.of_block, i // unit.of_block
             block, group = place // groups, place % groups
             self.decode(self.element, codes, codebooks, scales, tile, first, block, group, inside, lane)

@@ -16,17 +16,18 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common.numbers import ELEMENT
-from lowbit_attn.hopper.linear.config import HALF_ROW, TABLE_AT, TABLE_BYTES, TABLE_THREADS, WARP
-from lowbit_attn.hopper.linear.tables import (
+from lowbit_attn.device.linear.config import HALF_ROW, TABLE_AT, TABLE_BYTES, TABLE_THREADS, WARP, Chip
+from lowbit_attn.device.linear.tables import (
     advance,
     begin_kernel,
     codes_now_and_ahead,
     load_once,
     shared,
     visible,
+    wait_for_last,
     words_at,
 )
+from lowbit_attn.device.numbers import ELEMENT
 
 WARPS = TABLE_THREADS // WARP
 BOOKS, ENTRIES, VEC, SLICES = 2, 256, 8, 32
@@ -40,10 +41,9 @@ class Aqlm2x8:
     codes: uint32 [k / 256, n / 32, 4, 32 lanes, 4]; codebooks: [2, 256, 8] fp16.
     """
 
-    smem_bytes = TABLE_BYTES + 4 * BOOKS * ENTRIES * VEC
-
-    def __init__(self, dtype: str):
-        self.element = ELEMENT[dtype]
+    def __init__(self, dtype: str, chip: Chip):
+        self.element, self.chip = ELEMENT[dtype], chip
+        self.smem_bytes = chip.before_tables + TABLE_BYTES + 4 * BOOKS * ENTRIES * VEC
 
     @cute.jit
     def __call__(self, x: cute.Tensor, codes: cute.Tensor, codebooks: cute.Tensor, partial: cute.Tensor, ctas: Int32,
@@ -52,7 +52,7 @@ class Aqlm2x8:
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, codes: cute.Tensor, codebooks: cute.Tensor, partial: cute.Tensor):
-        cta = begin_kernel(self.smem_bytes)
+        cta = begin_kernel(self.smem_bytes, self.chip)
         thread, lane, warp = cta.thread, cta.lane, cta.warp
         blocks = codes.shape[1]
         units = codes.shape[0] * blocks
@@ -60,7 +60,7 @@ class Aqlm2x8:
         source = codes.iterator.toint() + lane * 16
         current, ahead = codes_now_and_ahead(LOADS)
         unit = first + warp
-        load_unit(current, source, unit, last)
+        load_unit(self.chip, current, source, unit, last)
         slice_of_x = cute.make_rmem_tensor(VEC, self.element)
         load_slice(self.element, x, slice_of_x, first // blocks, lane)
         widen_codebooks(codebooks, thread)
@@ -74,7 +74,7 @@ class Aqlm2x8:
             if end < last:
                 load_slice(self.element, x, slice_of_x, group + 1, lane)
             while unit < end:
-                load_unit(ahead, source, unit + WARPS, last)
+                load_unit(self.chip, ahead, source, unit + WARPS, last)
                 partial[group, 0, (unit - group * blocks) * WARP + lane] = row_sum(current, offsets)
                 advance(current, ahead)
                 unit += WARPS
@@ -83,11 +83,11 @@ class Aqlm2x8:
 
 
 @cute.jit
-def load_unit(codes: cute.Tensor, source: Int64, unit: Int32, last: Int32):
+def load_unit(chip: cutlass.Constexpr[Chip], codes: cute.Tensor, source: Int64, unit: Int32, last: Int32):
     """Codes of a lane's row of a unit."""
     if unit < last:
         for j in cutlass.range_constexpr(LOADS):
-            load_once(source + Int64(unit * LOADS + j) * (WARP * 16), codes[None, j])
+            load_once(source + Int64(unit * LOADS + j) * (WARP * 16), codes[None, j], chip)
 
 
 @cute.jit
@@ -149,13 +149,13 @@ class Sum:
 
     smem_bytes = 4 * TABLE_THREADS
 
-    def __init__(self, dtype: str):
-        self.element = ELEMENT[dtype]
+    def __init__(self, dtype: str, chip: Chip):
+        self.element, self.chip = ELEMENT[dtype], chip
 
     @cute.jit
     def __call__(self, partial: cute.Tensor, scales: cute.Tensor, y: cute.Tensor, stream):
         self.kernel(partial, scales, y).launch(grid=((y.shape[1] + WARP - 1) // WARP, y.shape[0], 1),
-                                               block=(TABLE_THREADS, 1, 1), stream=stream, use_pdl=True)
+                                               block=(TABLE_THREADS, 1, 1), stream=stream, use_pdl=self.chip.is_hopper)
 
     @cute.kernel
     def kernel(self, partial: cute.Tensor, scales: cute.Tensor, y: cute.Tensor):
@@ -168,7 +168,7 @@ class Sum:
         thread, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[1]
         column = cute.arch.block_idx()[0] * WARP + thread % WARP
         is_there = column < y.shape[1]
-        cute.arch.griddepcontrol_wait()
+        wait_for_last(self.chip)
         total = Float32(0.0)
         if is_there:
             for part in cutlass.range(thread // WARP, partial.shape[0], WARPS, unroll=8):

@@ -2,7 +2,8 @@
 
 H = matrix of a small order (x) Sylvester's of 2^bits, over sqrt(size). A row is transformed by one CTA or by a cluster
 of eight, which share the columns of the Sylvester part: its low bits and the small matrix stay within a CTA, the three
-high bits are one exchange through distributed shared memory, an eighth of all coefficients by each CTA.
+high bits are one exchange through distributed shared memory, an eighth of all coefficients by each CTA. Where there are
+no clusters, one CTA transforms a row.
 
     load -> [radix 8 in registers, through shared memory] x bits / 3 -> small matrix -> exchange -> result
 """
@@ -14,16 +15,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common.numbers import ELEMENT
-from lowbit_attn.hopper.linear.config import COLUMNS, DIGIT_MAX, HADAMARD_THREADS, WARP
-from lowbit_attn.kernels.linear import CLUSTER_LOG2, HADAMARD_LIMIT
+from lowbit_attn.device.linear.config import COLUMNS, DIGIT_MAX, HADAMARD_THREADS, WARP, Chip
+from lowbit_attn.device.linear.tables import let_next_start, wait_for_last
+from lowbit_attn.device.numbers import ELEMENT
+from lowbit_attn.kernels.linear import CLUSTER_LOG2, hadamard_limit
 
 CTAS = 1 << CLUSTER_LOG2
 THREADS, WARPS = HADAMARD_THREADS, HADAMARD_THREADS // WARP
 LOADS = 8  # of a thread that are on their way at once
 MANY = 1 << 30  # columns: more than any matrix has
 GROUP = 8  # coefficients that a thread has at once
-BUFFER_WORDS = HADAMARD_LIMIT + HADAMARD_LIMIT // 8
 NOTES_WORDS = 3 * WARPS + 16  # of each warp: maximum and two sums; of the CTA: maximum
 SMALLEST = 2.0**-100  # of a largest value: below it a row counts as zeros
 ROUND = 12_582_912.0  # 1.5 * 2^23: added, it leaves an integer in the low bits
@@ -77,67 +78,76 @@ class Hadamard:
     of results] and the row's step.
     """
 
-    def __init__(self, kind: str, dtype: str):
-        self.kind, self.element = kind, ELEMENT[dtype]
-        self.smem_bytes = 4 * (2 * BUFFER_WORDS + NOTES_WORDS)
+    def __init__(self, kind: str, dtype: str, chip: Chip):
+        self.kind, self.element, self.chip = kind, ELEMENT[dtype], chip
+        limit = hadamard_limit(chip.is_hopper)
+        self.buffer_words = limit + limit // 8  # place(limit)
+        self.smem_bytes = 4 * (2 * self.buffer_words + NOTES_WORDS)
 
     @cute.jit
     def __call__(self, source: cute.Tensor, scale: cute.Tensor, matrix: cute.Tensor, out: cute.Tensor,
                  digit_sums: cute.Tensor, steps: cute.Tensor, bits: Int32, cluster_log2: Int32, norm: Float32, stream):
-        ctas = Int32(1) << cluster_log2
-        self.kernel(source, scale, matrix, out, digit_sums, steps, bits, cluster_log2, norm).launch(
-            grid=(ctas, source.shape[0], 1), block=(THREADS, 1, 1), cluster=(ctas, 1, 1), stream=stream,
-            use_pdl=self.kind == "output")
+        if cutlass.const_expr(self.chip.is_hopper):
+            ctas = Int32(1) << cluster_log2
+            self.kernel(source, scale, matrix, out, digit_sums, steps, bits, cluster_log2, norm).launch(
+                grid=(ctas, source.shape[0], 1), block=(THREADS, 1, 1), cluster=(ctas, 1, 1), stream=stream,
+                use_pdl=self.kind == "output")
+        else:
+            self.kernel(source, scale, matrix, out, digit_sums, steps, bits, 0, norm).launch(
+                grid=(1, source.shape[0], 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, source: cute.Tensor, scale: cute.Tensor, matrix: cute.Tensor, out: cute.Tensor,
-               digit_sums: cute.Tensor, steps: cute.Tensor, bits: Int32, cluster_log2: Int32, norm: Float32):
+               digit_sums: cute.Tensor, steps: cute.Tensor, bits: Int32, log2: Int32, norm: Float32):
         @cute.struct
         class Smem:
-            first: cute.struct.Align[cute.struct.MemRange[Float32, BUFFER_WORDS], 128]
-            second: cute.struct.Align[cute.struct.MemRange[Float32, BUFFER_WORDS], 128]
+            first: cute.struct.Align[cute.struct.MemRange[Float32, self.buffer_words], 128]
+            second: cute.struct.Align[cute.struct.MemRange[Float32, self.buffer_words], 128]
             notes: cute.struct.Align[cute.struct.MemRange[Int32, NOTES_WORDS], 64]
 
-        cute.arch.griddepcontrol_launch_dependents()
+        let_next_start(self.chip)
+        cluster_log2 = log2 if cutlass.const_expr(self.chip.is_hopper) else Int32(0)
         smem = cutlass.memory.SmemAllocator().allocate(Smem)
-        buffers = cute.make_tensor(smem.first.data_ptr(), cute.make_layout(2 * BUFFER_WORDS))
+        buffers = cute.make_tensor(smem.first.data_ptr(), cute.make_layout(2 * self.buffer_words))
         notes = cute.make_tensor(smem.notes.data_ptr(), cute.make_layout(NOTES_WORDS))
         thread, rank, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.block_idx()[1]
         order, low_bits = matrix.shape[0], bits - cluster_log2
         count = order << low_bits
         if cutlass.const_expr(self.kind == "output"):
-            cute.arch.griddepcontrol_wait()
+            wait_for_last(self.chip)
         load(self.kind, source, scale, buffers, row, rank, bits, low_bits, count, thread)
         cute.arch.sync_threads()
         sylvester(buffers, count, low_bits, thread)
         at = Int32(0)
         if order > 1:
-            small_matrix(matrix, buffers, order, low_bits, thread)
+            small_matrix(self.buffer_words, matrix, buffers, order, low_bits, thread)
             cute.arch.sync_threads()
-            at = Int32(BUFFER_WORDS)
+            at = Int32(self.buffer_words)
         share = count
-        if cluster_log2 > 0:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-            share = share_of(count, rank)
-            exchange(Int32(smem.first.data_ptr().toint()), buffers, at,
-                     Share(rank, count, share, bits, low_bits, cluster_log2), thread)
-            cute.arch.sync_threads()
-            at = BUFFER_WORDS - at
+        if cutlass.const_expr(self.chip.is_hopper):
+            if cluster_log2 > 0:
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
+                share = share_of(count, rank)
+                exchange(self.buffer_words, Int32(smem.first.data_ptr().toint()), buffers, at,
+                         Share(rank, count, share, bits, low_bits, cluster_log2), thread)
+                cute.arch.sync_threads()
+                at = self.buffer_words - at
         mine = Share(rank, count, share, bits, low_bits, cluster_log2)
         if cutlass.const_expr(self.kind == "output"):
             write_output(self.element, buffers, at, scale, steps, out, row, mine, norm, thread)
         else:
-            largest = largest_of(buffers, at, notes, Int32(smem.notes.data_ptr().toint()), mine, thread)
+            largest = largest_of(self.chip, buffers, at, notes, Int32(smem.notes.data_ptr().toint()), mine, thread)
             top = DIGIT_MAX if self.kind == "digits" else 1
             inverse = write_step(top, largest, steps, row, norm, (thread == 0) & (mine.rank == 0))
             if cutlass.const_expr(self.kind == "digits"):
                 write_digits(buffers, at, notes, out, digit_sums, row, mine, inverse, thread)
             else:
                 write_rotated(buffers, at, out, row, mine, inverse, thread)
-        if cluster_log2 > 0:  # others may be reading this CTA's memory
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        if cutlass.const_expr(self.chip.is_hopper):
+            if cluster_log2 > 0:  # others may be reading this CTA's memory
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
 
 
 @cute.jit
@@ -193,20 +203,22 @@ def butterflies(values: list) -> list:
 
 
 @cute.jit
-def small_matrix(matrix: cute.Tensor, buffers: cute.Tensor, order: Int32, low_bits: Int32, thread: Int32):
-    """The small matrix [source row, result row] over the blocks of 2^low_bits columns, to the second buffer.
+def small_matrix(second: cutlass.Constexpr[int], matrix: cute.Tensor, buffers: cute.Tensor, order: Int32,
+                 low_bits: Int32, thread: Int32):
+    """The small matrix [source row, result row] over the blocks of 2^low_bits columns, to the second buffer, so many
+    words behind the first.
 
     A thread has four results of four columns, or of one where there are few.
     """
     if low_bits >= 5:
-        matrix_tiles(matrix, buffers, order, low_bits, thread, 4)
+        matrix_tiles(second, matrix, buffers, order, low_bits, thread, 4)
     else:
-        matrix_tiles(matrix, buffers, order, low_bits, thread, 1)
+        matrix_tiles(second, matrix, buffers, order, low_bits, thread, 1)
 
 
 @cute.jit
-def matrix_tiles(matrix: cute.Tensor, buffers: cute.Tensor, order: Int32, low_bits: Int32, thread: Int32,
-                 width: cutlass.Constexpr[int]):
+def matrix_tiles(second: cutlass.Constexpr[int], matrix: cute.Tensor, buffers: cute.Tensor, order: Int32,
+                 low_bits: Int32, thread: Int32, width: cutlass.Constexpr[int]):
     """``small_matrix`` with so many columns a thread."""
     log2 = width.bit_length() - 1
     tiles_log2 = low_bits - log2
@@ -229,23 +241,23 @@ def matrix_tiles(matrix: cute.Tensor, buffers: cute.Tensor, order: Int32, low_bi
                 for c in cutlass.range_constexpr(width):
                     made[c, r] = made[c, r] + signs[r] * values[c]
         for r in cutlass.range_constexpr(4):
-            to = cute.make_ptr(Float32, Int32(own) + 4 * (BUFFER_WORDS + place(((first + r) << low_bits) + column)),
+            to = cute.make_ptr(Float32, Int32(own) + 4 * (second + place(((first + r) << low_bits) + column)),
                                cute.AddressSpace.smem, assumed_align=4 * width)
             cute.autovec_copy(made[None, r], cute.make_tensor(to, cute.make_layout(width)))
 
 
 @cute.jit
-def exchange(own: Int32, buffers: cute.Tensor, at: Int32, mine: Share, thread: Int32):
+def exchange(second: cutlass.Constexpr[int], own: Int32, buffers: cute.Tensor, at: Int32, mine: Share, thread: Int32):
     """The high bits: a CTA's share of each CTA's coefficients, from ``at`` on, to the other buffer, part by part.
 
-    own: shared address of the buffers.
+    own: shared address of the buffers, the second one so many words behind the first.
     """
     parts = [ptx.of_cta(own, Int32(part)) for part in range(CTAS)]
     for i in cutlass.range(thread, mine.share, THREADS, unroll=1):
         word = Uint32(4 * (at + place(mine.first + i)))
         values = butterflies([ptx.load_of_cta(part + word).bitcast(Float32) for part in parts])
         for part, value in enumerate(values):
-            buffers[BUFFER_WORDS - at + place(part * mine.share + i)] = value
+            buffers[second - at + place(part * mine.share + i)] = value
 
 
 @cute.jit
@@ -273,8 +285,8 @@ def write_rotated(buffers: cute.Tensor, at: Int32, out: cute.Tensor, row: Int32,
 
 
 @cute.jit
-def largest_of(buffers: cute.Tensor, at: Int32, notes: cute.Tensor, own_notes: Int32, mine: Share,
-               thread: Int32) -> Uint32:
+def largest_of(chip: cutlass.Constexpr[Chip], buffers: cute.Tensor, at: Int32, notes: cute.Tensor, own_notes: Int32,
+               mine: Share, thread: Int32) -> Uint32:
     """Bits of the largest absolute value of a row; those of a NaN are larger than any number's."""
     lane, warp = thread % WARP, thread // WARP
     largest = Uint32(0)
@@ -285,13 +297,14 @@ def largest_of(buffers: cute.Tensor, at: Int32, notes: cute.Tensor, own_notes: I
         notes[warp] = Int32(largest)
     cute.arch.sync_threads()
     largest = Uint32(cute.arch.warp_redux_sync(Uint32(notes[lane % WARPS]), "umax"))
-    if mine.cluster_log2 > 0:
-        if thread == 0:
-            notes[3 * WARPS] = Int32(largest)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        theirs = ptx.load_of_cta(ptx.of_cta(own_notes + 4 * (3 * WARPS), lane % CTAS))
-        largest = Uint32(cute.arch.warp_redux_sync(theirs, "umax"))
+    if cutlass.const_expr(chip.is_hopper):
+        if mine.cluster_log2 > 0:
+            if thread == 0:
+                notes[3 * WARPS] = Int32(largest)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            theirs = ptx.load_of_cta(ptx.of_cta(own_notes + 4 * (3 * WARPS), lane % CTAS))
+            largest = Uint32(cute.arch.warp_redux_sync(theirs, "umax"))
     return largest
 
 

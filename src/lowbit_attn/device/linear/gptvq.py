@@ -9,16 +9,15 @@ multiply need not be neighbouring columns. Byte 1 of an address is the code.
 
 A unit is 16 rows and 1,024 columns: eight warps, each with 8 slices of 4 columns of every tile. CTAs share the units
 evenly, row tile by row tile; the codebooks of the next segment of 16 units wait in registers and go to the other
-buffer. Sums of a segment go to memory, and ``Sum`` adds them up.
+buffer. Sums of a segment, which have two buffers too where there is room, go to memory, and ``Sum`` adds them up.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
 
-from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.linear.config import (
+from lowbit_attn.device import numbers, ptx
+from lowbit_attn.device.linear.config import (
     COLUMNS,
     HALF_ROW,
     ROW_BYTES,
@@ -27,8 +26,9 @@ from lowbit_attn.hopper.linear.config import (
     TABLE_BYTES,
     TABLE_THREADS,
     WARP,
+    Chip,
 )
-from lowbit_attn.hopper.linear.tables import (
+from lowbit_attn.device.linear.tables import (
     CODE_WORDS,
     advance,
     begin_kernel,
@@ -45,6 +45,7 @@ TEAMS = TABLE_THREADS // WARP // TEAM_WARPS
 AT_ONCE = 2  # units of a team whose codes are loaded together
 STEP = TEAMS * AT_ONCE
 UNIT_SUMS = TEAM_WARPS * COLUMNS * UNIT_ROWS
+SUMS_BYTES = 4 * SEGMENT_UNITS * UNIT_SUMS  # of a segment
 SUMS_AT = TABLE_AT + TABLE_BYTES  # [buffer][unit][warp of the team][row of x][row]
 
 
@@ -55,7 +56,10 @@ class Gptvq2:
     [n / 256, k / 1024, 512, 4], two tiles' fp16 entries each.
     """
 
-    smem_bytes = TABLE_BYTES + 2 * SEGMENT_UNITS * UNIT_SUMS * 4
+    def __init__(self, chip: Chip):
+        self.chip = chip
+        self.buffers = 2 if chip.smem_limit >= TABLE_AT + TABLE_BYTES + 2 * SUMS_BYTES else 1
+        self.smem_bytes = chip.before_tables + TABLE_BYTES + self.buffers * SUMS_BYTES
 
     @cute.jit
     def __call__(self, x: cute.Tensor, codes: cute.Tensor, codebooks: cute.Tensor, partial: cute.Tensor, ctas: Int32,
@@ -64,7 +68,7 @@ class Gptvq2:
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, codes: cute.Tensor, codebooks: cute.Tensor, partial: cute.Tensor):
-        cta = begin_kernel(self.smem_bytes)
+        cta = begin_kernel(self.smem_bytes, self.chip)
         thread, lane = cta.thread, cta.lane
         team, member = cta.warp // TEAM_WARPS, cta.warp % TEAM_WARPS
         segments = codes.shape[1]
@@ -76,7 +80,7 @@ class Gptvq2:
         book.fill(0)
         _, x_words = numbers.fragments(CODE_WORDS)
         x_words.fill(0)
-        load_units(current, source, first + team * AT_ONCE, segment_end(first, last))
+        load_units(self.chip, current, source, first + team * AT_ONCE, segment_end(first, last))
         load_book(book, codebooks, first // SEGMENT_UNITS, thread)
         store_book(book, Int32(0), thread)
         load_x(x_words, x, first // SEGMENT_UNITS % segments, member, lane)
@@ -89,13 +93,16 @@ class Gptvq2:
             offset = Uint32(ptx.opaque(32 * ((lane >> 2) & 3) + 8 * (lane & 3) + HALF_ROW * buffer))
             for unit in cutlass.range(first, end, STEP, unroll=1):
                 after = cutlass.min(unit + STEP, end)
-                load_units(ahead, source, after + team * AT_ONCE, segment_end(after, last))
-                multiply_units(current, x_words, offset, unit + team * AT_ONCE, end, buffer, member, lane, x.shape[0])
+                load_units(self.chip, ahead, source, after + team * AT_ONCE, segment_end(after, last))
+                multiply_units(current, x_words, offset, unit + team * AT_ONCE, end, buffer % self.buffers, member,
+                               lane, x.shape[0])
                 advance(current, ahead)
             if end < last:
                 store_book(book, buffer ^ 1, thread)
             cute.arch.sync_threads()
-            write_segment(partial, segment, segments, first, end, buffer, thread)
+            write_segment(partial, segment, segments, first, end, buffer % self.buffers, thread)
+            if cutlass.const_expr(self.buffers == 1):
+                cute.arch.sync_threads()
             if end < last:
                 buffer = buffer ^ 1
                 load_x(x_words, x, (segment + 1) % segments, member, lane)
@@ -110,11 +117,11 @@ def segment_end(unit, last):
 
 
 @cute.jit
-def load_units(codes: cute.Tensor, source: Int64, unit: Int32, end: Int32):
+def load_units(chip: cutlass.Constexpr[Chip], codes: cute.Tensor, source: Int64, unit: Int32, end: Int32):
     """A lane's codes of a team's units of one segment; those from ``end`` on stay as they are."""
     for b in cutlass.range_constexpr(AT_ONCE):
         if unit + b < end:
-            load_once(source + Int64(unit + b) * (TEAM_WARPS * WARP * 16), codes[None, b])
+            load_once(source + Int64(unit + b) * (TEAM_WARPS * WARP * 16), codes[None, b], chip)
 
 
 @cute.jit

@@ -9,15 +9,19 @@
     gemv-vector         the same of e8p with hadamard-digits inside, for few rows and columns
     dequantize          packed codes to rows of 16-bit weights
     sum                 partial sums to y
+
+Without clusters, which Hopper alone has, one CTA makes the digits of a row, or two launches do:
+
+    kronecker-coefficients  x to Hadamard coefficients in fp32, of sizes that the product of parts has
+    fixed-digits            coefficients in fp32 to digits, any size
 """
 
 from dataclasses import dataclass
 
-from lowbit_attn.kernels.key import Checks, KernelKey
+from lowbit_attn.kernels.key import SMEM_LIMIT_BYTES, Checks, KernelKey
 from lowbit_attn.kernels.linear import KRONECKER_ROWS, VECTOR_COLUMNS, VECTOR_SIZE
 from lowbit_attn.linear.layouts import ceil_to
 
-TARGET = "sm_90a"
 WARP = 32
 TABLE_AT = 1024  # shared address of tables: where dynamic shared memory starts, so that byte 1 of an address is a code
 ROW_BYTES, HALF_ROW = 256, 128  # of a table
@@ -26,11 +30,29 @@ SELECT = 0x5504  # of PRMT: byte 0 of the lane's offset, a byte of the codes, ze
 DIGIT_MAX = 32_512  # of a coefficient: 256 * 127, the largest whose two digits are signed bytes
 HADAMARD_THREADS = 512
 TABLE_THREADS = 512  # of kernels with a table of products
-AQLM12_ROWS = 24_576  # of W in a CTA of aqlm_2x12: their sums are beside a table of 128 KiB
 ALIGN = 128  # of parts of shared memory
 KRONECKER_PAD = 4  # words behind a row in shared memory
 VECTOR_HALVES = 2  # of the transform inside a product: eight rows of its result each
 COLUMNS = 4  # rows of x in one MMA: each has two digits
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a kernel may use where it runs. Hopper has clusters, lets kernels start before the one ahead of them has
+    ended, and its shared memory that a launch asks for starts at TABLE_AT; elsewhere it may start at 0."""
+
+    is_hopper: bool
+    smem_limit: int  # bytes that a CTA may have
+
+    @property
+    def before_tables(self) -> int:
+        """Bytes that a launch asks for so that there are tables' bytes from TABLE_AT on."""
+        return 0 if self.is_hopper else TABLE_AT
+
+
+def chip_of(key: KernelKey) -> Chip:
+    """Where a kernel runs, or is made as if it ran there; sm_90: Ampere's kernels on a Hopper chip."""
+    return Chip(key.target == "sm_90a", SMEM_LIMIT_BYTES[key.sizes or key.target])
 
 
 @dataclass(frozen=True)
@@ -39,6 +61,7 @@ class GemvConfig:
 
     stages: int  # codes of a vector of 8: 1 or 2
     rows: int  # of x: a multiple of COLUMNS
+    chip: Chip
     has_transform: bool = False  # the kernel makes x's digits itself, in shared memory
 
     @property
@@ -87,9 +110,9 @@ class GemvConfig:
     @property
     def smem_bytes(self) -> int:
         if not self.has_transform:
-            return TABLE_BYTES + 4 * (self.sums + 2 * self.rows)
+            return self.chip.before_tables + TABLE_BYTES + 4 * (self.sums + 2 * self.rows)
         values = 4 * VECTOR_HALVES * KRONECKER_ROWS * (VECTOR_COLUMNS + KRONECKER_PAD)
-        return self.values_at - TABLE_AT + ceil_to(values + 4 * self.warps, ALIGN)
+        return self.chip.before_tables + self.values_at - TABLE_AT + ceil_to(values + 4 * self.warps, ALIGN)
 
 
 def checks(key: KernelKey) -> Checks:

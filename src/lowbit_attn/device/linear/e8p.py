@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.linear.config import (
+from lowbit_attn.device.linear.config import (
     COLUMNS,
     HALF_ROW,
     ROW_BYTES,
@@ -28,13 +28,14 @@ from lowbit_attn.hopper.linear.config import (
     WARP,
     GemvConfig,
 )
-from lowbit_attn.hopper.linear.tables import (
+from lowbit_attn.device.linear.tables import (
     Cta,
     advance,
     begin_kernel,
     codes_now_and_ahead,
     load_once,
     shared,
+    wait_for_last,
     words_at,
 )
 
@@ -77,13 +78,13 @@ class E8PGemv:
     def __call__(self, codes: cute.Tensor, digits: cute.Tensor, digit_sums: cute.Tensor,
                  tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, ctas: Int32, stream):
         self.kernel(codes, digits, digit_sums, tables, scales, out).launch(
-            grid=(ctas, 1, 1), block=(self.cfg.warps * WARP, 1, 1), stream=stream, use_pdl=True)
+            grid=(ctas, 1, 1), block=(self.cfg.warps * WARP, 1, 1), stream=stream, use_pdl=self.cfg.chip.is_hopper)
 
     @cute.kernel
     def kernel(self, codes: cute.Tensor, digits: cute.Tensor, digit_sums: cute.Tensor,
                tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor):
         cfg = self.cfg
-        cta = begin_kernel(cfg.smem_bytes)
+        cta = begin_kernel(cfg.smem_bytes, cfg.chip)
         thread, lane, warp = cta.thread, cta.lane, cta.warp
         blocks, chunks = codes.shape[0], codes.shape[1]
         first, last = cta.share(blocks)
@@ -96,7 +97,7 @@ class E8PGemv:
         load_codes(cfg, current, mine, first, last, warp)
         fill_tables(cfg.warps * WARP, tables, thread)
         clear_sums(cfg, thread)
-        cute.arch.griddepcontrol_wait()
+        wait_for_last(cfg.chip)
         load_digits(cfg, x, 0, place, cutlass.min(warp, chunks - 1))
         add_digit_sums(cfg, digit_sums, thread)
         cute.arch.sync_threads()
@@ -157,7 +158,7 @@ def load_codes(cfg: cutlass.Constexpr[GemvConfig], words: cute.Tensor, codes: La
     at = codes.source + Int64(block) * codes.row_bytes + Int64(chunk) * (WARP * 16)
     for b in cutlass.range_constexpr(cfg.blocks):
         if block + b < last and chunk < codes.chunks:
-            load_once(at + b * codes.row_bytes, words[None, b])
+            load_once(at + b * codes.row_bytes, words[None, b], cfg.chip)
 
 
 @cute.jit

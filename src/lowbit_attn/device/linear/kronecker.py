@@ -8,20 +8,20 @@ H = M (x) Sylvester(columns), M of the order. A row of the source is a matrix [o
     the other bits       in registers again, once the columns went through shared memory
 
 A CTA makes up to eight rows of the result and reads all of the source, so CTAs exchange nothing but, for digits, the
-largest coefficient. What does not depend on the kernel before is read before that one ends.
+largest coefficient. What does not depend on the kernel before is read before that one ends. Where there are no
+clusters, digits are made by one CTA, or coefficients go to memory in fp32 (fixed.py makes digits of them).
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.common.numbers import ELEMENT
-from lowbit_attn.hopper.linear.config import DIGIT_MAX, WARP
-from lowbit_attn.hopper.linear.config import KRONECKER_PAD as PAD
-from lowbit_attn.hopper.linear.hadamard import ABS_BITS, digits_of, row_of_digits, store_group, write_step
-from lowbit_attn.hopper.linear.tables import words_at
+from lowbit_attn.device import numbers, ptx
+from lowbit_attn.device.linear.config import DIGIT_MAX, WARP, Chip
+from lowbit_attn.device.linear.config import KRONECKER_PAD as PAD
+from lowbit_attn.device.linear.hadamard import ABS_BITS, digits_of, row_of_digits, store_group, write_step
+from lowbit_attn.device.linear.tables import let_next_start, wait_for_last, words_at
+from lowbit_attn.device.numbers import ELEMENT
 from lowbit_attn.kernels.linear import KRONECKER_ROWS
 
 VECTOR = 4  # neighbouring columns that a lane has of a row of the source
@@ -35,14 +35,17 @@ CTAS = 8  # of a cluster, at most
 
 
 class Kronecker:
-    """One transform of each row of ``source`` [m, count]; kind: "digits" or "output", as in hadamard.py.
+    """One transform of each row of ``source`` [m, count]; kind: "digits" or "output", as in hadamard.py, or
+    "coefficients": of x times scale, as they are, fp32 [m, size].
 
     signs: fp32 [CTAs of a row, 32 lanes, SIGNS], M as the CTAs' B operands, 0 where it has no row; order: of M.
-    digits: count and the columns of ``scale`` are multiples of VECTOR. output: out's columns are multiples of GROUP.
+    digits, coefficients: count and the columns of ``scale`` are multiples of VECTOR. output: out's columns are
+    multiples of GROUP.
     """
 
-    def __init__(self, kind: str, dtype: str, columns: int):
-        self.kind, self.dtype, self.columns = kind, dtype, columns
+    def __init__(self, kind: str, dtype: str, columns: int, chip: Chip):
+        self.kind, self.dtype, self.columns, self.chip = kind, dtype, columns, chip
+        self.has_clusters = kind == "digits" and chip.is_hopper
         self.smem_bytes = 4 * (KRONECKER_ROWS * (columns + PAD) + 64)
 
     @cute.jit
@@ -50,8 +53,9 @@ class Kronecker:
                  digit_sums: cute.Tensor, steps: cute.Tensor, order: Int32, norm: Float32, stream):
         ctas = signs.shape[0]
         kernel = self.kernel(source, scale, signs, out, digit_sums, steps, order, norm)
-        shape = dict(grid=(ctas, source.shape[0], 1), block=(self.columns, 1, 1), stream=stream, use_pdl=True)
-        if cutlass.const_expr(self.kind == "digits"):
+        shape = dict(grid=(ctas, source.shape[0], 1), block=(self.columns, 1, 1), stream=stream,
+                     use_pdl=self.chip.is_hopper)
+        if cutlass.const_expr(self.has_clusters):
             kernel.launch(**shape, cluster=(ctas, 1, 1))
         else:
             kernel.launch(**shape)
@@ -64,7 +68,7 @@ class Kronecker:
             values: cute.struct.Align[cute.struct.MemRange[Float32, KRONECKER_ROWS * (self.columns + PAD)], 128]
             notes: cute.struct.Align[cute.struct.MemRange[Int32, 64], 128]
 
-        cute.arch.griddepcontrol_launch_dependents()
+        let_next_start(self.chip)
         smem = cutlass.memory.SmemAllocator().allocate(Smem)
         values = cute.make_tensor(smem.values.data_ptr(), cute.make_layout(KRONECKER_ROWS * (self.columns + PAD)))
         notes = cute.make_tensor(smem.notes.data_ptr(), cute.make_layout(64))
@@ -85,7 +89,7 @@ class Kronecker:
             is_live = is_live & (column < out.shape[1])
             for i in cutlass.range_constexpr(GROUP):
                 factors[i] = scale[cutlass.min(column + i, out.shape[1] - 1)]
-        cute.arch.griddepcontrol_wait()
+        wait_for_last(self.chip)
         factor = steps[row] * norm if cutlass.const_expr(self.kind == "output") else norm
         sums = multiply_matrix(self.kind, self.dtype, self.columns, source, scale, operand, row, order, thread)
         store_sums(self.columns, values, sums, thread)
@@ -99,15 +103,19 @@ class Kronecker:
         if cutlass.const_expr(self.kind == "output"):
             if is_live:
                 store_output(ELEMENT[self.dtype], out, row, column, results, factors, factor)
+        elif cutlass.const_expr(self.kind == "coefficients"):
+            if is_live:
+                store_coefficients(out, row, column, results)
         else:
             own = Int32(smem.notes.data_ptr().toint())
-            largest = largest_of_row(notes, own, signs.shape[0], thread)
+            largest = largest_of_row(self.has_clusters, notes, own, signs.shape[0], thread)
             inverse = write_step(DIGIT_MAX, largest, steps, row, norm, (thread == 0) & (rank == 0))
             write_digits(self.columns, out, digit_sums, notes, row, rank, column // GROUP, results, is_live, inverse,
                          thread)
-            if signs.shape[0] > 1:  # others may be reading this CTA's memory
-                cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
+            if cutlass.const_expr(self.has_clusters):
+                if signs.shape[0] > 1:  # others may be reading this CTA's memory
+                    cute.arch.cluster_arrive()
+                    cute.arch.cluster_wait()
 
 
 @cute.jit
@@ -249,17 +257,27 @@ def store_output(element: cutlass.Constexpr, out: cute.Tensor, row: Int32, colum
 
 
 @cute.jit
-def largest_of_row(notes: cute.Tensor, own: Int32, ctas: Int32, thread: Int32) -> Uint32:
+def store_coefficients(out: cute.Tensor, row: Int32, column: Int32, results: cute.Tensor):
+    """A thread's results as they are."""
+    for i in cutlass.range_constexpr(GROUP // 4):
+        at = out.iterator.toint() + (Int64(row) * out.shape[1] + column + 4 * i) * 4
+        cute.autovec_copy(cute.recast_tensor(results[None, i], Uint32), words_at(at))
+
+
+@cute.jit
+def largest_of_row(has_clusters: cutlass.Constexpr[bool], notes: cute.Tensor, own: Int32, ctas: Int32,
+                   thread: Int32) -> Uint32:
     """The largest of all CTAs' maxima, which each has in its first notes; own: shared address of this CTA's."""
     lane = thread % WARP
     largest = Uint32(cute.arch.warp_redux_sync(Uint32(notes[lane % KRONECKER_ROWS]), "umax"))
-    if ctas > 1:
-        if thread == 0:
-            notes[KRONECKER_ROWS] = Int32(largest)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        theirs = ptx.load_of_cta(ptx.of_cta(own + 4 * KRONECKER_ROWS, lane & (ctas - 1)))
-        largest = Uint32(cute.arch.warp_redux_sync(theirs, "umax"))
+    if cutlass.const_expr(has_clusters):
+        if ctas > 1:
+            if thread == 0:
+                notes[KRONECKER_ROWS] = Int32(largest)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            theirs = ptx.load_of_cta(ptx.of_cta(own + 4 * KRONECKER_ROWS, lane & (ctas - 1)))
+            largest = Uint32(cute.arch.warp_redux_sync(theirs, "umax"))
     return largest
 
 

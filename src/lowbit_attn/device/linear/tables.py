@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.linear.config import TABLE_AT
+from lowbit_attn.device.linear.config import TABLE_AT, Chip
 
 CODE_WORDS = 4  # of a lane in one access
 
@@ -26,9 +26,21 @@ class Cta(NamedTuple):
         return Int32(Int64(units) * self.index // self.count), Int32(Int64(units) * (self.index + 1) // self.count)
 
 
-def begin_kernel(smem_bytes: int) -> Cta:
+def let_next_start(chip: Chip) -> None:
+    """The next kernel in the stream may start."""
+    if chip.is_hopper:
+        cute.arch.griddepcontrol_launch_dependents()
+
+
+def wait_for_last(chip: Chip) -> None:
+    """Wait until the kernel ahead in the stream has ended, if this one may have started before."""
+    if chip.is_hopper:
+        cute.arch.griddepcontrol_wait()
+
+
+def begin_kernel(smem_bytes: int, chip: Chip) -> Cta:
     """Begin a kernel: the next one in the stream may start, and tables have the addresses that lookups need."""
-    cute.arch.griddepcontrol_launch_dependents()
+    let_next_start(chip)
     thread, lane = cute.arch.thread_idx()[0], Int32(cute.arch.lane_idx())
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     index, count = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -60,10 +72,11 @@ def words_at(address: Int64, count: int = CODE_WORDS) -> cute.Tensor:
                             cute.make_layout(count))
 
 
-def load_once(address: Int64, codes: cute.Tensor) -> None:
-    """Four words of global memory that no one reads again: they leave L2 first."""
-    for i, word in enumerate(ptx.load_words(address, Int64(ptx.EVICT_FIRST) << 32)):
-        codes[i] = word
+def load_once(address: Int64, codes: cute.Tensor, chip: Chip) -> None:
+    """Four words of global memory that no one reads again: on Hopper they leave L2 first."""
+    words = ptx.load_words(address, Int64(ptx.EVICT_FIRST) << 32) if chip.is_hopper else words_at(address)
+    for i in range(CODE_WORDS):
+        codes[i] = words[i]
 
 
 def codes_now_and_ahead(accesses: int) -> tuple[cute.Tensor, cute.Tensor]:

@@ -10,10 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.hopper.common.numbers import pack
-from lowbit_attn.hopper.linear.config import HALF_ROW, TABLE_BYTES, WARP
-from lowbit_attn.hopper.linear.e8p import fill_tables, lookup
-from lowbit_attn.hopper.linear.tables import CODE_WORDS, begin_kernel, load_once, words_at
+from lowbit_attn.device.linear.config import HALF_ROW, TABLE_BYTES, WARP, Chip
+from lowbit_attn.device.linear.e8p import fill_tables, lookup
+from lowbit_attn.device.linear.tables import CODE_WORDS, begin_kernel, load_once, words_at
+from lowbit_attn.device.numbers import pack
 
 FIELD, MAGIC, MINUS = 0x00F0_00F0, 0x5400_5400, 0xD478_D478  # of two fp16: mantissa bits of u; 64; -(64 + 15/2)
 SMALLEST = 2.0**-100  # of the largest scale
@@ -25,10 +25,11 @@ class E8PDequantize:
     codes: uint32 [row blocks, chunks, 32 lanes, 4]; tables: uint32 [2, 256]; scales: fp32 [stages].
     """
 
-    threads, smem_bytes = 1024, TABLE_BYTES
+    threads = 1024
 
-    def __init__(self, stages: int):
-        self.stages = stages
+    def __init__(self, stages: int, chip: Chip):
+        self.stages, self.chip = stages, chip
+        self.smem_bytes = chip.before_tables + TABLE_BYTES
 
     @cute.jit
     def __call__(self, codes: cute.Tensor, tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, ctas: Int32,
@@ -37,7 +38,7 @@ class E8PDequantize:
 
     @cute.kernel
     def kernel(self, codes: cute.Tensor, tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor):
-        cta = begin_kernel(self.smem_bytes)
+        cta = begin_kernel(self.smem_bytes, self.chip)
         source, chunks = codes.iterator.toint(), codes.shape[1]
         count = codes.shape[0] * chunks * WARP
         words, ahead = (cute.make_rmem_tensor(CODE_WORDS, Uint32) for _ in range(2))
@@ -45,14 +46,14 @@ class E8PDequantize:
         ahead.fill(0)
         first, step = cta.index * self.threads + cta.thread, cta.count * self.threads
         if first < count:
-            load_once(source + Int64(first) * 16, words)
+            load_once(source + Int64(first) * 16, words, self.chip)
         fill_tables(self.threads, tables, cta.thread)
         factors = factors_of(self.stages, scales)
         minus, offset = ptx.opaque(MINUS), Uint32(ptx.opaque(cta.lane * 4))
         cute.arch.sync_threads()
         for item in cutlass.range(first, count, step, unroll=1):
             if item + step < count:
-                load_once(source + Int64(item + step) * 16, ahead)
+                load_once(source + Int64(item + step) * 16, ahead, self.chip)
             place = item // WARP
             block, chunk = place // chunks, place % chunks
             for j in cutlass.range_constexpr(CODE_WORDS):

@@ -9,10 +9,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from lowbit_attn.hopper.common import numbers
-from lowbit_attn.hopper.linear import kronecker
-from lowbit_attn.hopper.linear.config import DIGIT_MAX, VECTOR_HALVES, WARP, GemvConfig
-from lowbit_attn.hopper.linear.e8p import (
+from lowbit_attn.device import numbers
+from lowbit_attn.device.linear import kronecker
+from lowbit_attn.device.linear.config import DIGIT_MAX, VECTOR_HALVES, WARP, GemvConfig
+from lowbit_attn.device.linear.e8p import (
     DIGIT_WORDS,
     SUMS_AT,
     Digits,
@@ -23,9 +23,9 @@ from lowbit_attn.hopper.linear.e8p import (
     load_digits,
     multiply_share,
 )
-from lowbit_attn.hopper.linear.hadamard import store_group, write_step
-from lowbit_attn.hopper.linear.kronecker import GROUP, PAD, SIGNS, STEP_ROWS, VECTOR
-from lowbit_attn.hopper.linear.tables import begin_kernel, codes_now_and_ahead, shared, words_at
+from lowbit_attn.device.linear.hadamard import store_group, write_step
+from lowbit_attn.device.linear.kronecker import GROUP, PAD, SIGNS, STEP_ROWS, VECTOR
+from lowbit_attn.device.linear.tables import begin_kernel, codes_now_and_ahead, shared, wait_for_last, words_at
 from lowbit_attn.kernels.linear import KRONECKER_ROWS, VECTOR_COLUMNS
 
 HALF = VECTOR_COLUMNS  # threads that make eight rows of the result
@@ -49,14 +49,14 @@ class E8PVector:
                  tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, steps: cute.Tensor, order: Int32,
                  norm: Float32, ctas: Int32, stream):
         self.kernel(codes, x, in_scale, signs, tables, scales, out, steps, order, norm).launch(
-            grid=(ctas, 1, 1), block=(self.cfg.warps * WARP, 1, 1), stream=stream, use_pdl=True)
+            grid=(ctas, 1, 1), block=(self.cfg.warps * WARP, 1, 1), stream=stream, use_pdl=self.cfg.chip.is_hopper)
 
     @cute.kernel
     def kernel(self, codes: cute.Tensor, x: cute.Tensor, in_scale: cute.Tensor, signs: cute.Tensor,
                tables: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, steps: cute.Tensor, order: Int32,
                norm: Float32):
         cfg = self.cfg
-        cta = begin_kernel(cfg.smem_bytes)
+        cta = begin_kernel(cfg.smem_bytes, cfg.chip)
         thread, lane = cta.thread, cta.lane
         first, last = cta.share(codes.shape[0])
         mine = LaneCodes(codes.iterator.toint() + lane * 16, Int64(codes.shape[1]) * (WARP * 16), codes.shape[1])
@@ -76,7 +76,7 @@ class E8PVector:
         digit_sums_at = SUMS_AT + 4 * cfg.sums
         if thread < 2 * x.shape[0]:
             shared(Int32, digit_sums_at + 4 * thread, 0)[0] = Int32(0)
-        cute.arch.griddepcontrol_wait()
+        wait_for_last(cfg.chip)
         for row in cutlass.range(x.shape[0], unroll=1):
             make_digits(cfg, self.dtype, x, factors, matrix, steps, row, order, norm, signs.shape[0], cta.index, thread)
         load_digits(cfg, digits, 0, place, cutlass.min(cta.warp, mine.chunks - 1))
