@@ -9,6 +9,7 @@ tokens: where it would have chosen another one, the line has how much nearer the
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +78,8 @@ def main(
         tokens_file.write_text(json.dumps({"format": format, "tokens": chosen, "margins": margins}))
         print(f"{format}: {len(chosen)} tokens, smallest margin {min(margins):.3f}")
         return
-    line = {"format": format, "dtype": str(model.dtype)} | compare(model, ids, json.loads(tokens_file.read_text()))
+    line = {"format": format, "dtype": str(model.dtype), "arch": os.environ.get("LOWBIT_ATTN_ARCH", "the GPU's own")}
+    line |= compare(model, ids, json.loads(tokens_file.read_text()))
     append_result(output, provenance() | line)
     print(line)
 

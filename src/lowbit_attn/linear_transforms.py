@@ -77,15 +77,13 @@ def _machine(index: int, forced: bytes | None) -> Machine:
 
 
 @cache
-def split_of(size: int, most_ctas: int = KRONECKER_ORDER) -> Split | None:
-    """How a Kronecker product's kernel transforms ``size`` coefficients with so many CTAs a row; None: it does not."""
+def split_of(size: int) -> Split | None:
+    """How a Kronecker product's kernel transforms ``size`` coefficients; None: it does not."""
     base = hadamard.base_order(size)
     for columns in KRONECKER:
         order = size // columns
         if order >= KRONECKER_ROWS // 2 and order <= KRONECKER_ORDER and order % base == 0 and size % columns == 0:
-            split = Split(order, columns, 1 << (-(-order // KRONECKER_ROWS) - 1).bit_length())
-            if split.ctas <= most_ctas:
-                return split
+            return Split(order, columns, 1 << (-(-order // KRONECKER_ROWS) - 1).bit_length())
     return None
 
 
@@ -105,7 +103,7 @@ def parts_of_sums(machine: Machine, rows: int, k: int, size: int) -> int:
         return split.ctas
     if machine.has_clusters:
         return 1 << cluster_log2(size)
-    return FIXED_PARTS if _is_long(machine, size) else 1
+    return FIXED_PARTS if _is_long(machine, "digits", rows, k, size) else 1
 
 
 def kernel_of(index: int, *args):
@@ -123,10 +121,11 @@ def transform(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums
     """Launch a transform of ``size`` coefficients: "digits" or "rotate" of x, "output" of y'. See ``Hadamard`` in
     device/linear/hadamard.py for the tensors; sums: int32 [rows, parts_of_sums, 2]."""
     machine = machine_of(source.device)
-    split = _split(machine, kind, len(source), (out if kind == "output" else source).shape[1], size)
+    shape = len(source), (out if kind == "output" else source).shape[1], size
+    split = _split(machine, kind, *shape)
     if split:
         _kronecker(kind, dtype, split, source, scale, out, sums, steps)
-    elif not _is_long(machine, size):
+    elif not _is_long(machine, kind, *shape):
         _hadamard(machine, kind, dtype, size, source, scale, out, sums, steps)
     elif kind == "output":
         _long_output(size, source, scale, out, steps)
@@ -137,15 +136,22 @@ def transform(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums
 def _split(machine: Machine, kind: str, rows: int, columns: int, size: int) -> Split | None:
     """How a Kronecker product's kernel makes a transform of x or y with so many columns; None: the other one does."""
     multiple = Y_MULTIPLE if kind == "output" else X_MULTIPLE
-    may_be_many = _is_long(machine, size)  # nothing else is faster
-    if kind == "rotate" or columns % multiple or not (rows <= FEW_ROWS or may_be_many):
+    can_many = not machine.has_clusters and size > hadamard_limit(False)  # nothing else is faster
+    if kind == "rotate" or columns % multiple or not (rows <= FEW_ROWS or can_many):
         return None
-    return split_of(size) if machine.has_clusters or kind != "digits" else split_of(size, 1)
+    split = split_of(size)
+    has_sums = kind == "digits" and not machine.has_clusters
+    return None if has_sums and split and split.ctas > 1 else split
 
 
-def _is_long(machine: Machine, size: int) -> bool:
-    """Whether neither a CTA nor a cluster has room for a row of a transform."""
-    return not machine.has_clusters and size > hadamard_limit(False)
+def _is_long(machine: Machine, kind: str, rows: int, columns: int, size: int) -> bool:
+    """Whether coefficients go to memory first: neither a CTA nor a cluster has room for a row of them, or CTAs that
+    make parts of a row cannot tell each other the largest. Those make the digits that the product with a transform
+    inside makes, to the bit."""
+    if machine.has_clusters:
+        return False
+    is_parts = kind == "digits" and rows <= FEW_ROWS and columns % X_MULTIPLE == 0 and split_of(size) is not None
+    return is_parts or size > hadamard_limit(False)
 
 
 def is_inside(machine: Machine, rows: int, columns: int, size: int, scale: torch.Tensor) -> bool:

@@ -32,7 +32,9 @@ def test_parts_of_sums():
 def test_parts_of_sums_without_clusters(machine):
     """One CTA, or those that make digits of coefficients in memory."""
     assert [parts_of_sums(machine, m, 28672, 28672) for m in (1, 64, 65)] == [FIXED_PARTS] * 3
-    assert [parts_of_sums(machine, m, k, k) for m in (1, 65) for k in (4096, 8192, 11008, 576)] == [1] * 8
+    assert [parts_of_sums(machine, m, 4096, 4096) for m in (1, 64, 65)] == [FIXED_PARTS, FIXED_PARTS, 1]
+    assert [parts_of_sums(machine, m, k, k) for m in (1, 65) for k in (1024, 2048, 11008, 576)] == [1] * 8
+    assert parts_of_sums(machine, 1, 4094, 4096) == 1
 
 
 def test_which_transforms_are_inside_the_product():

@@ -31,7 +31,7 @@ def program(scratch, target: str, *what) -> ptx.Program:
 
 def transform(kind: str, size: int, source, scale, out, sums, steps, scratch, reverse=False, target=HOPPER):
     """Run a transform; (out, sums, steps)."""
-    split = split_of(size, 1) if kind == "digits" and target != HOPPER else split_of(size)
+    split = split_of(size)
     tensors = [source, scale, kronecker_signs(split, kind != "output"), out, sums, steps]
     memory, given = arguments(tensors, [(2, 1), (1, 0), (1, 0), (2, 2 if kind == "digits" else 1), (2, 1), (1, 0)])
     if target == HOPPER:
@@ -61,7 +61,7 @@ def fixed_digits(coefficients, out, sums, steps, norm: float, scratch, target: s
 
 @pytest.mark.parametrize("k, rows, target", [
     (1024, 5, HOPPER), (9 * 256, 0, HOPPER), (28 * 256, 2, HOPPER), (6140, 1, HOPPER), (64 * 256, 1, HOPPER),
-    (36 * 512, 1, HOPPER), (56 * 512, 1, HOPPER), (1024, 5, "sm_80"), (4096, 2, "sm_89"), (56 * 256, 5, "sm_80"),
+    (36 * 512, 1, HOPPER), (56 * 512, 1, HOPPER), (1024, 5, "sm_80"), (2048, 2, "sm_89"), (56 * 256, 5, "sm_80"),
     (60 * 256 - 4, 1, "sm_89")])
 def test_digits(k, rows, target, scratch):
     """Digits are the transform in one step a row, their sums add up, and a row that is not finite says so. Without
@@ -77,9 +77,8 @@ def test_digits(k, rows, target, scratch):
         x[1], x[2, k // 2], x[3, k - 1] = 0, torch.nan, -torch.inf
     signs = torch.randn(k).sign() if rows > 1 else torch.randn(k)
     out = torch.full((-(-rows // 4), size // 128, 32, 8), -1, dtype=torch.int32)
-    is_long = target != HOPPER and not split_of(size, 1)
-    parts = FIXED_PARTS if is_long else split.ctas if target == HOPPER else 1
-    sums = torch.full((rows, parts, 2), -7, dtype=torch.int32)
+    is_long = target != HOPPER and split.ctas > 1
+    sums = torch.full((rows, FIXED_PARTS if is_long else split.ctas, 2), -7, dtype=torch.int32)
     if is_long:
         made, _, _ = transform("coefficients", size, x, signs, torch.full((rows, size), torch.nan), sums,
                                torch.zeros(rows), scratch, target=target)
@@ -113,7 +112,7 @@ def test_output(n, m, target, scratch):
 
 
 @pytest.mark.parametrize("k, m, n, ctas, target", [(1024, 1, 20, 1, HOPPER), (3072, 2, 40, 2, HOPPER),
-                                                   (4096, 4, 20, 1, HOPPER), (1024, 1, 20, 1, "sm_80")])
+                                                   (4096, 4, 20, 1, HOPPER), (4096, 1, 20, 1, "sm_80")])
 def test_product_with_its_transform(k, m, n, ctas, target, scratch):
     """The digits are those of the transform's own kernel, to the bit, and so are steps; y' is their exact product."""
     w, size = random_weight("e8p4", n, k), hadamard.padded_size(k)
@@ -123,8 +122,14 @@ def test_product_with_its_transform(k, m, n, ctas, target, scratch):
         x[1], x[2, k // 2] = 0, torch.nan
     split, codes = split_of(size), w.planes["codes"]
     empty = torch.zeros(-(-m // 4), size // 128, 32, 8, dtype=torch.int32)
-    digits, _, steps = transform("digits", size, x, signs, empty, torch.zeros(m, split.ctas, 2).int(), torch.zeros(m),
-                                 scratch)
+    if target == HOPPER:
+        digits, _, steps = transform("digits", size, x, signs, empty, torch.zeros(m, split.ctas, 2).int(),
+                                     torch.zeros(m), scratch)
+    else:
+        made, _, _ = transform("coefficients", size, x, signs, torch.zeros(m, size), torch.zeros(m, 1, 2).int(),
+                               torch.zeros(m), scratch, target=target)
+        digits, _, steps = fixed_digits(made, empty, torch.zeros(m, FIXED_PARTS, 2).int(), torch.zeros(m),
+                                        size**-0.5, scratch, target)
     finite = x.isfinite().all(1)
     assert torch.equal(steps.isnan(), ~finite)
     out = torch.full((m, len(codes) * 8), torch.nan)
