@@ -1,9 +1,10 @@
 """Hadamard transforms of rows of x and of y on a CUDA device: which kernels make them, and their launches.
 
-    kronecker   sizes of order x 256 or order x 512 with order up to 64: see device/linear/kronecker.py
+    kronecker   few rows, sizes of order x 256 or order x 512 with order up to 64: see device/linear/kronecker.py
+    wide        few rows, sizes of order x 64 to order x 512 with order up to 256: see device/linear/wide.py
     hadamard    sizes up to hadamard_limit, or eight times that of a cluster of CTAs: see device/linear/hadamard.py
-    long        neither, where there are no clusters: coefficients in fp32 from kronecker's kernel or from torch, then
-                digits of them by device/linear/fixed.py, or 16 bits by torch
+    in memory   digits where a row's CTAs are no cluster: coefficients in fp32 of the first two, or of torch, from which
+                device/linear/fixed.py makes digits; and what neither has room for, in 16 bits by torch
 """
 
 import os
@@ -25,6 +26,10 @@ from lowbit_attn.kernels.linear import (
     VECTOR_COLUMNS,
     VECTOR_ROWS,
     VECTOR_SIZE,
+    WIDE,
+    WIDE_BATCH,
+    WIDE_ORDER,
+    WIDE_SIZE,
     hadamard_limit,
     has_clusters,
     has_vector,
@@ -32,6 +37,7 @@ from lowbit_attn.kernels.linear import (
 )
 from lowbit_attn.linear import hadamard
 from lowbit_attn.linear.constants import constant
+from lowbit_attn.linear.layouts import ceil_to
 
 GRID_ROWS = 32_768  # rows of x in one launch of a transform
 FEW_ROWS = 64  # rows that a Kronecker product's kernel transforms: each of its CTAs reads all of a row
@@ -49,6 +55,11 @@ class Split(NamedTuple):
     order: int
     columns: int
     ctas: int
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is one for device/linear/wide.py."""
+        return self.order > KRONECKER_ORDER or self.columns not in KRONECKER
 
 
 class Machine(NamedTuple):
@@ -84,6 +95,10 @@ def split_of(size: int) -> Split | None:
         order = size // columns
         if order >= KRONECKER_ROWS // 2 and order <= KRONECKER_ORDER and order % base == 0 and size % columns == 0:
             return Split(order, columns, 1 << (-(-order // KRONECKER_ROWS) - 1).bit_length())
+    for columns in WIDE:
+        order = size // columns
+        if size >= WIDE_SIZE and size % columns == 0 and order <= WIDE_ORDER and base and order % base == 0:
+            return Split(order, columns, -(-order // KRONECKER_ROWS))
     return None
 
 
@@ -101,9 +116,9 @@ def parts_of_sums(machine: Machine, rows: int, k: int, size: int) -> int:
     split = _split(machine, "digits", rows, k, size)
     if split:
         return split.ctas
-    if machine.has_clusters:
-        return 1 << cluster_log2(size)
-    return FIXED_PARTS if _is_long(machine, "digits", rows, k, size) else 1
+    if _is_in_memory(machine, "digits", rows, k, size):
+        return FIXED_PARTS
+    return 1 << cluster_log2(size) if machine.has_clusters else 1
 
 
 def kernel_of(index: int, *args):
@@ -125,12 +140,12 @@ def transform(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums
     split = _split(machine, kind, *shape)
     if split:
         _kronecker(kind, dtype, split, source, scale, out, sums, steps)
-    elif not _is_long(machine, kind, *shape):
+    elif not _is_in_memory(machine, kind, *shape):
         _hadamard(machine, kind, dtype, size, source, scale, out, sums, steps)
     elif kind == "output":
-        _long_output(size, source, scale, out, steps)
+        _output_by_torch(size, source, scale, out, steps)
     else:
-        _long_input(kind, dtype, size, source, scale, out, sums, steps)
+        _in_memory(kind, dtype, size, source, scale, out, sums, steps)
 
 
 def _split(machine: Machine, kind: str, rows: int, columns: int, size: int) -> Split | None:
@@ -140,18 +155,19 @@ def _split(machine: Machine, kind: str, rows: int, columns: int, size: int) -> S
     if kind == "rotate" or columns % multiple or not (rows <= FEW_ROWS or can_many):
         return None
     split = split_of(size)
-    has_sums = kind == "digits" and not machine.has_clusters
-    return None if has_sums and split and split.ctas > 1 else split
+    return None if kind == "digits" and split and not _is_one_launch(machine, split) else split
 
 
-def _is_long(machine: Machine, kind: str, rows: int, columns: int, size: int) -> bool:
-    """Whether coefficients go to memory first: neither a CTA nor a cluster has room for a row of them, or CTAs that
-    make parts of a row cannot tell each other the largest. Those make the digits that the product with a transform
-    inside makes, to the bit."""
-    if machine.has_clusters:
-        return False
+def _is_one_launch(machine: Machine, split: Split) -> bool:
+    """Whether CTAs that make parts of a row can tell each other its largest coefficient."""
+    return not split.is_wide and (machine.has_clusters or split.ctas == 1)
+
+
+def _is_in_memory(machine: Machine, kind: str, rows: int, columns: int, size: int) -> bool:
+    """Whether coefficients go to memory first: CTAs that make parts of a row cannot tell each other the largest (what
+    they make are the digits of the product with a transform inside, to the bit), or there is no room for a row."""
     is_parts = kind == "digits" and rows <= FEW_ROWS and columns % X_MULTIPLE == 0 and split_of(size) is not None
-    return is_parts or size > hadamard_limit(False)
+    return is_parts or not machine.has_clusters and size > hadamard_limit(False)
 
 
 def is_inside(machine: Machine, rows: int, columns: int, size: int, scale: torch.Tensor) -> bool:
@@ -172,8 +188,8 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kronecker(kind: str, dtype: torch.dtype, split: Split, source, scale, out, sums, steps) -> None:
-    size = split.order * split.columns
-    kernel = kernel_of(source.device.index, f"kronecker-{kind}", "", dtype_name(dtype), split.columns)
+    size, way = split.order * split.columns, "wide" if split.is_wide else "kronecker"
+    kernel = kernel_of(source.device.index, f"{way}-{kind}", "", dtype_name(dtype), split.columns)
     signs = _signs(split, source.device, kind != "output")
     source, scale = _aligned(source), scale if kind == "output" else _aligned(scale)
     for at in range(0, len(source), GRID_ROWS):  # scale of y is read before the kernel ahead has ended: never a copy
@@ -194,7 +210,7 @@ def _hadamard(machine: Machine, kind: str, dtype: torch.dtype, size: int, source
                size**-0.5)
 
 
-def _long_input(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums, steps) -> None:
+def _in_memory(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums, steps) -> None:
     """Digits, or 16 bits, of coefficients that are in memory first."""
     made, norm = _coefficients(dtype, size, source, scale, sums, steps)
     if kind == "digits":
@@ -219,7 +235,7 @@ def _coefficients(dtype: torch.dtype, size: int, source, scale, sums, steps) -> 
     return hadamard.transform(wide, transpose=True).float(), 1.0
 
 
-def _long_output(size: int, source, scale, out, steps) -> None:
+def _output_by_torch(size: int, source, scale, out, steps) -> None:
     made = hadamard.transform(source[:, :size].double())[:, : out.shape[1]]
     out.copy_(made * steps[:, None] * scale)
 
@@ -237,17 +253,21 @@ def _signs(split: Split, device: torch.device, transpose: bool) -> torch.Tensor:
 
 
 def kronecker_signs(split: Split, transpose: bool) -> torch.Tensor:
-    """The matrix of a split's order, fp32 [CTAs, 32 lanes, values], in the order of a multiply's B operand.
+    """The matrix of a split's order, fp32 [CTAs, 32 lanes, values], in the order of a multiply's B operand; of one for
+    wide.py [CTAs times batches, 32 lanes, values of a batch].
 
     Value 2 s + h of lane 4 g + t: source row 8 s + 4 h + t, result row g of the CTA's; 0 where there is none.
     """
     matrix = hadamard.matrix(split.order)
     matrix = matrix if transpose else matrix.T  # [source row, result row]
-    each = -(-split.order // split.ctas)
-    wide = matrix.new_zeros(KRONECKER_ORDER, split.ctas * each)
+    each = KRONECKER_ROWS if split.is_wide else -(-split.order // split.ctas)
+    rows = ceil_to(split.order, WIDE_BATCH) if split.is_wide else KRONECKER_ORDER
+    wide = matrix.new_zeros(rows, split.ctas * each)
     wide[: split.order, : split.order] = matrix
-    mine = wide.new_zeros(split.ctas, KRONECKER_ORDER, KRONECKER_ROWS)
+    mine = wide.new_zeros(split.ctas, rows, KRONECKER_ROWS)
     for cta in range(split.ctas):
         mine[cta, :, :each] = wide[:, cta * each : (cta + 1) * each]
     by_lane = mine.view(split.ctas, -1, 2, 4, KRONECKER_ROWS).permute(0, 4, 3, 1, 2)
+    if split.is_wide:
+        return by_lane.unflatten(3, (-1, WIDE_BATCH // 8)).permute(0, 3, 1, 2, 4, 5).reshape(-1, 32, WIDE_BATCH // 4)
     return by_lane.reshape(split.ctas, 32, -1).contiguous()

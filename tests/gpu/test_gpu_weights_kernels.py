@@ -13,7 +13,7 @@ from lowbit_attn.linear_transforms import machine_of
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(1, 1), (5, 7), (33, 129), (257, 1030), (700, 2800), (1536, 576), (4096, 4096), (512, 14336), (11008, 172),
-          (28672, 300), (53248, 40), (40, 53248)]
+          (28672, 300), (53248, 40), (40, 53248), (40, 18944), (2304, 3584)]
 MACHINES = ("hopper", "ampere", "ampere-sm_89")  # Ampere's kernels run on Hopper too, also in the sizes of sm_89
 DTYPES = {torch.float16: 2**-10, torch.bfloat16: 2**-7}  # and how far a value may be off, beside the largest of a row
 
@@ -67,7 +67,8 @@ def test_products(name, shape, dtype):
     assert ((y.cpu().double() - right[:16]).abs() <= rounded[:16]).all()
 
 
-@pytest.mark.parametrize("shape", [(28672, 1024), (1024, 28672), (6144, 5120), (14336, 12288)], ids=str)
+@pytest.mark.parametrize("shape", [(28672, 1024), (1024, 28672), (6144, 5120), (14336, 12288), (18944, 3584),
+                                   (4096, 11008), (17408, 27648)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transforms_of_real_sizes(shape, dtype):
     """Both sides as Kronecker products of several CTAs: the exact product of the lattice between exact transforms."""

@@ -12,19 +12,25 @@ HOPPER, A100, ADA = Machine("sm_90a"), Machine("sm_80"), Machine("sm_89")
 SPLITS = {4096: (16, 256, 2), 6144: (24, 256, 4), 8192: (32, 256, 4), 14336: (56, 256, 8), 16384: (64, 256, 8),
           28672: (56, 512, 8), 32768: (64, 512, 8), 1024: (4, 256, 1), 5120: (20, 256, 4)}
 
+WIDE_SPLITS = {2304: (36, 64, 5), 3584: (28, 128, 4), 11008: (172, 64, 22), 17408: (68, 256, 9), 18944: (148, 128, 19),
+               27648: (108, 256, 14), 53248: (104, 512, 13), 65536: (128, 512, 16), 13824: (108, 128, 14)}
+
 
 def test_sizes_of_real_layers():
     assert {size: split_of(size) for size in SPLITS} == SPLITS
-    assert not [size for size in (576, 1536, 2304, 11008, 53248, 65536, 512) if split_of(size)]
-    for split in filter(None, map(split_of, filter(hadamard.base_order, range(4, 40000, 4)))):
+    assert {size: split_of(size) for size in WIDE_SPLITS} == WIDE_SPLITS
+    assert not [size for size in (576, 1536, 512, 896, 4 * 12 * 107, 1 << 18) if split_of(size)]
+    for split in filter(None, map(split_of, filter(hadamard.base_order, range(4, 140000, 4)))):
         each = -(-split.order // split.ctas)
         assert each <= KRONECKER_ROWS and (split.ctas - 1) * each < split.order  # every CTA has a row
+        assert split.is_wide or split.ctas <= 8  # as a cluster has
         assert hadamard.base_order(split.order * split.columns) in (1, hadamard.base_order(split.order))
 
 
 def test_parts_of_sums():
     assert [parts_of_sums(HOPPER, m, 28672, 28672) for m in (1, 64, 65)] == [8, 8, 8]
     assert [parts_of_sums(HOPPER, m, 4096, 4096) for m in (1, 64, 65)] == [2, 2, 1]
+    assert [parts_of_sums(HOPPER, m, 11008, 11008) for m in (1, 64, 65)] == [FIXED_PARTS, FIXED_PARTS, 8]
     assert parts_of_sums(HOPPER, 1, 4094, 4096) == 1  # columns that lanes cannot read by fours
 
 
@@ -33,7 +39,8 @@ def test_parts_of_sums_without_clusters(machine):
     """One CTA, or those that make digits of coefficients in memory."""
     assert [parts_of_sums(machine, m, 28672, 28672) for m in (1, 64, 65)] == [FIXED_PARTS] * 3
     assert [parts_of_sums(machine, m, 4096, 4096) for m in (1, 64, 65)] == [FIXED_PARTS, FIXED_PARTS, 1]
-    assert [parts_of_sums(machine, m, k, k) for m in (1, 65) for k in (1024, 2048, 11008, 576)] == [1] * 8
+    assert [parts_of_sums(machine, m, k, k) for m in (1, 65) for k in (1024, 2048, 576)] == [1] * 6
+    assert [parts_of_sums(machine, m, 11008, 11008) for m in (1, 64, 65)] == [FIXED_PARTS, FIXED_PARTS, 1]
     assert parts_of_sums(machine, 1, 4094, 4096) == 1
 
 
@@ -54,9 +61,10 @@ def test_which_transforms_are_inside_the_product():
 def test_every_kernel_that_a_call_loads_is_named(target):
     """A transform without clusters has no kernel of more than one CTA of digits; none is made that no call takes."""
     machine, keys = Machine(target), {(key.variant, key.rows) for key in linear_keys(target)}
-    assert machine.has_clusters == (("kronecker-coefficients", 512) not in keys) == (("fixed-digits", 0) not in keys)
+    assert machine.has_clusters == (("kronecker-coefficients", 512) not in keys)
     assert machine.has_vector == (("gemv-vector", 4) in keys)
-    assert {("kronecker-digits", 512), ("kronecker-output", 256), ("hadamard-rotate", 0), ("sum", 0)} <= keys
+    assert {("kronecker-digits", 512), ("kronecker-output", 256), ("hadamard-rotate", 0), ("sum", 0),
+            ("fixed-digits", 0), ("wide-output", 64), ("wide-coefficients", 512)} <= keys
 
 
 @pytest.mark.parametrize("units", [1, 131, 132, 133, 512, 768, 1024, 3584])
@@ -68,12 +76,15 @@ def test_ctas_that_share_units_evenly(units):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("size", [4096, 28672, 36 * 512, 44 * 256])
+@pytest.mark.parametrize("size", [4096, 28672, 36 * 512, 44 * 256, 172 * 64, 36 * 64])
 def test_signs_are_the_matrix(size, transpose):
     """Lane 4 g + t of a CTA: rows 8 s + 4 h + t of the matrix, by which a row is multiplied, in its column g."""
     split = split_of(size)
-    signs = kronecker_signs(split, transpose).view(split.ctas, 8, 4, -1, 2)  # cta, g, t, s, h
-    each = -(-split.order // split.ctas)
+    signs = kronecker_signs(split, transpose)
+    if split.is_wide:  # cta, batch, g, t, s, h
+        signs = signs.view(split.ctas, -1, 8, 4, 4, 2).permute(0, 2, 3, 1, 4, 5)
+    signs = signs.reshape(split.ctas, 8, 4, -1, 2)  # cta, g, t, s, h
+    each = KRONECKER_ROWS if split.is_wide else -(-split.order // split.ctas)
     made = signs.permute(3, 4, 2, 0, 1).reshape(-1, split.ctas, KRONECKER_ROWS)
     assert not made[:, :, each:].any()
     made = made[:, :, :each].flatten(1)

@@ -10,9 +10,11 @@
     dequantize          packed codes to rows of 16-bit weights
     sum                 partial sums to y
 
-Without clusters, which Hopper alone has, one CTA makes the digits of a row, or two launches do:
+Where a row's CTAs are no cluster, which Hopper alone has, two launches make its digits:
 
-    kronecker-coefficients  x to Hadamard coefficients in fp32, of sizes that the product of parts has
+    kronecker-coefficients  x to Hadamard coefficients in fp32; ``rows`` of the key as of kronecker-digits
+    wide-coefficients       the same of more sizes
+    wide-output             as kronecker-output, of more sizes
     fixed-digits            coefficients in fp32 to digits, any size
 """
 

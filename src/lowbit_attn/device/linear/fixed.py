@@ -1,12 +1,12 @@
-"""Hadamard coefficients in fp32 to digits: the second launch of a long transform where there are no clusters."""
+"""Hadamard coefficients in fp32 to digits: the second launch of transforms whose CTAs are no cluster."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from lowbit_attn.device.linear.config import DIGIT_MAX, HADAMARD_THREADS, WARP
+from lowbit_attn.device.linear.config import DIGIT_MAX, HADAMARD_THREADS, WARP, Chip
 from lowbit_attn.device.linear.hadamard import ABS_BITS, GROUP, digits_of, row_of_digits, store_group, write_step
-from lowbit_attn.device.linear.tables import words_at
+from lowbit_attn.device.linear.tables import let_next_start, wait_for_last, words_at
 from lowbit_attn.kernels.linear import FIXED_PARTS as PARTS
 
 THREADS, WARPS = HADAMARD_THREADS, HADAMARD_THREADS // WARP
@@ -23,11 +23,14 @@ class FixedDigits:
 
     smem_bytes = 4 * 3 * WARPS
 
+    def __init__(self, chip: Chip):
+        self.chip = chip
+
     @cute.jit
     def __call__(self, source: cute.Tensor, out: cute.Tensor, digit_sums: cute.Tensor, steps: cute.Tensor,
                  norm: Float32, stream):
         self.kernel(source, out, digit_sums, steps, norm).launch(
-            grid=(PARTS, source.shape[0], 1), block=(THREADS, 1, 1), stream=stream)
+            grid=(PARTS, source.shape[0], 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.chip.is_hopper)
 
     @cute.kernel
     def kernel(self, source: cute.Tensor, out: cute.Tensor, digit_sums: cute.Tensor, steps: cute.Tensor,
@@ -36,12 +39,14 @@ class FixedDigits:
         class Smem:
             notes: cute.struct.Align[cute.struct.MemRange[Int32, 3 * WARPS], 128]
 
+        let_next_start(self.chip)
         notes = cute.make_tensor(cutlass.memory.SmemAllocator().allocate(Smem).notes.data_ptr(),
                                  cute.make_layout(3 * WARPS))
         thread, part, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.block_idx()[1]
         lane, warp = thread % WARP, thread // WARP
         size, chunks = source.shape[1], out.shape[1]
         values = source.iterator.toint() + Int64(row) * size * 4
+        wait_for_last(self.chip)
         largest = largest_of_row(values, size, notes, thread)
         inverse = write_step(DIGIT_MAX, largest, steps, row, norm, (thread == 0) & (part == 0))
         groups, words_of_row = chunks * 16, row_of_digits(out, row)

@@ -15,6 +15,7 @@ from lowbit_attn.device.linear.fixed import FixedDigits
 from lowbit_attn.device.linear.gptvq import Gptvq2
 from lowbit_attn.device.linear.hadamard import Hadamard
 from lowbit_attn.device.linear.kronecker import SIGNS, Kronecker
+from lowbit_attn.device.linear.wide import BATCH_SIGNS, Wide
 from lowbit_attn.device.numbers import ELEMENT
 from lowbit_attn.kernels.key import CuteKernel, KernelKey
 
@@ -31,10 +32,10 @@ def linear_kernel(key: KernelKey) -> CuteKernel:
     chip = chip_of(key)
     if what == "hadamard":
         return hadamard_kernel(kind, key.dtype, chip)
-    if what == "kronecker":
-        return kronecker_kernel(kind, key.dtype, key.rows, chip)
+    if what in ("kronecker", "wide"):
+        return kronecker_kernel(Wide if what == "wide" else Kronecker, kind, key.dtype, key.rows, chip)
     if what == "fixed":
-        return CuteKernel(FixedDigits(), (
+        return CuteKernel(FixedDigits(chip), (
             tensor(Float32, None, None, align=16), tensor(Uint32, None, None, 32, 8, align=16),
             tensor(Int32, None, None, 2), tensor(Float32, None), Float32(1.0)))
     if what == "sum":
@@ -90,14 +91,14 @@ def hadamard_kernel(kind: str, dtype: str, chip: Chip) -> CuteKernel:
     return CuteKernel(Hadamard(kind, dtype, chip), arguments)
 
 
-def kronecker_kernel(kind: str, dtype: str, columns: int, chip: Chip) -> CuteKernel:
-    """A transform of few rows: see ``Kronecker``."""
+def kronecker_kernel(program: type, kind: str, dtype: str, columns: int, chip: Chip) -> CuteKernel:
+    """A transform of few rows: see ``Kronecker`` and ``Wide``."""
     source = tensor(ELEMENT[dtype], None, None, align=8)
     out = {"digits": tensor(Uint32, None, None, 32, 8, align=16), "coefficients": tensor(Float32, None, None, align=16),
            "output": tensor(ELEMENT[dtype], None, None, align=16)}[kind]
     if kind == "output":
         source = tensor(Float32, None, None, align=16)
-    arguments = (source, tensor(Float32, None, align=4 if kind == "output" else 16),
-                 tensor(Float32, None, 32, SIGNS, align=16), out, tensor(Int32, None, None, 2), tensor(Float32, None),
-                 Int32(1), Float32(1.0))
-    return CuteKernel(Kronecker(kind, dtype, columns, chip), arguments)
+    signs = tensor(Float32, None, 32, BATCH_SIGNS if program is Wide else SIGNS, align=16)
+    arguments = (source, tensor(Float32, None, align=4 if kind == "output" else 16), signs, out,
+                 tensor(Int32, None, None, 2), tensor(Float32, None), Int32(1), Float32(1.0))
+    return CuteKernel(program(kind, dtype, columns, chip), arguments)

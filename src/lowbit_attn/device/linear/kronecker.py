@@ -152,21 +152,27 @@ def sums_of_tiles(acc: cute.Tensor) -> cute.Tensor:
 def load_batch(kind: cutlass.Constexpr[str], dtype: cutlass.Constexpr[str], columns: cutlass.Constexpr[int],
                source: cute.Tensor, scale: cute.Tensor, data: cute.Tensor, first: cutlass.Constexpr[int], row: Int32,
                order: Int32, thread: Int32):
+    """A lane's columns of its rows of a batch of the source: see ``fill_batch``."""
+    fill_batch(kind, dtype, columns, source, scale, data, first, row, order, thread)
+
+
+def fill_batch(kind: str, dtype: str, columns: int, source: cute.Tensor, scale: cute.Tensor, data: cute.Tensor, first,
+               row: Int32, order: Int32, thread: Int32) -> None:
     """A lane's columns of its rows of the source, t and t + 4 of every eight; of rows that are not there the last."""
     t, own = thread % 4, thread // WARP * WARP + thread % WARP // 4 * VECTOR
     base = source.iterator.toint()
-    for step in cutlass.range_constexpr(BATCH_STEPS):
-        for half in cutlass.range_constexpr(2):
+    for step in range(BATCH_STEPS):
+        for half in range(2):
             line = cutlass.min(first + STEP_ROWS * step + 4 * half + t, order - 1)
             column = line * columns + own
-            if cutlass.const_expr(kind == "output"):
+            if kind == "output":
                 at = base + (Int64(row) * source.shape[1] + column) * 4
                 cute.autovec_copy(words_at(at), cute.recast_tensor(data[None, step, half], Uint32))
             else:
                 near = cutlass.min(column, source.shape[1] - VECTOR)
                 words = words_at(base + (Int64(row) * source.shape[1] + near) * 2, 2)
                 factors = words_at(scale.iterator.toint() + Int64(near) * 4)
-                for i in cutlass.range_constexpr(2):
+                for i in range(2):
                     for j, value in enumerate(numbers.widen(words[i], dtype)):
                         factor = cutlass.select_(column < source.shape[1], factors[2 * i + j].bitcast(Float32),
                                                  Float32(0.0))
