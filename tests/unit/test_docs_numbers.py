@@ -3,57 +3,18 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
+from shown_numbers import ROOT, found, in_text, is_rounded, newest, numbers, rows_of
 
 from lowbit_attn.linear.formats import FORMATS
 
-ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PERFORMANCE, WEIGHTS = ((ROOT / "docs" / name).read_text() for name in ("performance.md", "weights.md"))
-
-
-def found(name: str, commit: str, **of) -> list[dict]:
-    """Lines of perf/results/NAME.jsonl of a commit with these values, the oldest first."""
-    lines = map(json.loads, (ROOT / f"perf/results/{name}.jsonl").read_text().splitlines())
-    lines = [line for line in lines if line["commit"].startswith(commit)
-             and all(line.get(key) == value for key, value in of.items())]
-    assert lines, f"{name}.jsonl has no line of {commit} with {of}"
-    return lines
-
-
-def newest(name: str, commit: str, **of) -> dict:
-    return found(name, commit, **of)[-1]
-
-
-def rows_of(text: str, heading: str) -> list[list[str]]:
-    """Cells of the first table below a heading, without its head."""
-    part = re.split(rf"^#+ {re.escape(heading)}$", text, flags=re.M)[1]
-    table = re.search(r"^\|.*?(?=\n[^|])", part, flags=re.M | re.S)[0]
-    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
-
-
-def is_rounded(shown: str, value: float) -> bool:
-    """Whether a number as it is written is the value to its last digit; lines are rounded themselves, hence 1.01."""
-    number = re.sub(r"[ ,%x]|us|K", "", shown)
-    digits = len(number.partition("e")[0].partition(".")[2]) - int(number.partition("e")[2] or 0)
-    return math.isclose(float(number), value, abs_tol=0.5 * 10**-digits * 1.01, rel_tol=0)
 
 
 def test_rounding():
     assert is_rounded("1,008 us", 1007.78) and is_rounded("3.6e-4", 3.56e-4) and is_rounded("98 %", 98.4)
     assert not is_rounded("0.61", 0.6048) and not is_rounded("3.6e-4", 3.66e-4) and not is_rounded("98 %", 98.6)
-
-
-def in_text(text: str, words: str) -> bool:
-    return words in " ".join(text.split())
-
-
-def numbers(text: str, words: str) -> tuple[str, ...]:
-    """The numbers that stand for the # of these words in a text."""
-    found = re.search(re.escape(words).replace(r"\#", r"(\d[\d.,]*(?:e-\d+)?)"), " ".join(text.split()))
-    assert found, words
-    return found.groups()
 
 
 def over_read(line: dict) -> float:
@@ -384,40 +345,3 @@ def test_steps_with_codebook_weights(heading):
                     if line.get("weights") == wanted)
         for shown, name in zip(cells, ("step_ms", "weights_ms", "attention_ms", "append_ms", "other_ms"), strict=True):
             assert is_rounded(shown, line[name]), (weights, cache, name)
-
-
-LABELS = {"int4 rounded to nearest, groups of 128": "int4 g128", "int2 rounded to nearest, groups of 64": "int2 g64"}
-
-
-def test_models_with_codebook_weights():
-    rows = rows_of(WEIGHTS, "What it costs in quality")
-    assert len(rows) == 10
-    for name, bits, perplexity, kl, top1, commit in rows:
-        label = LABELS.get(name) or re.match(r"`?(16 bit|\w+)", name)[1]
-        said = re.search(r"([\d,]+) tokens, damping ([\d.]+)", name)
-        lines = found("weights", commit, label=label, cache="16 bit")
-        if said and "damping" in lines[-1]:  # older lines are of the defaults of their commit
-            tokens, damping = int(said[1].replace(",", "")), float(said[2])
-            lines = [x for x in lines if (x["calibration_tokens"], x["damping"]) == (tokens, damping)]
-        line = lines[-1]
-        assert is_rounded(bits, line["bits_per_weight"]) and is_rounded(perplexity, line["perplexity"]), name
-        assert is_rounded(kl, line["kl"]) and is_rounded(top1, 100 * line["top1"]), name
-
-
-def test_single_matrices():
-    table = re.search(r"^\| weights \| q_proj.*?(?=\n\n)", WEIGHTS, flags=re.M | re.S)[0].splitlines()[2:]
-    errors = {line["label"]: line["errors"] for line in found("weights", "f8478633fe5e", layer=1)}
-    assert len(table) == len(errors) == 6
-    for row in table:
-        label, *cells = (cell.strip(" `") for cell in row.split("|")[1:-1])
-        for cell, pair in zip(cells, errors[label], strict=True):
-            assert all(map(is_rounded, cell.split(", "), pair)), label
-    held = {label: [pair[1] for pair in pairs] for label, pairs in errors.items()}
-    two = [x / y for label in ("e8p2", "gptvq2", "aqlm_2x8") for x, y in zip(held[label], held["int2 g64"])]
-    four = [100 * (1 - x / y) for x, y in zip(held["e8p4"], held["int4 g128"])]
-    shown = numbers(WEIGHTS, "2-bit formats have # to # of the error of 2 bits rounded to nearest; `e8p4` is # to # % "
-                             "below 4 bits rounded to nearest")
-    assert all(map(is_rounded, shown, (min(two), max(two), min(four), max(four))))
-    more = [100 * (held_out / read - 1) for label, pairs in errors.items() if label[:3] != "int"
-            for read, held_out in pairs[2:]]
-    assert all(map(is_rounded, numbers(WEIGHTS, "There down_proj is # to # % further off"), (min(more), max(more))))
