@@ -224,6 +224,7 @@ def test_command(source, tmp_path):
     (("--text", "nowhere.txt"), "error: text: got 'nowhere.txt', supported: a text file"),
     (("--tokens", 100), "error: tokens: got 100, supported: 2048 or more"),
     (("--model", "nowhere"), "error: model: got 'nowhere'"),
+    (("--device", "tpu"), "error: device: got 'tpu', supported: cpu"),
 ])
 def test_command_names_bad_input(source, tmp_path, arguments, words):
     result = run("--model", source, "--out", tmp_path / "out", *arguments)

@@ -1,9 +1,10 @@
-"""``lowbit-attn quantize``: a transformers model's linear layers to codebook weights, on the CPU."""
+"""``lowbit-attn quantize``: a transformers model's linear layers to codebook weights, in fp32."""
 
 import time
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -20,6 +21,7 @@ def quantize(
     text: Annotated[Path | None, typer.Option(help=TEXT_HELP)] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read: 2,048 or more.")] = 8192,
     seed: Annotated[int, typer.Option(help="Of random signs and of k-means.")] = 0,
+    device: Annotated[str, typer.Option(help="Where it works: cpu or cuda. Each rounds a little otherwise.")] = "cpu",
 ) -> None:
     """Write a model with linear layers in 2 to 4 bits; transformers loads it after import lowbit_attn.linear.hf."""
     from lowbit_attn.linear import checkpoint, format_named
@@ -31,6 +33,8 @@ def quantize(
         fail(error)
     if text is not None and not text.is_file():
         fail(f"text: got {str(text)!r}, supported: a text file")
+    if device not in ("cpu", "cuda") or device == "cuda" and not torch.cuda.is_available():
+        fail(f"device: got {device!r}, supported: cpu" + ", cuda" * torch.cuda.is_available())
     network, tokenizer = load_on_cpu(model)
     written = calibration_text() if text is None else text.read_text()
     ids = tokenizer(written, return_tensors="pt").input_ids[0]
@@ -43,7 +47,7 @@ def quantize(
             bar.update(task, completed=done, total=total, description=what)
 
         try:
-            checkpoint.quantize_model(network, tokenizer, ids, format, out, tokens, seed, on_layer)
+            checkpoint.quantize_model(network.to(device), tokenizer, ids, format, out, tokens, seed, on_layer)
         except (ValueError, NotImplementedError) as error:
             bar.stop()
             fail(error)
