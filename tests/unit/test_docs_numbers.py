@@ -274,16 +274,16 @@ def test_products():
                             f"{min(others):,.0f} to {max(others):,.0f} us for `gptvq2` and `aqlm_2x8`")
 
 
-TODAY, BORDERS = "55db7fb3941d", "327b1a011c4b"
+TODAY, BORDERS = "a7564afe3476", "327b1a011c4b"
 
 
 def test_transforms_and_crossover():
     rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| ([\d.| -]+) \|$", WEIGHTS, flags=re.M)
-    assert len(rows) == 14
+    assert len(rows) == 22
     for n, k, m, cells in rows:
         line = newest("linear", TODAY, format="e8p4", n=int(n), k=int(k), m=int(m), path=None)
         values = [line.get(name) for name in ("us", "digits_us", "multiply_us", "output_us")]
-        values += [min(line["read_us"], line["hinted_read_us"]), line["cublas_us"]]
+        values += [min(line["read_us"], line["hinted_read_us"]), line["cublas_us"], line["int4_us"]]
         for shown, value in zip(cells.split(" | "), values, strict=True):
             assert shown == "-" if value is None else is_rounded(shown, value), (n, k, m)
     rows = re.findall(r"^\| `(\w+)` \| (\d+) \| ((?:[\d.]+|-)(?: \| (?:[\d.]+|-)){3}) \|$", WEIGHTS, flags=re.M)
@@ -312,6 +312,43 @@ def test_what_was_asked_of_products():
         assert abs(float(gain) - small["cublas_us"] / small["us"]) < 0.03, (format, m)
 
 
+def test_products_beside_four_bits_of_torch():
+    shown = numbers(WEIGHTS, "of one row at 8192 x 28672, `e8p4` takes #, `gptvq2` #, `aqlm_2x8` # and `aqlm_2x12` # "
+                             "of its time; at 4096 x 4096, where launches and transforms weigh, #, #, # and #.")
+    lines = [newest("linear", TODAY, format=format, n=n, k=k, m=1, path=None) for n, k in ((8192, 28672), (4096, 4096))
+             for format in ("e8p4", "gptvq2", "aqlm_2x8", "aqlm_2x12")]
+    for number, line in zip(shown, lines, strict=True):
+        assert is_rounded(number.rstrip("."), line["us"] / line["int4_us"]), line
+
+
+def test_ampere_products():
+    """Each beside Hopper's, and where dequantize takes over."""
+    rows = rows_of(WEIGHTS, "SM80 and SM89")
+    assert len(rows) == 9
+    for format, m, *cells in rows:
+        of = dict(format=format.strip("`"), m=int(m), path=None)
+        for i, (n, k) in enumerate(((8192, 28672), (4096, 4096))):
+            lines = [newest("linear", TODAY, n=n, k=k, **of)]
+            lines += [newest("linear_ampere", TODAY, n=n, k=k, arch=f"ampere-{sm}", **of) for sm in ("sm_80", "sm_89")]
+            assert all(map(is_rounded, cells[3 * i : 3 * i + 3], (line["us"] for line in lines))), (format, m)
+    shown = numbers(WEIGHTS, "`e8p4` 48 rows # and # us at 4096 x 4096, `gptvq2` 16 rows # and #, `aqlm_2x8` 8 rows # "
+                             "and #, `aqlm_2x12` 4 rows # and #.")
+    borders = [(format, m, path) for format, m in (("e8p4", 48), ("gptvq2", 16), ("aqlm_2x8", 8), ("aqlm_2x12", 4))
+               for path in ("kernel", "dequantize")]
+    for number, (format, m, path) in zip(shown, borders, strict=True):
+        line = newest("linear_ampere", TODAY, arch="ampere-sm_80", format=format, m=m, n=4096, path=path)
+        assert is_rounded(number.rstrip(".,"), line["us"])
+
+
+def test_what_is_said_of_tests():
+    tools = {line["tool"]: line for line in found("sanitizer", TODAY, files=["test_gpu_weights_kernels"])}
+    assert set(tools) == {"memcheck", "racecheck", "synccheck"}
+    assert not any(line["errors"] or line["failed"] for line in tools.values())
+    assert tools["racecheck"]["errors_of_cublas"] == 3 and in_text(WEIGHTS, "racecheck three hazards inside cuBLAS")
+    lines = found("weights_tokens", TODAY, format="e8p4")
+    assert len({line["arch"] for line in lines}) == 3 and all(line["equal_from_the_start"] == 64 for line in lines)
+
+
 def test_missed_targets_are_the_tables():
     """What was reached is what stands in the tables beside, worse than what was asked, after three remedies or more."""
     missed = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| (\d): [^|]+ \| [^|]+ \|$", WEIGHTS, flags=re.M)
@@ -336,11 +373,9 @@ def test_missed_targets_are_the_tables():
 @pytest.mark.parametrize("heading", ["A whole step", "A whole step on an H100"])
 def test_steps_with_codebook_weights(heading):
     rows = rows_of(WEIGHTS, heading)
-    assert len(rows) == 12
+    assert len(rows) == 14
     for weights, cache, tokens, batch, *cells in rows:
-        wanted = None if weights == "16 bit" else weights.strip("`")
-        commit = BORDERS if tokens != "4096" or (weights, batch) == ("16 bit", "8") else TODAY
-        commit = H100 if "H100" in heading else commit
+        wanted, commit = None if weights == "16 bit" else weights.strip("`"), H100 if "H100" in heading else TODAY
         line = next(line for line in found("e2e_weights", commit, format=cache, batch=int(batch), seqlen=int(tokens))
                     if line.get("weights") == wanted)
         for shown, name in zip(cells, ("step_ms", "weights_ms", "attention_ms", "append_ms", "other_ms"), strict=True):

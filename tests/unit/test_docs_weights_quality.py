@@ -28,14 +28,18 @@ def test_models_with_codebook_weights():
             text, recall = quality_lines(commit, label_of(name), cache)
             values = (text["perplexity"], text["kl"], 100 * text["top1"], recall["right"])
             assert is_rounded(bits, text["bits_per_weight"]) and all(map(is_rounded, shown, values)), (name, cache)
-            assert len(shown) == 4 and (recall["questions"], recall["tokens"]) == (40, 1439)
+            assert len(shown) == 4 and recall["questions"] == 40
+            assert recall["tokens"] == 1439 or name == "`aqlm_2x12`"  # of another Python's help texts
         for line in (text, recall):
             assert line["codebooks"]["hash"].startswith(learned) and line["codebooks"]["model"] == "demo"
             assert line["sinks"] == int(sinks)
     missing = {f"`{name}`" for name, spec in FORMATS.items() if spec.book_size <= 4096 or name.startswith("e8p")}
     missing -= {row[0] for row in rows}
-    assert len(rows) == 7 and missing == {"`aqlm_2x12`"}
-    assert in_text(WEIGHTS, "`aqlm_2x12` has not been measured on the whole model")
+    assert len(rows) == 8 and not missing
+    shown = numbers(WEIGHTS, "16-bit weights find # codes there, # over `kcq4vcq2`.")
+    commit = next(row[-1] for row in rows if row[0] == "`aqlm_2x12`")
+    for number, cache in zip(shown, ("16 bit", "kcq4vcq2"), strict=True):
+        assert int(number) == quality_lines(commit, "16 bit", cache)[1]["right"]
 
 
 def test_what_is_said_of_models_with_codebook_weights():
