@@ -3,8 +3,8 @@
     kronecker   few rows, sizes of order x 256 or order x 512 with order up to 64: see device/linear/kronecker.py
     wide        few rows, sizes of order x 64 to order x 512 with order up to 256: see device/linear/wide.py
     hadamard    sizes up to hadamard_limit, or eight times that of a cluster of CTAs: see device/linear/hadamard.py
-    in memory   digits where a row's CTAs are no cluster: coefficients in fp32 of the first two, or of torch, from which
-                device/linear/fixed.py makes digits; and what neither has room for, in 16 bits by torch
+    in memory   digits where a row's CTAs are no cluster, or clusters are many: coefficients in fp32 of the first two
+                or of torch, from which device/linear/fixed.py makes digits; what neither has room for is made by torch
 """
 
 import os
@@ -45,6 +45,7 @@ LONG = 8192  # coefficients from which CTAs share a row of a transform
 SHORT_ORDER = 40  # of a small matrix, up to which one CTA transforms a short row
 X_MULTIPLE, Y_MULTIPLE = 4, 8  # of the columns of x, of y, that a Kronecker product's kernel reads or writes at once
 ALIGN_BYTES = 16
+MANY_CTAS = 128  # in clusters: about as many as run at once (docs/lessons.md)
 SMALLEST = 2.0**-100  # of a largest value: below it a row counts as zeros, as in the kernels
 
 
@@ -155,12 +156,13 @@ def _split(machine: Machine, kind: str, rows: int, columns: int, size: int) -> S
     if kind == "rotate" or columns % multiple or not (rows <= FEW_ROWS or can_many):
         return None
     split = split_of(size)
-    return None if kind == "digits" and split and not _is_one_launch(machine, split) else split
+    return None if kind == "digits" and split and not _is_one_launch(machine, split, rows) else split
 
 
-def _is_one_launch(machine: Machine, split: Split) -> bool:
-    """Whether CTAs that make parts of a row can tell each other its largest coefficient."""
-    return not split.is_wide and (machine.has_clusters or split.ctas == 1)
+def _is_one_launch(machine: Machine, split: Split, rows: int) -> bool:
+    """Whether CTAs that make parts of a row can tell each other its largest coefficient, and do so faster than in two
+    launches: where all clusters run at once."""
+    return not split.is_wide and (split.ctas == 1 or machine.has_clusters and rows * split.ctas < MANY_CTAS)
 
 
 def _is_in_memory(machine: Machine, kind: str, rows: int, columns: int, size: int) -> bool:

@@ -17,10 +17,10 @@ TRANSFORMS = ("digits", "rotate", "output")
 HADAMARD_LIMIT = 8192  # coefficients of a transform that a CTA has, of a cluster too
 ALONE_LIMIT = 11_008  # the same where there are no clusters: 172 x 64, of models' sizes the longest that is no product
 KRONECKER = (256, 512)  # columns of what a faster kernel transforms as a Kronecker product
-WIDE = (512, 256, 128, 64)  # the same of larger orders and of fewer columns, the first that fits
+KRONECKER_ORDER, KRONECKER_ROWS = 64, 8  # its rows, at most, and those of a CTA
+WIDE = (512, 256, 128, 64)  # columns of one with more rows or fewer columns, the first that fits
 WIDE_BATCH = 32  # of its rows, that are multiplied at once
 WIDE_ORDER, WIDE_SIZE = 256, 2048  # its rows at most; coefficients from which it is faster than one CTA
-KRONECKER_ORDER, KRONECKER_ROWS = 64, 8  # its rows, at most, and those of a CTA
 VECTOR_ROWS = 1  # of x, at most, whose transform is inside the product: with two it is no faster, with four slower
 VECTOR_COLUMNS, VECTOR_SIZE = 256, 4096  # of its Kronecker product; its coefficients at most
 VECTOR_BYTES = 160 << 10  # of shared memory: that product takes less
@@ -51,10 +51,9 @@ def linear_key(target: str, variant: str, format: str = "", dtype: str = "float3
 
 def linear_keys(target: str) -> list[KernelKey]:
     """All kernels of codebook weights."""
-    parts = ("digits", "output") if has_clusters(target) else ("digits", "coefficients", "output")
     keys = [linear_key(target, f"hadamard-{kind}", "", dtype) for kind, dtype in product(TRANSFORMS, DTYPES)]
     keys += [linear_key(target, f"kronecker-{kind}", "", dtype, columns)
-             for kind, dtype, columns in product(parts, DTYPES, KRONECKER)]
+             for kind, dtype, columns in product(("digits", "coefficients", "output"), DTYPES, KRONECKER)]
     keys += [linear_key(target, f"wide-{kind}", "", dtype, columns)
              for kind, dtype, columns in product(("coefficients", "output"), DTYPES, WIDE)]
     keys += [linear_key(target, "fixed-digits")]

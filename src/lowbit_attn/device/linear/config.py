@@ -10,7 +10,7 @@
     dequantize          packed codes to rows of 16-bit weights
     sum                 partial sums to y
 
-Where a row's CTAs are no cluster, which Hopper alone has, two launches make its digits:
+Where a row's CTAs are no cluster, which Hopper alone has, or clusters are many, two launches make digits:
 
     kronecker-coefficients  x to Hadamard coefficients in fp32; ``rows`` of the key as of kronecker-digits
     wide-coefficients       the same of more sizes

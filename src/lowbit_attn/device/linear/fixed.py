@@ -5,7 +5,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device.linear.config import DIGIT_MAX, HADAMARD_THREADS, WARP, Chip
-from lowbit_attn.device.linear.hadamard import ABS_BITS, GROUP, digits_of, row_of_digits, store_group, write_step
+from lowbit_attn.device.linear.hadamard import (
+    ABS_BITS,
+    GROUP,
+    digits_of,
+    row_of_digits,
+    store_group,
+    write_step,
+    write_sums,
+)
 from lowbit_attn.device.linear.tables import let_next_start, wait_for_last, words_at
 from lowbit_attn.kernels.linear import FIXED_PARTS as PARTS
 
@@ -43,7 +51,6 @@ class FixedDigits:
         notes = cute.make_tensor(cutlass.memory.SmemAllocator().allocate(Smem).notes.data_ptr(),
                                  cute.make_layout(3 * WARPS))
         thread, part, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.block_idx()[1]
-        lane, warp = thread % WARP, thread // WARP
         size, chunks = source.shape[1], out.shape[1]
         values = source.iterator.toint() + Int64(row) * size * 4
         wait_for_last(self.chip)
@@ -66,15 +73,7 @@ class FixedDigits:
                             words[e % 2, digit] = (words[e % 2, digit]
                                                    | (Uint32(kept) & Uint32(255)) << Uint32(8 * (e // 2)))
             store_group(words, words_of_row, group)
-        high_sum, low_sum = (Int32(cute.arch.warp_redux_sync(x, "add")) for x in (high_sum, low_sum))
-        if lane == 0:
-            notes[WARPS + warp], notes[2 * WARPS + warp] = high_sum, low_sum
-        cute.arch.sync_threads()
-        if thread < 2:
-            total = Int32(0)
-            for i in cutlass.range_constexpr(WARPS):
-                total += notes[WARPS * (1 + thread) + i]
-            digit_sums[row, part, thread] = total
+        write_sums(notes, digit_sums, row, part, high_sum, low_sum, thread)
 
 
 @cute.jit

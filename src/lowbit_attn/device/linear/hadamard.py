@@ -327,8 +327,15 @@ def write_step(top: cutlass.Constexpr[int], largest: Uint32, steps: cute.Tensor,
 def write_digits(buffers: cute.Tensor, at: Int32, notes: cute.Tensor, out: cute.Tensor, digit_sums: cute.Tensor,
                  row: Int32, mine: Share, inverse: Float32, thread: Int32):
     """Digits of a row, and their sums."""
-    lane, warp = thread % WARP, thread // WARP
     high_sum, low_sum = store_digits(buffers, at, out, row, mine, Int32(1) << mine.cluster_log2, inverse, thread)
+    write_sums(notes, digit_sums, row, mine.rank, high_sum, low_sum, thread)
+
+
+@cute.jit
+def write_sums(notes: cute.Tensor, digit_sums: cute.Tensor, row: Int32, part: Int32, high_sum: Int32, low_sum: Int32,
+               thread: Int32):
+    """Sums of all threads' digits, of those of a row that the CTA has."""
+    lane, warp = thread % WARP, thread // WARP
     high_sum, low_sum = (Int32(cute.arch.warp_redux_sync(x, "add")) for x in (high_sum, low_sum))
     if lane == 0:
         notes[WARPS + warp], notes[2 * WARPS + warp] = high_sum, low_sum
@@ -337,7 +344,7 @@ def write_digits(buffers: cute.Tensor, at: Int32, notes: cute.Tensor, out: cute.
         total = Int32(0)
         for i in cutlass.range_constexpr(WARPS):
             total += notes[WARPS * (1 + thread) + i]
-        digit_sums[row, mine.rank, thread] = total
+        digit_sums[row, part, thread] = total
 
 
 @cute.jit
