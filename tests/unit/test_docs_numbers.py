@@ -312,6 +312,13 @@ def test_what_was_asked_of_products():
         assert abs(float(gain) - small["cublas_us"] / small["us"]) < 0.03, (format, m)
 
 
+def test_digits_of_many_rows_in_two_launches():
+    said = r"Since (\w+) digits of 16 rows .*? at 8192 x 28672 take ([\d.]+) us"
+    commit, us = re.search(said, " ".join(WEIGHTS.split())).groups()
+    line = newest("linear", commit, format="e8p4", n=8192, m=16, path=None)
+    assert is_rounded(us, line["us"]) and line["us"] < newest("linear", TODAY, format="e8p4", n=8192, m=16)["us"]
+
+
 def test_products_beside_four_bits_of_torch():
     shown = numbers(WEIGHTS, "of one row at 8192 x 28672, `e8p4` takes #, `gptvq2` #, `aqlm_2x8` # and `aqlm_2x12` # "
                              "of its time; at 4096 x 4096, where launches and transforms weigh, #, #, # and #.")
@@ -341,7 +348,7 @@ def test_ampere_products():
 
 
 def test_what_is_said_of_tests():
-    tools = {line["tool"]: line for line in found("sanitizer", TODAY, files=["test_gpu_weights_kernels"])}
+    tools = {line["tool"]: line for line in found("sanitizer", "ebf8eac3d5ca", files=["test_gpu_weights_kernels"])}
     assert set(tools) == {"memcheck", "racecheck", "synccheck"}
     assert not any(line["errors"] or line["failed"] for line in tools.values())
     assert tools["racecheck"]["errors_of_cublas"] == 3 and in_text(WEIGHTS, "racecheck three hazards inside cuBLAS")
