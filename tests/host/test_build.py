@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import lowbit_attn
 from lowbit_attn import build, compile, emit, kernels, loader, sass, toolchain
 from lowbit_attn.formats import FORMATS, Kind
+from lowbit_attn.kernels.linear import linear_keys
 from lowbit_attn.sass import KernelSass
 
 SHIPPED = list(dict.fromkeys(key for arch in kernels.SHIPPED_TARGETS for key in kernels.shipped_keys(arch)))
@@ -141,13 +142,19 @@ def test_without_nvcc_the_build_says_so_and_skips(monkeypatch, tmp_path):
         return name
 
     monkeypatch.setenv("LOWBIT_ATTN_CACHE_DIR", str(tmp_path))
+    built = []
     monkeypatch.setattr(toolchain, "find_tool", find_tool)
+    monkeypatch.setattr(build, "ProcessPoolExecutor", lambda jobs, **kwargs: ThreadPoolExecutor(1))
+    monkeypatch.setattr(compile, "build", lambda key, force: built.append(key))
+    monkeypatch.setattr(build, "_table", lambda keys: f"a table of {len(keys)}")
     app = typer.Typer()
     app.command()(build.main)
     answer = CliRunner().invoke(app, ["--arch", "ampere"])
     assert answer.exit_code == 0, answer.output
-    shown = " ".join(answer.output.split())
-    assert f"{len(kernels.shipped_keys('ampere'))} TileLang kernels skipped" in shown and "pip install" in shown
+    shown, others = " ".join(answer.output.split()), linear_keys("sm_80") + linear_keys("sm_89")
+    skipped = len(kernels.shipped_keys("ampere")) - len(others)
+    assert f"{skipped} TileLang kernels skipped" in shown and "pip install" in shown
+    assert set(others) <= set(built) and not any(map(kernels.needs_nvcc, built))
     assert not list(tmp_path.rglob("*.so"))
 
 
