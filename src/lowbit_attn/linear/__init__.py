@@ -4,8 +4,8 @@
     y = lowbit_attn.linear.linear(x, w)                         # x W^T
     layer = lowbit_attn.linear.VQLinear.from_weight(w, bias)    # an nn.Module
 
-``lowbit-attn quantize`` does a whole model. On Hopper few rows of x meet kernels that read packed codes, many rows W in
-chunks of 16 bits (lowbit_attn/linear_kernels.py); elsewhere all runs through torch.
+``lowbit-attn quantize`` does a whole model. On Hopper, SM80 and SM89 few rows of x meet kernels that read packed codes,
+many rows W in chunks of 16 bits (lowbit_attn/linear_kernels.py); elsewhere all runs through torch.
 """
 
 from lowbit_attn.linear.formats import NAMES, format_named
