@@ -3,7 +3,7 @@
 import sys
 from types import ModuleType
 
-PACKAGE = "lowbit_attn.hopper."
+PACKAGE = ("lowbit_attn.hopper.", "lowbit_attn.device.numbers")
 
 
 def modules_used(*roots: ModuleType) -> list[ModuleType]:
