@@ -56,15 +56,15 @@ def test_products(name, shape, dtype):
     x, on_gpu = inputs(w.k, dtype), w.to("cuda")
     right = exact(x, dense)
     room = DTYPES[dtype] * right.abs().amax(1, True) + 1e-5
-    # W is rounded too, of which little cancels where terms of few columns do
-    rounded = 1.5 * room + DTYPES[dtype] * (x.double() ** 2 @ dense.double().T ** 2).sqrt()
+    # where W is rounded, too, and terms of few columns cancel, what rounding did to each of them does not
+    rounded = room.maximum(DTYPES[dtype] * (x.double() ** 2 @ dense.double().T ** 2).sqrt())
     for m in (*range(1, 18), 64):
         y = linear(x[:m].cuda(), on_gpu)
         assert y.dtype == dtype and y.shape == (m, w.n)
         assert ((y.cpu().double() - right[:m]).abs() <= (rounded if m > CROSSOVER.get(name, 0) else room)[:m]).all(), m
         assert torch.equal(y, linear(x[:m].cuda(), on_gpu))
     y = linear(x[:16].cuda(), on_gpu, path="dequantize")
-    assert ((y.cpu().double() - right[:16]).abs() <= rounded[:16]).all()
+    assert ((y.cpu().double() - right[:16]).abs() <= 1.5 * room[:16]).all()  # W is rounded too
 
 
 @pytest.mark.parametrize("shape", [(28672, 1024), (1024, 28672), (6144, 5120), (14336, 12288), (18944, 3584),
