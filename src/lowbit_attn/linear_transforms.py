@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import pad
 
 from lowbit_attn import dispatch, loader
+from lowbit_attn.device.linear.config import SMALLEST
 from lowbit_attn.formats.uniform import dtype_name
 from lowbit_attn.kernels.linear import (
     CLUSTER_LOG2,
@@ -46,7 +47,7 @@ SHORT_ORDER = 40  # of a small matrix, up to which one CTA transforms a short ro
 X_MULTIPLE, Y_MULTIPLE = 4, 8  # of the columns of x, of y, that a Kronecker product's kernel reads or writes at once
 ALIGN_BYTES = 16
 MANY_CTAS = 128  # in clusters: about as many as run at once (docs/lessons.md)
-SMALLEST = 2.0**-100  # of a largest value: below it a row counts as zeros, as in the kernels
+KRONECKER_WAY, HADAMARD_WAY, IN_MEMORY = "kronecker", "hadamard", "memory"  # see _way
 
 
 class Split(NamedTuple):
@@ -114,12 +115,10 @@ def cluster_log2(size: int) -> int | None:
 
 def parts_of_sums(machine: Machine, rows: int, k: int, size: int) -> int:
     """CTAs of a row of x, k columns, each of which sums its digits."""
-    split = _split(machine, "digits", rows, k, size)
-    if split:
-        return split.ctas
-    if _is_in_memory(machine, "digits", rows, k, size):
-        return FIXED_PARTS
-    return 1 << cluster_log2(size) if machine.has_clusters else 1
+    way, split = _way(machine, "digits", rows, k, size)
+    if way == HADAMARD_WAY:
+        return 1 << cluster_log2(size) if machine.has_clusters else 1
+    return split.ctas if split else FIXED_PARTS
 
 
 def kernel_of(index: int, *args):
@@ -137,11 +136,10 @@ def transform(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums
     """Launch a transform of ``size`` coefficients: "digits" or "rotate" of x, "output" of y'. See ``Hadamard`` in
     device/linear/hadamard.py for the tensors; sums: int32 [rows, parts_of_sums, 2]."""
     machine = machine_of(source.device)
-    shape = len(source), (out if kind == "output" else source).shape[1], size
-    split = _split(machine, kind, *shape)
-    if split:
+    way, split = _way(machine, kind, len(source), (out if kind == "output" else source).shape[1], size)
+    if way == KRONECKER_WAY:
         _kronecker(kind, dtype, split, source, scale, out, sums, steps)
-    elif not _is_in_memory(machine, kind, *shape):
+    elif way == HADAMARD_WAY:
         _hadamard(machine, kind, dtype, size, source, scale, out, sums, steps)
     elif kind == "output":
         _output_by_torch(size, source, scale, out, steps)
@@ -149,27 +147,24 @@ def transform(kind: str, dtype: torch.dtype, size: int, source, scale, out, sums
         _in_memory(kind, dtype, size, source, scale, out, sums, steps)
 
 
-def _split(machine: Machine, kind: str, rows: int, columns: int, size: int) -> Split | None:
-    """How a Kronecker product's kernel makes a transform of x or y with so many columns; None: the other one does."""
+def _way(machine: Machine, kind: str, rows: int, columns: int, size: int) -> tuple[str, Split | None]:
+    """How a transform of x or y with so many columns is made: by a Kronecker product's kernel that is divided so, with
+    coefficients in memory, or by the kernel of any number of rows.
+
+    Coefficients go to memory where no CTA or cluster has room for a row, and where CTAs that make parts of a row's
+    digits cannot tell each other the largest, or clusters of them would not all run at once. Those digits are the ones
+    of the product with a transform inside, to the bit.
+    """
     multiple = Y_MULTIPLE if kind == "output" else X_MULTIPLE
-    can_many = not machine.has_clusters and size > hadamard_limit(False)  # nothing else is faster
-    if kind == "rotate" or columns % multiple or not (rows <= FEW_ROWS or can_many):
-        return None
-    split = split_of(size)
-    return None if kind == "digits" and split and not _is_one_launch(machine, split, rows) else split
-
-
-def _is_one_launch(machine: Machine, split: Split, rows: int) -> bool:
-    """Whether CTAs that make parts of a row can tell each other its largest coefficient, and do so faster than in two
-    launches: where all clusters run at once."""
-    return not split.is_wide and (split.ctas == 1 or machine.has_clusters and rows * split.ctas < MANY_CTAS)
-
-
-def _is_in_memory(machine: Machine, kind: str, rows: int, columns: int, size: int) -> bool:
-    """Whether coefficients go to memory first: CTAs that make parts of a row cannot tell each other the largest (what
-    they make are the digits of the product with a transform inside, to the bit), or there is no room for a row."""
-    is_parts = kind == "digits" and rows <= FEW_ROWS and columns % X_MULTIPLE == 0 and split_of(size) is not None
-    return is_parts or not machine.has_clusters and size > hadamard_limit(False)
+    has_room = machine.has_clusters or size <= hadamard_limit(False)
+    may_split = kind != "rotate" and columns % multiple == 0 and (rows <= FEW_ROWS or not has_room)
+    split = split_of(size) if may_split else None
+    if split and kind == "digits":
+        tells = split.ctas == 1 or machine.has_clusters and rows * split.ctas < MANY_CTAS
+        return (KRONECKER_WAY, split) if tells and not split.is_wide else (IN_MEMORY, None)
+    if split:
+        return KRONECKER_WAY, split
+    return (HADAMARD_WAY if has_room else IN_MEMORY), None
 
 
 def is_inside(machine: Machine, rows: int, columns: int, size: int, scale: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ ROW_BYTES, HALF_ROW = 256, 128  # of a table
 TABLE_BYTES = 256 * ROW_BYTES  # a row an entry
 SELECT = 0x5504  # of PRMT: byte 0 of the lane's offset, a byte of the codes, zeros
 DIGIT_MAX = 32_512  # of a coefficient: 256 * 127, the largest whose two digits are signed bytes
+SMALLEST = 2.0**-100  # of a largest coefficient: below it a row counts as zeros
 HADAMARD_THREADS = 512
 TABLE_THREADS = 512  # of kernels with a table of products
 ALIGN = 128  # of parts of shared memory

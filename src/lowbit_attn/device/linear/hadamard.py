@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from lowbit_attn.device import ptx
-from lowbit_attn.device.linear.config import COLUMNS, DIGIT_MAX, HADAMARD_THREADS, WARP, Chip
+from lowbit_attn.device.linear.config import COLUMNS, DIGIT_MAX, HADAMARD_THREADS, SMALLEST, WARP, Chip
 from lowbit_attn.device.linear.tables import let_next_start, wait_for_last
 from lowbit_attn.device.numbers import ELEMENT
 from lowbit_attn.kernels.linear import CLUSTER_LOG2, hadamard_limit
@@ -26,7 +26,6 @@ LOADS = 8  # of a thread that are on their way at once
 MANY = 1 << 30  # columns: more than any matrix has
 GROUP = 8  # coefficients that a thread has at once
 NOTES_WORDS = 3 * WARPS + 16  # of each warp: maximum and two sums; of the CTA: maximum
-SMALLEST = 2.0**-100  # of a largest value: below it a row counts as zeros
 ROUND = 12_582_912.0  # 1.5 * 2^23: added, it leaves an integer in the low bits
 ROUND_BITS = 0x4B40_0000
 INFINITY_BITS, NAN_BITS, ABS_BITS = 0x7F80_0000, 0x7FC0_0000, 0x7FFF_FFFF
