@@ -142,6 +142,14 @@ class PagedStore:
         return self.rings.shape[3] - self.sinks
 
     @property
+    def window_k(self) -> int:
+        return self.format.window_k
+
+    @property
+    def window_v(self) -> int:
+        return self.format.window_v
+
+    @property
     def max_q_len(self) -> int:
         """New tokens of a row that overwrite nothing which its queries read; a row with more is a chunk. Of several
         ranks one: more may lie in two ranks' blocks."""
@@ -172,7 +180,7 @@ def counters(store: PagedStore, step: Step, is_after: bool = True) -> dict[str, 
     """Counters int32 [rows] under which the step's queries read each sequence: n_sink, n_qk, n_qv, n_tok; of several
     ranks also ring_start.
 
-    store: or anything else with its format, sinks, rank and world. Packed is what earlier steps filled, less the
+    store: or anything else with its sinks, windows, rank and world. Packed is what earlier steps filled, less the
     format's windows. is_after: n_tok and n_sink count the new tokens too, else what was there before them. A rank
     without the open block has no tokens in its ring.
     """
@@ -180,7 +188,7 @@ def counters(store: PagedStore, step: Step, is_after: bool = True) -> dict[str, 
     length = torch.where(step.q_lens > 0, step.seq_lens, 0) if is_after else before
     rest = (before - store.sinks).clamp(min=0)
     packed = {name: (rest - window).clamp(min=0) // PAGE * PAGE
-              for name, window in (("n_qk", store.format.window_k), ("n_qv", store.format.window_v))}
+              for name, window in (("n_qk", store.window_k), ("n_qv", store.window_v))}
     counts = dict(n_sink=length.clamp(max=store.sinks), **packed, n_tok=length)
     if store.world > 1:
         packed = counts["n_qk"]  # of all ranks

@@ -17,7 +17,8 @@ from lowbit_attn import paged_dense, reference
 from lowbit_attn.paged import PagedStore, Step
 from lowbit_attn.paged_attention import before_chunk, from_store, part_of
 from lowbit_attn.paged_dense import Dense
-from lowbit_attn.paged_steps import LayerSteps
+from lowbit_attn.paged_plan import BatchPlan
+from lowbit_attn.paged_steps import LayerSteps, Varlen, Workspace
 from lowbit_attn.reference import Attention
 
 Gather = Callable[[torch.Tensor], torch.Tensor]  # x, of one shape on all ranks -> [world, *x.shape]
@@ -46,19 +47,37 @@ def attention(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v
 
 
 @torch.no_grad()
-def even_attention(steps: LayerSteps, gather: Gather, step: Step, q: torch.Tensor, out: torch.Tensor,
-                   options: Attention, q_len: int) -> None:
-    """As ``LayerSteps.attention``, by all ranks together, of one new token in every row; q, out: of this rank's heads.
+def step_attention(steps: LayerSteps, gather: Gather, plan: BatchPlan, step: Step, q: torch.Tensor, k: torch.Tensor,
+                   v: torch.Tensor, out: torch.Tensor, options: Attention, places: list[Workspace],
+                   varlen: Varlen | None) -> None:
+    """As ``LayerSteps.attention``, by all ranks together; q, out: of this rank's heads.
 
-    Nothing is read by the host, so it can be captured where ``gather`` can.
+    Nothing is read by the host, so a step without chunks can be captured where ``gather`` can. NotImplementedError for
+    decode rows of several new tokens.
     """
-    if q_len != 1:
-        raise NotImplementedError(f"q_len: got {q_len} with blocks dealt to ranks, supported: 1")
-    every = all_heads(q, gather)
-    o, lse = torch.empty_like(every), every.new_empty(*every.shape[:2], 1, dtype=torch.float32)
-    steps.attention(step, every, o, Attention(options.softmax_scale, options.softcap), q_len, lse)
-    o, lse = merged(steps.store, o, lse[..., 0], gather)
-    out.copy_(with_sinks(o, lse, options.sink_logits))
+    if plan.decode is not None and plan.decode.q_len != 1:
+        raise NotImplementedError(f"q_len: got {plan.decode.q_len} with blocks dealt to ranks, supported: 1")
+    plain = Attention(options.softmax_scale, options.softcap)  # a logit of the softmax's own counts once
+    every = all_heads(q[: plan.tokens], gather)
+    o, lse = torch.zeros_like(every), every.new_full(every.shape[1::-1], -torch.inf, dtype=torch.float32)
+    if plan.decode is not None:
+        rows = plan.decode.rows
+        of_rows = lse.new_empty(rows, every.shape[1], 1)
+        steps.attention(plan, step, every, o, plain, places, lse=of_rows)
+        lse[:, : plan.decode.live] = of_rows[: plan.decode.live, :, 0].T
+    for part, place in zip(plan.passes, places):
+        if part.pages is not None:
+            steps.ops.fill(steps.store, step, part.pages, *place)
+        of_part = torch.empty_like(o[part.tokens])
+        more = varlen(every[part.tokens], *place, part, plain, of_part)
+        steps.ops.merge(o[part.tokens], lse[:, part.tokens], of_part, more)
+    merged_o, merged_lse = merged(steps.store, o, lse.T, gather)
+    if plan.own is not None:
+        tokens = plan.chunks
+        own = torch.empty_like(q[tokens])
+        own_lse = varlen(q[tokens], k[tokens], v[tokens], plan.own, plain, own)
+        merged_lse[tokens] = paged_dense.merge(merged_o[tokens], merged_lse[tokens].T, own, own_lse).T
+    out[: plan.tokens] = with_sinks(merged_o, merged_lse, options.sink_logits).to(out.dtype)
 
 
 def all_heads(q: torch.Tensor, gather: Gather) -> torch.Tensor:

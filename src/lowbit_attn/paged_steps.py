@@ -1,151 +1,200 @@
-"""Steps with as many new tokens in every row, over an engine's pages: nothing is read by the host, addresses stay.
+"""The calls of one layer in a serving step: nothing is read by the host, and their number does not depend on the rows.
 
-A step in a CUDA graph is launched again over whatever its memory then holds. ``StepBuffers`` are that memory: what all
-layers of a model read of a step, filled once a step by operations on the device. ``LayerSteps`` are the calls of one
-layer; views, plans and kernels are kept for each number of rows, so that a step which is not captured launches, too,
-what an earlier one made ready.
+    copy     chunks with context alone: rings, sinks and the chunks' own tokens -> 16-bit rows of the workspace
+    append   new tokens -> sinks, rings; blocks that end in the step -> pages
+    decode   attention of all decode rows, over pages and rings
+    fill     pages of the chunks' context -> 16-bit rows of the workspace
+    varlen   FlashAttention of all chunks
 
-A kernel of a step (``device/append.py``) packs the blocks that were full before it, then stores the new tokens. An
-engine's block is packed in the step that fills it. So each layer launches that kernel twice:
+The order is forced. ``append`` overwrites ring slots that a chunk still attends to, so they are copied before. A page
+that a chunk reads may be packed by this very step, since an engine enters a block in its prefix cache when it schedules
+the step that fills it, so ``fill`` follows ``append``. A context beyond the workspace takes one more fill, varlen and
+merge for each further pass.
 
-    store    counters under which no block is full: tokens -> sinks, ring
-    pack     counters under which the block that ends in this step is full: ring -> its page; the same tokens go to the
-             same places again. Rows without such a block have no room (limit 0), so nothing is done for them
-
-Where there are no kernels, ``append_static`` does both, with the same bytes.
+On a CUDA device these are kernels (``paged_kernels``), which a step in a CUDA graph launches again over whatever
+``PlanBuffers`` then hold; elsewhere they are torch (``paged_reference``).
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from lowbit_attn import dispatch
 from lowbit_attn.cache.backend import BACKENDS
 from lowbit_attn.cache.held import HeldCache
-from lowbit_attn.cache.view import COUNTERS
-from lowbit_attn.formats import Format
-from lowbit_attn.paged import PAGE, PagedStore, Step, counters
-from lowbit_attn.paged_static import append_static, ended_blocks
+from lowbit_attn.paged import PagedStore, Step
+from lowbit_attn.paged_kernels import KernelOps, launch_plan
+from lowbit_attn.paged_plan import BatchPlan, DecodeRows, Pass, PlanBuffers
+from lowbit_attn.paged_reference import TorchOps
 from lowbit_attn.reference import Attention
 
-MOVED = (*COUNTERS, "ring_start", "limit")  # what a step's kernel reads of a row, and moves
-NEVER = 1 << 30  # packed tokens behind which no block is ever full
-ALIGN = 32  # rows of a counter's memory: kernels take addresses of 128 bytes
+Workspace = tuple[torch.Tensor, torch.Tensor]  # keys, values [capacity, num_heads_kv, head_dim], 16 bit
 
 
-class StepBuffers:
-    """What a step's layers read, int32 at addresses that stay, for up to ``rows`` rows.
+class Varlen(Protocol):
+    """Attention to 16-bit tokens of several sequences, as FlashAttention's varlen call.
 
-    format, sinks: of the layers' stores, which are alike. null_pages, rank, world: as in PagedStore.
+    q [tokens, num_heads, head_dim]; keys, values [at least ``part.num_keys``, num_heads_kv, head_dim]; part: lengths
+    and causality; options without sink logits. Writes o into out, of q's shape, and returns lse fp32
+    [num_heads, tokens], natural log, -inf for a row without keys.
     """
 
-    def __init__(self, format: Format, sinks: int, layers: int, rows: int, device: torch.device, null_pages: int = 1,
-                 rank: int = 0, world: int = 1):
-        self.format, self.sinks, self.null_pages, self.rows = format, sinks, null_pages, rows
-        self.rank, self.world = rank, world
-        self.names = COUNTERS if world == 1 else (*COUNTERS, "ring_start")  # that attention reads
-        held = -(-rows // ALIGN) * ALIGN
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        with torch.inference_mode(False):  # written in either mode
-            self.read, self.moved = zeros(len(self.names), held), zeros(layers, 2, len(MOVED), held)
-            self.faults, self.arrivals = zeros(held + 1), zeros(held)  # marks of rows without room say nothing here
-
-    def fill(self, step: Step) -> None:
-        """Enter a step, whose ring rows are not read. Rows without new tokens or pages are padding."""
-        rows = len(step.seq_lens)
-        counts, before = counters(self, step), step.seq_lens - step.q_lens
-        self.read[:, :rows] = torch.stack([counts[name] for name in self.names])
-        is_stored = (step.q_lens > 0) & (step.table[:, 0] >= self.null_pages)
-        last, _, ends = ended_blocks(self, step, before)
-        zero, first, own = torch.zeros_like(before), last * PAGE, last // self.world * PAGE
-        never = zero + NEVER
-        store = dict(n_sink=zero, n_qk=never, n_qv=never, n_tok=before, ring_start=never,
-                     limit=torch.where(is_stored, step.seq_lens, 0))
-        pack = dict(n_sink=before - step.seq_lens + self.sinks, n_qk=own, n_qv=own, n_tok=before, ring_start=first,
-                    limit=torch.where(ends, step.seq_lens, 0))
-        both = torch.stack([torch.stack([some[name].int() for name in MOVED]) for some in (store, pack)])
-        self.moved[..., :rows] = both
-
-    def counts(self, rows: int) -> dict[str, torch.Tensor]:
-        """Counters of the first rows for attention."""
-        return dict(zip(self.names, self.read[:, :rows]))
-
-    def state(self, layer: int, launch: int, rows: int) -> dict[str, torch.Tensor]:
-        """What launch 0 (store) or 1 (pack) of a layer reads, and moves, of the first rows."""
-        return dict(zip(MOVED, self.moved[layer, launch, :, :rows])) | dict(faults=self.faults,
-                                                                           arrivals=self.arrivals[:rows])
+    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Pass, options: Attention,
+                 out: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
-class Views:
-    """The store as the kernels of a layer take it, for a number of rows."""
+class View:
+    """The store as decode kernels read it, for a number of rows."""
 
-    step: Step  # what they were made of
-    read: HeldCache
-    stored: HeldCache
-    packed: HeldCache
+    step: Step  # of which it was made
+    cache: HeldCache
 
-    def serve(self, step: Step) -> bool:
-        """Whether a step's table and ring rows are the memory that these views name."""
-        return all(mine.data_ptr() == other.data_ptr() and mine.shape == other.shape for mine, other in
+    def serves(self, step: Step) -> bool:
+        """Whether a step's table and ring rows are the memory that this view names."""
+        return all(mine.data_ptr() == other.data_ptr() and mine.stride() == other.stride() for mine, other in
                    ((self.step.table, step.table), (self.step.ring_rows, step.ring_rows)))
 
 
-class LayerSteps:
-    """One layer's calls in steps of ``q_len`` new tokens in every row but padded ones, at most ``store.max_q_len``.
+def launch(plan: BatchPlan, step: Step) -> None:
+    """Enter a step into its plan's buffers, once for all layers."""
+    run = launch_plan if plan.buffers.device.type == "cuda" else TorchOps().plan
+    run(plan.buffers, step, plan.decode.live if plan.decode else 0, plan.tokens)
 
-    buffers: filled for the step; layer: this one's number there. Tables and ring rows of steps are contiguous; row r's
-    tokens are r * q_len and those behind it. Raises NotImplementedError for a store that no kernel on its device
-    serves, when it is made.
+
+class LayerSteps:
+    """One layer's calls in steps whose plans are in ``buffers``.
+
+    Tables of steps have rows next to each other, ring rows are contiguous. Raises NotImplementedError for a store that
+    no kernel on its device serves.
     """
 
-    def __init__(self, store: PagedStore, buffers: StepBuffers, layer: int):
-        self.store, self.buffers, self.layer = store, buffers, layer
-        self.backend, self.views, self.is_ready = BACKENDS[store.pool.device.type], {}, False
+    def __init__(self, store: PagedStore, buffers: PlanBuffers):
+        self.store, self.buffers = store, buffers
+        self.backend = BACKENDS[store.pool.device.type]
+        self.views: dict[int, View] = {}
+        self.ops: KernelOps | TorchOps | None = None
 
-    def append(self, step: Step, k: torch.Tensor, v: torch.Tensor, q_len: int) -> None:
-        """Store new tokens k, v [rows x q_len, num_heads_kv, head_dim] and pack the blocks that end inside the step:
-        the bytes of ``paged.append``, but that null pages and the null ring may hold anything."""
-        if self.backend.append is None:
-            append_static(self.store, step, k, v, q_len)
-            return
-        if self.store.attached is not None:
-            k = self.store.attached.keys(k, self.store.dtype)
-        k, v = (x.to(self.store.dtype).unflatten(0, (-1, q_len)).contiguous() for x in (k, v))
-        views = self._views(step)
-        for cache in (views.stored, views.packed):
-            self.backend.append(cache, cache.rows, cache.ring_rows, k, v)
+    def append(self, plan: BatchPlan, step: Step, k: torch.Tensor, v: torch.Tensor,
+               workspace: Workspace | None = None) -> list[Workspace | None]:
+        """Store new tokens k, v [tokens, num_heads_kv, head_dim] and pack the blocks that end in the step: the bytes of
+        ``paged.append``, but that null pages and the null ring may hold anything.
 
-    def attention(self, step: Step, q: torch.Tensor, out: torch.Tensor, options: Attention, q_len: int,
+        Of chunks with context, what ``attention`` reads of rings and of the chunks themselves is copied before.
+        Returns the keys and values of each of the plan's passes, for ``attention``.
+        """
+        k, v = self._stored(k[: plan.tokens]), v[: plan.tokens].to(self.store.dtype)
+        ops, places = self._ops(step), []
+        for part in plan.passes:
+            place = (k[part.tokens], v[part.tokens]) if part.is_direct else self._place(part, workspace)
+            if part.copies is not None:
+                ops.copy(self.store, step, part.copies, k, v, *place)
+            places.append(place)
+        ops.append(self.store, plan.buffers, step, k, v)
+        return places
+
+    def attention(self, plan: BatchPlan, step: Step, q: torch.Tensor, out: torch.Tensor, options: Attention,
+                  places: list[Workspace | None], varlen: Varlen | None = None,
                   lse: torch.Tensor | None = None) -> None:
-        """Attention of q [rows x q_len, num_heads, head_dim], causal within each row, into ``out`` of its shape, and
-        lse fp32 [rows, num_heads, q_len] where there is one. Of several ranks: to the tokens of this one."""
-        cache, q, out = self._views(step).read, q.unflatten(0, (-1, q_len)), out.unflatten(0, (-1, q_len))
+        """Attention of q [tokens, num_heads, head_dim], causal within each row, into ``out`` of its shape.
+
+        places: what ``append`` returned; varlen: for plans with chunks. lse: fp32 [rows, num_heads, q_len], for plans
+        whose decode rows are alike and which have no chunks. Of several ranks: decode rows alone, to the tokens of
+        this one.
+        """
+        if plan.decode is not None:
+            self._decode(plan.decode, step, q, out, options, lse)
+        if plan.chunks is not None and self.store.world == 1:
+            self.chunks(plan, step, q, out, options, places, varlen)
+
+    def chunks(self, plan: BatchPlan, step: Step, q: torch.Tensor, out: torch.Tensor, options: Attention,
+               places: list[Workspace | None], varlen: Varlen) -> torch.Tensor:
+        """Attention of chunk rows to all their tokens; returns lse fp32 [num_heads, tokens of chunks]."""
+        plain, first = Attention(options.softmax_scale, options.softcap), plan.chunks.start
+        if self.store.attached is not None:
+            q = q.clone()
+            q[plan.chunks] = self.store.attached.queries(q[plan.chunks]).to(q.dtype)
+        is_whole = all(part.is_causal for part in plan.passes)
+        lse, chunk = None, (out[plan.chunks],)
+        for part, place in zip(plan.passes, places):
+            if part.pages is not None:
+                self.ops.fill(self.store, step, part.pages, *place)
+            target = out[part.tokens] if part.is_causal else torch.empty_like(out[part.tokens])
+            found = varlen(q[part.tokens], *place, part, plain, target)
+            if is_whole and len(plan.passes) == 1:
+                lse = found
+            elif part.is_causal:
+                lse = found.new_empty(found.shape[0], plan.chunks.stop - first) if lse is None else lse
+                lse[:, part.tokens.start - first : part.tokens.stop - first] = found
+            else:
+                own = slice(part.tokens.start - first, part.tokens.stop - first)
+                self.ops.merge(out[part.tokens], lse[:, own], target, found)
+        if options.sink_logits is not None:
+            nothing = torch.full_like(lse, -torch.inf)
+            self.ops.merge(*chunk, lse, *chunk, nothing, options.sink_logits)
+        return lse
+
+    def _decode(self, rows: DecodeRows, step: Step, q: torch.Tensor, out: torch.Tensor, options: Attention,
+                lse: torch.Tensor | None) -> None:
+        """Attention of decode rows. Rows that differ in q_len are padded on the left: a query of a padded place sees
+        fewer tokens than the row's first one, and its result is dropped."""
+        places = rows.rows * rows.q_len
+        if rows.gather is None:
+            self._run(q[:places], step, rows, out[:places], options, lse)
+            return
+        padded = q.index_select(0, rows.gather)
+        o = torch.empty_like(padded)
+        self._run(padded, step, rows, o, options, None)
+        torch.index_select(o, 0, rows.scatter, out=out[: rows.tokens])
+
+    def _run(self, q: torch.Tensor, step: Step, rows: DecodeRows, out: torch.Tensor, options: Attention,
+             lse: torch.Tensor | None) -> None:
+        cache, shape = self._view(step, rows.rows), (rows.rows, rows.q_len)
+        q, out = q.unflatten(0, shape), out.unflatten(0, shape)
         plan = dispatch.planned(q, cache, (options.softmax_scale, options.softcap, None, False, None, None, False))
         if plan is not None:
             plan.run(q, out, lse, options.sink_logits)
             return
-        lse = q.new_empty(len(q), q.shape[2], q_len, dtype=torch.float32) if lse is None else lse
+        lse = q.new_empty(len(q), q.shape[2], rows.q_len, dtype=torch.float32) if lse is None else lse
         dispatch.decode(q, cache, out, lse, options, None, None)
 
-    def _views(self, step: Step) -> Views:
-        rows = len(step.seq_lens)
-        found = self.views.get(rows)
-        if found is None or not found.serve(step):
-            found = self.views[rows] = self._made(step, rows)
-        return found
+    def _stored(self, k: torch.Tensor) -> torch.Tensor:
+        """Keys as the store has them."""
+        attached = self.store.attached
+        return (k if attached is None else attached.keys(k, self.store.dtype)).to(self.store.dtype)
 
-    def _made(self, step: Step, rows: int) -> Views:
+    def _place(self, part: Pass, workspace: Workspace | None) -> Workspace:
+        """Where a pass has its keys and values. Rings of more rows than the workspace has room for, which are copied
+        before any pass runs, get memory of their own."""
+        if workspace is not None and not part.group and part.num_keys <= len(workspace[0]):
+            return tuple(x[: part.num_keys] for x in workspace)
+        rings = self.store.rings
+        return tuple(rings.new_empty(part.num_keys, rings.shape[2], rings.shape[4]) for _ in range(2))
+
+    def _ops(self, step: Step) -> KernelOps | TorchOps:
+        if self.ops is None:
+            cache = self._view(step, len(step.seq_lens))
+            self.backend.prepare(cache)
+            is_cuda = self.store.pool.device.type == "cuda"
+            self.ops = KernelOps(self.store, cache, self.buffers) if is_cuda else TorchOps()
+        return self.ops
+
+    def _view(self, step: Step, rows: int) -> HeldCache:
+        found = self.views.get(rows)
+        if found is None or not found.serves(step):
+            found = self.views[rows] = View(step, self._made(step, rows))
+        return found.cache
+
+    def _made(self, step: Step, rows: int) -> HeldCache:
         if not (step.table.is_contiguous() and step.ring_rows.is_contiguous()):
             raise ValueError(f"step: got a table of strides {step.table.stride()} and ring rows of "
                              f"{step.ring_rows.stride()}, supported: contiguous ones")
-        caches = [self.store.view(step, self.buffers.counts(rows))]
-        caches += [self.store.view(step, self.buffers.state(self.layer, launch, rows), window_k=0, window_v=0)
-                   for launch in range(2)]
-        if not self.is_ready:
-            self.backend.prepare(caches[0])
-            self.is_ready = True
-        return Views(step, *caches)
+        part = Step(step.table[:rows], step.seq_lens[:rows], step.query_start_loc[: rows + 1], step.ring_rows[:rows])
+        return self.store.view(part, self.buffers.counts(rows), scratch_pool=self.buffers.scratch)
+
+
+def workspace_tokens(tokens: int) -> int:
+    """Tokens that a workspace holds for steps of up to ``tokens`` new ones: those, with the rings and sinks of some
+    hundred chunks, and so many at least that contexts of 64K tokens take one pass."""
+    return max(tokens + 16_384, 65_536)

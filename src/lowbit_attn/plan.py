@@ -65,6 +65,8 @@ class DecodePlan:
         self.sink_logits = Buffer((num_heads,), torch.float32, q.device)
         self.around: dict[int, tuple[tuple, tuple]] = {}
         self.edits: int | None = None  # the cache's, where the kernel was picked for the lengths of then
+        # scratch by what it is, for caches whose calls follow each other on one stream; None: of this plan alone
+        self.pool: dict | None = getattr(cache, "scratch_pool", None)
 
     def serves(self, cache) -> bool:
         """Whether the cache's state is still the memory that this plan reads, and its kernel the one to pick."""
@@ -123,14 +125,20 @@ class DecodePlan:
             stream = _private.raw_stream(self.index)
         around = self.around.get(stream)
         if around is None:
-            around = self.around[stream] = self._allocate()
+            around = self.around[stream] = self._allocate(stream)
         return around
 
-    def _allocate(self) -> tuple[tuple, tuple]:
-        """``_around`` with new scratch."""
-        left = [partials(shape, self.scratch.word, self.device, self.scratch.header) for shape in self.scratch.shapes]
-        arrivals = [words(self.scratch.counters, 0, self.device)] * bool(self.scratch.counters)
-        return (*self.tensors, *map(loader.argument, left)), (*map(loader.argument, arrivals), *self.scalars)
+    def _allocate(self, stream: int | None = None) -> tuple[tuple, tuple]:
+        """``_around`` with scratch of a stream, shared with the plans of its pool, or, of a capture, new."""
+        found = None if self.pool is None or stream is None else self.pool.get((stream, self.scratch))
+        if found is None:
+            left = [partials(shape, self.scratch.word, self.device, self.scratch.header)
+                    for shape in self.scratch.shapes]
+            arrivals = [words(self.scratch.counters, 0, self.device)] * bool(self.scratch.counters)
+            found = tuple(map(loader.argument, left)), tuple(map(loader.argument, arrivals))
+            if self.pool is not None and stream is not None:
+                self.pool[stream, self.scratch] = found
+        return (*self.tensors, *found[0]), (*found[1], *self.scalars)
 
 
 class StepPlan:

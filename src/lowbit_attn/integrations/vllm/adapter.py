@@ -2,12 +2,12 @@
 
 Pages: a block of vLLM is a whole number of 128-token pages; it hands them over as [pages, heads, 128, C] of bytes, each
 (page, head) one record. Rings: a pseudo layer beside each attention layer asks for one block a request
-(``CircularBufferSpec``), which vLLM's own manager allocates, frees and preempts. vLLM stores new tokens
-(``do_kv_cache_update``) before it asks for attention (``forward``).
+(``CircularBufferSpec``), which vLLM's own manager allocates, frees and preempts. ``forward`` stores new tokens before
+it attends, so that no setting of vLLM's compiler can put the two in another order.
 
-Steps whose rows have equally many new tokens, at most a token and its drafts, go through ``LayerSteps`` on a GPU: they
-read nothing on the host, and what they read stays in place, so that vLLM captures them in CUDA graphs. Others, with
-chunks of prompts in them, are looked at by the host.
+On a GPU every step goes through ``LayerSteps``: its plan is made once for all layers, nothing is read by the host, and
+what steps read stays in place, so that vLLM captures steps without prompts in CUDA graphs. On a CPU the host looks at
+each step.
 
 With decode context parallelism vLLM deals blocks to ranks, in turn by --cp-kv-cache-interleave-size tokens. Pages of a
 block table are then this rank's; rings are not dealt: every rank has all of a request's newest tokens (paged_ranks.py).
@@ -19,14 +19,11 @@ with those of the target model, and each ring keeps the table that the step gave
 import logging
 import os
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_dcp_group, get_tp_group
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -46,9 +43,11 @@ from lowbit_attn import paged, paged_ranks
 from lowbit_attn.cache.attached import Attached
 from lowbit_attn.codebooks import Codebooks
 from lowbit_attn.integrations.vllm import books, gpu, names
+from lowbit_attn.integrations.vllm.plans import Planner
 from lowbit_attn.paged import NULL, PAGE, PagedStore, Step
 from lowbit_attn.paged_attention import attention
-from lowbit_attn.paged_steps import LayerSteps, StepBuffers
+from lowbit_attn.paged_plan import BatchPlan, PlanBuffers, TokenLayout
+from lowbit_attn.paged_steps import LayerSteps, workspace_tokens
 from lowbit_attn.reference import Attention
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own logger
@@ -80,7 +79,15 @@ def engine_of(config: VllmConfig) -> names.Engine:
         tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size,
         connector=config.kv_transfer_config.kv_connector if config.kv_transfer_config else None,
         drafts=drafts.method if drafts else None, num_drafts=drafts.num_speculative_tokens if drafts else 0,
-        skips_layers=bool(cache.kv_cache_dtype_skip_layers))
+        skips_layers=bool(cache.kv_cache_dtype_skip_layers), unsafe=gpu.unsafe_settings(config))
+
+
+def largest_step(config: VllmConfig) -> tuple[int, int]:
+    """The most rows and new tokens of a step: with the padded rows of a captured graph, and the token more that a
+    draft model's rows have."""
+    sizes = config.compilation_config.cudagraph_capture_sizes or []
+    rows = max(config.scheduler_config.max_num_seqs, *sizes, 1)
+    return rows, max(config.scheduler_config.max_num_batched_tokens, *sizes, 1) + rows
 
 
 def dealt(engine: names.Engine) -> tuple[int, int]:
@@ -132,50 +139,45 @@ class LowBitMetadata(AttentionMetadata):
     table: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
-    even: "EvenStep | None" = None  # of a step for LayerSteps; None: the host looks at it
-
-
-class EvenStep(NamedTuple):
-    """A step of q_len new tokens in each row but padded ones."""
-
-    buffers: StepBuffers  # which hold it
-    q_len: int
+    plan: BatchPlan | None = None  # on a GPU; None: the host looks at the step
 
 
 class LowBitBuilder(AttentionMetadataBuilder[LowBitMetadata]):
-    """Metadata of attention layers, without a look at a value by the host."""
+    """Metadata of attention layers, without a look at a device value by the host."""
 
-    is_static = current_platform.is_cuda()  # whether even steps go through LayerSteps
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH if is_static else AttentionCGSupport.NEVER
+    is_planned = current_platform.is_cuda()
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH if is_planned else AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.engine, self.max_rows = engine_of(vllm_config), vllm_config.scheduler_config.max_num_seqs
-        self.layers = layers_in(vllm_config)  # all: vLLM gives metadata of one draft layer to others
-        self.buffers: StepBuffers | None = None  # made at a first step
+        self.engine = engine_of(vllm_config)
+        self.max_rows, self.max_tokens = largest_step(vllm_config)
+        self.reorder_batch_threshold = self.engine.max_q_len if self.is_planned else None
+        self.planner: Planner | None = None  # made at a first step, when the layers have their memory
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
               fast_build: bool = False) -> LowBitMetadata:
         common = common_attn_metadata
-        found = LowBitMetadata(common.block_table_tensor, common.seq_lens, common.query_start_loc)
-        if self.is_static and common.max_query_len <= self.engine.max_q_len and common.num_reqs <= self.max_rows:
-            found.even = self._even(found, common)
-        return found
+        metadata = LowBitMetadata(common.block_table_tensor, common.seq_lens, common.query_start_loc)
+        if self.is_planned:
+            if self.planner is None:
+                self.planner = self._planner()
+            step = Step(metadata.table, metadata.seq_lens, metadata.query_start_loc, None)
+            metadata.plan = self.planner.plan(step, common)
+        return metadata
 
-    def _even(self, metadata: LowBitMetadata, common: CommonAttentionMetadata) -> EvenStep | None:
-        """The step in buffers that captured launches read, whether it is even or not."""
-        if self.buffers is None:
-            served = LowBitBackend.served
-            self.buffers = StepBuffers(served.format, served.sinks, self.layers, self.max_rows, self.device,
-                                       self.engine.block_size // PAGE, *dealt(self.engine))
-        self.buffers.fill(Step(metadata.table, metadata.seq_lens, metadata.query_start_loc, None))
-        q_len = common.max_query_len
-        is_even = common.num_actual_tokens == common.num_reqs * q_len
-        return EvenStep(self.buffers, q_len) if is_even else None
+    def _planner(self) -> Planner:
+        impl = self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
+        slots = impl.ring.rings().shape[3] - impl.served.sinks
+        where = TokenLayout.of(impl.served.format, impl.served.sinks, slots, self.engine.block_size // PAGE,
+                               *dealt(self.engine))
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
+        return Planner(where, self.max_rows, self.max_tokens, self.engine.max_q_len, sizes, self.device,
+                       gpu.copy_to(self.device))
 
 
 class LowBitBackend(AttentionBackend):
-    forward_includes_kv_cache_update = False
+    forward_includes_kv_cache_update = True
     supported_dtypes = [torch.float16, torch.bfloat16, *[torch.float32] * current_platform.is_cpu()]
     served: names.Served | None = None  # in this process, once a layer was made
     codebooks: Codebooks | None = None
@@ -219,7 +221,7 @@ class LowBitBackend(AttentionBackend):
 
 
 class RingBuilder(LowBitBuilder):
-    is_static = False  # rings have no step of their own
+    is_planned = False  # rings have no step of their own
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -320,7 +322,6 @@ def rings_of_layer(config: VllmConfig, served: names.Served, layer: names.Layer)
 class LowBitImpl(AttentionImpl):
     """Attention of one layer. Raises NotImplementedError, saying what to change, for what cannot be served."""
 
-    dense = staticmethod(gpu.dense) if current_platform.is_cuda() else None
     supports_dcp = can_return_lse_for_decode = True
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -333,6 +334,7 @@ class LowBitImpl(AttentionImpl):
         self.softcap = logits_soft_cap or None
         config = get_current_vllm_config()
         self.served, self.engine = served_by(config), engine_of(config)
+        names.check_dtype(kv_cache_dtype, config.cache_config.cache_dtype)
         self.layer = names.Layer(head_size, self.num_kv_heads, sliding_window, alibi_slopes is not None,
                                  AttentionType(attn_type).value, kv_sharing_target_layer_name is not None, num_heads)
         reasons = names.why_not(self.served, self.engine, self.layer)
@@ -342,11 +344,10 @@ class LowBitImpl(AttentionImpl):
         rings = rings_of_layer(config, self.served, self.layer)
         self.ring, self.ring.is_taken = rings[0], True
         self.entering = config.compilation_config.static_forward_context, rings
-        self.number = layers_in(config)
+        self.workspace_tokens = workspace_tokens(largest_step(config)[1])
         self.attached = None if codebooks is None else self._attached(codebooks)
         self.store: PagedStore | None = None
-        self.steps: LayerSteps | None = None
-        self.before: torch.Tensor | None = None  # rings of chunks, from the update of a step to its attention
+        self.steps: dict[int, LayerSteps] = {}  # by the buffers of their plans: a model's and a draft model's
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Enter the rings among the layers: behind those of the model, whose group of blocks vLLM then has first and
@@ -364,7 +365,7 @@ class LowBitImpl(AttentionImpl):
         """The layer's memory, which vLLM may exchange as long as it measures what it needs."""
         pool, rings = kv_cache.flatten(2), self.ring.rings()
         if self.store is None or not (_are_one(self.store.pool, pool) and _are_one(self.store.rings, rings)):
-            self.steps = None
+            self.steps = {}
             self.store = PagedStore(self.served.format, pool, rings, self.served.sinks, self.attached,
                                     self.engine.block_size // PAGE, *dealt(self.engine))
         return self.store
@@ -373,46 +374,53 @@ class LowBitImpl(AttentionImpl):
         return Step(metadata.table, metadata.seq_lens, metadata.query_start_loc,
                     self.ring.rows[: len(metadata.seq_lens)])
 
-    def _even(self, store: PagedStore, even: EvenStep) -> LayerSteps:
-        if self.steps is None or self.steps.buffers is not even.buffers:
-            self.steps = LayerSteps(store, even.buffers, self.number)
-        return self.steps
+    def _steps(self, store: PagedStore, buffers: PlanBuffers) -> LayerSteps:
+        if id(buffers) not in self.steps:
+            self.steps[id(buffers)] = LayerSteps(store, buffers)
+        return self.steps[id(buffers)]
 
-    def do_kv_cache_update(self, layer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-                           slot_mapping: torch.Tensor) -> None:
-        metadata = get_forward_context().attn_metadata
-        if metadata is None:
-            return
-        metadata = metadata[layer.layer_name]
-        step, store, even = self._step(metadata), self._store(kv_cache), metadata.even
-        if even is None:
-            self.before = paged.append(store, step, key, value)
-        else:
-            tokens = slice(len(step.seq_lens) * even.q_len)
-            self._even(store, even).append(step, key[tokens], value[tokens], even.q_len)
+    def _workspace(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [tokens, num_heads_kv, head_dim] of chunks' contexts, of all layers in turn: vLLM's scratch
+        memory, which it measures and then locks."""
+        return gpu.workspace((self.workspace_tokens, self.num_kv_heads, self.head_size), self.ring.dtype)
 
     def forward(self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
                 attn_metadata: LowBitMetadata | None, output: torch.Tensor, output_scale: torch.Tensor | None = None,
                 output_block_scale: torch.Tensor | None = None) -> torch.Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("lowbit_attn: quantized outputs, supported: outputs of the model's dtype")
-        if attn_metadata is None:
-            return output.fill_(0)  # a run that measures memory
+        if attn_metadata is None:  # a run that measures memory
+            if current_platform.is_cuda():
+                self._workspace()
+            return output.fill_(0)
         options = Attention(self.scale, self.softcap, sink_logits=self.sink_logits)
-        step, store, even = self._step(attn_metadata), self._store(kv_cache), attn_metadata.even
-        out = output.view(query.shape)
-        if even is None:
-            before, self.before = self.before, None
-            given = store, step, query, key, value, before, out, options
-            if store.world > 1:
-                paged_ranks.attention(*given, of_all_ranks, self.dense)
-            else:
-                attention(*given, self.dense)
-            return output
-        tokens, steps = slice(len(step.seq_lens) * even.q_len), self._even(store, even)
-        run = partial(paged_ranks.even_attention, steps, of_all_ranks) if store.world > 1 else steps.attention
-        run(step, query[tokens], out[tokens], options, even.q_len)
+        step, store, plan = self._step(attn_metadata), self._store(kv_cache), attn_metadata.plan
+        given = query, key, value, output.view(query.shape), options
+        if plan is None:
+            self._look(store, step, *given)
+        else:
+            self._launch(store, step, plan, *given)
         return output
+
+    def _launch(self, store: PagedStore, step: Step, plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                out: torch.Tensor, options: Attention) -> None:
+        """A step by its plan, on a GPU."""
+        steps = self._steps(store, plan.buffers)
+        needs_room = any(not part.is_direct for part in plan.passes)
+        places = steps.append(plan, step, k, v, self._workspace() if needs_room else None)
+        if store.world > 1:
+            paged_ranks.step_attention(steps, of_all_ranks, plan, step, q, k, v, out, options, places, gpu.varlen)
+        else:
+            steps.attention(plan, step, q, out, options, places, gpu.varlen)
+
+    def _look(self, store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+              out: torch.Tensor, options: Attention) -> None:
+        """A step at which the host looks, on a CPU."""
+        before = paged.append(store, step, k, v)
+        if store.world > 1:
+            paged_ranks.attention(store, step, q, k, v, before, out, options, of_all_ranks)
+        else:
+            attention(store, step, q, k, v, before, out, options)
 
 
 def _are_one(x: torch.Tensor, y: torch.Tensor) -> bool:

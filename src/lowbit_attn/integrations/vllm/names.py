@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from lowbit_attn import paged
+from lowbit_attn.cache.state import MAX_Q_LEN
 from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.formats.levels import PRESETS as LEVELS
 
@@ -19,6 +20,8 @@ DRAFT_MODEL = "draft_model"
 DRAFTS = ("ngram", DRAFT_MODEL)
 CONNECTORS = ("DecodeBenchConnector",)  # vLLM's own, which fills caches with dummy values to measure decode steps
 PAGE = paged.PAGE
+SLIDING_IN_16_BIT = ("--kv-cache-dtype-skip-layers sliding_window --attention-config "
+                     "'{\"backend_per_kind\": {\"sliding_window\": \"FLASH_ATTN\"}}'")
 
 _SINKS = re.compile(r"-s(\d+)$")
 
@@ -63,6 +66,14 @@ def asked(cache_dtype: str, variable: str | None) -> Served:
     return parse(names.pop())
 
 
+def check_dtype(layer_dtype: str, engine_dtype: str) -> None:
+    """Raise NotImplementedError for a layer that vLLM wants in another dtype than the engine's, which is one of ours."""
+    if engine_dtype.startswith(PREFIX) and layer_dtype != engine_dtype:
+        raise NotImplementedError(
+            f"--kv-cache-dtype-skip-layers: a layer of dtype {layer_dtype} came to this backend, which packs every "
+            f"layer that it gets; supported: layers of a kind that another backend takes, as {SLIDING_IN_16_BIT}")
+
+
 @dataclass(frozen=True)
 class Engine:
     """What of an engine's configuration decides whether it can be served; the defaults can."""
@@ -83,6 +94,7 @@ class Engine:
     drafts: str | None = None
     num_drafts: int = 0
     skips_layers: bool = False
+    unsafe: tuple[str, ...] = ()  # settings that are on and cannot be served
 
     @property
     def max_q_len(self) -> int:
@@ -135,7 +147,12 @@ def why_not(served: Served, engine: Engine, layer: Layer) -> list[str]:
         (fmt.needs_codebooks and engine.skips_layers,
          f"{name}: --kv-cache-dtype-skip-layers: codebooks are counted by layers, drop it"),
         (layer.sliding_window, f"sliding window {layer.sliding_window}: these layers stay in 16 bit, pass "
-                               "--kv-cache-dtype-skip-layers sliding_window, which a CPU's one backend cannot serve"),
+                               f"{SLIDING_IN_16_BIT}, which a CPU's one backend cannot serve"),
+        *[(True, f"{setting}: supported: off, since it changes the order in which steps store and read tokens")
+          for setting in engine.unsafe],
+        (engine.device == "cuda" and engine.max_q_len > MAX_Q_LEN,
+         f"--speculative-config with {engine.num_drafts} drafts: supported on a GPU: up to "
+         f"{MAX_Q_LEN - 1 - (engine.drafts == DRAFT_MODEL)}"),
         (layer.alibi, "ALiBi: supported: positions in the keys"),
         (layer.kind != "decoder", f"attention of kind {layer.kind}: supported: decoder"),
         (layer.shares_kv, "layers that share another layer's cache: supported: a cache for each layer"),

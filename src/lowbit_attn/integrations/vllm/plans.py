@@ -1,0 +1,60 @@
+"""Plans of vLLM's steps: from the lengths that vLLM has on the host, and one kernel, without waiting for the device."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from lowbit_attn import _private
+from lowbit_attn.paged import Step
+from lowbit_attn.paged_plan import BatchPlan, PlanBuffers, TokenLayout, make_plan
+from lowbit_attn.paged_steps import launch, workspace_tokens
+
+asks_for_checks = _private.environment("LOWBIT_ATTN_CHECK")
+
+
+class Planner:
+    """Plans of one group of layers, in buffers whose addresses stay.
+
+    where: of the layers' stores. rows, tokens: the most of a step. threshold: the most new tokens of a decode row.
+    sizes: rows for which CUDA graphs are captured, ascending: other steps use the same sizes, so that few kernel
+    launches are planned.
+    """
+
+    def __init__(self, where: TokenLayout, rows: int, tokens: int, threshold: int, sizes: Sequence[int],
+                 device: torch.device, copy: Callable[[np.ndarray], torch.Tensor]):
+        self.buffers = PlanBuffers(where, rows, tokens, device)
+        self.threshold, self.sizes, self.copy = threshold, sorted(sizes), copy
+        self.capacity = workspace_tokens(tokens)
+
+    def plan(self, step: Step, common) -> BatchPlan:
+        """The plan of a step, entered into the buffers. common: vLLM's CommonAttentionMetadata; of its lengths on the
+        host those of rows with more than ``threshold`` new tokens are exact."""
+        q_lens = np.diff(common.query_start_loc_cpu.numpy())
+        lens = common.seq_lens_cpu_upper_bound
+        has_chunks = bool((q_lens > self.threshold).any())
+        if lens is None and has_chunks:
+            raise RuntimeError("lowbit_attn: this vLLM gives no sequence lengths on the host for a step with chunks of "
+                               "prompts, supported: vLLM 0.33")
+        lens = np.zeros_like(q_lens) if lens is None else lens.numpy()
+        if has_chunks and asks_for_checks() == b"1":
+            self._check(q_lens, lens, common)
+        plan = make_plan(self.buffers, q_lens, lens, self.threshold, self.capacity, self.copy, self._bucket,
+                         common.num_actual_tokens)
+        launch(plan, step)
+        return plan
+
+    def _bucket(self, rows: int) -> int:
+        """The smallest captured size that holds so many rows; beyond the largest, the number itself."""
+        at = bisect_left(self.sizes, rows)
+        return self.sizes[at] if at < len(self.sizes) else rows
+
+    def _check(self, q_lens: np.ndarray, lens: np.ndarray, common) -> None:
+        """Compare the host's lengths of chunks with the device's, which waits for it: for tests."""
+        there = common.seq_lens.cpu().numpy()
+        wrong = (q_lens > self.threshold) & (lens[: len(q_lens)] != there[: len(q_lens)])
+        if wrong.any():
+            raise RuntimeError(f"lowbit_attn: rows {np.flatnonzero(wrong).tolist()} have "
+                               f"{there[:len(q_lens)][wrong].tolist()} tokens on the device and "
+                               f"{lens[:len(q_lens)][wrong].tolist()} on the host")
