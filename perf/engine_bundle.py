@@ -33,8 +33,8 @@ from lowbit_attn.formats import FORMATS
 
 PACKAGES = Path(__file__).with_name("engine_packages.txt")
 FORMATS_SERVED = ("k4v4", "k2v2", "kitty-pro", "kcq4vcq2")
-# (head_dim, query rows of a KV head): Llama-3.1-8B's, with two drafts (tests/gpu/test_gpu_paged.py), and SmolLM2's
-SHAPES = ((128, 4), (128, 12), (64, 3))
+# (head_dim, query rows of a KV head): Llama-3.1-8B's and SmolLM2's, with up to three drafts
+SHAPES = (*((128, 4 * q_len) for q_len in range(1, 5)), *((64, 3 * q_len) for q_len in range(1, 5)))
 # compiled parts that are imported on a Hopper GPU, by the beginnings of their names; all others are guarded there
 COMPILED = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_vllm_fa2_C", "_vllm_fa3_C", "cumem_allocator", "fs_io_C",
             "spinloop")
@@ -49,7 +49,7 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)] + ["ma
 ENVIRONMENT = """# . /tmp/engine/env.sh
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export PATH="$ROOT/bin:$PATH" PYTHONPATH="$ROOT/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export LOWBIT_ATTN_CACHE_DIR="$ROOT/cache" LOWBIT_ATTN_COMMIT=COMMIT
+export LOWBIT_ATTN_CACHE_DIR="$ROOT/cache" LOWBIT_ATTN_COMMIT=@COMMIT@
 export HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_LOGGING_LEVEL=WARNING
 """
 COMMAND = '#!/bin/sh\nexec python3 -m vllm.entrypoints.cli.main "$@"\n'
@@ -218,7 +218,7 @@ def main(
     copy_kernels(keys, stage / "cache")
     for folder in add or []:
         shutil.copytree(folder, stage / "models" / folder.name)
-    _write(stage / "env.sh", ENVIRONMENT.replace("COMMIT", commit()).encode())
+    _write(stage / "env.sh", ENVIRONMENT.replace("@COMMIT@", commit()).encode())
     _write(stage / "bin" / "vllm", COMMAND.encode())
     (stage / "bin" / "vllm").chmod(0o755)
     for number, size in enumerate(pack(stage, out, int(limit * MIB)), 1):

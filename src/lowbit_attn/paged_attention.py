@@ -6,22 +6,20 @@ before it from the store, attends to itself as the model gave it, and merges bot
 
 import torch
 
-from lowbit_attn import dispatch, paged_dense, reference
+from lowbit_attn import dispatch, reference
 from lowbit_attn.paged import PagedStore, Step, counters
-from lowbit_attn.paged_dense import Dense
 from lowbit_attn.reference import PLAIN, Attention
 
 
 @torch.no_grad()
 def attention(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-              before: torch.Tensor | None, out: torch.Tensor, options: Attention = PLAIN,
-              dense: Dense | None = None) -> torch.Tensor:
+              before: torch.Tensor | None, out: torch.Tensor, options: Attention = PLAIN) -> torch.Tensor:
     """Attention of a step's queries, causal within each row.
 
     q: [tokens, num_heads, head_dim]; k, v: [tokens, num_heads_kv, head_dim], what ``append`` got; before: what it
-    returned; out: q's shape and dtype, written for the tokens of all rows; dense: attention to 16-bit tokens, by which
-    chunks go; None: the reference. Windows are not supported. Returns lse fp32 [tokens, num_heads], natural log; -inf
-    for tokens behind the last row.
+    returned; out: q's shape and dtype, written for the tokens of all rows. Windows are not supported. Returns lse fp32
+    [tokens, num_heads], natural log; -inf for tokens behind the last row. The host looks at the step, and chunks go
+    through torch: ``paged_steps`` is the way on a GPU.
     """
     if options.window is not None:
         raise NotImplementedError(f"window: got {options.window}, supported: None")
@@ -36,7 +34,7 @@ def attention(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v
         tokens = slice(starts[row], starts[row + 1])
         chunk = part_of(step, torch.tensor([row], device=q_lens.device))
         arguments = store, chunk, q[tokens], k[tokens], v[tokens], before[number : number + 1], options
-        o, row_lse = _chunk(*arguments) if dense is None else paged_dense.chunk(*arguments, dense)
+        o, row_lse = _chunk(*arguments)
         out[tokens], lse[tokens] = o.to(out.dtype), row_lse.T
     return lse
 

@@ -191,9 +191,10 @@ def make_plan(buffers: PlanBuffers, q_lens: np.ndarray, seq_lens: np.ndarray, th
                          "all others")
     starts, lists = np.concatenate(([0], np.cumsum(q_lens))), _Lists()
     total = int(starts[-1]) if tokens is None else tokens
-    decode = _decode_rows(q_lens[: min(first, last)], rows if first >= last else last, first >= last, bucket, lists)
     if first >= last:
+        decode = _decode_rows(q_lens[:last], lambda q_len: rows if rows * q_len <= total else last, lists)
         return BatchPlan(buffers, rows, total, _uploaded(decode, lists.upload(copy)))
+    decode = _decode_rows(q_lens[:first], lambda q_len: min(max(bucket(first), first), last), lists)
     n_new = q_lens[first:last].astype(np.int64)
     before = seq_lens[first:last].astype(np.int64) - n_new
     if (before < 0).any():
@@ -212,14 +213,16 @@ def make_plan(buffers: PlanBuffers, q_lens: np.ndarray, seq_lens: np.ndarray, th
     return BatchPlan(buffers, rows, total, decode, chunks, tuple(passes[: len(made)]), passes[-1] if own else None)
 
 
-def _decode_rows(q_lens: np.ndarray, most: int, is_alone: bool, bucket: Callable[[int], int], lists: _Lists):
-    """(live, rows, q_len, tokens, number of gather, of scatter) of decode rows; None if there are none."""
+def _decode_rows(q_lens: np.ndarray, rows_for: Callable[[int], int], lists: _Lists):
+    """(live, rows, q_len, tokens, number of gather, of scatter) of decode rows; None if there are none.
+
+    rows_for: the rows of a launch, for the most new tokens of a row.
+    """
     live = len(q_lens)
     if not live:
         return None
     q_len = int(q_lens.max())
-    rows = most if is_alone else min(max(live, bucket(live)), most)
-    total = int(q_lens.sum())
+    rows, total = rows_for(q_len), int(q_lens.sum())
     if (q_lens == q_len).all():
         return live, rows, q_len, total, None, None
     ends = np.cumsum(q_lens)

@@ -13,10 +13,9 @@ from collections.abc import Callable
 
 import torch
 
-from lowbit_attn import paged_dense, reference
+from lowbit_attn import reference
 from lowbit_attn.paged import PagedStore, Step
 from lowbit_attn.paged_attention import before_chunk, from_store, part_of
-from lowbit_attn.paged_dense import Dense
 from lowbit_attn.paged_plan import BatchPlan
 from lowbit_attn.paged_steps import LayerSteps, Varlen, Workspace
 from lowbit_attn.reference import Attention
@@ -26,22 +25,18 @@ Gather = Callable[[torch.Tensor], torch.Tensor]  # x, of one shape on all ranks 
 
 @torch.no_grad()
 def attention(store: PagedStore, step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-              before: torch.Tensor | None, out: torch.Tensor, options: Attention, gather: Gather,
-              dense: Dense | None = None) -> None:
+              before: torch.Tensor | None, out: torch.Tensor, options: Attention, gather: Gather) -> None:
     """As ``paged_attention.attention``, by all ranks together; q, out: of this rank's heads."""
     plain = Attention(options.softmax_scale, options.softcap)  # a logit of the softmax's own counts once
-    o, lse = merged(store, *_stored(store, step, all_heads(q, gather), before, plain, dense), gather)
+    o, lse = merged(store, *_stored(store, step, all_heads(q, gather), before, plain), gather)
     starts = step.query_start_loc.tolist()
     for first, last in zip(starts, starts[1:]):
         if last - first <= store.max_q_len:
             continue
         chunk, tokens = [x[first:last] for x in (q, k, v)], slice(first, last)
-        if dense is None:
-            keys, values = (x.to(store.dtype).transpose(0, 1) for x in chunk[1:])
-            own, own_lse = reference.attention(chunk[0], keys, values, plain)
-        else:
-            own, own_lse = dense(chunk[0], *(x.to(q.dtype) for x in chunk[1:]), plain, True)
-        lse[tokens] = paged_dense.merge(o[tokens], lse[tokens].T, own, own_lse).T
+        keys, values = (x.to(store.dtype).transpose(0, 1) for x in chunk[1:])
+        own, own_lse = reference.attention(chunk[0], keys, values, plain)
+        lse[tokens] = merge(o[tokens], lse[tokens].T, own, own_lse).T
     tokens = slice(starts[-1])
     out[tokens] = with_sinks(o[tokens], lse[tokens], options.sink_logits).to(out.dtype)
 
@@ -76,7 +71,7 @@ def step_attention(steps: LayerSteps, gather: Gather, plan: BatchPlan, step: Ste
         tokens = plan.chunks
         own = torch.empty_like(q[tokens])
         own_lse = varlen(q[tokens], k[tokens], v[tokens], plan.own, plain, own)
-        merged_lse[tokens] = paged_dense.merge(merged_o[tokens], merged_lse[tokens].T, own, own_lse).T
+        merged_lse[tokens] = merge(merged_o[tokens], merged_lse[tokens].T, own, own_lse).T
     out[: plan.tokens] = with_sinks(merged_o, merged_lse, options.sink_logits).to(out.dtype)
 
 
@@ -102,8 +97,8 @@ def with_sinks(o: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor | N
     return o * (lse - torch.logaddexp(lse, sink_logits.float())).exp()[..., None]
 
 
-def _stored(store: PagedStore, step: Step, q: torch.Tensor, before: torch.Tensor | None, options: Attention,
-            dense: Dense | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _stored(store: PagedStore, step: Step, q: torch.Tensor, before: torch.Tensor | None,
+            options: Attention) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of all heads' q [tokens, num_heads, head_dim] to what this rank has stored: o fp32 of q's shape and lse
     fp32 [tokens, num_heads]; -inf where it has nothing."""
     o, lse = torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
@@ -118,12 +113,13 @@ def _stored(store: PagedStore, step: Step, q: torch.Tensor, before: torch.Tensor
         chunk = part_of(step, torch.tensor([row], device=q_lens.device))
         if int(chunk.seq_lens[0]) == tokens.stop - tokens.start:
             continue
-        rings = before[number : number + 1]
-        if dense is None:
-            of_chunk, lse_chunk = before_chunk(store, chunk, q[tokens], rings, options)
-            o[tokens] = of_chunk.float()
-        else:
-            lse_chunk = paged_dense.before_chunk(store, chunk, q[tokens], rings, options, dense, o[tokens],
-                                                 lse[tokens].T)
-        lse[tokens] = lse_chunk.T
+        of_chunk, lse_chunk = before_chunk(store, chunk, q[tokens], before[number : number + 1], options)
+        o[tokens], lse[tokens] = of_chunk.float(), lse_chunk.T
     return torch.where(lse[..., None] > -torch.inf, o, 0), lse
+
+
+def merge(o: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> torch.Tensor:
+    """Attention to other tokens into o fp32 [tokens, num_heads, head_dim], in place; returns the lse of both."""
+    both = torch.logaddexp(lse, more_lse)
+    o.lerp_(more.float(), (more_lse - both).exp().T[..., None])
+    return both

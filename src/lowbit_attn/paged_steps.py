@@ -109,31 +109,28 @@ class LayerSteps:
             self.chunks(plan, step, q, out, options, places, varlen)
 
     def chunks(self, plan: BatchPlan, step: Step, q: torch.Tensor, out: torch.Tensor, options: Attention,
-               places: list[Workspace | None], varlen: Varlen) -> torch.Tensor:
-        """Attention of chunk rows to all their tokens; returns lse fp32 [num_heads, tokens of chunks]."""
-        plain, first = Attention(options.softmax_scale, options.softcap), plan.chunks.start
+               places: list[Workspace], varlen: Varlen) -> None:
+        """Attention of chunk rows to all their tokens."""
+        plain = Attention(options.softmax_scale, options.softcap)  # a logit of the softmax's own counts once
         if self.store.attached is not None:
             q = q.clone()
             q[plan.chunks] = self.store.attached.queries(q[plan.chunks]).to(q.dtype)
-        is_whole = all(part.is_causal for part in plan.passes)
-        lse, chunk = None, (out[plan.chunks],)
+        whole: list[tuple[slice, torch.Tensor]] = []  # tokens whose results stand in ``out``, and their lse
         for part, place in zip(plan.passes, places):
             if part.pages is not None:
                 self.ops.fill(self.store, step, part.pages, *place)
-            target = out[part.tokens] if part.is_causal else torch.empty_like(out[part.tokens])
-            found = varlen(q[part.tokens], *place, part, plain, target)
-            if is_whole and len(plan.passes) == 1:
-                lse = found
-            elif part.is_causal:
-                lse = found.new_empty(found.shape[0], plan.chunks.stop - first) if lse is None else lse
-                lse[:, part.tokens.start - first : part.tokens.stop - first] = found
+            mine = out[part.tokens]
+            target = mine if part.is_causal else torch.empty_like(mine)
+            lse = varlen(q[part.tokens], *place, part, plain, target)
+            if part.is_causal:
+                whole.append((part.tokens, lse))
             else:
-                own = slice(part.tokens.start - first, part.tokens.stop - first)
-                self.ops.merge(out[part.tokens], lse[:, own], target, found)
+                tokens, so_far = whole[-1]
+                own = slice(part.tokens.start - tokens.start, part.tokens.stop - tokens.start)
+                self.ops.merge(mine, so_far[:, own], target, lse)
         if options.sink_logits is not None:
-            nothing = torch.full_like(lse, -torch.inf)
-            self.ops.merge(*chunk, lse, *chunk, nothing, options.sink_logits)
-        return lse
+            for tokens, lse in whole:
+                self.ops.merge(out[tokens], lse, out[tokens], torch.full_like(lse, -torch.inf), options.sink_logits)
 
     def _decode(self, rows: DecodeRows, step: Step, q: torch.Tensor, out: torch.Tensor, options: Attention,
                 lse: torch.Tensor | None) -> None:

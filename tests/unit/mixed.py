@@ -18,10 +18,11 @@ def buffers_of(store: PagedStore, rows: int, tokens: int) -> PlanBuffers:
     return PlanBuffers(layout_of(store), rows, tokens, store.pool.device)
 
 
-def plan_of(buffers: PlanBuffers, step: Step, threshold: int, capacity: int, bucket=lambda rows: rows) -> BatchPlan:
+def plan_of(buffers: PlanBuffers, step: Step, threshold: int, capacity: int, bucket=lambda rows: rows,
+            tokens: int | None = None) -> BatchPlan:
     """The plan of a step on the CPU, entered into its buffers."""
     plan = make_plan(buffers, step.q_lens.numpy(), step.seq_lens.numpy(), threshold, capacity,
-                     lambda array: torch.from_numpy(np.array(array)), bucket)
+                     lambda array: torch.from_numpy(np.array(array)), bucket, tokens)
     launch(plan, step)
     return plan
 

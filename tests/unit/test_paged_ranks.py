@@ -8,14 +8,15 @@ from threading import Barrier
 import pytest
 import torch
 
-from lowbit_attn import FORMATS, reference
+from lowbit_attn import FORMATS
 from lowbit_attn.paged import PAGE, PagedStore, Step, append, own_blocks, ring_slots
 from lowbit_attn.paged_attention import attention
 from lowbit_attn.paged_ranks import attention as ranks_attention
-from lowbit_attn.paged_ranks import even_attention
-from lowbit_attn.paged_steps import LayerSteps, StepBuffers
+from lowbit_attn.paged_ranks import step_attention
+from lowbit_attn.paged_steps import LayerSteps
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import assert_same_bytes
+from unit.mixed import buffers_of, plan_of, varlen
 
 HEADS, DIM, PAGES, ROWS = 6, 64, 60, 3  # query heads over one KV head
 ERROR = 2e-3
@@ -45,17 +46,13 @@ class Group:
         return gather
 
 
-def step_of(tables: list[list[int]], lens: list[int], counts: list[int], padding: int = 0) -> Step:
+def step_of(tables: list[list[int]], lens: list[int], counts: list[int], rings: list[int], padding: int = 0) -> Step:
     table = torch.zeros(len(lens) + padding, max(map(len, tables)) + 1, dtype=torch.int32)
     for row, pages in enumerate(tables):
         table[row, : len(pages)] = torch.tensor(pages)
     starts = torch.tensor([0, *counts, *[0] * padding]).cumsum(0)
-    rings = [*range(1, len(lens) + 1), *[0] * padding]
-    return Step(table, *(torch.as_tensor(x, dtype=torch.int32) for x in ([*lens, *[0] * padding], starts, rings)))
-
-
-def dense(q, k, v, options, is_causal):
-    return reference.attention(q, k.transpose(0, 1), v.transpose(0, 1), options, causal=is_causal)
+    values = [*lens, *[0] * padding], starts, [*rings, *[0] * padding]
+    return Step(table, *(torch.as_tensor(x, dtype=torch.int32) for x in values))
 
 
 def rounds(draw: random.Random) -> list[list[int]]:
@@ -64,34 +61,35 @@ def rounds(draw: random.Random) -> list[list[int]]:
     return [[300, 1, 130], [1, 127, 256], [80, 126, 123], *[[1] * ROWS] * 6, [1, 2, 1], chunks, *[[1] * ROWS] * 3]
 
 
-def rank_step(store: PagedStore, steps: LayerSteps | None, buffers: StepBuffers, step: Step, tokens, gather,
-              options: Attention, dense) -> torch.Tensor:
-    """One rank's part of a step, of its own heads; even steps by LayerSteps if there are some."""
+def rank_step(store: PagedStore, steps: LayerSteps | None, step: Step, tokens, gather, options: Attention,
+              capacity: int) -> torch.Tensor:
+    """One rank's part of a step, of its own heads; by a plan if there are calls of a layer, else the host looks."""
     q, k, v = tokens
     share = HEADS // store.world
     own = q[:, store.rank * share : (store.rank + 1) * share].contiguous()
     if options.sink_logits is not None:
         options = replace(options, sink_logits=options.sink_logits[store.rank * share : (store.rank + 1) * share])
     out = torch.full_like(own, torch.nan)
-    if steps is not None and step.q_lens.max() == 1:
-        with torch.no_grad():
-            buffers.fill(step)
-            steps.append(step, k, v, 1)
-        even_attention(steps, gather, step, own, out, options, 1)
-    else:
+    if steps is None:
         before = append(store, step, k, v)
-        ranks_attention(store, step, own, k, v, before, out, options, gather, dense)
+        ranks_attention(store, step, own, k, v, before, out, options, gather)
+        return out
+    with torch.no_grad():
+        plan = plan_of(steps.buffers, step, 1, capacity, tokens=len(q))
+        workspace = tuple(torch.full((capacity, 1, DIM), torch.nan, dtype=torch.half) for _ in range(2))
+        places = steps.append(plan, step, k, v, workspace)
+    step_attention(steps, gather, plan, step, own, k, v, out, options, places, varlen)
     return out
 
 
-@pytest.mark.parametrize("name, world, is_static, by", [
-    ("k4v4", 2, False, None), ("k2v2", 3, True, dense), ("k8v8", 2, True, None), ("k4tv4", 3, False, dense)])
-def test_ranks_give_what_one_store_gives(name, world, is_static, by, seed):
+@pytest.mark.parametrize("name, world, capacity", [
+    ("k4v4", 2, 0), ("k2v2", 3, 4096), ("k8v8", 2, 256), ("k4tv4", 3, 0), ("k4v4", 3, 300)])
+def test_ranks_give_what_one_store_gives(name, world, capacity, seed):
+    """capacity: of the workspace of steps by a plan; 0: the host looks at the steps."""
     draw, lens, group = random.Random(seed), [0] * ROWS, Group(world)
     whole, stores = store_of(name), [store_of(name, rank, world) for rank in range(world)]
-    buffers = [StepBuffers(store.format, 0, 1, ROWS + 2, store.pool.device, 1, rank, world)
-               for rank, store in enumerate(stores)]
-    layers = [LayerSteps(store, of_rank, 0) if is_static else None for store, of_rank in zip(stores, buffers)]
+    layers = [LayerSteps(store, buffers_of(store, ROWS + 2, 1000)) if capacity else None for store in stores]
+    rings = [*range(1, ROWS + 1)]
     pages, free = [[] for _ in range(ROWS)], random.Random(seed).sample(range(1, PAGES), PAGES - 1)
     for number, counts in enumerate(rounds(draw)):
         lens = [length + count for length, count in zip(lens, counts)]
@@ -101,14 +99,17 @@ def test_ranks_give_what_one_store_gives(name, world, is_static, by, seed):
         tokens = [torch.randn(sum(counts) + (padding if max(counts) == 1 else 0), heads, DIM).half()
                   for heads in (HEADS, 1, 1)]
         options = Attention(0.2, sink_logits=torch.randn(HEADS) if number % 3 == 0 else None)
-        step = step_of(pages, lens, counts, padding)
+        if capacity:  # rows of one token first
+            order = sorted(range(ROWS), key=lambda row: counts[row])
+            pages, lens, counts, rings = ([some[row] for row in order] for some in (pages, lens, counts, rings))
+        step = step_of(pages, lens, counts, rings, padding)
         want = torch.zeros_like(tokens[0])
         before = append(whole, step, *tokens[1:])
         attention(whole, step, *tokens, before, want, options)
         with ThreadPoolExecutor(world) as pool:
-            parts = [pool.submit(rank_step, stores[rank], layers[rank], buffers[rank],
-                                 step_of([held[rank::world] for held in pages], lens, counts, padding), tokens,
-                                 group.gather(rank), options, by) for rank in range(world)]
+            parts = [pool.submit(rank_step, stores[rank], layers[rank],
+                                 step_of([held[rank::world] for held in pages], lens, counts, rings, padding), tokens,
+                                 group.gather(rank), options, capacity) for rank in range(world)]
             got = torch.cat([part.result() for part in parts], 1)
         live = sum(counts)
         assert (got[:live] - want[:live]).float().norm() < ERROR * want[:live].float().norm(), (number, counts)
@@ -116,7 +117,9 @@ def test_ranks_give_what_one_store_gives(name, world, is_static, by, seed):
             for block in range(length // PAGE):
                 held = pages[row][block]
                 assert_same_bytes("page", stores[block % world].pool[held], whole.pool[held])
-    assert all(store.rings[1:].isfinite().all() for store in stores)
+    for store in stores:
+        for ring, length in zip(rings, lens):
+            assert store.rings[ring, :, :, :length].isfinite().all()
 
 
 def test_own_blocks():

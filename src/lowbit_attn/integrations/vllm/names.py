@@ -67,7 +67,7 @@ def asked(cache_dtype: str, variable: str | None) -> Served:
 
 
 def check_dtype(layer_dtype: str, engine_dtype: str) -> None:
-    """Raise NotImplementedError for a layer that vLLM wants in another dtype than the engine's, which is one of ours."""
+    """Raise NotImplementedError for a layer that vLLM wants in another dtype than the engine's, if that is ours."""
     if engine_dtype.startswith(PREFIX) and layer_dtype != engine_dtype:
         raise NotImplementedError(
             f"--kv-cache-dtype-skip-layers: a layer of dtype {layer_dtype} came to this backend, which packs every "
