@@ -69,7 +69,7 @@ def check(store: PagedStore, step: Step, num_decode: int, padding: int = 0, **op
     ("k4v4", 0, 64), ("k2v2", 32, 64), ("kitty", 32, 64), ("k4tv4", 0, 64)])
 def test_a_step_of_decode_rows_a_chunk_and_padding(name, sinks, head_dim):
     """Rows that pack, one of which has drafts, and a chunk that overwrites what its first block reads."""
-    rows = [(sinks + 127, 1), (sinks + 40, 1), (sinks + 254, 3), (sinks + 100, 290), (0, 0)]
+    rows = [(sinks + 127, 1), (sinks + 40, 1), (sinks + 100, 160), (0, 0)]
     store = store_of(name, head_dim, sinks, 4, len(rows))
     items = check(store, step_of(rows, sinks), 3, padding=2, order=reversed_order)
     assert items[3].tolist() == [0, 0, 1, 0, 0]
