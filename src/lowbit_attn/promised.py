@@ -91,6 +91,9 @@ def _packing(arch: str, target: str, dtype: str, head_dim: int, fmt: Format) -> 
     for search in (None, True, False):
         yield from (kernels.quantize_key(target, dtype, head_dim, fmt, side, search) for side in "kv")
         yield kernels.append_key(target, dtype, head_dim, fmt, search)
+    if not kernels.paged_missing(fmt, head_dim):
+        yield kernels.paged_plan_key(target)
+        yield kernels.paged_append_key(target, dtype, head_dim, fmt)  # a store of pages has no range search of its own
     yield from (kernels.dequantize_key(target, head_dim, fmt, side) for side in "kv")
 
 

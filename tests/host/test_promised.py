@@ -36,7 +36,7 @@ def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
     found = {name: {getattr(key, name) for key in of_caches} for name in ("op", "head_dim", "dtype")}
     one_launch = {"pair", "exchange"} if arch == "hopper" else set()
     assert found == {"op": {"decode", "quantize", "dequantize", "append", "merge", "merge_states", "level_append",
-                            "plan", "pack", "level_places", "level_hidden"} | one_launch,
+                            "plan", "pack", "level_places", "level_hidden", "paged_plan", "paged_append"} | one_launch,
                      "head_dim": {0, 64, 96, 128, 256},  # positions have none
                      "dtype": {"float16", "bfloat16", "float32", "int32"}}  # dequantize writes fp32
     decode = [key for key in all_promised(arch) if key.op == "decode"]

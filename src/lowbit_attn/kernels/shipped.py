@@ -4,7 +4,7 @@ from itertools import chain, product
 
 import torch
 
-from lowbit_attn.formats import FORMATS
+from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.formats.levels import PRESETS, parse
 from lowbit_attn.kernels.key import (
     ROWS,
@@ -13,13 +13,15 @@ from lowbit_attn.kernels.key import (
     level_append_key,
     manage_keys,
     merge_key,
+    paged_append_key,
+    paged_plan_key,
     pair_key,
     rank_keys,
     step_keys,
 )
 from lowbit_attn.kernels.linear import linear_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, no_pair, other_ctas, pick
-from lowbit_attn.kernels.support import manage_missing, quantize_missing
+from lowbit_attn.kernels.support import manage_missing, paged_missing, quantize_missing
 
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
 SHIPPED_FORMATS = tuple(FORMATS)  # presets
@@ -51,6 +53,13 @@ def levels_keys(target: str, dtype: str, head_dim: int) -> list[KernelKey]:
     return [level_append_key(target, dtype, head_dim), *keys] if served else []
 
 
+def paged_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:
+    """What serves the steps of an engine, beside decode."""
+    if quantize_missing(fmt, head_dim, getattr(torch, dtype)) or paged_missing(fmt, head_dim):
+        return []
+    return [paged_plan_key(target), paged_append_key(target, dtype, head_dim, fmt)]
+
+
 def pair_keys(arch: str, target: str, dtype: str, head_dim: int) -> list[KernelKey]:
     """What decodes over both levels of the presets in one launch."""
     return [pair_key(target, dtype, head_dim, levels) for levels in map(parse, PRESETS)
@@ -68,6 +77,7 @@ def shipped_keys(arch: str) -> list[KernelKey]:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))
             keys |= dict.fromkeys([*(step_keys(*common, FORMATS[name]) if has_steps else ()),
+                                   *paged_keys(*common, FORMATS[name]),
                                    *(decode_key(arch, *common, name, *shape) for shape in shapes)])
     return [*keys, *chain.from_iterable(map(linear_keys, SHIPPED_TARGETS[arch]))]
 
