@@ -54,20 +54,7 @@ class Step(NamedTuple):
 
 def why_not(fmt: Format, head_dim: int) -> list[str]:
     """Why an engine's pages cannot hold a format; empty if they can."""
-    reasons = []
-    if fmt.orders_tokens:
-        reasons.append(f"format {fmt}: orders tokens by significance, which needs scores of each token, supported: "
-                       "formats that store tokens by position")
-    if fmt.k.weighs_queries:
-        reasons.append(f"format {fmt}: needs query weights of every layer, supported: formats without a calibration")
-    try:
-        nbytes = fmt.record(head_dim).nbytes
-    except ValueError as error:
-        return [*reasons, str(error)]
-    if nbytes % PAGE:
-        reasons.append(f"format {fmt}: a record of head_dim {head_dim} has {nbytes} bytes, supported: multiples of "
-                       f"{PAGE}, so many for each token")
-    return reasons
+    return kernels.paged_missing(fmt, head_dim)
 
 
 def no_kernels(fmt: Format, arch: str, head_dim: int, dtype: torch.dtype, rows: int) -> list[str]:

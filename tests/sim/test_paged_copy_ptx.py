@@ -1,5 +1,5 @@
-"""The compiled copy of an engine's 16-bit tokens without a GPU: its PTX, run on the CPU, moves the bytes that it is told
-to move and no others."""
+"""The compiled copy of an engine's 16-bit tokens without a GPU: its PTX, run on the CPU, moves the bytes that it is
+told to move and no others."""
 
 import pytest
 import torch

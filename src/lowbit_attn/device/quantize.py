@@ -121,6 +121,7 @@ def dequantize_kernel(side: SideSpec) -> TileKernel:
             tx = T.get_thread_binding()
             unit = T.alloc_var("int32")
             unit = pages[page] * page_stride + head * head_stride
-            body(m, pool, pool_meta, unit, partial(put_floats, out, page, head), part, tx, *read_by_head(m, entries, head))
+            body(m, pool, pool_meta, unit, partial(put_floats, out, page, head), part, tx,
+                 *read_by_head(m, entries, head))
 
     return TileKernel(dequantize, compile_flags=EXACT)

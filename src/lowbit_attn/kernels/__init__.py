@@ -71,6 +71,7 @@ from lowbit_attn.kernels.support import (
     QUANTIZE_HEAD_DIMS,
     Support,
     manage_missing,
+    paged_missing,
     quantize_missing,
 )
 
@@ -80,7 +81,7 @@ __all__ = [
     "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key",
     "arch_package", "baselines", "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target",
     "exchange_key", "is_even", "level_append_key", "level_window_keys", "manage_keys", "manage_missing", "merge_key",
-    "merge_rows_key", "merge_states_key", "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys", "paged_copy_key", "paged_fill_key", "pair_key", "path_name",
-    "path_of", "pick", "quantize_key", "quantize_missing", "rank_keys", "same_text", "shipped_keys", "step_keys",
-    "trace",
+    "merge_rows_key", "merge_states_key", "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys",
+    "paged_copy_key", "paged_fill_key", "paged_missing", "pair_key", "path_name", "path_of", "pick", "quantize_key",
+    "quantize_missing", "rank_keys", "same_text", "shipped_keys", "step_keys", "trace",
 ]

@@ -13,13 +13,16 @@ from lowbit_attn.kernels.key import (
     level_append_key,
     manage_keys,
     merge_key,
+    merge_rows_key,
+    paged_copy_key,
+    paged_fill_key,
     pair_key,
     rank_keys,
     step_keys,
 )
 from lowbit_attn.kernels.linear import linear_keys
 from lowbit_attn.kernels.registry import ARCH_TARGETS, decode_key, no_pair, other_ctas, pick
-from lowbit_attn.kernels.support import manage_missing, quantize_missing
+from lowbit_attn.kernels.support import manage_missing, paged_missing, quantize_missing
 
 SHIPPED_TARGETS = {"hopper": ("sm_90a",), "ampere": ("sm_80", "sm_89")}  # Ampere's on Hopper are for tests only
 SHIPPED_FORMATS = tuple(FORMATS)  # presets
@@ -63,11 +66,13 @@ def shipped_keys(arch: str) -> list[KernelKey]:
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
         keys |= dict.fromkeys([merge_key(*common), *rank_keys(arch, *common), *levels_keys(*common),
-                               *pair_keys(arch, *common)])
+                               *pair_keys(arch, *common), paged_copy_key(*common), merge_rows_key(*common)])
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))
+            is_paged = has_steps and not paged_missing(FORMATS[name], head_dim)
             keys |= dict.fromkeys([*(step_keys(*common, FORMATS[name]) if has_steps else ()),
+                                   *([paged_fill_key(*common, FORMATS[name])] if is_paged else ()),
                                    *(decode_key(arch, *common, name, *shape) for shape in shapes)])
     return [*keys, *chain.from_iterable(map(linear_keys, SHIPPED_TARGETS[arch]))]
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lowbit_attn import layout
 from lowbit_attn.formats import Format
 from lowbit_attn.formats.levels import Levels
 from lowbit_attn.formats.spec import Kind
@@ -131,6 +132,24 @@ def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str
     if not (k and v and v.kind in (Kind.TOKEN, Kind.CODEBOOK)):
         reasons.append(f"format {fmt}, supported: K per channel, per token, boosted or by codebooks, with V per token "
                        "or by codebooks")
+    return reasons
+
+
+def paged_missing(fmt: Format, head_dim: int) -> list[str]:
+    """Reasons why an engine's pages, and so no kernel of its steps, hold a format; empty if they do."""
+    reasons = []
+    if fmt.orders_tokens:
+        reasons.append(f"format {fmt}: orders tokens by significance, which needs scores of each token, supported: "
+                       "formats that store tokens by position")
+    if fmt.k.weighs_queries:
+        reasons.append(f"format {fmt}: needs query weights of every layer, supported: formats without a calibration")
+    try:
+        nbytes = fmt.record(head_dim).nbytes
+    except ValueError as error:
+        return [*reasons, str(error)]
+    if nbytes % layout.PAGE_TOKENS:
+        reasons.append(f"format {fmt}: a record of head_dim {head_dim} has {nbytes} bytes, supported: multiples of "
+                       f"{layout.PAGE_TOKENS}, so many for each token")
     return reasons
 
 
