@@ -12,15 +12,16 @@ from lowbit_attn.paged import PAGE, PagedStore, Step, counters, ring_slots
 from lowbit_attn.testing import assert_same_bytes, normal_codebooks
 from sim.ptx import calls
 
-HEADS, PAGES, CAPACITY, EMPTY = 2, 4, 400, -7.0
-TABLE = [[1, 3, 0], [2, 0, 1]]
-ITEMS = [(1, 2, 3, 3), (0, 1, 140, 1), (1, 0, 140, 2), (0, 2, 0, 0), (1, 0, 271, 3)]  # row, block, dest, sides
+HEADS, PAGES, CAPACITY, EMPTY = 2, 4, 270, -7.0
+TABLE = [[1, 3, 0, 9, 9], [2, 0, 1, 9, 9]]  # as engines have it, with room behind a row's blocks
+ITEMS = [(1, 2, 3, 3), (0, 1, 140, 1), (1, 0, 140, 2), (0, 2, 0, 0)]  # row, block, dest, sides
 
 
 def store_of(name: str, head_dim: int, dtype: torch.dtype) -> PagedStore:
     fmt = FORMATS[name]
     books = normal_codebooks(name, 1, HEADS, head_dim).layer(0) if fmt.needs_codebooks else None
-    return PagedStore(fmt, torch.zeros(PAGES, HEADS, fmt.record(head_dim).nbytes, dtype=torch.uint8),
+    pool = torch.zeros(PAGES, HEADS + 1, fmt.record(head_dim).nbytes, dtype=torch.uint8)[:, :HEADS]
+    return PagedStore(fmt, pool,
                       torch.zeros(2, 2, HEADS, ring_slots(fmt, 1), head_dim, dtype=dtype),
                       attached=books and Attached(books, fmt, HEADS, head_dim, "cpu"))
 
@@ -39,7 +40,7 @@ def blocks(head_dim: int, dtype: torch.dtype) -> torch.Tensor:
 def test_rows_are_those_of_the_reference(name, head_dim, dtype):
     store = store_of(name, head_dim, dtype)
     starts = torch.arange(3, dtype=torch.int32)
-    step = Step(torch.tensor(TABLE, dtype=torch.int32), starts[1:], starts, starts[:2])
+    step = Step(torch.tensor(TABLE, dtype=torch.int32)[:, :3], starts[1:], starts, starts[:2])
     view = store.view(step, counters(store, step))
     for side in "kv":
         write_blocks(view, torch.arange(PAGES), blocks(head_dim, dtype), side)
@@ -58,10 +59,11 @@ def filled(store: PagedStore, view) -> dict[str, torch.Tensor]:
 
     head_dim, dtype = store.rings.shape[4], store.dtype
     key = kernels.paged_fill_key("sm_90", str(dtype).removeprefix("torch."), head_dim, store.format)
-    tensors = {"items": torch.tensor(ITEMS, dtype=torch.int32).T.contiguous(), "table": view.table, "pool": store.pool,
+    tensors = {"items": torch.tensor(ITEMS, dtype=torch.int32).T.contiguous(), "table": view.table._base,
+               "pool": store.pool._base,
                **{name: torch.full((CAPACITY, HEADS, head_dim), EMPTY, dtype=dtype) for name in ("keys", "values")},
                **{f"{side}_entries": entries for side in "kv" for entries in kernel_entries(view, side)}}
-    units = store.pool.numel() // layout.RECORD_ALIGN
+    units = store.pool._base.numel() // layout.RECORD_ALIGN
     numbers = {"count": len(ITEMS), "heads": HEADS, "table_row": view.table.stride(0), "units": units,
                "page_stride": view.strides.page, "head_stride": view.strides.head}
     views = {name: "pool" for name in ("halves", "halves_1", "pool_meta")}
