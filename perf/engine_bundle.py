@@ -124,12 +124,13 @@ def unpack_ourselves(scratch: Path, site: Path) -> None:
 
 
 def kernels_of(formats: tuple[str, ...] = FORMATS_SERVED) -> list[kernels.KernelKey]:
-    """What an engine's steps launch on Hopper in bfloat16: decode on every schedule, steps, packing and reading."""
+    """What an engine's steps launch on Hopper in bfloat16: the plan, what stores and reads tokens, and decode on every
+    schedule."""
     found = {}
     for name in formats:
         for head_dim, rows in SHAPES:
             (path, rows), _ = kernels.pick("hopper", FORMATS[name], head_dim, torch.bfloat16, rows)
-            found |= dict.fromkeys(kernels.step_keys("sm_90a", "bfloat16", head_dim, FORMATS[name]))
+            found |= dict.fromkeys(kernels.paged_keys("sm_90a", "bfloat16", head_dim, FORMATS[name]))
             for other in (path, *kernels.other_ctas("hopper", path)):
                 picked, _ = kernels.pick("hopper", FORMATS[name], head_dim, torch.bfloat16, rows, other)
                 if picked:

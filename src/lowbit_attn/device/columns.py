@@ -157,6 +157,7 @@ def store_words(m, pool, unit, column_tile, lane, words):
 @T.macro
 def load_words(m, pool, unit, column_tile, lane, words):
     """The inverse of ``store_words``."""
-    for w in T.unroll(m.words):
-        offset = layout.word_offset(column_tile * m.words + w, lane)
-        words[w] = pool[unit + offset // 128, offset % 128 // 4]
+    for w in T.unroll(m.words // m.store_words):
+        offset = layout.word_offset(column_tile * m.words + w * m.store_words, lane)
+        for i in T.vectorized(m.store_words):
+            words[w * m.store_words + i] = pool[unit + offset // 128, offset % 128 // 4 + i]

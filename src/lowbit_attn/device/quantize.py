@@ -5,6 +5,8 @@ them to the body of the side's matrix of codes (``quantize_rows``, ``quantize_to
 arithmetic is ``formats.affine`` step by step, without contraction (EXACT), so the bytes are the reference's.
 """
 
+from functools import partial
+
 import tilelang.language as T
 
 from lowbit_attn import layout
@@ -22,7 +24,7 @@ from lowbit_attn.device.quantize_token import TokenMatrix, dequantize_tokens, qu
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES, load_tokens
 from lowbit_attn.formats.kitty import WEIGHTED
-from lowbit_attn.formats.spec import Kind, SideSpec
+from lowbit_attn.formats.spec import SideSpec
 
 # (quantize one part of a block, dequantize one) by the geometry of the matrix of codes, the first that serves a side
 BODIES = {RowMatrix: (quantize_rows, dequantize_rows), TokenMatrix: (quantize_tokens, dequantize_tokens),
@@ -48,6 +50,18 @@ def of_head(m, query_weights, entries, head) -> tuple:
     if isinstance(m, CodebookMatrix):
         return entries, head
     return (query_weights, head) if isinstance(m, BoostMatrix) and m.selection == WEIGHTED else ()
+
+
+def read_by_head(m, entries, head) -> tuple:
+    """What the body that reads a matrix takes beside the others' arguments: a head's entries."""
+    return (entries, head) if isinstance(m, CodebookMatrix) else ()
+
+
+@T.macro
+def put_floats(out, page, head, token, channel, values):
+    """What bodies that read a matrix do with ``values`` of neighbouring channels from ``channel`` on: here, to out."""
+    for e, value in enumerate(values):
+        out[page, head, token, channel + e] = value
 
 
 def quantize_kernel(side: SideSpec, dtype: str, range_search: bool) -> TileKernel:
@@ -89,7 +103,7 @@ def quantize_kernel(side: SideSpec, dtype: str, range_search: bool) -> TileKerne
 def dequantize_kernel(side: SideSpec) -> TileKernel:
     """One side of pages int32 [n] of the pool -> fp32 out [n, num_heads_kv, 128, head_dim]: code * scale + zero, or
     entries (fp16 [num_heads_kv, groups, 256 c]) with the mean or norm."""
-    m, head_dim, has_book = matrix_of(side), side.head_dim, side.kind is Kind.CODEBOOK
+    m, head_dim = matrix_of(side), side.head_dim
     body = BODIES[type(m)][1]
     n, heads, units = T.dynamic("n"), T.dynamic("heads"), T.dynamic("units")
 
@@ -107,6 +121,7 @@ def dequantize_kernel(side: SideSpec) -> TileKernel:
             tx = T.get_thread_binding()
             unit = T.alloc_var("int32")
             unit = pages[page] * page_stride + head * head_stride
-            body(m, pool, pool_meta, unit, out, page, head, part, tx, *((entries,) if has_book else ()))
+            body(m, pool, pool_meta, unit, partial(put_floats, out, page, head), part, tx,
+                 *read_by_head(m, entries, head))
 
     return TileKernel(dequantize, compile_flags=EXACT)

@@ -353,34 +353,44 @@ def quantize_boosted(m, range_search, tile, part, pool, pool_meta, unit, tx, que
 
 
 @T.macro
-def dequantize_boosted(m, pool, pool_meta, unit, out, page, head, part, tx):
-    """The record at ``unit`` -> out [page, head]."""
+def dequantize_boosted(m, pool, pool_meta, unit, put, part, tx):
+    """The record at ``unit`` -> put, two neighbouring channels at a time, by the first m.threads threads."""
     column_tile, lane = tx // layout.LANES, tx % layout.LANES
     g, t = lane // 4, lane % 4
     slots = T.alloc_shared((m.head_dim,), "int32")
     words = T.alloc_local((m.words,), "uint32")
-    high = T.alloc_local((m.high_words,), "uint32")
     name_slots(m, pool, unit, slots, tx)
     load_words(m, pool, unit, column_tile, lane, words)
-    for c in T.unroll(COLUMNS):
-        channel = m.column_of(column_tile, t, c)
-        slot, scale, zero = T.alloc_var("int32"), T.alloc_var("float32"), T.alloc_var("float32")
-        slot = slots[channel]
-        scale = load_meta(pool_meta, unit, m.meta_offset(0, channel))
-        zero = load_meta(pool_meta, unit, m.meta_offset(1, channel))
-        for w in T.unroll(m.high_words):
-            high[w] = T.uint32(0)
-            if slot >= 0:
-                high_at, byte = m.high_byte(slot, w, g)
-                high[w] = octet(pool, unit, m.high_at + high_at, byte)
+    for col8 in T.unroll(COLUMNS // 2):
+        scale, zero = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+        high = T.alloc_local((2 * m.high_words,), "uint32")
+        for e in static(2):
+            channel = m.column_of(column_tile, t, 2 * col8 + e)
+            scale[e] = load_meta(pool_meta, unit, m.meta_offset(0, channel))
+            zero[e] = load_meta(pool_meta, unit, m.meta_offset(1, channel))
+            load_high(m, pool, unit, slots[channel], g, high, e * m.high_words)
         for i in T.unroll(m.held):
-            word, shift = m.word_and_shift(i, c)
-            high_word, high_shift = m.high_and_shift(i)
-            code = T.alloc_var("uint32")
-            code = (words[word] >> T.cast(shift, "uint32")) & T.uint32(m.steps)
-            rest = (high[high_word] >> T.cast(high_shift, "uint32")) & T.uint32((1 << m.high_bits) - 1)
-            code = code | (rest << T.uint32(m.bits))
-            out[page, head, 8 * i + g, channel] = T.cast(code, "float32") * scale + zero
+            put(8 * i + g, m.column_of(column_tile, t, 2 * col8),
+                [code_at(m, words, high, i, col8, e) * scale[e] + zero[e] for e in range(2)])
+
+
+@T.macro
+def load_high(m, pool, unit, slot, g, high, first):
+    """The high bits of a lane's rows of a column in slot ``slot`` -> high from ``first`` on, 0 if it has no slot."""
+    for w in T.unroll(m.high_words):
+        high[first + w] = T.uint32(0)
+        if slot >= 0:
+            high_at, byte = m.high_byte(slot, w, g)
+            high[first + w] = octet(pool, unit, m.high_at + high_at, byte)
+
+
+def code_at(m, words, high, held, col8, e):
+    """The code of a lane's element, as fp32."""
+    word, shift = m.word_and_shift(held, 2 * col8 + e)
+    high_word, high_shift = m.high_and_shift(held)
+    low = (words[word] >> T.cast(shift, "uint32")) & T.uint32(m.steps)
+    rest = (high[e * m.high_words + high_word] >> T.cast(high_shift, "uint32")) & T.uint32((1 << m.high_bits) - 1)
+    return T.cast(low | (rest << T.uint32(m.bits)), "float32")
 
 
 @T.macro
@@ -388,14 +398,14 @@ def name_slots(m, pool, unit, slots, tx):
     """The index of a record -> slots [head_dim] in shared memory: each channel's slot, -1 if it is not boosted."""
     if tx < m.head_dim:
         slots[tx] = -1
-    T.sync_threads()
+    sync_packers(m.threads)
     if tx < m.boost:
         at = m.index_at + tx
         named = T.alloc_var("int32")
         named = T.cast(octet(pool, unit, at // 4 * 4, at % 4), "int32")
         if named < m.head_dim:
             slots[named] = tx
-    T.sync_threads()
+    sync_packers(m.threads)
 
 
 def octet(pool, unit, at, byte):

@@ -14,7 +14,7 @@ import tilelang.language as T
 from lowbit_attn import layout
 from lowbit_attn.device import codebook_search
 from lowbit_attn.device.codebook_search import HELD, HELD_AT_END, PAIR, TOKENS, VALUE_SCALE
-from lowbit_attn.device.groups import ROW_LANES, fold, static, storage_bits, sync_packers, tree_sum
+from lowbit_attn.device.groups import ROW_LANES, fold, load_meta, static, storage_bits, sync_packers, tree_sum
 from lowbit_attn.device.tokens import ACCESS_HALVES, swizzled
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.formats.codebook import ENTRIES, LARGEST, SAFE
@@ -264,8 +264,8 @@ def store_codes(m, codes, pool, unit, run):
 
 
 @T.macro
-def dequantize_codebook(m, pool, pool_meta, unit, out, page, head, part, tx, entries):
-    """The record at ``unit`` -> out [page, head]: entries, with the mean added or times the norm."""
+def dequantize_codebook(m, pool, pool_meta, unit, put, part, tx, entries, head):
+    """The record at ``unit`` -> put, a group at a time: entries, with the mean added or times the norm."""
     for i in T.serial(PAGE * m.groups // m.threads):
         at = T.alloc_var("int32")
         at = i * m.threads + tx
@@ -274,15 +274,14 @@ def dequantize_codebook(m, pool, pool_meta, unit, out, page, head, part, tx, ent
         code = T.alloc_var("int32")
         code = T.cast((pool[unit + offset // 128, offset % 128 // 4] >> T.cast(offset % 4 * 8, "uint32"))
                       & T.uint32(0xFF), "int32")
-        for e in static(m.channels):
-            value = T.cast(entries[head, group, m.channels * code + e], "float32")
-            channel = m.channels * group + e
-            place = m.meta_at + layout.META_BYTES * (order.norm_index(token) if m.transposed else channel)
-            if m.shift == "mean":
-                out[page, head, token, channel] = value + T.cast(pool_meta[unit + place // 128, place % 128 // 2],
-                                                                "float32")
-            elif m.shift == "norm":
-                out[page, head, token, channel] = value * T.cast(pool_meta[unit + place // 128, place % 128 // 2],
-                                                                "float32")
-            else:
-                out[page, head, token, channel] = value
+        put(token, m.channels * group,
+            [unshifted(m, T.cast(entries[head, group, m.channels * code + e], "float32"), pool_meta, unit, token,
+                       m.channels * group + e) for e in range(m.channels)])
+
+
+def unshifted(m, value, pool_meta, unit, token, channel):
+    """A value of an entry with the mean added or times the norm."""
+    place = m.meta_at + layout.META_BYTES * (order.norm_index(token) if m.transposed else channel)
+    if m.shift == "mean":
+        return value + load_meta(pool_meta, unit, place)
+    return value * load_meta(pool_meta, unit, place) if m.shift == "norm" else value

@@ -157,28 +157,37 @@ def pack_two_means(m, pairs, rows, lane, low, high, words, scale, zero):
 
 
 @T.macro
-def dequantize_rows(m, pool, pool_meta, unit, out, page, head, part, tx):
-    """The record at ``unit`` -> out [page, head]."""
+def dequantize_rows(m, pool, pool_meta, unit, put, part, tx):
+    """The record at ``unit`` -> put, as ``quantize.put_floats`` has it."""
     column_tile, lane = tx // layout.LANES, tx % layout.LANES
     words = T.alloc_local((m.words,), "uint32")
     load_words(m, pool, unit, column_tile, lane, words)
-    dequantize_column(m, words, pool_meta, unit, out, page, head, column_tile, lane)
+    dequantize_column(m, words, pool_meta, unit, put, column_tile, lane)
 
 
 @T.macro
-def dequantize_column(m, words, pool_meta, unit, out, page, head, column_tile, lane):
-    """A lane's words of a column tile -> out [page, head]."""
+def dequantize_column(m, words, pool_meta, unit, put, column_tile, lane):
+    """A lane's words of a column tile -> put, two neighbouring columns at a time."""
     g, t = lane // 4, lane % 4
     for group in T.unroll(m.groups):
-        for c in T.unroll(COLUMNS):
-            col = m.column_of(column_tile, t, c)
-            scale, zero = T.alloc_var("float32"), T.alloc_var("float32")
-            scale = load_meta(pool_meta, unit, m.meta_offset(group, 0, col))
-            zero = load_meta(pool_meta, unit, m.meta_offset(group, 1, col))
+        for col8 in T.unroll(COLUMNS // 2):
+            scale, zero = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+            for e in static(2):
+                col = m.column_of(column_tile, t, 2 * col8 + e)
+                scale[e] = load_meta(pool_meta, unit, m.meta_offset(group, 0, col))
+                zero[e] = load_meta(pool_meta, unit, m.meta_offset(group, 1, col))
+            first = m.column_of(column_tile, t, 2 * col8)
             for i in T.unroll(m.held_per_group):
                 held = group * m.held_per_group + i
-                word, shift = m.word_and_shift(held, c)
-                code = (words[word] >> T.cast(shift, "uint32")) & T.uint32(m.steps)
-                row = 8 * held + g
-                value = T.cast(code, "float32") * scale + zero
-                out[page, head, col if m.transposed else row, row if m.transposed else col] = value
+                values = [code_at(m, words, held, 2 * col8 + e) * scale[e] + zero[e] for e in range(2)]
+                if m.transposed:
+                    put(first, 8 * held + g, values[:1])
+                    put(first + 1, 8 * held + g, values[1:])
+                else:
+                    put(8 * held + g, first, values)
+
+
+def code_at(m, words, held, column):
+    """The code of a lane's element, as fp32."""
+    word, shift = m.word_and_shift(held, column)
+    return T.cast((words[word] >> T.cast(shift, "uint32")) & T.uint32(m.steps), "float32")

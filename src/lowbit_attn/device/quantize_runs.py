@@ -59,20 +59,19 @@ def quantize_runs(m, range_search, tile, part, pool, pool_meta, unit, tx):
 
 
 @T.macro
-def dequantize_run(m, pool, pool_meta, unit, codes_unit, out, page, head, column_tile, own_tile, lane):
-    """The inverse of ``quantize_run``, to out [page, head]."""
+def dequantize_run(m, pool, pool_meta, unit, codes_unit, put, column_tile, own_tile, lane):
+    """The inverse of ``quantize_run``."""
     words = T.alloc_local((m.words,), "uint32")
     load_words(m, pool, codes_unit, own_tile, lane, words)
-    dequantize_column(m, words, pool_meta, unit, out, page, head, column_tile, lane)
+    dequantize_column(m, words, pool_meta, unit, put, column_tile, lane)
 
 
 @T.macro
-def dequantize_runs(m, pool, pool_meta, unit, out, page, head, part, tx):
-    """The record at ``unit`` -> out [page, head], tokens as stored."""
+def dequantize_runs(m, pool, pool_meta, unit, put, part, tx):
+    """The record at ``unit`` -> put, tokens as stored."""
     column_tile, lane = tx // layout.LANES, tx % layout.LANES
     if column_tile < m.wide_tiles:
-        dequantize_run(m.wide, pool, pool_meta, unit, unit + m.wide_unit, out, page, head, column_tile, column_tile,
-                       lane)
+        dequantize_run(m.wide, pool, pool_meta, unit, unit + m.wide_unit, put, column_tile, column_tile, lane)
     else:
-        dequantize_run(m.narrow, pool, pool_meta, unit, unit + m.narrow_unit, out, page, head, column_tile,
+        dequantize_run(m.narrow, pool, pool_meta, unit, unit + m.narrow_unit, put, column_tile,
                        column_tile - m.wide_tiles, lane)

@@ -133,8 +133,8 @@ def quantize_group(m, range_search, pairs, slot, group, words, pool_meta, unit, 
 
 
 @T.macro
-def dequantize_tokens(m, pool, pool_meta, unit, out, page, head, part, tx):
-    """One part of the record at ``unit`` -> its rows of out [page, head]."""
+def dequantize_tokens(m, pool, pool_meta, unit, put, part, tx):
+    """One part of the record at ``unit`` -> put; threads beyond those of a part take the next one."""
     lane = tx % layout.LANES
     span = part * m.warps + tx // layout.LANES
     g, t = lane // 4, lane % 4
@@ -149,8 +149,12 @@ def dequantize_tokens(m, pool, pool_meta, unit, out, page, head, part, tx):
             scale = load_meta(pool_meta, unit, m.meta_offset(group, 0, row))
             zero = load_meta(pool_meta, unit, m.meta_offset(group, 1, row))
             for i in T.unroll(m.atoms_per_group):
-                for e in T.unroll(STRANDS):
-                    atom = group * m.atoms_per_group + i
-                    shift = T.cast(m.code_shift(slot, atom, e), "uint32")
-                    code = (words[atom // 2] >> shift) & T.uint32(m.steps)
-                    out[page, head, row, m.column_of(atom, t, e)] = T.cast(code, "float32") * scale + zero
+                atom = group * m.atoms_per_group + i
+                put(row, m.column_of(atom, t, 0),
+                    [code_at(m, words, slot, atom, e) * scale + zero for e in range(STRANDS)])
+
+
+def code_at(m, words, slot, atom, e):
+    """The code of a lane's element, as fp32."""
+    shift = T.cast(m.code_shift(slot, atom, e), "uint32")
+    return T.cast((words[atom // 2] >> shift) & T.uint32(m.steps), "float32")

@@ -31,9 +31,12 @@ from lowbit_attn.kernels.key import (
     level_window_keys,
     manage_keys,
     merge_key,
+    merge_rows_key,
     merge_states_key,
     packing_keys,
     paged_append_key,
+    paged_copy_key,
+    paged_fill_key,
     paged_plan_key,
     pair_key,
     quantize_key,
@@ -63,6 +66,7 @@ from lowbit_attn.kernels.shipped import (
     SHIPPED_HEAD_DIMS,
     SHIPPED_TARGETS,
     baselines,
+    paged_keys,
     shipped_keys,
 )
 from lowbit_attn.kernels.support import (
@@ -80,7 +84,8 @@ __all__ = [
     "SHIPPED_TARGETS", "SMALL", "SMEM_LIMIT_BYTES", "SPLITS", "STREAM", "Scratch", "Support", "append_key",
     "arch_package", "baselines", "checks", "clusters", "ctas_per_sm", "decode_key", "dequantize_key", "device_target",
     "exchange_key", "is_even", "level_append_key", "level_window_keys", "manage_keys", "manage_missing", "merge_key",
-    "merge_states_key", "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys", "paged_append_key",
-    "paged_missing", "paged_plan_key", "pair_key", "path_name", "path_of", "pick", "quantize_key", "quantize_missing",
-    "rank_keys", "same_text", "shipped_keys", "step_keys", "trace",
+    "merge_rows_key", "merge_states_key", "needs_nvcc", "no_codebooks", "no_pair", "other_ctas", "packing_keys",
+    "paged_append_key", "paged_copy_key", "paged_fill_key", "paged_keys", "paged_missing", "paged_plan_key", "pair_key",
+    "path_name", "path_of", "pick", "quantize_key", "quantize_missing", "rank_keys", "same_text", "shipped_keys",
+    "step_keys", "trace",
 ]

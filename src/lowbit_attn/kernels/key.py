@@ -25,8 +25,8 @@ class KernelKey:
 
     op: str  # "decode", "quantize", "dequantize", "append", "read"; "linear": of codebook weights; of levels "merge",
     # of both in one launch "pair", of their append "level_append", of their manage "plan", "pack", of their windows
-    # "level_places", "level_hidden"; of several ranks "merge_states", "exchange"; of any rows, "all_reduce"; of steps
-    # of a serving engine "paged_plan", "paged_append"
+    # "level_places", "level_hidden"; of several ranks "merge_states", "exchange"; of any rows, "all_reduce"; of an
+    # engine's steps "paged_plan", "paged_append", "paged_copy", "paged_fill", "merge_rows"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
@@ -184,6 +184,21 @@ def manage_keys(target: str, dtype: str, head_dim: int, levels: Levels,
     common = "device", device_target(target), dtype, head_dim
     return KernelKey("plan", *common), KernelKey("pack", *common, levels.pair,
                                                  f"search_{'_'.join(searches)}" if any(searches) else "")
+
+
+def paged_copy_key(target: str, dtype: str, head_dim: int) -> KernelKey:
+    """The kernel that copies tokens in 16 bit of an engine's step into dense rows, of any format."""
+    return KernelKey("paged_copy", "device", device_target(target), dtype, head_dim)
+
+
+def paged_fill_key(target: str, dtype: str, head_dim: int, fmt: Format) -> KernelKey:
+    """The kernel that reads both sides of an engine's pages into dense rows in 16 bit."""
+    return KernelKey("paged_fill", "device", device_target(target), dtype, head_dim, fmt.name)
+
+
+def merge_rows_key(target: str, dtype: str, head_dim: int) -> KernelKey:
+    """The kernel that merges attention of rows to other tokens into what is there."""
+    return KernelKey("merge_rows", "device", device_target(target), dtype, head_dim)
 
 
 def packing_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:

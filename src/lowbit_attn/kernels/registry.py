@@ -34,6 +34,8 @@ MODULES = {
     "linear": "lowbit_attn.device.linear.kernels", "linear.config": "lowbit_attn.device.linear.config",
     "level_places": "lowbit_attn.device.level_windows", "level_hidden": "lowbit_attn.device.level_windows",
     "paged_plan": "lowbit_attn.device.paged_plan", "paged_append": "lowbit_attn.device.paged_append",
+    "paged_copy": "lowbit_attn.device.paged_copy", "paged_fill": "lowbit_attn.device.paged_fill",
+    "merge_rows": "lowbit_attn.device.merge_rows",
 }
 
 CUTE = ("read", "linear")  # ops whose programs are CuTe-DSL's on any architecture
@@ -65,7 +67,7 @@ def trace(key: KernelKey):
         return module("read").read_kernel(threads, unroll)
     if key.op in ("linear", "pair", "exchange", "all_reduce"):
         return getattr(module(program(key.arch, key.op)), f"{key.op}_kernel")(key)
-    if key.op in ("merge", "merge_states", "level_append", "plan"):  # of any format
+    if key.op in ("merge", "merge_states", "level_append", "plan", "paged_copy", "merge_rows"):  # of any format
         return getattr(module(key.op), f"{key.op}_kernel")(key.head_dim, key.dtype)
     if key.op in ("level_places", "level_hidden", "paged_plan"):  # of any head_dim too
         return getattr(module(key.op), f"{key.op}_kernel")()
@@ -75,6 +77,8 @@ def trace(key: KernelKey):
     if key.op == "decode":
         return module(f"{key.arch}.decode").decode_kernel(fmt, key.head_dim, key.dtype, key.sizes or key.target,
                                                           path_name(key), key.rows, key.features)
+    if key.op == "paged_fill":
+        return module("paged_fill").paged_fill_kernel(fmt, key.head_dim, key.dtype)
     if key.op in APPENDING:
         return getattr(module(key.op), f"{key.op}_kernel")(fmt, key.head_dim, key.dtype,
                                                            key.variant.removeprefix("search_"))

@@ -13,7 +13,10 @@ from lowbit_attn.kernels.key import (
     level_append_key,
     manage_keys,
     merge_key,
+    merge_rows_key,
     paged_append_key,
+    paged_copy_key,
+    paged_fill_key,
     paged_plan_key,
     pair_key,
     rank_keys,
@@ -57,7 +60,9 @@ def paged_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[Kern
     """What serves the steps of an engine, beside decode."""
     if quantize_missing(fmt, head_dim, getattr(torch, dtype)) or paged_missing(fmt, head_dim):
         return []
-    return [paged_plan_key(target), paged_append_key(target, dtype, head_dim, fmt)]
+    common = target, dtype, head_dim
+    return [paged_plan_key(target), paged_copy_key(*common), merge_rows_key(*common), paged_append_key(*common, fmt),
+            paged_fill_key(*common, fmt)]
 
 
 def pair_keys(arch: str, target: str, dtype: str, head_dim: int) -> list[KernelKey]:
