@@ -1,13 +1,17 @@
 """Steps over an engine's pages on a CUDA device: the bytes and the attention of the CPU, captured steps, chunks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from unit.mixed import buffers_of, varlen
 
-from lowbit_attn import FORMATS, reference
+from lowbit_attn import FORMATS
 from lowbit_attn.cache.attached import Attached
 from lowbit_attn.paged import PAGE, PagedStore, Step, append, ring_slots
 from lowbit_attn.paged_attention import attention
-from lowbit_attn.paged_steps import LayerSteps, StepBuffers
+from lowbit_attn.paged_plan import BatchPlan, make_plan
+from lowbit_attn.paged_steps import LayerSteps, launch
 from lowbit_attn.reference import Attention
 from lowbit_attn.testing import assert_same_bytes, normal_codebooks
 
@@ -55,20 +59,40 @@ def on_device(step: Step) -> Step:
     return Step(*(x.to(DEVICE) for x in step))
 
 
-def dense(q, k, v, options, is_causal):
-    return reference.attention(q, k.transpose(0, 1), v.transpose(0, 1), options, causal=is_causal)
+class Layer:
+    """One layer's steps on the device, planned on the host as an engine does."""
+
+    def __init__(self, store: PagedStore, threshold: int = 4, capacity: int = 4096):
+        self.store, self.threshold, self.capacity = store, threshold, capacity
+        self.buffers = buffers_of(store, ROWS + 2, 4096)
+        self.steps = LayerSteps(store, self.buffers)
+        self.workspace = tuple(torch.full((capacity, HEADS, DIM), torch.nan, dtype=DTYPE, device=DEVICE)
+                               for _ in range(2))
+
+    def plan(self, step: Step, there: Step, tokens: int | None = None) -> BatchPlan:
+        plan = make_plan(self.buffers, step.q_lens.numpy(), step.seq_lens.numpy(), self.threshold, self.capacity,
+                         lambda array: torch.from_numpy(array).to(DEVICE), tokens=tokens)
+        launch(plan, there)
+        return plan
+
+    def run(self, plan: BatchPlan, there: Step, q, k, v, out, options=OPTIONS) -> None:
+        places = self.steps.append(plan, there, k, v, self.workspace)
+        self.steps.attention(plan, there, q, out, options, places, varlen)
 
 
-def prompts(mine: PagedStore, theirs: PagedStore, sequences: Sequences, counts: list[int]) -> None:
-    """A step of chunks on both: equal bytes, and attention by way of dequantized pages."""
+def compared(layer: Layer, theirs: PagedStore, sequences: "Sequences", counts: list[int], options=OPTIONS) -> BatchPlan:
+    """A step on both: equal bytes, and the attention of the CPU."""
     step, (q, k, v) = sequences.step(counts)
-    before = append(mine, on_device(step), k.to(DEVICE), v.to(DEVICE))
-    expected_before = append(theirs, step, k, v)
-    same_bytes(mine, theirs)
-    out, expected = torch.zeros_like(q, device=DEVICE), torch.zeros_like(q, dtype=torch.float32)
-    attention(mine, on_device(step), *(x.to(DEVICE) for x in (q, k, v)), before, out, OPTIONS, dense)
-    attention(theirs, step, q.float(), k.float(), v.float(), expected_before, expected, OPTIONS)
-    close(out, expected)
+    there, out = on_device(step), torch.full_like(q, torch.nan, device=DEVICE)
+    plan = layer.plan(step, there)
+    layer.run(plan, there, *(x.to(DEVICE) for x in (q, k, v)), out,
+              replace(options, sink_logits=options.sink_logits and options.sink_logits.to(DEVICE)))
+    before, expected = append(theirs, step, k, v), torch.zeros_like(q, dtype=torch.float32)
+    same_bytes(layer.store, theirs)
+    attention(theirs, step, q.float(), k.float(), v.float(), before, expected, options)
+    live = slice(int(step.query_start_loc[-1]))
+    close(out[live], expected[live])
+    return plan
 
 
 def same_bytes(mine: PagedStore, theirs: PagedStore) -> None:
@@ -82,32 +106,26 @@ def close(out: torch.Tensor, expected: torch.Tensor) -> None:
     assert apart < 0.02, float(apart)
 
 
+@pytest.mark.parametrize("capacity", [4096, 512])
 @pytest.mark.parametrize("name,sinks", NAMES)
-def test_chunks_then_steps(arch, name, sinks):
-    """Prompts in two chunks, then steps of one and of three tokens over the ends of blocks."""
+def test_mixed_steps(arch, name, sinks, capacity):
+    """Prompts in chunks, then steps in which some rows decode one token, drafts of unlike number, or read a chunk."""
     theirs, mine = stores(name, sinks)
-    sequences = Sequences()
-    prompts(mine, theirs, sequences, [300, 130, 254 + sinks, 127 + sinks])
-    prompts(mine, theirs, sequences, [130, 140, 250, 128])
-    buffers = StepBuffers(mine.format, sinks, 3, ROWS + 2, mine.pool.device)
-    layer = LayerSteps(mine, buffers, 2)
-    for number in range(24):
-        q_len = 3 if number % 4 == 3 else 1
-        step, (q, k, v) = sequences.step([q_len] * (ROWS - 1))
-        there, out = on_device(step), torch.zeros_like(q, device=DEVICE)
-        buffers.fill(there)
-        layer.append(there, k.to(DEVICE), v.to(DEVICE), q_len)
-        append(theirs, step, k, v)
-        same_bytes(mine, theirs)
-        layer.attention(there, q.to(DEVICE), out, OPTIONS, q_len)
-        expected = torch.zeros_like(q, dtype=torch.float32)
-        attention(theirs, step, q.float(), k.float(), v.float(), None, expected, OPTIONS)
-        close(out, expected)
+    sequences, layer, seen = Sequences(), Layer(mine, capacity=capacity), set()
+    for counts in ([127 + sinks, 130, 254 + sinks, 300], [128, 130, 140, 250], [1, 1, 1, 1], [1, 1, 1, 129],
+                   [1, 2, 4, 3], [4, 4, 4, 4], [1, 3, 60, 130], [2, 1, 1, 5], *[[1] * 4] * 6, [1, 1, 200, 131]):
+        plan = compared(layer, theirs, sequences, counts)
+        seen |= {(part.is_causal, part.is_direct) for part in plan.passes}
+    assert (True, False) in seen and ((False, False) in seen) == (capacity == 512)
 
 
-def whole(layer: LayerSteps, step: Step, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
-    layer.append(step, *inputs[1:], 1)
-    layer.attention(step, inputs[0], out, OPTIONS, 1)
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_padded_queries_that_see_no_token(arch, rows):
+    """Rows of one token beside rows of four: padded queries of new sequences see nothing, and are dropped."""
+    theirs, mine = stores("k4v4", 0)
+    sequences, layer = Sequences(), Layer(mine)
+    compared(layer, theirs, sequences, [1] * rows + [4] * (ROWS - 1 - rows))
+    compared(layer, theirs, sequences, [2] * (ROWS - 1))
 
 
 @pytest.mark.parametrize("name,sinks", [("k4v4", 0), ("kitty-pro", 32)])
@@ -115,9 +133,8 @@ def test_a_captured_step_serves_those_that_follow(arch, name, sinks):
     """One graph of append and attention over 140 steps: blocks end, rings go round, nothing is captured again."""
     theirs, mine = stores(name, sinks)
     sequences = Sequences()
-    prompts(mine, theirs, sequences, [200, 130, 254 + sinks, 127 + sinks])
-    buffers = StepBuffers(mine.format, sinks, 1, ROWS, mine.pool.device)
-    layer = LayerSteps(mine, buffers, 0)
+    layer = Layer(mine)
+    compared(layer, theirs, sequences, [127 + sinks, 130, 200, 254 + sinks])
     for number in range(140):
         step, values = sequences.step([1] * (ROWS - 1))
         if not number:
@@ -125,13 +142,13 @@ def test_a_captured_step_serves_those_that_follow(arch, name, sinks):
             out = torch.zeros_like(inputs[0])
         for kept, new in zip((*there, *inputs), (*step, *values)):
             kept.copy_(new)
-        buffers.fill(there)
+        plan = layer.plan(step, there, tokens=ROWS)
         if number == 1:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                whole(layer, there, inputs, out)
-        graph.replay() if number else whole(layer, there, inputs, out)  # a first step loads the kernels
+                layer.run(plan, there, *inputs, out)
+        graph.replay() if number else layer.run(plan, there, *inputs, out)  # a first step loads the kernels
         append(theirs, step, *values[1:])
         if number % 7 == 0 or PAGE - 3 < number < PAGE + 3:
             same_bytes(mine, theirs)
