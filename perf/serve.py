@@ -253,7 +253,10 @@ def measured(llm, watch: Watch, name: str, asked: dict) -> dict:
                  out_tok_s_of_each=[one["out_tok_s"] for one in runs])
     if len(runs) > 1:
         line["out_tok_s_error"] = round(stdev(line["out_tok_s_of_each"]) / len(runs) ** 0.5, 2)
-    return line | profiled(llm, watch, drawn(load, vocabulary, 16, 3))
+    try:
+        return line | profiled(llm, watch, drawn(load, vocabulary, 16, 3))
+    except Exception as error:  # the timed part stands
+        return line | dict(profile_error=f"{type(error).__name__}: {error}"[:300])
 
 
 def _arrivals(draw: random.Random, requests: int, rate: float) -> list[float]:
