@@ -1,6 +1,6 @@
 """Whether requests that share steps with others get the tokens that each gets alone, in vLLM's engine on one GPU.
 
-    python3 perf/engine_mixed.py check --model FOLDER --dtype lowbit_k4v4 --output engine.jsonl
+    python3 perf/engine_mixed.py --model FOLDER --dtype lowbit_k4v4 --output engine.jsonl
 
 Prompts of 60 to 1,500 tokens of a text arrive while others decode, so that nearly every step has decode rows beside
 chunks of prompts (--long-prefill-token-threshold), and with --drafts N n-gram drafts of unlike number. Alone, each
@@ -17,7 +17,7 @@ import typer
 from engine_ranks import NEAR_TIE, ahead_of_second, compared
 
 NEW, REQUESTS, CHUNK = 48, 24, 256
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+COUNTED = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 
 
 def prompts_of(model: Path, count: int) -> list[list[int]]:
@@ -54,8 +54,7 @@ def answers(llm, prompts: list[list[int]], at_once: bool) -> dict:
                 ahead=[[ahead_of_second(step) for step in one.logprobs] for one in ordered])
 
 
-@app.command()
-def check(
+def main(
     model: Annotated[Path, typer.Option(exists=True, help="Folder of a model with its tokenizer.")],
     dtype: engine.Dtype = "lowbit_k4v4",
     output: engine.Output = Path("engine.jsonl"),
@@ -78,11 +77,11 @@ def check(
     llm = engine.engine(model, dtype, 2048, REQUESTS, eager=eager, **options)
     prompts = prompts_of(model, REQUESTS)
     found = compared(answers(llm, prompts, False), answers(llm, prompts, True))
-    drafted = {metric.name: metric.value for metric in llm.get_metrics() if "spec_decode_num" in metric.name}
+    drafted = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in COUNTED}
     about = dict(part="mixed", dtype=dtype, model=model.name, drafts=drafts, is_eager=eager, metrics=drafted)
     engine.write(output, about | provenance() | found)
     raise typer.Exit(int(any(gap > NEAR_TIE for gap in found["gaps"])))
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)
