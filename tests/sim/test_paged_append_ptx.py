@@ -53,7 +53,8 @@ def check(store: PagedStore, step: Step, num_decode: int, padding: int = 0, **op
     tokens = int(step.query_start_loc[-1]) + padding
     draw = torch.Generator().manual_seed(tokens)
     qkv = torch.randn(tokens, 4 * HEADS * head_dim, generator=draw).to(dtype)
-    k, v = (x.unflatten(1, (HEADS, head_dim)) for x in qkv.split([2 * HEADS * head_dim, *2 * [HEADS * head_dim]], 1)[1:])
+    sizes = [2 * HEADS * head_dim, HEADS * head_dim, HEADS * head_dim]
+    k, v = (x.unflatten(1, (HEADS, head_dim)) for x in qkv.split(sizes, 1)[1:])
     want, found = store, copy_of(store)
     planned = paged.plan(step, store, num_decode, tokens)
     entered = k if store.attached is None else store.attached.keys(k, dtype).to(dtype)
