@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lowbit_attn import compile, emit, kernels, promised, toolchain
 from lowbit_attn.kernels import KernelKey
+from lowbit_attn.kernels.registry import APPENDING
 from lowbit_attn.progress import bar
 
 _RECORDED = re.compile(r"(\S+) (\S+) (\S+) ([0-9a-f]{16})")  # kernel, architecture, operation, fingerprint
@@ -67,7 +68,7 @@ def _build(key: KernelKey, force: bool) -> str:
 def _quickness(group: list[KernelKey]) -> tuple:
     """Steps of a cache take longest, and among them those of boosted channels and of wide heads."""
     key = group[0]
-    return key.op != "append", not key.format.startswith("kitty"), -key.head_dim
+    return key.op not in APPENDING, not key.format.startswith("kitty"), -key.head_dim
 
 
 def main(

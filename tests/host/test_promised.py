@@ -36,8 +36,8 @@ def test_promises_name_every_operation_head_dim_dtype_and_path(arch):
     found = {name: {getattr(key, name) for key in of_caches} for name in ("op", "head_dim", "dtype")}
     one_launch = {"pair", "exchange"} if arch == "hopper" else set()
     assert found == {"op": {"decode", "quantize", "dequantize", "append", "merge", "merge_states", "level_append",
-                            "plan", "pack", "level_places", "level_hidden", "paged_copy", "paged_fill",
-                            "merge_rows"} | one_launch,
+                            "plan", "pack", "level_places", "level_hidden", "paged_plan", "paged_append", "paged_copy",
+                            "paged_fill", "merge_rows"} | one_launch,
                      "head_dim": {0, 64, 96, 128, 256},  # positions have none
                      "dtype": {"float16", "bfloat16", "float32", "int32"}}  # dequantize writes fp32
     decode = [key for key in all_promised(arch) if key.op == "decode"]
@@ -63,10 +63,11 @@ def test_a_cache_of_a_preset_needs_shipped_kernels_only(arch, name):
     shipped, fmt = set(kernels.shipped_keys(arch)), FORMATS[name]
     for target, dtype, head_dim in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES,
                                            kernels.SHIPPED_HEAD_DIMS):
-        needed = {kernels.append_key(target, dtype, head_dim, fmt), kernels.paged_copy_key(target, dtype, head_dim),
-                  kernels.merge_rows_key(target, dtype, head_dim)}
+        needed = {kernels.append_key(target, dtype, head_dim, fmt)}
         if not kernels.paged_missing(fmt, head_dim):
-            needed.add(kernels.paged_fill_key(target, dtype, head_dim, fmt))
+            needed |= {kernels.paged_plan_key(target), kernels.paged_append_key(target, dtype, head_dim, fmt),
+                       kernels.paged_copy_key(target, dtype, head_dim), kernels.merge_rows_key(target, dtype, head_dim),
+                       kernels.paged_fill_key(target, dtype, head_dim, fmt)}
         for side in "kv":
             needed |= {kernels.quantize_key(target, dtype, head_dim, fmt, side),
                        kernels.dequantize_key(target, head_dim, fmt, side)}

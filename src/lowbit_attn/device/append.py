@@ -15,13 +15,24 @@ sequence that has no room (its tokens would pass ``limit``, 0 for a freed one) a
 and marked in ``faults``.
 """
 
+from functools import partial
+
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.device.groups import EXACT, UNIT_WORDS, static, sync_packers
-from lowbit_attn.device.quantize import BODIES, of_head, weights_argument
+from lowbit_attn.device.groups import EXACT, UNIT_WORDS, static
+from lowbit_attn.device.quantize import weights_argument
 from lowbit_attn.device.quantize_codebook import entries_argument
-from lowbit_attn.device.step import BatchRows, Counters, Pool, Ranks, Side, StepGeometry, rows_in_shared_memory
+from lowbit_attn.device.step import (
+    BatchRows,
+    Counters,
+    Pool,
+    Ranks,
+    Side,
+    StepGeometry,
+    pack_block,
+    rows_in_shared_memory,
+)
 from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES as ACCESS
 from lowbit_attn.device.tokens import in_whole_accesses, load_tokens, token_strides
@@ -166,20 +177,11 @@ def store_fetched(at, accesses, k, v, here, place, held, num_sinks):
 
 
 @T.macro
-def pack_block(side, row, head, first, pool, unit, tile, threads, tx, order):
-    """The 128 tokens of a ring from slot ``first`` on -> the record at ``unit``, by the first ``threads`` threads.
-
-    They stand for m.threads threads, in turns if those are more.
-    """
+def load_ring(side, row, head, first, order, part, tile, tx, threads):
+    """Part ``part`` of the 128 tokens of a ring from slot ``first`` on -> the tile."""
     m = side.m
-    for part in T.serial(m.parts):
-        load_tokens(side.ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, threads,
-                    True, order)
-        sync_packers(threads)
-        for group in T.serial(m.threads // threads):
-            BODIES[type(m)][0](m, side.range_search, tile, part, pool.words, pool.halves, unit, group * threads + tx,
-                               *of_head(m, side.query_weights, side.entries, head))
-        sync_packers(threads)
+    load_tokens(side.ring, row, head, first + part * m.part_rows, m.part_rows, m.row_accesses, tile, tx, threads,
+                True, order)
 
 
 @T.macro
@@ -192,7 +194,7 @@ def pack_full(side, packed, first, t, head, pool, here, tile, held, num_sinks, t
     if tx < packers:
         unit = pool.table[row, T.truncdiv(packed, PAGE)] * pool.page_stride + head * pool.head_stride + side.first_unit
         slot = T.truncmod(packed + here.elsewhere[t], side.ring.shape[2])
-        pack_block(side, ring_row, head, slot, pool, unit, tile, packers, tx, order)
+        pack_block(side, head, partial(load_ring, side, ring_row, head, slot, order), pool, unit, tile, packers, tx)
     T.sync_threads()  # the block may lie where new tokens go
     for r in T.serial(T.truncdiv(side.x.shape[1] * m.row_accesses + threads - 1, threads)):
         token, access = T.alloc_var("int32"), T.alloc_var("int32")

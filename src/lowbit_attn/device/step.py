@@ -1,4 +1,5 @@
-"""What a step of a cache on the device is made of (``append.py``): its geometry and the buffers its macros share."""
+"""What a step on the device is made of (``append.py``, ``paged_append.py``): its geometry, the buffers that its macros
+share, and how a block is packed."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,7 +8,8 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from lowbit_attn import layout
-from lowbit_attn.device.quantize import matrix_of
+from lowbit_attn.device.groups import sync_packers
+from lowbit_attn.device.quantize import BODIES, matrix_of, of_head
 from lowbit_attn.device.quantize_boost import BoostMatrix
 from lowbit_attn.formats import Format
 
@@ -64,7 +66,7 @@ class StepGeometry:
 
 
 class Side(NamedTuple):
-    """K or V: how it is packed, new tokens x [batch, tokens, heads, head_dim], and where they go."""
+    """K or V: how it is packed, new tokens x, one after the other [heads, head_dim], and where they go."""
 
     m: Any
     range_search: bool
@@ -133,3 +135,20 @@ def rows_in_shared_memory(threads: int) -> Rows:
         T.alloc_shared((threads,), "int32") for _ in range(7))
     votes = T.alloc_shared((threads // layout.LANES,), "uint32")
     return Rows(row, ring_row, elsewhere, length, packed_k, packed_v, votes, full)
+
+
+@T.macro
+def pack_block(side, head, load, pool, unit, tile, threads, tx):
+    """128 tokens of one side and head -> the record at ``unit``, by the first ``threads`` threads.
+
+    They stand for m.threads threads, in turns if those are more. load: a macro of (part, tile, tx, threads) that copies
+    a part of the tokens into the tile and waits for its own copies.
+    """
+    m = side.m
+    for part in T.serial(m.parts):
+        load(part, tile, tx, threads)
+        sync_packers(threads)
+        for group in T.serial(m.threads // threads):
+            BODIES[type(m)][0](m, side.range_search, tile, part, pool.words, pool.halves, unit, group * threads + tx,
+                               *of_head(m, side.query_weights, side.entries, head))
+        sync_packers(threads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,14 +25,15 @@ class KernelKey:
 
     op: str  # "decode", "quantize", "dequantize", "append", "read"; "linear": of codebook weights; of levels "merge",
     # of both in one launch "pair", of their append "level_append", of their manage "plan", "pack", of their windows
-    # "level_places", "level_hidden"; of several ranks "merge_states", "exchange"; of any rows, "all_reduce"; of an
-    # engine's steps "paged_copy", "paged_fill", "merge_rows"
+    # "level_places", "level_hidden"; of several ranks "merge_states", "exchange"; of any rows, "all_reduce"; of steps
+    # of a serving engine "paged_plan", "paged_append", "paged_copy", "paged_fill", "merge_rows"
     arch: str  # "hopper" | "ampere"; "device": any architecture's, for all but decode
     target: str
     dtype: str
     head_dim: int  # 0: of no head
     format: str = ""  # "" where no packed data is touched (read)
-    # quantize: side, or side-search; append: search_<sides>, pack: search_<sides>_<sides>; dequantize: side; read:
+    # quantize: side, or side-search; append, paged_append: search_<sides>, pack: search_<sides>_<sides>; dequantize:
+    # side; read:
     # threads x unroll; linear: what of the product (device/linear/config.py); all_reduce: kernels/all_reduce.py
     variant: str = ""
     arithmetic: str = ""  # decode: see Support, as for the schedule
@@ -120,6 +121,17 @@ def append_key(target: str, dtype: str, head_dim: int, fmt: Format, range_search
     searches = _searched(fmt, range_search)
     return KernelKey("append", "device", device_target(target), dtype, head_dim, fmt.name,
                      f"search_{searches}" if searches else "")
+
+
+def paged_plan_key(target: str) -> KernelKey:
+    """The kernel that plans a step of a serving engine, whatever its format."""
+    return KernelKey("paged_plan", "device", device_target(target), "int32", 0)
+
+
+def paged_append_key(target: str, dtype: str, head_dim: int, fmt: Format,
+                     range_search: bool | None = None) -> KernelKey:
+    """The kernel that stores and packs a step of a serving engine; its variant names the sides with range search."""
+    return replace(append_key(target, dtype, head_dim, fmt, range_search), op="paged_append")
 
 
 def dequantize_key(target: str, head_dim: int, fmt: Format, side_name: str) -> KernelKey:

@@ -33,11 +33,13 @@ MODULES = {
     "plan": "lowbit_attn.device.level_plan", "pack": "lowbit_attn.device.level_pack",
     "linear": "lowbit_attn.device.linear.kernels", "linear.config": "lowbit_attn.device.linear.config",
     "level_places": "lowbit_attn.device.level_windows", "level_hidden": "lowbit_attn.device.level_windows",
+    "paged_plan": "lowbit_attn.device.paged_plan", "paged_append": "lowbit_attn.device.paged_append",
     "paged_copy": "lowbit_attn.device.paged_copy", "paged_fill": "lowbit_attn.device.paged_fill",
     "merge_rows": "lowbit_attn.device.merge_rows",
 }
 
 CUTE = ("read", "linear")  # ops whose programs are CuTe-DSL's on any architecture
+APPENDING = ("append", "paged_append")  # ops that pack both sides of a format's blocks beside storing new tokens
 OVERLAPPING = ("level_append", "plan", "pack")  # ops that start while the kernel before ends, and wait for that
 OF_ARCHITECTURES = ("decode", "pair", "exchange", "all_reduce")  # their programs are an architecture's own
 
@@ -67,7 +69,7 @@ def trace(key: KernelKey):
         return getattr(module(program(key.arch, key.op)), f"{key.op}_kernel")(key)
     if key.op in ("merge", "merge_states", "level_append", "plan", "paged_copy", "merge_rows"):  # of any format
         return getattr(module(key.op), f"{key.op}_kernel")(key.head_dim, key.dtype)
-    if key.op in ("level_places", "level_hidden"):  # of any head_dim too
+    if key.op in ("level_places", "level_hidden", "paged_plan"):  # of any head_dim too
         return getattr(module(key.op), f"{key.op}_kernel")()
     if key.op == "pack":
         return module("pack").pack_kernel(parse(key.format), key.head_dim, key.dtype, searches_of(key))
@@ -77,8 +79,9 @@ def trace(key: KernelKey):
                                                           path_name(key), key.rows, key.features)
     if key.op == "paged_fill":
         return module("paged_fill").paged_fill_kernel(fmt, key.head_dim, key.dtype)
-    if key.op == "append":
-        return module("append").append_kernel(fmt, key.head_dim, key.dtype, key.variant.removeprefix("search_"))
+    if key.op in APPENDING:
+        return getattr(module(key.op), f"{key.op}_kernel")(fmt, key.head_dim, key.dtype,
+                                                           key.variant.removeprefix("search_"))
     if key.op == "quantize":
         return module("quantize").quantize_kernel(side_of(key), key.dtype, key.variant.endswith("-search"))
     return module("dequantize").dequantize_kernel(side_of(key))
@@ -116,11 +119,11 @@ def checks(key: KernelKey) -> Checks:
         return module(f"{program(key.arch, key.op)}.config").checks(key)
     if key.op in OVERLAPPING and key.target == "sm_90":
         return Checks(need=("ACQBULK",))
-    if key.op == "append" and key.head_dim > WIDE_HEAD_DIM:
+    if key.op in APPENDING and key.head_dim > WIDE_HEAD_DIM:
         k, v = FORMATS[key.format].specs(key.head_dim)
         if k.high or v.wide:
             return Checks(forbid=())  # beside K's 512 threads V's search, weights or two widths spill a few registers
-    if (key.op == "append" or (key.op, key.target) == ("quantize", "sm_80")) and FORMATS[key.format].needs_codebooks:
+    if (key.op in APPENDING or (key.op, key.target) == ("quantize", "sm_80")) and FORMATS[key.format].needs_codebooks:
         return Checks(forbid=())  # a search takes all registers: up to 14 spilled words on sm_90, 228 on sm_80
     return Checks()
 

@@ -4,7 +4,7 @@ from itertools import chain, product
 
 import torch
 
-from lowbit_attn.formats import FORMATS
+from lowbit_attn.formats import FORMATS, Format
 from lowbit_attn.formats.levels import PRESETS, parse
 from lowbit_attn.kernels.key import (
     ROWS,
@@ -14,8 +14,10 @@ from lowbit_attn.kernels.key import (
     manage_keys,
     merge_key,
     merge_rows_key,
+    paged_append_key,
     paged_copy_key,
     paged_fill_key,
+    paged_plan_key,
     pair_key,
     rank_keys,
     step_keys,
@@ -54,6 +56,15 @@ def levels_keys(target: str, dtype: str, head_dim: int) -> list[KernelKey]:
     return [level_append_key(target, dtype, head_dim), *keys] if served else []
 
 
+def paged_keys(target: str, dtype: str, head_dim: int, fmt: Format) -> list[KernelKey]:
+    """What serves the steps of an engine, beside decode."""
+    if quantize_missing(fmt, head_dim, getattr(torch, dtype)) or paged_missing(fmt, head_dim):
+        return []
+    return [paged_plan_key(target), paged_append_key(target, dtype, head_dim, fmt),
+            paged_copy_key(target, dtype, head_dim), paged_fill_key(target, dtype, head_dim, fmt),
+            merge_rows_key(target, dtype, head_dim)]
+
+
 def pair_keys(arch: str, target: str, dtype: str, head_dim: int) -> list[KernelKey]:
     """What decodes over both levels of the presets in one launch."""
     return [pair_key(target, dtype, head_dim, levels) for levels in map(parse, PRESETS)
@@ -66,13 +77,12 @@ def shipped_keys(arch: str) -> list[KernelKey]:
     for target, dtype, head_dim in product(SHIPPED_TARGETS[arch], SHIPPED_DTYPES, SHIPPED_HEAD_DIMS):
         common = (target, dtype, head_dim)
         keys |= dict.fromkeys([merge_key(*common), *rank_keys(arch, *common), *levels_keys(*common),
-                               *pair_keys(arch, *common), paged_copy_key(*common), merge_rows_key(*common)])
+                               *pair_keys(arch, *common)])
         for name in SHIPPED_FORMATS:
             shapes = shipped_shapes(arch, name, dtype, head_dim)
             has_steps = not quantize_missing(FORMATS[name], head_dim, getattr(torch, dtype))
-            is_paged = has_steps and not paged_missing(FORMATS[name], head_dim)
             keys |= dict.fromkeys([*(step_keys(*common, FORMATS[name]) if has_steps else ()),
-                                   *([paged_fill_key(*common, FORMATS[name])] if is_paged else ()),
+                                   *paged_keys(*common, FORMATS[name]),
                                    *(decode_key(arch, *common, name, *shape) for shape in shapes)])
     return [*keys, *chain.from_iterable(map(linear_keys, SHIPPED_TARGETS[arch]))]
 
