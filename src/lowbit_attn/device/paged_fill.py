@@ -22,7 +22,8 @@ from lowbit_attn.registers import WIDE_HEAD_DIM
 
 PAGE = layout.PAGE_TOKENS
 THREADS = 256  # of a block, but for boosted channels of wide heads
-THREADS_PER_SM, WIDE_THREADS_PER_SM = 1024, 512  # of blocks that hide each other's loads; a wide head's hold more
+# threads of an SM, of blocks that hide each other's loads: codes of 8 bits take more registers, and wide heads most
+THREADS_PER_SM, BYTE_THREADS_PER_SM, WIDE_THREADS_PER_SM = 1024, 768, 512
 ROW, BLOCK, DEST, SIDE = FIELDS = range(4)  # of an item
 K, V = SIDES = 1, 2  # bits of an item's sides
 
@@ -40,9 +41,11 @@ def matrix_for(side: SideSpec, threads: int):
     return m
 
 
-def blocks_per_sm(head_dim: int, threads: int) -> int:
-    """Blocks that must fit an SM together, with the registers that a lane's values take."""
-    return (WIDE_THREADS_PER_SM if head_dim > WIDE_HEAD_DIM else THREADS_PER_SM) // threads
+def blocks_per_sm(sides: tuple[SideSpec, ...], threads: int) -> int:
+    """Blocks that must fit an SM together, with the registers that a lane's words of codes leave."""
+    if sides[0].head_dim > WIDE_HEAD_DIM:
+        return WIDE_THREADS_PER_SM // threads
+    return (BYTE_THREADS_PER_SM if max(side.bits for side in sides) == 8 else THREADS_PER_SM) // threads
 
 
 @T.macro
@@ -103,7 +106,7 @@ def paged_fill_kernel(fmt: Format, head_dim: int, dtype: str) -> TileKernel:
         head_stride: T.int32,
     ):
         with T.Kernel(len(SIDES) * heads, count, threads=threads) as (part, item):
-            T.annotate_min_blocks_per_sm(blocks_per_sm(head_dim, threads))
+            T.annotate_min_blocks_per_sm(blocks_per_sm(sides, threads))
             tx = T.get_thread_binding()
             tile = T.alloc_shared((PAGE * row_accesses, ACCESS_HALVES), dtype)
             head, side, unit = (T.alloc_var("int32") for _ in range(3))
