@@ -44,8 +44,7 @@ def promised(arch: str) -> list[KernelKey]:
     keys = [key for target, dtype, head_dim, fmt in common if _has_record(fmt, head_dim)
             for keys in (_packing, _decoding) for key in keys(arch, target, dtype, head_dim, fmt)]
     keys += [key for common in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, HEAD_DIMS)
-             for key in (kernels.merge_key(*common), *kernels.rank_keys(arch, *common),
-                         kernels.paged_copy_key(*common), kernels.merge_rows_key(*common))]
+             for key in (kernels.merge_key(*common), *kernels.rank_keys(arch, *common))]
     keys += [key for *common, name, search in product(
         kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES, kernels.PLAN_HEAD_DIMS, LEVELS, (None, True, False))
         if all(_has_record(fmt, common[-1]) for fmt in parse(name).formats)
@@ -95,9 +94,10 @@ def _packing(arch: str, target: str, dtype: str, head_dim: int, fmt: Format) -> 
     if not kernels.paged_missing(fmt, head_dim):
         yield kernels.paged_plan_key(target)
         yield kernels.paged_append_key(target, dtype, head_dim, fmt)  # a store of pages has no range search of its own
-    yield from (kernels.dequantize_key(target, head_dim, fmt, side) for side in "kv")
-    if not kernels.paged_missing(fmt, head_dim):
+        yield kernels.paged_copy_key(target, dtype, head_dim)
         yield kernels.paged_fill_key(target, dtype, head_dim, fmt)
+        yield kernels.merge_rows_key(target, dtype, head_dim)
+    yield from (kernels.dequantize_key(target, head_dim, fmt, side) for side in "kv")
 
 
 def _level_windows(arch: str) -> Iterator[KernelKey]:

@@ -63,10 +63,11 @@ def test_a_cache_of_a_preset_needs_shipped_kernels_only(arch, name):
     shipped, fmt = set(kernels.shipped_keys(arch)), FORMATS[name]
     for target, dtype, head_dim in product(kernels.SHIPPED_TARGETS[arch], kernels.SHIPPED_DTYPES,
                                            kernels.SHIPPED_HEAD_DIMS):
-        needed = {kernels.append_key(target, dtype, head_dim, fmt), kernels.paged_copy_key(target, dtype, head_dim),
-                  kernels.merge_rows_key(target, dtype, head_dim)}
+        needed = {kernels.append_key(target, dtype, head_dim, fmt)}
         if not kernels.paged_missing(fmt, head_dim):
-            needed.add(kernels.paged_fill_key(target, dtype, head_dim, fmt))
+            needed |= {kernels.paged_plan_key(target), kernels.paged_append_key(target, dtype, head_dim, fmt),
+                       kernels.paged_copy_key(target, dtype, head_dim), kernels.merge_rows_key(target, dtype, head_dim),
+                       kernels.paged_fill_key(target, dtype, head_dim, fmt)}
         for side in "kv":
             needed |= {kernels.quantize_key(target, dtype, head_dim, fmt, side),
                        kernels.dequantize_key(target, head_dim, fmt, side)}

@@ -1,79 +1,52 @@
 """Steps of an engine by the compiled plan and append on the CPU: pages and rings bit for bit those of
-``paged.append``, with decode rows, drafts, chunks, padding and null pages in one step."""
-
-import dataclasses
+``paged.append``, with decode rows, drafts, chunks, padding, null pages and null rings in one step."""
 
 import pytest
-import torch
 
-from lowbit_attn import kernels
-from lowbit_attn.cache.attached import Attached
-from lowbit_attn.formats import FORMATS
-from lowbit_attn.paged import PagedStore, Step, ring_slots
-from lowbit_attn.paged import append as append_in_torch
-from lowbit_attn.testing import assert_same_bytes, normal_codebooks
-from sim.ptx import paged
-
-HEADS, PAGES = 1, 24
+from sim.paged_steps import check, step_of, store_of
 
 
-def store_of(name: str, head_dim: int, sinks: int, q_len: int, rows: int, dtype=torch.float16, **options) -> PagedStore:
-    """Pages and rings of old bytes, each with room beside them."""
-    fmt, draw = FORMATS[name], torch.Generator().manual_seed(5)
-    record = fmt.record(head_dim).nbytes
-    pool = torch.randint(0, 256, (PAGES, 2, HEADS, record), dtype=torch.uint8, generator=draw)[:, 1]
-    rings = torch.randn(rows + 2, 2, HEADS, sinks + ring_slots(fmt, q_len), head_dim, generator=draw).to(dtype)
-    books = normal_codebooks(name, 1, HEADS, head_dim).layer(0) if fmt.needs_codebooks else None
-    return PagedStore(fmt, pool, rings, sinks, books and Attached(books, fmt, HEADS, head_dim, "cpu"), **options)
-
-
-def copy_of(store: PagedStore) -> PagedStore:
-    return dataclasses.replace(store, pool=store.pool.clone(), rings=store.rings.clone())
-
-
-def step_of(rows: list[tuple[int, int]], sinks: int, blocks: int = 8, world: int = 1) -> Step:
-    """rows: (tokens before, new tokens), (0, 0): padding; pages and rings in an order of their own."""
-    lens = torch.tensor([before + fresh for before, fresh in rows], dtype=torch.int32)
-    starts = torch.tensor([0, *(fresh for _, fresh in rows)]).cumsum(0).int()
-    table, page = torch.zeros(len(rows), blocks, dtype=torch.int32), PAGES - 1
-    for row, (before, fresh) in enumerate(rows):
-        first, last = (max(n - sinks, 0) // 128 // world for n in (before, before + fresh))
-        for block in range(first, last + (fresh > 0)):
-            table[row, block], page = page, page - 1
-        table[row, 0] = table[row, 0] or fresh > 0  # a page that the step does not touch
-    assert page > 1
-    rings = [(7 * row) % len(rows) + 1 if fresh else 0 for row, (_, fresh) in enumerate(rows)]
-    assert len({*rings} - {0}) == sum(fresh > 0 for _, fresh in rows)
-    return Step(table, lens, starts, torch.tensor(rings, dtype=torch.int32))
-
-
-def check(store: PagedStore, step: Step, num_decode: int, padding: int = 0, **options) -> torch.Tensor:
-    """A step by the kernels and by ``paged.append``; the items that were packed."""
-    head_dim, dtype = store.rings.shape[4], store.rings.dtype
-    tokens = int(step.query_start_loc[-1]) + padding
-    draw = torch.Generator().manual_seed(tokens)
-    qkv = torch.randn(tokens, 4 * HEADS * head_dim, generator=draw).to(dtype)
-    k, v = (x.unflatten(1, (HEADS, head_dim)) for x in qkv.split([2 * HEADS * head_dim, *2 * [HEADS * head_dim]], 1)[1:])
-    want, found = store, copy_of(store)
-    planned = paged.plan(step, store, num_decode, tokens)
-    entered = k if store.attached is None else store.attached.keys(k, dtype).to(dtype)
-    key = kernels.paged_append_key("sm_90", str(dtype).removeprefix("torch."), head_dim, store.format)
-    paged.append(key, found, step, planned, entered, v, **options)
-    append_in_torch(want, step, k, v)
-    for name, null in (("pool", store.null_pages), ("rings", 1)):
-        assert_same_bytes(name, getattr(found, name)[null:], getattr(want, name)[null:])
-    return planned.items[:, : planned.count]
-
-
-@pytest.mark.parametrize("name, sinks, head_dim", [
-    ("k4v4", 0, 64), ("k2v2", 32, 64), ("kitty", 32, 64), ("k4tv4", 0, 64)])
-def test_a_step_of_decode_rows_a_chunk_and_padding(name, sinks, head_dim):
-    """Rows that pack, one of which has drafts, and a chunk that overwrites what its first block reads."""
-    rows = [(sinks + 127, 1), (sinks + 40, 1), (sinks + 100, 160), (0, 0)]
-    store = store_of(name, head_dim, sinks, 4, len(rows))
-    items = check(store, step_of(rows, sinks), 3, padding=2, order=reversed_order)
-    assert items[3].tolist() == [0, 0, 1, 0, 0]
-
-
-def reversed_order(count: int):
+def last_first(count: int) -> range:
     return range(count)[::-1]
+
+
+@pytest.mark.parametrize("name, sinks", [("k4v4", 0), ("k2v2", 32), ("k4tv4", 0)])
+def test_a_step_of_decode_rows_a_chunk_and_padding(name, sinks):
+    """A row that packs, one that does not, and a chunk that overwrites what its first block reads.
+
+    K per token is packed by fewer threads than V, so that warps which wait and warps which pack must not meet at one
+    barrier: no warp races with another there.
+    """
+    rows = [(sinks + 127, 1), (sinks + 40, 1), (sinks + 100, 160), (0, 0)]
+    store = store_of(name, 64, sinks, 1, len(rows))
+    items = check(store, step_of(rows, sinks), 2, padding=2, order=last_first, sees_races=name == "k4tv4")
+    assert items[3].tolist() == [0, 1, 0]
+
+
+def test_drafts_chunks_and_rows_that_store_nothing():
+    """Chunks of all lengths around the ring's, one whose deferred tokens wrap; a page and a ring that are none."""
+    rows = [(254, 3), (127, 1), (125, 4), (0, 0), (0, 130), (5, 260), (120, 60), (128, 128)]
+    step, store = step_of(rows, 0), store_of("k4v4", 64, 0, 4, len(rows))
+    step.ring_rows[1] = 0
+    step.table[4, 0] = 1  # this page, which rows name that do not pack into their first one, is not packed
+    step.table[2, 0], step.table[6, 0] = 0, 1
+    step.table[2, 1] = 1
+    items = check(store, step, 3)
+    assert items[0].tolist() == [0, 1, 4, 5, 5, 6, 7] and items[3].tolist() == [0, 0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_blocks_of_one_rank_of_two(rank):
+    rows = [(127, 1), (255, 1), (60, 1), (100, 300)]
+    store = store_of("k4v4", 64, 0, 1, len(rows), rank=rank, world=2)
+    items = check(store, step_of(rows, 0, world=2), 3)
+    assert items[0].tolist() == ([0, 3, 3] if rank == 0 else [1, 3])
+    assert items[3].tolist() == ([0, 1, 0] if rank == 0 else [0, 0])
+
+
+def test_more_new_tokens_than_a_grid_stores_at_once():
+    """Those of the first 8,372 tokens are overwritten by later ones of their row; its second page and on are none."""
+    store = store_of("k4v4", 64, 0, 1, 3, heads=3)
+    step = step_of([(130, 1), (0, 8500), (5, 60)], 0, blocks=72)
+    step.table[1, 1:] = 0
+    assert check(store, step, 1).tolist() == [[1], [int(step.table[1, 0])], [0], [0]]

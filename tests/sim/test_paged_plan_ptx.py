@@ -19,7 +19,8 @@ def geometry(name: str, sinks: int = 0, q_len: int = 1, rank: int = 0, world: in
                            world=world, null_pages=NULL_PAGES)
 
 
-def step_of(rows: list[tuple[int, int]], world: int = 1, missing: tuple[tuple[int, int], ...] = (), spare: int = 1) -> Step:
+def step_of(rows: list[tuple[int, int]], world: int = 1, missing: tuple[tuple[int, int], ...] = (),
+            spare: int = 1) -> Step:
     """rows: (tokens before, new tokens); missing: (row, entry) of the table that names no page."""
     lens = torch.tensor([before + fresh for before, fresh in rows], dtype=torch.int32)
     starts = torch.tensor([0, *(fresh for _, fresh in rows)]).cumsum(0).int()

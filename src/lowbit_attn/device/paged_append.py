@@ -187,7 +187,7 @@ def store_deferred(side, block, head, length, threads, tx, held):
 @T.macro
 def pack_item(side, plan, item, head, pool, tile, threads, tx, held, num_sinks):
     """An item of one side and head -> its record; then, of a deferred row, its new tokens -> the ring."""
-    m, packers = side.m, min(side.m.threads, threads)
+    packers = min(side.m.threads, threads)
     row, unit, before, fresh = (T.alloc_var("int32") for _ in range(4))
     ring_row, first, old, token = (T.alloc_var("int32") for _ in range(4))
     row = plan.items[0, item]
@@ -230,8 +230,8 @@ def paged_append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -
     sinks and rings of ring_rows int32 [rows] (0: none), and records.
 
     row, token_row, token_slot, items, count: of ``paged_plan``. pool: uint32 [units, 32] and its uint16 view, in units
-    of 128 bytes; page_stride and head_stride in units. k_entries, v_entries: fp16 [num_heads_kv, groups, 256 c], only of
-    sides with codebooks. searches: the sides with range search.
+    of 128 bytes; page_stride and head_stride in units. k_entries, v_entries: fp16 [num_heads_kv, groups, 256 c], only
+    of sides with codebooks. searches: the sides with range search.
     """
     step, sides = StepGeometry(fmt, head_dim, searches, dtype), fmt.specs(head_dim)
     tokens, heads, rows, held_rows = (T.dynamic(name) for name in ("tokens", "heads", "rows", "held"))

@@ -67,10 +67,10 @@ def copy_tokens(load, side, row, first, tokens, dest, row_accesses, tx):
     heads = side.dense.shape[1]
     held = T.alloc_local((AT_ONCE * ACCESS,), side.dense.dtype)
     token, head, access = (T.alloc_local((AT_ONCE,), "int32") for _ in range(3))
-    for turn in T.serial(T.truncdiv(tokens * heads * row_accesses + (AT_ONCE * THREADS - 1), AT_ONCE * THREADS)):
+    for round_ in T.serial(T.truncdiv(tokens * heads * row_accesses + (AT_ONCE * THREADS - 1), AT_ONCE * THREADS)):
         for i in static(AT_ONCE):
-            token[i] = T.truncdiv((turn * AT_ONCE + i) * THREADS + tx, row_accesses)
-            access[i] = (turn * AT_ONCE + i) * THREADS + tx - token[i] * row_accesses
+            token[i] = T.truncdiv((round_ * AT_ONCE + i) * THREADS + tx, row_accesses)
+            access[i] = (round_ * AT_ONCE + i) * THREADS + tx - token[i] * row_accesses
             head[i] = T.truncmod(token[i], heads)
             token[i] = T.truncdiv(token[i], heads)
             if token[i] < tokens:

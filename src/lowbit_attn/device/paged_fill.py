@@ -18,10 +18,12 @@ from lowbit_attn.device.tilelang_kernel import TileKernel
 from lowbit_attn.device.tokens import ACCESS_HALVES, loading_threads, swizzled, token_place
 from lowbit_attn.formats import Format
 from lowbit_attn.formats.spec import SideSpec
+from lowbit_attn.registers import WIDE_HEAD_DIM
 
 PAGE = layout.PAGE_TOKENS
 THREADS = 256  # of a block, but for boosted channels of wide heads
-BLOCKS_PER_SM = 4  # that hide each other's loads
+# threads of an SM, of blocks that hide each other's loads: codes of 8 bits take more registers, and wide heads most
+THREADS_PER_SM, BYTE_THREADS_PER_SM, WIDE_THREADS_PER_SM = 1024, 768, 512
 ROW, BLOCK, DEST, SIDE = FIELDS = range(4)  # of an item
 K, V = SIDES = 1, 2  # bits of an item's sides
 
@@ -39,6 +41,13 @@ def matrix_for(side: SideSpec, threads: int):
     return m
 
 
+def blocks_per_sm(sides: tuple[SideSpec, ...], threads: int) -> int:
+    """Blocks that must fit an SM together, with the registers that a lane's words of codes leave."""
+    if sides[0].head_dim > WIDE_HEAD_DIM:
+        return WIDE_THREADS_PER_SM // threads
+    return (BYTE_THREADS_PER_SM if max(side.bits for side in sides) == 8 else THREADS_PER_SM) // threads
+
+
 @T.macro
 def put_halves(tile, row_accesses, token, channel, values):
     """Values of neighbouring channels, of one access, from ``channel`` on -> the tile, rounded to its type."""
@@ -54,9 +63,9 @@ def read_record(m, pool, pool_meta, unit, tile, row_accesses, entries, head, thr
     """The record at ``unit`` -> the tile, by all ``threads`` threads of the block."""
     put, needed = partial(put_halves, tile, row_accesses), m.threads * m.parts
     halves = T.view(pool_meta, tuple(pool_meta.shape), m.storage)
-    for turn in T.serial(-(-needed // threads)):
-        if turn * threads + tx < needed:
-            BODIES[type(m)][1](m, pool, halves, unit, put, 0, turn * threads + tx, *read_by_head(m, entries, head))
+    for round_ in T.serial(-(-needed // threads)):
+        if round_ * threads + tx < needed:
+            BODIES[type(m)][1](m, pool, halves, unit, put, 0, round_ * threads + tx, *read_by_head(m, entries, head))
 
 
 @T.macro
@@ -97,7 +106,7 @@ def paged_fill_kernel(fmt: Format, head_dim: int, dtype: str) -> TileKernel:
         head_stride: T.int32,
     ):
         with T.Kernel(len(SIDES) * heads, count, threads=threads) as (part, item):
-            T.annotate_min_blocks_per_sm(BLOCKS_PER_SM * THREADS // threads)
+            T.annotate_min_blocks_per_sm(blocks_per_sm(sides, threads))
             tx = T.get_thread_binding()
             tile = T.alloc_shared((PAGE * row_accesses, ACCESS_HALVES), dtype)
             head, side, unit = (T.alloc_var("int32") for _ in range(3))

@@ -1,5 +1,5 @@
-"""What a step on the device is made of (``append.py``, ``paged_append.py``): its geometry, the buffers its macros share,
-and how a block is packed."""
+"""What a step on the device is made of (``append.py``, ``paged_append.py``): its geometry, the buffers that its macros
+share, and how a block is packed."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -136,7 +136,7 @@ def quantize_missing(fmt: Format, head_dim: int, dtype: torch.dtype) -> list[str
 
 
 def paged_missing(fmt: Format, head_dim: int) -> list[str]:
-    """Reasons why an engine's pages, and so no kernel of its steps, hold a format; empty if they do."""
+    """Reasons why pages of a serving engine cannot hold a format, with or without kernels; empty if they can."""
     reasons = []
     if fmt.orders_tokens:
         reasons.append(f"format {fmt}: orders tokens by significance, which needs scores of each token, supported: "

@@ -1,4 +1,4 @@
-"""Steps of a serving engine by their compiled kernels, whose PTX runs on the CPU: ``paged_plan`` and ``paged_append``."""
+"""Steps of an engine by their compiled kernels ``paged_plan`` and ``paged_append``, whose PTX runs on the CPU."""
 
 import struct
 from collections.abc import Callable, Iterable
