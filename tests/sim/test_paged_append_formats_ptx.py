@@ -1,4 +1,4 @@
-"""A step of an engine by the compiled append on the CPU, of boosted channels, codebooks, and of all widths of heads: pages
+"""A step of an engine by the compiled append on the CPU, of boosted channels, codebooks and all widths of heads: pages
 and rings bit for bit those of ``paged.append``."""
 
 import pytest

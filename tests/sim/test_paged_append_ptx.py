@@ -25,12 +25,10 @@ def test_a_step_of_decode_rows_a_chunk_and_padding(name, sinks):
 
 def test_drafts_chunks_and_rows_that_store_nothing():
     """Chunks of all lengths around the ring's, one whose deferred tokens wrap; a page and a ring that are none."""
-    rows = [(254, 3), (127, 1), (125, 4), (0, 0), (0, 130), (5, 260), (120, 60), (128, 128)]
+    rows = [(254, 3), (127, 1), (253, 4), (0, 0), (0, 130), (5, 260), (120, 60), (128, 128)]
     step, store = step_of(rows, 0), store_of("k4v4", 64, 0, 4, len(rows))
     step.ring_rows[1] = 0
-    step.table[4, 0] = 1  # this page, which rows name that do not pack into their first one, is not packed
-    step.table[2, 0], step.table[6, 0] = 0, 1
-    step.table[2, 1] = 1
+    step.table[2, 1] = 0
     items = check(store, step, 3)
     assert items[0].tolist() == [0, 1, 4, 5, 5, 6, 7] and items[3].tolist() == [0, 0, 0, 1, 0, 0, 0]
 

@@ -58,7 +58,6 @@ class Plan(NamedTuple):
     token_row: Any
     token_slot: Any
     items: Any
-    count: Any
 
 
 @T.macro
@@ -207,10 +206,10 @@ def pack_item(side, plan, item, head, pool, tile, threads, tx, held, num_sinks):
 
 
 @T.macro
-def pack_items(k, v, plan, block, grid, pool, tile, threads, tx, held, num_sinks):
-    """This block's share of the items: every ``grid``-th of (item, side, head)."""
+def pack_items(k, v, plan, count, block, grid, pool, tile, threads, tx, held, num_sinks):
+    """This block's share of ``count`` items: every ``grid``-th of (item, side, head)."""
     heads = k.x.shape[1]
-    for i in T.serial(T.truncdiv(T.max(2 * heads * plan.count[0] - block + grid - 1, 0), grid)):
+    for i in T.serial(T.truncdiv(T.max(2 * heads * count - block + grid - 1, 0), grid)):
         item, head = T.alloc_var("int32"), T.alloc_var("int32")
         item = T.truncdiv(i * grid + block, 2 * heads)
         head = i * grid + block - item * 2 * heads
@@ -270,13 +269,14 @@ def paged_append_kernel(fmt: Format, head_dim: int, dtype: str, searches: str) -
                      in_whole_accesses(sink_k), in_whole_accesses(ring_k), None, k_entries)
             v = Side(step.matrices[1], "v" in searches, step.first_units[1], new_tokens(x_v),
                      in_whole_accesses(sink_v), in_whole_accesses(ring_v), None, v_entries)
-            plan = Plan(ring_rows, row, token_row, token_slot, items, count)
+            plan = Plan(ring_rows, row, token_row, token_slot, items)
             tile = T.alloc_shared((step.tile_accesses, ACCESS), dtype)
             held_k, held_v = T.alloc_local((ACCESS,), dtype), T.alloc_local((ACCESS,), dtype)
-            blocks, size = T.alloc_var("int32"), step.threads
+            blocks, num_items, size = T.alloc_var("int32"), T.alloc_var("int32"), step.threads
             blocks = grid
+            num_items = count[0]  # beside the first loads, not behind the stores
             store_tokens(k, v, plan, block, blocks, size, tx, held_k, held_v, num_sinks)
-            pack_items(k, v, plan, block, blocks, Pool(pool, pool_meta, None, page_stride, head_stride), tile, size, tx,
-                       held_k, num_sinks)
+            pack_items(k, v, plan, num_items, block, blocks, Pool(pool, pool_meta, None, page_stride, head_stride),
+                       tile, size, tx, held_k, num_sinks)
 
     return TileKernel(paged_append, compile_flags=EXACT)
