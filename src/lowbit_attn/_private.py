@@ -6,6 +6,7 @@ Memory that GPUs of a host share has no public way: ``shared_words`` raises wher
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -78,3 +79,14 @@ def environment(name: str) -> Callable[[], bytes | None]:
     """
     get, encode = _find(os.environ, "_data.get"), _find(os.environ, "encodekey")
     return partial(get, encode(name)) if get and encode else partial(os.environb.get, os.fsencode(name))
+
+
+def group_timeout(group) -> timedelta | None:
+    """How long calls of a torch.distributed process group wait. None where a version does not tell: a group that is
+    made with it has torch's default."""
+    for kind in ("cuda", "cpu"):
+        try:
+            return group._get_backend(torch.device(kind)).options._timeout
+        except (AttributeError, RuntimeError):  # the group serves no such device, or a backend has no options
+            continue
+    return None
