@@ -23,6 +23,8 @@ from lowbit_attn.formats.uniform import dtype_name
 from lowbit_attn.kernels import QUANTIZE_HEAD_DIMS
 from lowbit_attn.plan import ACCESS_BYTES
 
+# one function under two names: torch 2.13 warns of the older one
+GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 DTYPES = (torch.float16, torch.bfloat16)  # of both kernels
 
 
@@ -61,7 +63,7 @@ class Gather:
         """Attention over the tokens of all ranks, into out of o's shape and dtype and lse fp32, both contiguous."""
         start = time.monotonic()
         try:
-            dist.all_gather_into_tensor(self.every, self.own, group=self.group)
+            GATHER(self.every, self.own, group=self.group)
         except RuntimeError as failure:  # a timeout, or a rank that has ended, where the host waits
             raise missing_rank("decode_sharded", self.rank, len(self.lse_parts), time.monotonic() - start,
                                failure) from failure

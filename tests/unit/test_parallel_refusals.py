@@ -1,4 +1,4 @@
-"""Calls that one of two or three ranks refuses, makes otherwise or does not make: all raise in time, nothing changes."""
+"""Calls that one of two or three ranks refuses, makes otherwise or does not make: all raise, in time, unchanged."""
 
 import datetime
 import random
@@ -102,7 +102,7 @@ def battery(cache: ShardedKVCache, whole: KVCache, world: int, seed: int) -> Non
         name, given = good_call(draw)
         changes = bad_changes(name, given)
         which, who = draw.randrange(len(changes)), draw.sample(range(world), draw.randint(1, world - 1))
-        before, is_bad, change = state(cache), rank in who, changes[which]
+        before, is_bad, change = state(cache), cache.rank in who, changes[which]
         asked = (name, given | (change or {})) if is_bad else (name, given)
         if is_bad and change is None:
             asked = ("reserve", dict(seqs=[0], lengths=2)) if name == "flush" else ("flush", dict(seqs=[0]))
@@ -207,7 +207,8 @@ def run(rank: int, world: int, folder: str, seed: int) -> None:
                             timeout=datetime.timedelta(seconds=LIMIT))
     try:
         more = dict(max_q_len=MAX_Q_LEN, sinks=5)
-        battery(ShardedKVCache("k8v8", PAGES, **SHAPE, **more), KVCache("k8v8", 4 * PAGES, **SHAPE, **more), world, seed)
+        battery(ShardedKVCache("k8v8", PAGES, **SHAPE, **more), KVCache("k8v8", 4 * PAGES, **SHAPE, **more), world,
+                seed)
         constructions(rank)
         capacity(rank, world)
         torn(rank)
