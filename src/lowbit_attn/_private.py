@@ -34,11 +34,21 @@ def public_empty(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dt
     return torch.empty_strided(shape, strides, dtype=dtype, device=kind)
 
 
+def public_assert(holds: torch.Tensor, message: str) -> None:
+    """RuntimeError unless a truth value on a device is true; waits for the device."""
+    if not holds:
+        raise RuntimeError(message)
+
+
 # each a third to a tenth of the public call's time, which checks first what a plan knows
 current_device: Callable[[], int] = _either("_C._cuda_getDevice", torch.cuda.current_device)
 raw_stream: Callable[[int], int] = _either("_C._cuda_getCurrentRawStream", public_raw_stream)
 is_stream_capturing: Callable[[], bool] = _either("_C._cuda_isCurrentStreamCapturing",
                                                   torch.cuda.is_current_stream_capturing)
+
+
+# the same without a look by the host: a GPU's own assertion fails, and its next call raises
+assert_async: Callable[[torch.Tensor, str], None] = _either("_assert_async", public_assert)
 
 
 def empty_strided(kind: str) -> Callable:
