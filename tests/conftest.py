@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 
-import cpu_limit
 import pytest
 import torch
 import windowed
@@ -11,12 +10,13 @@ from seeds import seed_of
 
 from lowbit_attn import dispatch, kernels
 
+pytest_plugins = ("cpu_limit",)
+
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="of the GPU tests' sample (gpu.matrix.sample), and of --parts")
     parser.addoption("--cases", type=int, default=0, help="decode calls in that sample, each on both architectures")
     parser.addoption("--parts", type=int, default=1, help="of as many cases of the PTX interpreter one is run")
-    parser.addini("cpu_timeout", "most seconds of CPU that a test may take; 0: any", default="0")
 
 
 def pytest_configure(config):
@@ -27,25 +27,6 @@ def pytest_collection_modifyitems(config, items):
     leave_out(config, items, left_out(items, config.getoption("--parts"), config.getoption("--seed")))
     if not torch.cuda.is_available():
         leave_out(config, items, gpu_cases(items))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item):
-    with cpu_limit.limited(cpu_limit.limit_of(item)):
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    with cpu_limit.noted(item), cpu_limit.limited(cpu_limit.limit_of(item)):
-        return (yield)
-
-
-def pytest_terminal_summary(terminalreporter):
-    stats = terminalreporter.stats
-    if lines := cpu_limit.slow_tests([*stats.get("passed", ()), *stats.get("failed", ())]):
-        terminalreporter.section(f"tests of more than {cpu_limit.SLOW} s of CPU")
-        terminalreporter.write("\n".join(lines) + "\n")
 
 
 def leave_out(config, items, which):

@@ -1,16 +1,40 @@
-"""Limits of a test in seconds of CPU: a busy machine takes longer for the same work, and is no failure.
+"""A plugin of pytest: limits of a test in seconds of CPU, for a busy machine takes longer for the same work.
 
 Wall time is limited by pytest-timeout, generously, for tests that wait for what does not come. Time that other
 processes compute is not counted here.
 """
 
 import signal
+import threading
 import time
 from contextlib import contextmanager
 
 import pytest
 
 SLOW = 30  # seconds of CPU from which a test is named in the summary: it should be several cases
+
+
+def pytest_addoption(parser):
+    parser.addini("cpu_timeout", "most seconds of CPU that a test may take; 0: any", default="0")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    with limited(limit_of(item)):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with noted(item), limited(limit_of(item)):
+        return (yield)
+
+
+def pytest_terminal_summary(terminalreporter):
+    stats = terminalreporter.stats
+    if lines := slow_tests([*stats.get("passed", ()), *stats.get("failed", ())]):
+        terminalreporter.section(f"tests of more than {SLOW} s of CPU")
+        terminalreporter.write("\n".join(lines) + "\n")
 
 
 def limit_of(item) -> float:
@@ -22,9 +46,9 @@ def limit_of(item) -> float:
 
 @contextmanager
 def limited(seconds: float):
-    """Fail what takes more seconds of this process's CPU, all threads together; where the system has no such timer
-    (Windows), nothing is limited."""
-    if not hasattr(signal, "SIGPROF") or seconds <= 0:
+    """Fail what takes more seconds of this process's CPU, all threads together. Nothing is limited where the system has
+    no such timer (Windows), and outside the main thread, which alone gets signals."""
+    if not hasattr(signal, "SIGPROF") or threading.current_thread() is not threading.main_thread() or seconds <= 0:
         yield
         return
 

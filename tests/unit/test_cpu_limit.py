@@ -1,5 +1,6 @@
 """Limits in seconds of CPU: a test that waits may take longer than one that computes."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -40,11 +41,11 @@ def test_with_more_time():
 
 
 def test_time_of_others_is_not_counted(tmp_path):
-    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\ncpu_timeout = 1\ntimeout = 3600\n")
     (tmp_path / "test_limits.py").write_text(CASES)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-rA", str(tmp_path)]
-    answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "cpu_limit", "-rA", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTEST_ADDOPTS": ""}
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     outcomes = {line.split("::")[1].split()[0]: line.split()[0] for line in answer.stdout.splitlines()
                 if line.split()[:1] and line.split()[0] in ("PASSED", "FAILED", "ERROR") and "::" in line}
     assert outcomes == dict(test_that_waits="PASSED", test_that_computes="FAILED", test_of_a_slow_fixture="ERROR",
