@@ -240,8 +240,8 @@ def append(store: PagedStore, step: Step, k: torch.Tensor, v: torch.Tensor) -> t
 def _check(store: PagedStore, live: list[int], starts: list[int], lens: list[int], rings: list[int],
            tokens: int) -> None:
     """Raise ValueError for values of a step that name what is not there, of rows that store something."""
-    if max(starts) > tokens:
-        raise ValueError(f"query_start_loc: got {starts} for {tokens} tokens, supported: ends within k and v")
+    if max(starts) > tokens or starts != sorted(starts):
+        raise ValueError(f"query_start_loc: got {starts} for {tokens} tokens, supported: ascending, and within k and v")
     for row in live:
         if not 0 <= rings[row] < len(store.rings):
             raise ValueError(f"ring_rows: got {rings[row]} for row {row}, supported: 0 to {len(store.rings) - 1}")

@@ -47,6 +47,7 @@ def _check(store: PagedStore, step: Step, before: torch.Tensor, q_len: int, toke
             (is_live & ~is_ring, f"ring_rows: got a ring that is none, supported: 0 to {rings - 1}"),
             (is_live & (before < 0), "seq_lens: got fewer tokens than are new, supported: the new ones among them"),
             (is_live & (step.q_lens > q_len), f"query_start_loc: got more than q_len = {q_len} tokens of a row"),
+            (step.q_lens < 0, "query_start_loc: got a row that ends before it begins"),
             (step.query_start_loc > tokens, f"query_start_loc: got ends behind the {tokens} tokens of k and v")):
         _private.assert_async(~refused.any(), message)
 

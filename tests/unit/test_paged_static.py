@@ -92,7 +92,9 @@ WRONG = {  # what one row's step of one token that ends its block 1 may say, and
     "far page": (dict(table=[[3, 10**9]]), "table: got"), "ring": (dict(ring_rows=[ROWS + 1]), "ring_rows: got"),
     "no ring": (dict(ring_rows=[-1]), "ring_rows: got"), "short": (dict(seq_lens=[0]), "seq_lens: got"),
     "tokens": (dict(table=[[3, 4], [5, 6]], seq_lens=[256, 1], query_start_loc=[0, 1, 2], ring_rows=[1, 2]),
-               "query_start_loc: got")}
+               "query_start_loc: got"),
+    "descending": (dict(table=[[3, 4], [5, 6]], seq_lens=[256, 1], query_start_loc=[1, 0, 1], ring_rows=[1, 2]),
+                   "query_start_loc: got")}
 
 
 @pytest.mark.parametrize("name", WRONG)
