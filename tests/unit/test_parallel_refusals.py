@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lowbit_attn import KVCache
+from lowbit_attn.all_reduce import AllReduce
 from lowbit_attn.dealing import is_own
 from lowbit_attn.parallel import RankError, ShardedKVCache, decode_sharded
 from lowbit_attn.testing import assert_same_bytes
@@ -143,6 +144,15 @@ def constructions(rank: int) -> None:
     assert f"num_pages: {PAGES} on rank 0, {PAGES + 1} on rank 1" in every[0][1], every
 
 
+def all_reduce(rank: int) -> None:
+    """Memory of all ranks is made by all, or by none: here rank 0 alone has what it takes."""
+    if rank == 0:
+        AllReduce._make = lambda self, *given: None
+    every = of_all(refusal(lambda: AllReduce(8, 64, torch.float16, "cpu")))
+    assert [kind for kind, _ in every] == ["RankError"] + ["NotImplementedError"] * (len(every) - 1)
+    assert "rank 1 refused AllReduce: NotImplementedError" in every[0][1]
+
+
 def capacity(rank: int, world: int) -> None:
     """Ranks that do not ask each other refuse the same call, because of the same rank."""
     for format, sinks, pages in (("kitty", 32, 3), ("k4v4", 5, 2), ("k4v4", 200, 2), ("kitty", 0, 2)):
@@ -210,6 +220,7 @@ def run(rank: int, world: int, folder: str, seed: int) -> None:
         battery(ShardedKVCache("k8v8", PAGES, **SHAPE, **more), KVCache("k8v8", 4 * PAGES, **SHAPE, **more), world,
                 seed)
         constructions(rank)
+        all_reduce(rank)
         capacity(rank, world)
         torn(rank)
         absent(rank, world)
