@@ -10,6 +10,8 @@ from seeds import seed_of
 
 from lowbit_attn import dispatch, kernels
 
+pytest_plugins = ("cpu_limit",)
+
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="of the GPU tests' sample (gpu.matrix.sample), and of --parts")

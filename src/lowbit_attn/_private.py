@@ -6,6 +6,7 @@ Memory that GPUs of a host share has no public way: ``shared_words`` raises wher
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -33,11 +34,21 @@ def public_empty(kind: str, shape: tuple[int, ...], strides: tuple[int, ...], dt
     return torch.empty_strided(shape, strides, dtype=dtype, device=kind)
 
 
+def public_assert(holds: torch.Tensor, message: str) -> None:
+    """RuntimeError unless a truth value on a device is true; waits for the device."""
+    if not holds:
+        raise RuntimeError(message)
+
+
 # each a third to a tenth of the public call's time, which checks first what a plan knows
 current_device: Callable[[], int] = _either("_C._cuda_getDevice", torch.cuda.current_device)
 raw_stream: Callable[[int], int] = _either("_C._cuda_getCurrentRawStream", public_raw_stream)
 is_stream_capturing: Callable[[], bool] = _either("_C._cuda_isCurrentStreamCapturing",
                                                   torch.cuda.is_current_stream_capturing)
+
+
+# the same without a look by the host: a GPU's own assertion fails, and its next call raises
+assert_async: Callable[[torch.Tensor, str], None] = _either("_assert_async", public_assert)
 
 
 def empty_strided(kind: str) -> Callable:
@@ -78,3 +89,14 @@ def environment(name: str) -> Callable[[], bytes | None]:
     """
     get, encode = _find(os.environ, "_data.get"), _find(os.environ, "encodekey")
     return partial(get, encode(name)) if get and encode else partial(os.environb.get, os.fsencode(name))
+
+
+def group_timeout(group) -> timedelta | None:
+    """How long calls of a torch.distributed process group wait. None where a version does not tell: a group that is
+    made with it has torch's default."""
+    for kind in ("cuda", "cpu"):
+        try:
+            return group._get_backend(torch.device(kind)).options._timeout
+        except (AttributeError, RuntimeError):  # the group serves no such device, or a backend has no options
+            continue
+    return None

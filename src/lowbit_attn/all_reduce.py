@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from lowbit_attn import dispatch, loader
-from lowbit_attn.checks import check_tensor
+from lowbit_attn.agreement import Agreement
+from lowbit_attn.checks import check_tensor, integer
 from lowbit_attn.exchange import Slots
 from lowbit_attn.formats.uniform import dtype_name
 from lowbit_attn.kernels.all_reduce import VARIANTS, all_reduce_key, missing
@@ -23,24 +24,35 @@ class AllReduce:
         group: a torch.distributed process group of 2 ranks or more; None: the default group.
 
     Every rank makes one together with the others and then makes the same calls, with as many rows, one after the other
-    on one stream: a rank that waits for one that does not come waits forever. Calls read nothing on the host and can be
-    captured in a CUDA graph. Raises NotImplementedError for what no kernel serves, on every rank alike.
+    on one stream. Calls read nothing on the host and can be captured in a CUDA graph. What no kernel serves raises
+    NotImplementedError. When one is made the ranks compare what they ask for (agreement.py): if one cannot make it, or
+    asks for other rows, no rank makes it. Calls are not compared, which would take longer than the sum: a kernel that
+    waits for a rank which does not come stops after about ten minutes, with an error of CUDA (hopper/common/slots.py).
     """
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device,
                  group: "dist.ProcessGroup | None" = None):
-        device = torch.device(device)
-        kind, target = dispatch.target_of(device) if device.type == "cuda" else (device.type, "")
         self.rank, world = dist.get_rank(group), dist.get_world_size(group)
+
+        def made() -> tuple[dict, None]:
+            self._make(integer("rows", rows), width, dtype, torch.device(device), world)
+            return dict(rows=rows, width=width, dtype=str(dtype)), None
+
+        Agreement(group, self.rank, world).reach("AllReduce", made)
+        self.slots = Slots(rows, width // 2, self.device, group, world)
+
+    def _make(self, rows: int, width: int, dtype: torch.dtype, device: torch.device, world: int) -> None:
+        """This rank's part, which may fail; nothing is exchanged."""
+        kind, target = dispatch.target_of(device) if device.type == "cuda" else (device.type, "")
         reasons = missing(width, dtype_name(dtype))
         reasons += [f"{kind}: supported: Hopper GPUs (sm_90) of one host"] * (kind != "hopper")
         reasons += [f"{world} ranks: supported: 2 or more"] * (world < 2)
         if reasons:
             raise NotImplementedError(f"all-reduce through the GPUs' memory: got {'; '.join(reasons)}")
-        self.rows, self.width, self.dtype = rows, width, dtype
-        # before what all ranks make together, for it may fail
+        if rows < 1:
+            raise ValueError(f"rows: got {rows}, supported: 1 or more")
+        self.rows, self.width, self.dtype, self.device = rows, width, dtype, device
         self.kernels = {name: loader.load(all_reduce_key(target, dtype_name(dtype), width, name)) for name in VARIANTS}
-        self.slots = Slots(rows, width // 2, device, group, world)
 
     def sum(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The sum over ranks of x [rows, width], in fp32 and rounded once; the same bits on every rank.

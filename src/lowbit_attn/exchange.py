@@ -10,16 +10,21 @@ ranks. decode writes there, the all-gather works in place, and the merge reads a
     a part   o [batch, q_len, num_heads, head_dim] | lse fp32 [batch, num_heads, q_len]
 """
 
+import time
+from collections.abc import Callable
 from math import prod
 
 import torch
 import torch.distributed as dist
 
 from lowbit_attn import _private, dispatch, kernels, loader, reference
+from lowbit_attn.agreement import missing_rank
 from lowbit_attn.formats.uniform import dtype_name
 from lowbit_attn.kernels import QUANTIZE_HEAD_DIMS
 from lowbit_attn.plan import ACCESS_BYTES
 
+# one function under two names: torch 2.13 warns of the older one
+GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 DTYPES = (torch.float16, torch.bfloat16)  # of both kernels
 
 
@@ -39,7 +44,8 @@ class Gather:
                  rank: int, world: int):
         batch, q_len, num_heads, head_dim = shape
         nbytes, o_bytes, lse_shape = part_bytes(shape, dtype), prod(shape) * dtype.itemsize, (batch, num_heads, q_len)
-        self.group, self.is_kernels = group, not is_reference and _has_kernel(buffer.device, dtype, head_dim)
+        self.rank, self.group = rank, group
+        self.is_kernels = not is_reference and _has_kernel(buffer.device, dtype, head_dim)
         self.every = buffer[: world * nbytes]
         self.own = self.every[rank * nbytes : (rank + 1) * nbytes]
         parts = self.every.view(world, nbytes)
@@ -55,7 +61,12 @@ class Gather:
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Attention over the tokens of all ranks, into out of o's shape and dtype and lse fp32, both contiguous."""
-        dist.all_gather_into_tensor(self.every, self.own, group=self.group)
+        start = time.monotonic()
+        try:
+            GATHER(self.every, self.own, group=self.group)
+        except RuntimeError as failure:  # a timeout, or a rank that has ended, where the host waits
+            raise missing_rank("decode_sharded", self.rank, len(self.lse_parts), time.monotonic() - start,
+                               failure) from failure
         if self.is_kernels:
             with torch.cuda.device(out.device):
                 self.kernel(*self.states, out, lse)
@@ -136,6 +147,13 @@ class Exchanges:
         """Whether calls of this shape were made before."""
         return (tuple(shape), dtype, is_reference) in self.found
 
+    def ready(self, shape: torch.Size, dtype: torch.dtype, is_reference: bool) -> None:
+        """Do the part of ``find`` that may fail on one rank alone: what follows is made by all of them together."""
+        if self.has_peers:
+            self._peer_kernel(dtype, shape[-1])
+        else:
+            self.find(shape, dtype, is_reference, False)
+
     @torch.inference_mode(False)  # else calls outside inference mode could not write to what is made here
     def find(self, shape: torch.Size, dtype: torch.dtype, is_reference: bool, is_capturing: bool) -> Gather | Peers:
         """The exchange for o of a shape and dtype; is_reference: torch merges what a Gather brings."""
@@ -156,16 +174,18 @@ class Exchanges:
 
     def _peers(self, shape: tuple[int, ...], dtype: torch.dtype, is_reference: bool) -> Peers:
         *lead, head_dim = shape
-        if dtype not in DTYPES or head_dim not in QUANTIZE_HEAD_DIMS:
-            raise NotImplementedError(f"peer_memory: got {dtype} of head_dim {head_dim}, supported: "
-                                      f"{', '.join(map(str, DTYPES))} of {', '.join(map(str, QUANTIZE_HEAD_DIMS))}")
         group, rank, world = self.of
-        # before what all ranks make together, for it may fail
-        kernel = loader.load(kernels.exchange_key(dispatch.target_of(self.device)[1], dtype_name(dtype), head_dim))
+        kernel = self._peer_kernel(dtype, head_dim)  # before what all ranks make together, for it may fail
         name = _power_of_two(prod(lead)), head_dim // 2 + 1  # words of o, then lse
         if name not in self.buffers:
             self.buffers[name] = Slots(*name, self.device, group, world)
         return Peers(self.buffers[name], kernel, shape, dtype, rank)
+
+    def _peer_kernel(self, dtype: torch.dtype, head_dim: int) -> Callable:
+        if dtype not in DTYPES or head_dim not in QUANTIZE_HEAD_DIMS:
+            raise NotImplementedError(f"peer_memory: got {dtype} of head_dim {head_dim}, supported: "
+                                      f"{', '.join(map(str, DTYPES))} of {', '.join(map(str, QUANTIZE_HEAD_DIMS))}")
+        return loader.load(kernels.exchange_key(dispatch.target_of(self.device)[1], dtype_name(dtype), head_dim))
 
 
 def _power_of_two(count: int) -> int:

@@ -91,7 +91,8 @@ class PagedStore:
         mean nothing to another one.
     attached: codebooks of the layer, for formats that need them.
     null_pages: pages below this are none: those of an engine's block 0, never written.
-    rank, world: of the ranks to which blocks are dealt, this one. Several: for formats without windows, and no sinks.
+    rank, world: of the ranks to which blocks are dealt, this one. Several: for formats without windows, no sinks, and
+        one KV head.
     """
 
     format: Format
@@ -118,6 +119,9 @@ class PagedStore:
         if self.world > 1 and (self.sinks or self.format.window_k or self.format.window_v):
             raise NotImplementedError(f"world: got {self.world} ranks for {self.format} with {self.sinks} sinks, "
                                       "supported there: no sinks and formats without windows")
+        if self.world > 1 and heads > 1:
+            raise NotImplementedError(f"world: got {self.world} ranks for stores of {heads} KV heads, supported there: "
+                                      "1 KV head, which the heads of all ranks read")
         check_tensor("pool", self.pool, (len(self.pool), heads, self.format.record(head_dim).nbytes), (torch.uint8,),
                      self.rings.device)
         if self.max_q_len < 1:
@@ -202,23 +206,43 @@ def append(store: PagedStore, step: Step, k: torch.Tensor, v: torch.Tensor) -> t
     entered = torch.stack((k, v)).to(store.dtype).transpose(1, 2)  # [2, heads, tokens, head_dim]
     starts, lens, rings = (x.tolist() for x in (step.query_start_loc, step.seq_lens, step.ring_rows))
     live = [row for row, (start, stop) in enumerate(zip(starts, starts[1:])) if stop > start]
+    _check(store, live, starts, lens, rings, len(k))
     chunks = [rings[row] for row in live if starts[row + 1] - starts[row] > store.max_q_len]
     before = store.rings[chunks] if chunks else None
     blocks, pages = [], []
     for row in live:
         new = entered[:, :, starts[row] : starts[row + 1]]
         full, first = _full_blocks(store, rings[row], lens[row] - new.shape[2], new)
-        own = (own_blocks(block, store.rank, store.world) for block in (first, first + full.shape[2]))
+        own = [own_blocks(block, store.rank, store.world) for block in (first, first + full.shape[2])]
         named = step.table[row, slice(*own)]
+        if len(named) < own[1] - own[0]:
+            raise ValueError(f"table: got {step.table.shape[1]} blocks a row, supported: {own[1]} for row {row}, which "
+                             "fills so many")
         full = full[:, :, (store.rank - first) % store.world :: store.world]
         blocks.append(full[:, :, named >= store.null_pages])
         pages.append(named[named >= store.null_pages])
-    _pack(store, step, torch.cat(pages) if pages else step.table.new_empty(0), blocks)
+    pages = torch.cat(pages) if pages else step.table.new_empty(0)
+    if len(pages) and int(pages.max()) >= len(store.pool):
+        raise ValueError(f"table: got page {int(pages.max())}, supported: up to {len(store.pool) - 1}")
+    _pack(store, step, pages, blocks)
     for row in live:
         if rings[row] != NULL:
             new = entered[:, :, starts[row] : starts[row + 1]]
             _store(store, store.rings[rings[row]], lens[row] - new.shape[2], new)
     return before
+
+
+def _check(store: PagedStore, live: list[int], starts: list[int], lens: list[int], rings: list[int],
+           tokens: int) -> None:
+    """Raise ValueError for values of a step that name what is not there, of rows that store something."""
+    if max(starts) > tokens or starts != sorted(starts):
+        raise ValueError(f"query_start_loc: got {starts} for {tokens} tokens, supported: ascending, and within k and v")
+    for row in live:
+        if not 0 <= rings[row] < len(store.rings):
+            raise ValueError(f"ring_rows: got {rings[row]} for row {row}, supported: 0 to {len(store.rings) - 1}")
+        if rings[row] != NULL and lens[row] < starts[row + 1] - starts[row]:
+            raise ValueError(f"seq_lens: got {lens[row]} for row {row}, supported: at least its "
+                             f"{starts[row + 1] - starts[row]} new tokens")
 
 
 def _full_blocks(store: PagedStore, ring: int, context: int, new: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -43,7 +43,6 @@ def answers(model, file, folder):
     return dict(zip(jobs, engine.run(list(jobs.values()))))
 
 
-@pytest.mark.timeout(1800)
 def test_the_file_is_found_by_the_variable_and_beside_the_model(answers, measured):
     assert answers["beside"]["tokens"] == answers["variable"]["tokens"][:1]
     for name in ("variable", "sinks"):
@@ -71,7 +70,6 @@ def test_prefix_hits(answers, measured):
     assert all(gap < 5 * NEAR_TIE for gap in near_ties(answers["variable"], answers["variable"], 1, 0))
 
 
-@pytest.mark.timeout(900)
 def test_files_that_are_refused(model, file, folder):
     """Of another model, of keys before their rotary embedding, of another format, none: before the model is loaded."""
     (refused := folder / "refused").mkdir()

@@ -11,8 +11,7 @@ from serving import engine
 
 SCRIPT = Path(__file__).parents[2] / "perf" / "engine.py"
 
-pytestmark = [pytest.mark.timeout(900),
-              pytest.mark.skipif(not engine.RELEASE.is_dir(), reason="vLLM 0.33 is not there; .ci/serving makes it")]
+pytestmark = pytest.mark.skipif(not engine.RELEASE.is_dir(), reason="vLLM 0.33 is not there; .ci/serving makes it")
 
 
 @pytest.mark.parametrize("dtype,fill", [("lowbit_k4v4", "dummy"), ("auto", "prompt")])

@@ -12,8 +12,7 @@ import pytest
 
 from serving import engine
 
-pytestmark = [pytest.mark.timeout(600),
-              pytest.mark.skipif(not engine.RELEASE.is_dir(), reason="vLLM 0.33 is not there; .ci/serving makes it")]
+pytestmark = pytest.mark.skipif(not engine.RELEASE.is_dir(), reason="vLLM 0.33 is not there; .ci/serving makes it")
 
 PROGRAM = """
 import json, sys

@@ -35,7 +35,6 @@ def answers(tmp_path_factory):
     return dict(zip(jobs, engine.run(list(jobs.values()), release=RELEASE)))
 
 
-@pytest.mark.timeout(1800)
 def test_the_flags_of_0_33_serve(answers, measured):
     measured["vllm"], = {answer["version"] for answer in answers.values()}
     assert f"vllm-{measured['vllm']}" == RELEASE.name
@@ -61,7 +60,6 @@ def test_steps_as_on_a_gpu_give_the_same_tokens(answers):
         assert static["tokens"] == answers[name]["tokens"] and static["cached"] == answers[name]["cached"], name
 
 
-@pytest.mark.timeout(300)
 def test_a_flag_without_the_variable_is_refused_on_a_cpu(tmp_path):
     """vLLM's own backend for CPUs, which alone it takes there, knows no dtype of ours."""
     asked = engine.job(models.tiny(tmp_path), [PROMPTS], kv_cache_dtype="lowbit_k4v4", attention_backend="CUSTOM")

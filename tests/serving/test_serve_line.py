@@ -69,7 +69,6 @@ def served(tmp_path: Path, is_older: bool) -> dict:
         server.wait(60)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("version", ["0.32", "0.33"])
 def test_the_line_of_the_readme(tmp_path, measured, version):
     if version == "0.33" and not RELEASE.is_dir():

@@ -44,7 +44,6 @@ def answers(model, other):
     return dict(zip(jobs, engine.run(list(jobs.values()))))
 
 
-@pytest.mark.timeout(1800)
 def test_8_bits_give_the_engines_own_tokens(answers, measured):
     measured["tokens"] = engine.agreement(answers["k8v8"]["tokens"][0], answers["own"]["tokens"][0])
     measured["gaps"] = near_ties(answers["k8v8"], answers["own"])
@@ -59,7 +58,6 @@ def test_8_bits_with_drafts(answers, measured):
     assert all(gap < NEAR_TIE for gap in near_ties(found, answers["own"], 0, 1))
 
 
-@pytest.mark.timeout(600)
 def test_a_preempted_request_goes_on_as_before(model, measured):
     """15 blocks: three and two rings for each prompt, none for the one that grows past its third."""
     jobs = [engine.job(model, [PROMPTS], "lowbit_k8v8", max_model_len=1024, **options)
@@ -75,7 +73,6 @@ def test_two_ranks(answers):
     assert all(gap < NEAR_TIE for gap in near_ties(answers["k8v8_ranks"], answers["k8v8"]))
 
 
-@pytest.mark.timeout(600)
 def test_three_ranks(tmp_path, measured):
     """Three KV heads, one a rank, for codes of 8 and of 4 bits."""
     wide = models.tiny(tmp_path, num_attention_heads=6, num_key_value_heads=3, hidden_size=192, intermediate_size=192,
@@ -130,7 +127,6 @@ def test_prefix_hits(answers, measured):
     assert all(gap < 5 * NEAR_TIE for gap in near_ties(answers["k4v4"], answers["k4v4"], 1, 0))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype,options,reason", [
     ("lowbit_kitty", {}, "pass --no-enable-prefix-caching"),
     ("lowbit_k4v4", dict(layout="LBHNC"), "pass --block-size 512"),

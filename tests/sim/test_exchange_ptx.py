@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowbit_attn import kernels, reference
+from lowbit_attn.hopper.common import slots
 from sim.hopper_calls import ptx_of
 from sim.peer_memory import PeerMemory
 from sim.ptx import program as ptx
@@ -78,5 +79,16 @@ def test_a_rank_that_the_others_do_not_join_waits(scratch):
     of_ranks = Ranks(text, torch.randn(2, 1, 1, 1, 64).half(), 1)
     cta = ptx.Cta(of_ranks.program, of_ranks.parameters(0), of_ranks.memory.memory, (0, 0, 0), (1, 1, 1))
     with pytest.raises(AssertionError, match="deadlock"):
+        ptx.run_grid([cta], of_ranks.words)
+    assert of_ranks.read(0, "out").isnan().all() and not of_ranks.read(0, "calls").any()
+
+
+def test_a_rank_that_does_not_come_is_given_up(scratch, monkeypatch):
+    """The kernel stops with an error after so many looks, rather than never."""
+    monkeypatch.setattr(slots, "LOOKS", 1)
+    text = ptx_of(kernels.trace(kernels.exchange_key("sm_90a", "float16", 64)), "sm_90a", scratch)
+    of_ranks = Ranks(text, torch.randn(2, 1, 1, 1, 64).half(), 1)
+    cta = ptx.Cta(of_ranks.program, of_ranks.parameters(0), of_ranks.memory.memory, (0, 0, 0), (1, 1, 1))
+    with pytest.raises(NotImplementedError, match="trap"):  # what the interpreter says of an instruction without result
         ptx.run_grid([cta], of_ranks.words)
     assert of_ranks.read(0, "out").isnan().all() and not of_ranks.read(0, "calls").any()

@@ -22,8 +22,8 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
-     "entries", "cache.view", "progress", "tensor_file"),
-    ("codebooks", "formats", "linear", "reference"),
+     "entries", "cache.view", "progress", "tensor_file", "dealing"),
+    ("agreement", "codebooks", "formats", "linear", "reference"),
     ("cache.rope",),
     ("cache.attached", "cache.significance", "levels.frames"),
     ("cache.saved", "cache.backend", "levels.policy"),
@@ -58,7 +58,8 @@ LAYERS = (
     ("paged_ranks",),
     ("api",),
     ("",),
-    ("integrations", "testing", "parallel", "budget"),
+    ("integrations", "testing", "parallel_decode", "budget"),
+    ("parallel",),
     ("bench", "quality"),
     ("demo", "recall"),
     ("evaluation",),

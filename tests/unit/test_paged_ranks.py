@@ -135,3 +135,12 @@ def test_sinks_and_windows_are_not_dealt(name, sinks):
     rings = torch.zeros(2, 2, 1, sinks + ring_slots(fmt, 1), DIM, dtype=torch.float16)
     with pytest.raises(NotImplementedError, match="world: got 2 ranks for .*, supported there: no sinks and formats"):
         PagedStore(fmt, torch.zeros(4, 1, fmt.record(DIM).nbytes, dtype=torch.uint8), rings, sinks, world=2)
+
+
+def test_several_kv_heads_are_not_dealt():
+    fmt = FORMATS["k4v4"]
+    rings = torch.zeros(2, 2, 2, ring_slots(fmt, 1), DIM, dtype=torch.float16)
+    pool = torch.zeros(4, 2, fmt.record(DIM).nbytes, dtype=torch.uint8)
+    with pytest.raises(NotImplementedError, match="world: got 3 ranks for stores of 2 KV heads, supported there: 1 KV"):
+        PagedStore(fmt, pool, rings, rank=1, world=3)
+    assert PagedStore(fmt, pool, rings).world == 1

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowbit_attn.paged import PagedStore, Step, append
-from lowbit_attn.paged_static import append_static
+from lowbit_attn.paged_static import append_static, ended_blocks
 from lowbit_attn.testing import assert_same_bytes
 from unit.stores import DIM, HEADS, NULL_PAGES, PAGES, Q_LEN, ROWS, STORES, store_of
 
@@ -85,3 +85,42 @@ def test_chunks_are_refused():
     for q_len in (0, store.max_q_len + 1):
         with pytest.raises(ValueError, match=f"q_len: got {q_len}, supported: 1 to {store.max_q_len} tokens a row"):
             append_static(store, step, k, v, q_len)
+
+
+WRONG = {  # what one row's step of one token that ends its block 1 may say, and what append says of it
+    "table": (dict(table=[[3]]), "table: got 1 blocks a row"), "page": (dict(table=[[3, PAGES]]), "table: got"),
+    "far page": (dict(table=[[3, 10**9]]), "table: got"), "ring": (dict(ring_rows=[ROWS + 1]), "ring_rows: got"),
+    "no ring": (dict(ring_rows=[-1]), "ring_rows: got"), "short": (dict(seq_lens=[0]), "seq_lens: got"),
+    "tokens": (dict(table=[[3, 4], [5, 6]], seq_lens=[256, 1], query_start_loc=[0, 1, 2], ring_rows=[1, 2]),
+               "query_start_loc: got"),
+    "descending": (dict(table=[[3, 4], [5, 6]], seq_lens=[256, 1], query_start_loc=[1, 0, 1], ring_rows=[1, 2]),
+                   "query_start_loc: got")}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_steps_that_name_what_is_not_there_are_refused(name):
+    """Before anything is written, by both."""
+    change, words = WRONG[name]
+    good = dict(table=[[3, 4]], seq_lens=[255], query_start_loc=[0, 255], ring_rows=[1])
+    k, store = torch.randn(256, HEADS, DIM), store_of("k4v4", 0)
+
+    def step(**given):
+        return Step(**{key: torch.tensor(value, dtype=torch.int32) for key, value in given.items()})
+
+    append(store, step(**good), k[:255], k[:255])
+    pool, rings = store.pool.clone(), store.rings.clone()
+    wrong = step(**good | dict(seq_lens=[256], query_start_loc=[0, 1]) | change)
+    for call, error in ((lambda: append(store, wrong, k[255:], k[255:]), ValueError),
+                        (lambda: append_static(store, wrong, k[255:], k[255:], 1), RuntimeError)):
+        with pytest.raises(error, match=words):
+            call()
+        assert_same_bytes("pool", store.pool, pool)
+        assert_same_bytes("rings", store.rings, rings)
+    append_static(store, step(**good | dict(seq_lens=[256], query_start_loc=[0, 1])), k[255:], k[255:], 1)
+    assert not torch.equal(store.pool[4], pool[4]) and torch.equal(store.pool[3], pool[3])
+
+
+def test_blocks_behind_the_table_have_no_page():
+    """What kernels of a step are told, too, whose tables hold only so many."""
+    step = Step(*(torch.tensor(x, dtype=torch.int32) for x in ([[3], [4]], [256, 128], [0, 1, 2], [1, 2])))
+    assert ended_blocks(store_of("k4v4", 0), step, step.seq_lens - 1)[2].tolist() == [False, True]

@@ -8,6 +8,7 @@ import torch.multiprocessing as mp
 
 from lowbit_attn import KVCache, PageExhaustedError, decode
 from lowbit_attn.parallel import ShardedKVCache, decode_sharded, local_lengths
+from lowbit_attn.parallel_decode import Call
 from lowbit_attn.reference import Attention, attention
 
 HEADS, HEADS_KV, HEAD_DIM, BATCH = 4, 2, 64, 3
@@ -139,6 +140,10 @@ def buffers(cache, generator):
         decode_sharded(q, cache, out=wide)
     with pytest.raises(TypeError, match="lse: got torch.float16, supported: torch.float32"):
         decode_sharded(q, cache, lse=want[1].half())
+    with pytest.MonkeyPatch.context() as patch:  # as calls on a GPU, whose like the ranks have compared
+        patch.setattr(Call, "is_agreed", lambda call: True)
+        assert all(map(torch.equal, decode_sharded(q, cache), want))
+        assert all(map(torch.equal, decode_sharded(q[:, :1], cache), decode_sharded(q[:, :1].clone(), cache)))
     again = decode_sharded(q, cache), decode_sharded(q, cache)  # neither is the other's memory
     assert torch.equal(again[0][0], want[0]) and again[0][0].data_ptr() != again[1][0].data_ptr()
     if cache.world > 1:
@@ -187,5 +192,5 @@ def test_one_rank_needs_no_process_group():
     cache = ShardedKVCache("k4v4", 4, HEADS_KV, HEAD_DIM)
     cache.prefill(0, torch.randn(200, HEADS_KV, HEAD_DIM), torch.randn(200, HEADS_KV, HEAD_DIM))
     check(cache, torch.randn(1, 1, HEADS, HEAD_DIM).half())
-    with pytest.raises(ValueError, match="k, v: got"):
+    with pytest.raises(ValueError, match="k: 2 tokens a step, supported: 1 to max_q_len = 1"):
         cache.append(torch.randn(1, 2, HEADS_KV, HEAD_DIM), torch.randn(1, 2, HEADS_KV, HEAD_DIM))

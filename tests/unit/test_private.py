@@ -95,3 +95,14 @@ def test_both_ways_read_the_environment_as_it_is(monkeypatch, value):
         monkeypatch.setenv("LOWBIT_ATTN_TRIAL", value)
     assert fast() == plain() == (None if value is None else os.fsencode(value))
     assert fast.func != plain.func
+
+
+def test_a_group_that_does_not_tell_its_timeout_has_the_default():
+    assert _private.group_timeout(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize("check", (_private.assert_async, _private.public_assert))
+def test_a_truth_on_a_device_is_asserted_with_words(check):
+    check(torch.tensor(True), "no")
+    with pytest.raises(RuntimeError, match="why it is none"):
+        check(torch.tensor(False), "why it is none")

@@ -335,8 +335,12 @@ class KVCache(CacheReads):
 
     # ---- parts of the steps
 
-    def _enter(self, name: str, x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
+    def check_tokens(self, name: str, x: torch.Tensor, lead: tuple[int, ...]) -> None:
+        """Raise TypeError or ValueError for K or V that a step does not take; lead: the axes before the heads."""
         check_tensor(name, x, (*lead, self.num_heads_kv, self.head_dim), (self.dtype, torch.float32), self.device)
+
+    def _enter(self, name: str, x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
+        self.check_tokens(name, x, lead)
         x = x.detach() if x.requires_grad else x
         largest = self.largest[name == "v"] if self.saturate else None
         if name == "k" and self.rotation is not None:

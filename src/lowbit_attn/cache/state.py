@@ -100,7 +100,7 @@ class CacheState(Copies):
         self.max_batch, self.max_q_len = max_batch, max_q_len
         self.window_k = max(self.format.window_k, max_q_len - 1)
         self.window_v = max(self.format.window_v, max_q_len - 1)
-        self.max_seqlen = min(self._reach(num_pages), most) if max_seqlen is None else most
+        self.max_seqlen = self.reach_with(sinks) if max_seqlen is None else most
         self.largest = tuple(_rounded_down(side.largest(), dtype) for side in (self.format.k, self.format.v))
         one_of("device", self.device.type, list(BACKENDS))
         self.attached = attach(codebooks, self.format, num_heads_kv, head_dim, self.device)
@@ -196,6 +196,10 @@ class CacheState(Copies):
     def _reach(self, pages):
         """Tokens of the longest sequence whose packed blocks fit into so many pages (int or array)."""
         return self.sinks + self._open_tokens(self.window_k) + pages * layout.PAGE_TOKENS
+
+    def reach_with(self, sinks: int) -> int:
+        """max_seqlen of a cache like this one, but with so many sinks, where the caller gives none."""
+        return min(self._reach(self.num_pages) - self.sinks + sinks, MAX_TOKENS)
 
     def _limit(self, pages: int) -> int:
         """Tokens that a sequence may have whose packed blocks fill so many pages."""
