@@ -100,6 +100,9 @@ class _Said(NamedTuple):
 
 
 def _said(path, about: dict[str, str]) -> _Said:
+    if about["version"] == tensor_file.UNHASHED and tensor_file.HASH in about:
+        raise CacheFileError(f"path: {str(path)!r} was changed after it was written: caches of version "
+                             f"{tensor_file.UNHASHED} have no hash")
     try:
         numbers = {name: tensor_file.whole_number(about[name], name, 0, most) for name, most in MOST.items()}
         switches = {name: SWITCHED[about[name]] for name in SWITCHES}
