@@ -34,8 +34,8 @@ def checked_moments(hessian: torch.Tensor) -> torch.Tensor:
     """
     diagonal, largest = hessian.diagonal(), hessian.abs().max()
     if (diagonal < 0).any():
-        raise ValueError(f"hessian: got {diagonal.min().item():.3g} on its diagonal, supported: a positive semidefinite "
-                         "matrix, whose diagonal has no negative entries")
+        raise ValueError(f"hessian: got {diagonal.min().item():.3g} on its diagonal, supported: a positive "
+                         "semidefinite matrix, whose diagonal has no negative entries")
     if largest > 0 and not diagonal.any():
         raise ValueError("hessian: got a diagonal of zeros beside other entries, supported: a positive semidefinite "
                          "matrix")
