@@ -113,12 +113,22 @@ def locked(path: Path) -> Iterator[bool]:
         yield lock is not None
     finally:
         if lock is not None:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(path, follow_symlinks=False)):
+                    path.unlink()
             os.close(lock)
 
 
-def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes left of writes to the file ``name`` in a folder; None: of writes to any file."""
+def is_leftover(path: Path) -> bool:
+    """Whether a path has the name of a private folder."""
+    return path.name.startswith(PREFIX) and path.name.endswith(SUFFIX)
+
+
+def remove_leftovers(folder: Path, name: str | None = None, young_seconds: float = YOUNG_SECONDS) -> None:
+    """Remove what killed processes left of writes to the file ``name`` in a folder; None: of writes to any file.
+
+    young_seconds: the age from which a private folder without a lock counts as left.
+    """
     for found in folder.glob(f"{PREFIX}{'*' if name is None else _mark(name)}-*{SUFFIX}"):
         with contextlib.suppress(OSError):  # another process may remove it first
             about = found.lstat()
@@ -128,7 +138,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
                 if (lock := _hold(found / LOCK, create=False)) is not None:
                     shutil.rmtree(found, ignore_errors=True)
                     os.close(lock)
-            elif time.time() - about.st_mtime > YOUNG_SECONDS:
+            elif time.time() - about.st_mtime >= young_seconds:
                 shutil.rmtree(found, ignore_errors=True)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lowbit_attn import tensor_file
-from lowbit_attn.atomic_file import locked, remove_leftovers, write_text
+from lowbit_attn.atomic_file import is_leftover, locked, remove_leftovers, write_text
 from lowbit_attn.linear.calibration import Walk
 from lowbit_attn.linear.formats import VERSION
 
@@ -62,7 +62,7 @@ def begun(folder: Path, identity: dict) -> Iterator["Run"]:
                 raise FolderError(f"out: another process writes into {str(folder)!r}, supported: one at a time; wait "
                                   "for it, or take another folder")
             _check_contents(folder)  # another run may have ended in between
-            remove_leftovers(folder)
+            remove_leftovers(folder, young_seconds=0)
             yield Run(folder, identity)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise FolderError(f"out: got {str(folder)!r}, supported: a folder that can be made and written: "
@@ -71,7 +71,8 @@ def begun(folder: Path, identity: dict) -> Iterator["Run"]:
 
 def _check_contents(folder: Path) -> None:
     """FolderError for a folder with something else than a run in it."""
-    if not (folder / PROGRESS).exists() and any(path.name != LOCK for path in folder.iterdir()):
+    if not (folder / PROGRESS).exists() and any(
+            path.name != LOCK and not is_leftover(path) for path in folder.iterdir()):
         raise FolderError(f"out: {str(folder)!r} is not empty, supported: an empty folder, or an unfinished run's")
 
 
@@ -153,7 +154,9 @@ class Run:
         self._tidy()
 
     def _tidy(self) -> None:
-        for path in (*self.folder.glob(LAYER.replace("{:05}", "*")), self.folder / HIDDEN, self.folder / PROGRESS):
+        """Remove the run's files, ``progress.json`` last: without it, what is left would be somebody else's."""
+        layers = self.folder.glob(LAYER.replace("{:05}", "*"))
+        for path in (*layers, *(self.folder / name for name in (HIDDEN, LOCK, PROGRESS))):
             path.unlink(missing_ok=True)
 
     def _write(self, path: Path, tensors: dict[str, torch.Tensor], at: int) -> None:

@@ -55,8 +55,8 @@ def check_entries(format, version, modules, rest, found) -> None:
         return
     hashes = [*modules.values(), found, *([] if rest is None else [rest])]
     if not all(isinstance(text, str) and len(text) == 64 and set(text) <= HEX for text in hashes):
-        raise WeightFileError("modules: got entries without hashes, supported: a sha256 of each module, of the rest and "
-                              "of the entries; config.json was changed after it was written")
+        raise WeightFileError("modules: got entries without hashes, supported: a sha256 of each module, of the rest "
+                              "and of the entries; config.json was changed after it was written")
     if sealed(format, version, modules, rest)["hash"] != found:
         raise WeightFileError("quantization_config: was changed after it was written: its entries do not have the hash "
                               "that it names; take the folder's own config.json")
