@@ -53,20 +53,23 @@ def begun(folder: Path, identity: dict) -> Iterator["Run"]:
 
     FolderError where the folder holds something else, cannot be made, or belongs to another run or a running process.
     """
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_contents(folder)
-        with locked(folder / LOCK) as is_mine:
-            if not is_mine:
-                raise FolderError(f"out: another process writes into {str(folder)!r}, supported: one at a time; wait "
-                                  "for it, or take another folder")
-            _check_contents(folder)  # another run may have ended in between
-            remove_leftovers(folder, young_seconds=0)
-            yield Run(folder, identity)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise FolderError(f"out: got {str(folder)!r}, supported: a folder that can be made and written: "
-                          f"{error.strerror}: {error.filename}") from error
+    folder, stack = Path(folder), contextlib.ExitStack()
+    with stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _check_contents(folder)
+            is_mine = stack.enter_context(locked(folder / LOCK))
+        except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
+            if isinstance(error, FolderError):
+                raise
+            raise FolderError(f"out: got {str(folder)!r}, supported: a folder that can be made and written: "
+                              f"{getattr(error, 'strerror', None) or error}") from error
+        if not is_mine:
+            raise FolderError(f"out: another process writes into {str(folder)!r}, supported: one at a time; wait for "
+                              "it, or take another folder")
+        _check_contents(folder)  # another run may have ended in between
+        remove_leftovers(folder, young_seconds=0)
+        yield Run(folder, identity)
 
 
 def _check_contents(folder: Path) -> None:
