@@ -1,4 +1,4 @@
-"""Folders of quantized models: who may go on with a run, what is damaged in it, and what a finished model's hashes see."""
+"""Folders of quantized models: who may go on with a run, what is damaged in it, and what hashes see of a model."""
 
 import json
 import os
