@@ -125,7 +125,8 @@ def test_other_folders_are_left_as_they_are(tmp_path, whole):
     with pytest.raises(FolderError, match="is not empty, supported: an empty folder"):
         write(tmp_path / "mine")
     assert names(tmp_path / "mine") == ["notes.txt"]
-    for path in (tmp_path / "mine/notes.txt", tmp_path / "mine/notes.txt/below", Path("/proc/none"), tmp_path / "nul\0"):
+    file = tmp_path / "mine/notes.txt"
+    for path in (file, file / "below", Path("/proc/none"), tmp_path / "nul\0"):
         with pytest.raises(FolderError, match="out: got .*supported: a folder that can be made"):
             write(path)
 

@@ -72,13 +72,17 @@ def load(kind: type, path: str | os.PathLike, device: torch.device | str, codebo
     """
     about, tensors = tensor_file.read(path, FILE)
     said = _said(path, about)
+    try:
+        _check_shapes(said, tensors)
+    except (KeyError, _MisfitError) as problem:
+        raise CacheFileError(f"path: {str(path)!r} does not fit together: {problem}") from None
     layer = attach(codebooks, said.format, said.numbers["num_heads_kv"], said.numbers["head_dim"], torch.device(device))
     if about["identity"] != (wanted := identity(said.format, layer)):
         raise LayoutMismatchError(f"path: {str(path)!r} was packed as {about['identity']}, supported: {wanted}, this "
                                   "version's layout and the codebooks given; pack the tokens again, or give the "
                                   "codebooks that they were packed with")
     try:
-        _check_shapes(said, tensors)
+        _check_records(said, tensors)
         _check_values(said, tensors)
     except (KeyError, _MisfitError) as problem:
         raise CacheFileError(f"path: {str(path)!r} does not fit together: {problem}") from None
@@ -128,17 +132,16 @@ def _made(kind: type, path, said: _Said, tensors: dict, device, codebooks):
 
 
 def _check_shapes(said: _Said, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise _MisfitError unless the tensors have the shapes and dtypes that the numbers ask for; None: any size."""
+    """Raise _MisfitError unless the tensors have the shapes and dtypes that the numbers ask for; None: any size.
+
+    The size of a record is the layout's, which may be another version's: ``_check_records`` comes after that is known.
+    """
     pages, heads, dim, sinks, rows, q_len, seqlen = (said.numbers[name] for name in NUMBERS)
-    try:
-        record = said.format.record(dim).nbytes
-    except ValueError as problem:
-        raise _MisfitError(str(problem)) from None
     window = max(said.format.window_k, q_len - 1)
     blocks = max(1, (seqlen - min(seqlen, sinks) - window) // layout.PAGE_TOKENS)
     held = len(tensors["pages"]) if tensors["pages"].dim() else 0
     ring, sink, int32 = (rows, heads, None, dim), (rows, heads, max(1, sinks), dim), torch.int32
-    wanted = {"pages": ((held,), int32), "records": ((held, heads, record), torch.uint8),
+    wanted = {"pages": ((held,), int32), "records": ((held, heads, None), torch.uint8),
               "table": ((rows, blocks), int32), "counters": ((4, rows), int32), "free": ((None,), int32),
               "n_pages": ((rows,), int32), "state": ((rows,), torch.int8), "first_positions": ((rows,), torch.int64),
               "sink_k": (sink, said.dtype), "sink_v": (sink, said.dtype), "ring_k": (ring, said.dtype),
@@ -159,6 +162,21 @@ def _check_shapes(said: _Said, tensors: dict[str, torch.Tensor]) -> None:
                                                    "in use")
 
 
+def _check_records(said: _Said, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise _MisfitError for records of another size, and for indices in them that lead out of a page or a head."""
+    try:
+        record = said.format.record(said.numbers["head_dim"])
+    except ValueError as problem:
+        raise _MisfitError(str(problem)) from None
+    records = tensors["records"]
+    _require(records.shape[2] == record.nbytes, f"records are {list(records.shape)}, not of {record.nbytes} bytes")
+    for plane in (*record.k_planes, *record.v_planes):
+        if plane.name in INDICES:
+            found = records[..., plane.offset : plane.offset + plane.nbytes]
+            most = INDICES[plane.name] or said.numbers["head_dim"]
+            _require(not found.numel() or int(found.max()) < most, f"records have {plane.name} beyond {most - 1}")
+
+
 def _check_values(said: _Said, tensors: dict[str, torch.Tensor]) -> None:
     """Raise _MisfitError for indices, states and positions that no cache has."""
     pages, rows_state = said.numbers["num_pages"], tensors["state"]
@@ -175,12 +193,6 @@ def _check_values(said: _Said, tensors: dict[str, torch.Tensor]) -> None:
         order, every = tensors["order"].long(), torch.arange(layout.PAGE_TOKENS, device="cpu")
         _require(bool((order.sort(-1).values == every).all()), "order has a row that is no permutation of 0 to 127")
         _require(bool((tensors["seen"] >= 0).all()), "seen has negative values")
-    record = said.format.record(said.numbers["head_dim"])
-    for plane in (*record.k_planes, *record.v_planes):
-        if plane.name in INDICES:
-            found = tensors["records"][..., plane.offset : plane.offset + plane.nbytes]
-            most = INDICES[plane.name] or said.numbers["head_dim"]
-            _require(not found.numel() or int(found.max()) < most, f"records have {plane.name} beyond {most - 1}")
 
 
 @torch.inference_mode(False)
