@@ -53,13 +53,15 @@ def of_header(rng: random.Random, content: bytes) -> tuple[str, bytes]:
     header, body = parts(content)
     header = copy.deepcopy(header)
     name = rng.choice(sorted(set(header) - {"__metadata__"}))
-    kind = rng.choice(("dtype", "size", "shape", "place", "gone", "renamed", "extra", "twice", "nested", "table", "entry"))
+    kind = rng.choice(("dtype", "size", "shape", "place", "gone", "renamed", "extra", "twice", "nested", "table",
+                       "entry"))
     if kind == "dtype":
         header[name]["dtype"] = rng.choice(DTYPES)
     elif kind == "size" and header[name]["shape"]:
         header[name]["shape"][rng.randrange(len(header[name]["shape"]))] = rng.choice(ODD_NUMBERS)
     elif kind in ("size", "shape"):
-        header[name]["shape"] = rng.choice(([], [0], [2**62, 4], [1] * 70, header[name]["shape"][::-1] + [1], None, "x"))
+        others = [], [0], [2**62, 4], [1] * 70, header[name]["shape"][::-1] + [1], None, "x"
+        header[name]["shape"] = rng.choice(others)
     elif kind == "place":
         header[name]["data_offsets"][rng.randrange(2)] = rng.choice(ODD_NUMBERS)
     elif kind == "gone":

@@ -1,5 +1,5 @@
-"""Three hundred damaged files of caches, codebooks and quantized models, drawn with a seed: each gives the exception that
-is documented for it and no other, or what was written."""
+"""Three hundred damaged files of caches, codebooks and quantized models, drawn with a seed: each gives an exception
+that is documented for it and no other, or what was written."""
 
 import json
 import random
