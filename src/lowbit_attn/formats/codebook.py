@@ -146,8 +146,7 @@ class Codebook(Side):
             return values + planes["mean"].contiguous().view(torch.float16).float()[:, None]
         if self.shift == "norm":
             norm = _ordered(planes["norm"].contiguous().view(torch.float16), order.norm_index).float()
-            decoded = values * norm[..., None]  # an entry above 1 can take a value near fp16's largest beyond it
-            return torch.where(decoded.isfinite(), decoded.clamp(-LARGEST, LARGEST), decoded)
+            return values * norm[..., None]
         return values
 
     def _checked(self, entries: torch.Tensor | None, pages: int, head_dim: int) -> torch.Tensor:
