@@ -1,6 +1,9 @@
 """Reads and writes the entries of a kernel cache: a .so and a .json of facts beside it, under one name.
 
 An entry counts once its .json is there: it is written last, each file under another name first, synced and renamed.
+The folder is the user's alone, and who writes into it holds the kernel's lock.
+
+"sha256" is that of the .so and all other facts; in entries of earlier versions it is that of the .so alone.
 """
 
 import hashlib
@@ -34,6 +37,8 @@ def read(file: Path) -> dict:
     for name, kind in FIELDS.items():
         if not isinstance(facts.get(name), kind):
             raise DamagedEntryError(f"{file} is damaged: {name} is no {kind.__name__}")
+    if not all(isinstance(value, str | None) for value in facts["built_with"].values()):
+        raise DamagedEntryError(f"{file} is damaged: built_with has versions that are no text")
     if facts["name"] != f"{file.stem}@{facts['key'].get('target')}":
         raise DamagedEntryError(f"{file} is damaged: it is of {facts['name']}")
     return facts
@@ -43,12 +48,18 @@ def check_binary(file: Path, facts: dict) -> Path:
     """The .so of an entry, after its hash; DamagedEntryError if it is another, or gone."""
     path = file.with_suffix(".so")
     try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        content = path.read_bytes()
     except OSError as error:
         raise DamagedEntryError(f"{path} is damaged: {error.strerror}") from error
-    if found != facts["sha256"]:
+    if facts["sha256"] not in (digest(content, facts), hashlib.sha256(content).hexdigest()):
         raise DamagedEntryError(f"{path} is damaged: its sha256 is not its entry's")
     return path
+
+
+def digest(content: bytes, facts: dict) -> str:
+    """sha256, in hex, of a .so and its facts."""
+    others = {name: value for name, value in facts.items() if name != "sha256"}
+    return hashlib.sha256(content + json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def check_trust(path: Path, root: Path) -> None:
@@ -81,7 +92,8 @@ def make_folders(folder: Path) -> None:
 def write(built: Path, path: Path, facts: dict) -> None:
     """Move a finished .so to ``path`` and write the facts beside it."""
     file = path.with_suffix(".json")
-    text = json.dumps(facts | {"sha256": hashlib.sha256(built.read_bytes()).hexdigest()}, indent=1, sort_keys=True)
+    facts = json.loads(json.dumps(facts))  # as they are read
+    text = json.dumps(facts | {"sha256": digest(built.read_bytes(), facts)}, indent=1, sort_keys=True)
     file.unlink(missing_ok=True)
     _move(built, path)
     written = path.with_suffix(".json.tmp")

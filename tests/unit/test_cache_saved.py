@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from lowbit_attn import FORMATS, KVCache, LayoutMismatchError, decode
+from lowbit_attn import FORMATS, KVCache, LayoutMismatchError, decode, tensor_file
 from lowbit_attn.cache.saved import CacheFileError
 from lowbit_attn.testing import assert_same_state, normal_codebooks
 
@@ -117,7 +117,13 @@ def rewritten(path, change=lambda tensors, about: None, **entries) -> None:
     with safe_open(path, "pt") as file:
         about, tensors = dict(file.metadata()), {name: file.get_tensor(name).clone() for name in file.keys()}
     change(tensors, about)
-    save_file(tensors, path, {name: x for name, x in (about | entries).items() if x is not None})
+    save_file(tensors, path, signed(tensors, {name: x for name, x in (about | entries).items() if x is not None}))
+
+
+def signed(tensors, about) -> dict:
+    """The text of a file with the hash of its contents; version 1 has none."""
+    about = {name: text for name, text in about.items() if name != "hash"}
+    return about if about.get("version") == "1" else about | {"hash": tensor_file.digest(tensors, about)}
 
 
 def put(name: str, value, *at):
@@ -128,20 +134,20 @@ def put(name: str, value, *at):
 
 @pytest.mark.parametrize("change, entries, words", [
     (None, dict(kind="other"), "holds something else, supported: files of KVCache.save"),
-    (None, dict(version="2"), "is of version 2, supported: 1"),
+    (None, dict(version="2"), "is of version 2, supported: 1, 3"),
     (None, dict(version=None), "is of version None"),
     (None, dict(format=None), "does not say what its cache is: KeyError"),
     (None, dict(identity=None), "does not say what its cache is: KeyError"),
     (None, dict(sinks="x"), "does not say what its cache is: ValueError"),
     (None, dict(saturate="perhaps"), "does not say what its cache is: KeyError"),
-    (None, dict(dtype="float17"), "does not say what its cache is: AttributeError"),
+    (None, dict(dtype="float17"), "does not say what its cache is: KeyError"),
     (None, dict(max_batch="4"), "does not fit together: .*(table|counters|sink_k)"),
     (None, dict(num_pages="3"), "does not fit together: free pages are"),
     (None, dict(sinks="16"), "does not fit together"),
     (lambda tensors, about: tensors.pop("ring_k"), {}, "does not fit together: 'ring_k'"),
     (lambda tensors, about: tensors.update(records=tensors["records"][:-1].clone()), {}, "records are"),
     (lambda tensors, about: tensors.update(table=tensors["table"].long()), {}, "table is torch.int64"),
-    (put("table", 99, 0, 0), {}, "row 0 holds pages"),
+    (put("table", 99, 0, 0), {}, "table has values beyond -1 to 19"),
     (put("table", 7, 0, 1), {}, "does not fit together"),
     (put("n_pages", -1, 0), {}, "row 0 holds -1 pages"),
     (put("free", 0, 0), {}, "does not fit together: free pages are"),
@@ -155,6 +161,92 @@ def test_files_that_do_not_fit_are_refused(change, entries, words, tmp_path):
     rewritten(tmp_path / "cache", change or (lambda tensors, about: None), **entries)
     with pytest.raises(CacheFileError, match=words):
         KVCache.load(tmp_path / "cache", codebooks=cache.attached.layer)
+
+
+def moved(name: str, dtype) -> callable:
+    return lambda tensors, about: tensors.update({name: tensors[name].to(dtype)})
+
+
+@pytest.mark.parametrize("change, words", [
+    (put("order", 5), "order has a row that is no permutation"),
+    (put("order", 200, 0, 0, 3), "order has a row that is no permutation"),
+    (put("seen", -1, 0, 0), "seen has negative values"),
+    (put("state", 2, 0), "state is"), (put("state", 9, 4), "state is"), (put("state", -1, 4), "state is"),
+    (put("first_positions", -1, 0), "first_positions has values beyond"),
+    (put("table", 99, 3, -1), "table has values beyond"),
+    (put("records", 255), "records have positions beyond 127"),
+    (moved("records", torch.float32), "records are torch.float32"),
+    (moved("pages", torch.float32), "pages is|pages are torch.float32"),
+    (moved("free", torch.float32), "free pages are torch.float32"),
+    (lambda tensors, about: tensors.update(free=tensors["free"][None]), r"free pages are torch.int32 \[1, "),
+    (lambda tensors, about: tensors.update(pages=tensors["pages"][0].clone()), "pages are"),
+    (lambda tensors, about: tensors.update(extra=torch.zeros(1)), r"it has tensors \['extra'\]"),
+    (lambda tensors, about: tensors.pop("order"), "'order'"),
+    (lambda tensors, about: about.update(num_pages=str(10**12)), "num_pages: got '1000000000000'"),
+    (lambda tensors, about: about.update(num_pages=str(10**9)), "free pages are"),
+    (lambda tensors, about: about.update(max_batch=str(10**9)), "table is"),
+    (lambda tensors, about: about.update(sinks=str(10**9)), "does not fit together"),
+    (lambda tensors, about: about.update(head_dim="60"), "does not fit together"),
+    (lambda tensors, about: about.update(max_q_len="900"), "does not fit together|describes no cache"),
+    (lambda tensors, about: about.update(rotate_keys="True"), "describes no cache that can be made here: rotate_keys"),
+    (lambda tensors, about: about.update(dtype="load"), "does not say what its cache is"),
+    (lambda tensors, about: about.update(dtype="float64"), "does not say what its cache is"),
+    (lambda tensors, about: about.update(format="../x"), "is not known"),
+])
+@pytest.mark.parametrize("version", ["1", "3"])
+def test_what_kernels_follow_is_checked_in_both_versions(change, words, version, tmp_path):
+    cache = filled(make("k4v2-boost"))
+    cache.save(tmp_path / "cache")
+    rewritten(tmp_path / "cache", change, version=version)
+    with pytest.raises(CacheFileError, match=words):
+        KVCache.load(tmp_path / "cache")
+
+
+def test_a_page_that_is_not_packed_has_one_holder(tmp_path):
+    cache, path = make("k4v2"), tmp_path / "cache"
+    cache.prefill(0, *tokens(500))
+    cache.reserve([0, 1], 400)
+    cache.save(path)
+
+    def change(tensors, about):
+        pages = tensors["table"][0, : tensors["n_pages"][0]]
+        tensors["table"][1], tensors["n_pages"][1] = tensors["table"][0], tensors["n_pages"][0]
+        used = torch.isin(torch.arange(20), pages).int()
+        tensors.update(pages=used.nonzero()[:, 0].int(), free=(used == 0).nonzero()[:, 0].int(),
+                       records=torch.zeros(len(pages), *tensors["records"].shape[1:], dtype=torch.uint8))
+
+    rewritten(path, change)
+    with pytest.raises(CacheFileError, match="shares pages .*, which are not packed on both sides"):
+        KVCache.load(path)
+
+
+@pytest.mark.parametrize("name", ["k4v4", "cq2", "k4v2-boost", "kitty"])
+def test_files_of_version_1_are_read(name, tmp_path):
+    cache, path = filled(make(name)), tmp_path / "cache"
+    cache.save(path)
+    with safe_open(path, "pt") as file:
+        about, tensors = dict(file.metadata()), {name: file.get_tensor(name).clone() for name in file.keys()}
+    save_file(tensors, path, {name: text for name, text in about.items() if name != "hash"} | {"version": "1"})
+    assert_equal(KVCache.load(path, codebooks=of_format(name)["codebooks"]), cache)
+
+
+def test_whatever_changes_in_a_file_is_seen(tmp_path):
+    cache, path = filled(make("k4v4")), tmp_path / "cache"
+    cache.save(path)
+    with safe_open(path, "pt") as file:
+        about, tensors = dict(file.metadata()), {name: file.get_tensor(name).clone() for name in file.keys()}
+    for name, x in tensors.items():
+        if x.numel():
+            changed = x.clone()
+            changed.view(-1)[:1].view(torch.uint8)[0] ^= 1
+            save_file(tensors | {name: changed}, path, about)
+            with pytest.raises(CacheFileError, match="was changed after it was written"):
+                KVCache.load(path)
+    for name in set(about) - {"kind"}:
+        for text in (None, "1", "7x"):
+            save_file(tensors, path, {key: x for key, x in (about | {name: text}).items() if x is not None})
+            with pytest.raises(CacheFileError):
+                KVCache.load(path)
 
 
 def test_truncated_and_missing_files_are_refused(tmp_path):
@@ -183,7 +275,7 @@ def test_other_layouts_and_codebooks_are_refused(tmp_path):
     with pytest.raises(LayoutMismatchError, match="was packed as 0123456789abcdef"):
         KVCache.load(path)
     rewritten(path, format="k9v9")
-    with pytest.raises(KeyError, match="format 'k9v9' is not known"):
+    with pytest.raises(CacheFileError, match="format 'k9v9' is not known"):
         KVCache.load(path)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowbit_attn import FORMATS, decode
+from lowbit_attn import FORMATS, KVCache, decode
 from lowbit_attn.formats import Kind
 from lowbit_attn.reference import attention
 from lowbit_attn.testing import (
@@ -16,6 +16,7 @@ from lowbit_attn.testing import (
     assert_same_state,
     build,
     expected,
+    normal_codebooks,
     relative_error,
 )
 from unit.codebook_caches import DIM, HEADS, NAMES, SINKS, learned, make, of_model, rotated, tokens
@@ -306,3 +307,20 @@ def test_a_call_that_breaks_off_changes_nothing(rope, at, monkeypatch):
     for one in (cache, other):
         one.prefill(0, k[200:], v[200:])
     assert_same_state(cache, other)
+
+
+@pytest.mark.parametrize("dtype, largest", [(torch.float16, 65504.0), (torch.bfloat16, 3e38)])
+def test_values_near_the_dtypes_largest_read_back_finite(dtype, largest):
+    """An entry above 1 times such a norm is beyond fp16; a bfloat16 cache holds it."""
+    books = normal_codebooks("cq2", 1, 1, 64).layer(0)
+    cache = KVCache("cq2", 2, 1, 64, dtype, codebooks=books, sinks=0)
+    k, v = torch.randn(2, 256, 1, 64).to(dtype)
+    v[7] = 60000.0 * torch.where(torch.arange(64) % 3 == 0, 1.0, -1.0)
+    v[8, 0, 0] = float("nan")
+    cache.prefill(0, k, v)
+    decoded = cache.format.dequantize_v(cache.pool[:1].flatten(0, 1), 64, books.v_entries)[0]
+    assert decoded[7].abs().amax() > 65504
+    got = cache.gather(0)[1][0]
+    assert torch.equal(got[7], decoded[7].clamp(-largest, largest)) and got[8].isnan().all()
+    o, _ = decode(torch.randn(1, 1, 2, 64).to(dtype), cache)
+    assert o.dtype == dtype

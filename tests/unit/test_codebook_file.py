@@ -1,5 +1,7 @@
 """Codebooks as a value and as a file: defaults, identity, and what is refused by the name of its field."""
 
+import json
+import struct
 from dataclasses import replace
 
 import pytest
@@ -136,15 +138,87 @@ def test_files_that_cannot_be_read_say_why(tmp_path):
     save_file(tensors, path)
     with pytest.raises(CodebookFileError, match="holds something else"):
         Codebooks.load(path)
-    save_file(tensors, path, {"kind": about["kind"]})
+    save_file(tensors, path, {"kind": about["kind"], "version": "1"})
     with pytest.raises(CodebookFileError, match="does not say its 'format'"):
         Codebooks.load(path)
-    save_file(tensors, path, about | {"version": "7"})
-    with pytest.raises(CodebookFileError, match="version: got 7, supported: 1"):
-        Codebooks.load(path)
+    for version in ("7", "2"):
+        save_file(tensors, path, about | {"version": version})
+        with pytest.raises(CodebookFileError, match=f"is of version {version}, supported: 1, 3"):
+            Codebooks.load(path)
     save_file(tensors | {"extra": torch.ones(1)}, path, about)
     with pytest.raises(CodebookFileError, match=r"has tensors \['extra'\]"):
         Codebooks.load(path)
+
+
+def rewritten(path, change) -> None:
+    """Write a file again after ``change`` of its text and tensors, its hash as it was."""
+    content = path.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    about, tensors = json.loads(content[8 : 8 + size])["__metadata__"], load(content)
+    change(about, tensors)
+    save_file(tensors, path, about)
+
+
+def changed_about(about, **entries) -> None:
+    about["metadata"] = json.dumps(json.loads(about["metadata"]) | entries)
+
+
+@pytest.mark.parametrize("change", [
+    lambda about, tensors: changed_about(about, config_hash="y" * 64),
+    lambda about, tensors: changed_about(about, note="x"),
+    lambda about, tensors: about.update(metadata="{}"),
+    lambda about, tensors: about.update(more="x"),
+    lambda about, tensors: about.update(hash="0" * 64),
+    lambda about, tensors: about.update(version="1"),
+    lambda about, tensors: about.update(version="1", metadata="{}"),
+    lambda about, tensors: about.pop("hash"),
+    lambda about, tensors: about.pop("metadata"),
+    lambda about, tensors: about.update(format="kcq2vcq2"),
+    lambda about, tensors: tensors.pop("v_entries"),
+    lambda about, tensors: tensors.update(k_weights=tensors["k_weights"].double()),
+    lambda about, tensors: tensors["v_entries"].view(-1)[:1].neg_(),
+])
+def test_everything_in_a_file_is_in_its_hash(change, tmp_path):
+    path = tmp_path / "books.safetensors"
+    books(metadata={"model": "tiny", "config_hash": "x" * 64}).save(path)
+    rewritten(path, change)
+    with pytest.raises(CodebookFileError, match="was changed after it was written|does not say its"):
+        Codebooks.load(path)
+
+
+def old_file(path, made: Codebooks, **entries) -> None:
+    """A file as version 1 of them was: its hash is that of the codes alone."""
+    about = dict(kind="lowbit_attn codebooks", version="1", format=made.format, rope=made.rope,
+                 head_dim=str(made.head_dim), hash=made.hash, metadata=json.dumps(made.metadata))
+    save_file(made.tensors, path, about | entries)
+
+
+def test_files_of_version_1_are_read_and_their_metadata_checked(tmp_path):
+    path, made = tmp_path / "books.safetensors", books()
+    old_file(path, made)
+    assert Codebooks.load(path).hash == made.hash and Codebooks.load(path).metadata == made.metadata
+    for text in ("null", "[1]", "7", '"x"', "[" * 100_000 + "]" * 100_000, "{", '{"warnings": 5}', '{"model": [1]}',
+                 '{"rope_type": "default"}', '{"rope_type": [1]}', '{"config_hash": 7}', '{"logit_error": [[]]}',
+                 '{"tokens": ' + "9" * 5000 + "}"):
+        old_file(path, made, metadata=text)
+        with pytest.raises(CodebookFileError, match="metadata: "):
+            Codebooks.load(path)
+    for name, text in (("head_dim", "6_4"), ("head_dim", "9" * 5000), ("head_dim", "-64"), ("rope", "x"),
+                       ("format", "cq4"), ("hash", "0")):
+        old_file(path, made, **{name: text})
+        with pytest.raises(CodebookFileError):
+            Codebooks.load(path)
+
+
+def test_order_and_weights_have_their_kinds():
+    for changes, words in ((dict(k_order=order().half()), "k_order: got torch.float16 .*integers"),
+                           (dict(k_order=order().long() + 65536), "k_order: got a channel twice or beyond 63"),
+                           (dict(k_order=order() > 3), "k_order: got torch.bool"),
+                           (dict(k_weights=weights().long() + 1), "k_weights: got torch.int64 .*floats"),
+                           (dict(metadata=[1]), "metadata: got a list"), (dict(format=None), "format: got None"),
+                           (dict(k_entries=entries(4)[:0], v_entries=entries(4)[:0]), "one layer and one KV head")):
+        with pytest.raises(ValueError, match=words):
+            books(**changes)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):

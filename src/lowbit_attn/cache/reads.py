@@ -55,6 +55,9 @@ class CacheReads(CacheState):
     def _read_pages(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantize pages int [n], their tokens by position: K, V fp32 [n, num_heads_kv, 128, head_dim]."""
         k, v = backend_of(self).read_pages(self, pages)
+        if self.v_entries is not None:  # an entry above 1 times a norm near the dtype's largest value is beyond it
+            largest = torch.finfo(self.dtype).max
+            v = torch.where(v.isfinite(), v.clamp(-largest, largest), v)
         if self.format.orders_tokens:
             positions = self.pool_positions[pages.long()]
             k, v = by_position(k, positions), by_position(v, positions)

@@ -16,19 +16,28 @@ import torch
 from lowbit_attn import tensor_file
 from lowbit_attn.precision import on_own_defaults
 
-VERSION = 1  # of the file: another number where the meaning of a tensor or field changes
+VERSION = 1  # of the tensors' meaning, in every hash of codes; tensor_file.py counts the versions of files
 ENTRIES = 256
 VEC_SIZES = (2, 4, 8)  # channels a code: 4, 2 and 1 bits
 ROPES = ("post", "pre")
 ROPE_TYPES = ("default", "linear", "llama3")  # transformers' rotary embeddings whose frequencies know no length
 TENSORS = ("k_entries", "v_entries", "k_order", "k_weights", "rope_inv_freq")
 KIND = "lowbit_attn codebooks"
+MOST_CHANNELS = 1 << 15  # of a head: k_order is int16
 _DTYPES = {"k_entries": torch.float16, "v_entries": torch.float16, "k_order": torch.int16, "k_weights": torch.float32,
            "rope_inv_freq": torch.float32}
+# Types of those entries of the metadata that anything reads: values, which may be None, and lists; others are free
+_NUMBER = (int, float)
+_METADATA = {"model": str, "config_hash": str, "weights_hash": str, "tokens": int, "held_out_tokens": int}
+_METADATA_LISTS = {"rope_type": str, "warnings": str, "logit_error": (*_NUMBER, type(None)),
+                   "value_error": (*_NUMBER, type(None)), "unused_entries": int}
 
 
 class CodebookFileError(ValueError):
     """A file that holds no codebooks which this version can read."""
+
+
+FILE = tensor_file.Kind(KIND, "codebooks", "lowbit-attn calibrate or Codebooks.save", CodebookFileError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,16 +74,15 @@ class Codebooks:
     @on_own_defaults
     def __post_init__(self):
         _detach(self)
+        if not isinstance(self.format, str):
+            raise ValueError(f"format: got {self.format!r}, supported: the name of a format")
         if self.version != VERSION:
             raise ValueError(f"version: got {self.version}, supported: {VERSION}; calibrate again with this version")
         if self.rope not in ROPES:
             raise ValueError(f"rope: got {self.rope!r}, supported: {', '.join(ROPES)}")
-        if not isinstance(self.head_dim, int) or self.head_dim < 2:
-            raise ValueError(f"head_dim: got {self.head_dim!r}, supported: 2 or more channels")
-        try:
-            json.dumps(self.metadata)
-        except TypeError as error:
-            raise ValueError(f"metadata: {error}, supported: what JSON can hold") from None
+        if not isinstance(self.head_dim, int) or not 2 <= self.head_dim <= MOST_CHANNELS:
+            raise ValueError(f"head_dim: got {self.head_dim!r}, supported: 2 to {MOST_CHANNELS} channels")
+        _check_metadata(self.metadata)
         if self.k_entries is None and self.v_entries is None:
             raise ValueError("k_entries, v_entries: got neither, supported: codebooks of K, of V or of both")
         for name in ("k_entries", "v_entries"):
@@ -86,7 +94,6 @@ class Codebooks:
             self._check_no_keys()
         else:
             self._fill_keys()
-            _check_order(self.k_order, self.head_dim)
             _check_weights(self.k_weights, self.head_dim, paired=self.rope == "pre")
         self._check_rope()
 
@@ -103,8 +110,13 @@ class Codebooks:
         order = torch.arange(self.head_dim).expand(shape) if self.k_order is None else self.k_order
         weights = torch.ones(shape) if self.k_weights is None else self.k_weights
         for name, x in (("k_order", order), ("k_weights", weights)):
-            if not isinstance(x, torch.Tensor) or x.shape != shape:
-                raise ValueError(f"{name}: got {_shape(x)}, supported: {list(shape)}")
+            wants_floats = _DTYPES[name].is_floating_point
+            if (not isinstance(x, torch.Tensor) or x.shape != shape or x.is_floating_point() != wants_floats
+                    or x.dtype == torch.bool):
+                raise ValueError(f"{name}: got {_shape(x)}, supported: {'floats' if wants_floats else 'integers'} "
+                                 f"{list(shape)}")
+            if name == "k_order":
+                _check_order(x, self.head_dim)
             object.__setattr__(self, name, x.detach().to("cpu", _DTYPES[name]).contiguous())
 
     def _check_rope(self) -> None:
@@ -114,7 +126,7 @@ class Codebooks:
                 raise ValueError("rope_inv_freq: got a tensor with rope='post', supported: None")
             return
         shape = [self.layers, self.head_dim // 2]
-        if not isinstance(freq, torch.Tensor) or list(freq.shape) != shape:
+        if not isinstance(freq, torch.Tensor) or list(freq.shape) != shape or not freq.is_floating_point():
             raise ValueError(f"rope_inv_freq: got {_shape(freq)}, supported with rope='pre': fp32 {shape}")
         if self.head_dim % 2 or not bool((freq.isfinite() & (freq >= 0)).all()):
             raise ValueError("rope_inv_freq: got negative or non-finite values or an odd head_dim, supported: radians "
@@ -163,27 +175,25 @@ class Codebooks:
     # ---- the file
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write one safetensors file, whole or not at all."""
-        about = {"kind": KIND, "version": str(self.version), "format": self.format, "rope": self.rope,
-                 "head_dim": str(self.head_dim), "hash": self.hash, "metadata": json.dumps(self.metadata)}
-        tensor_file.write(path, self.tensors, about)
+        """Write one safetensors file, whole or not at all; its hash covers the metadata, too."""
+        about = {"format": self.format, "rope": self.rope, "head_dim": str(self.head_dim),
+                 "metadata": tensor_file.text_of(self.metadata, "metadata")}
+        tensor_file.write(path, FILE, self.tensors, about)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Codebooks":
-        """Read a file of ``save``; FileNotFoundError, or CodebookFileError that says what is wrong with it."""
-        about, tensors = tensor_file.read(path, KIND, "codebooks", "lowbit-attn calibrate or Codebooks.save",
-                                          CodebookFileError)
-        if unknown := sorted(set(tensors) - set(TENSORS)):
-            raise CodebookFileError(f"codebooks: {str(path)!r} has tensors {unknown}, supported: {', '.join(TENSORS)}")
+        """Read a file of ``save``; FileNotFoundError, or CodebookFileError that says what is wrong with it.
+
+        A file of version 1 has a hash of the tensors alone: its metadata are checked for their types.
+        """
+        about, tensors = tensor_file.read(path, FILE)
         try:
-            found = cls(about["format"], about["rope"], int(about["head_dim"]),
-                        **{name: tensors.get(name) for name in TENSORS}, metadata=json.loads(about["metadata"]),
-                        version=int(about["version"]))
+            found = _made(cls, about, tensors)
         except KeyError as error:
             raise CodebookFileError(f"codebooks: {str(path)!r} does not say its {error}") from None
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # RuntimeError: shapes that torch cannot hold
             raise CodebookFileError(f"codebooks: {str(path)!r}: {error}") from None
-        if found.hash != about.get("hash"):
+        if about["version"] == tensor_file.UNHASHED and found.hash != about.get("hash"):
             raise CodebookFileError(f"codebooks: {str(path)!r} was changed after it was written: its contents do not "
                                     "have the hash that it names")
         return found
@@ -234,6 +244,18 @@ class LayerCodebooks:
         return moved
 
 
+def _made(cls: type[Codebooks], about: dict[str, str], tensors: dict[str, torch.Tensor]) -> Codebooks:
+    """Codebooks of what a file holds; KeyError for what it does not say, ValueError for what does not fit."""
+    format, rope, head_dim, metadata = (about[name] for name in ("format", "rope", "head_dim", "metadata"))
+    if unknown := sorted(set(tensors) - set(TENSORS)):
+        raise ValueError(f"it has tensors {unknown}, supported: {', '.join(TENSORS)}")
+    for name, x in tensors.items():
+        if x.dtype != _DTYPES[name]:
+            raise ValueError(f"{name}: got {_shape(x)}, supported: {_DTYPES[name]}")
+    return cls(format, rope, tensor_file.whole_number(head_dim, "head_dim", 2, MOST_CHANNELS),
+               **{name: tensors.get(name) for name in TENSORS}, metadata=tensor_file.value_of(metadata, "metadata"))
+
+
 def _detach(books: "Codebooks | LayerCodebooks") -> None:
     """Leave out of any graph what requires grad: graphs are not copied."""
     for name in TENSORS:
@@ -250,6 +272,22 @@ def _digest(books: Codebooks | LayerCodebooks) -> str:
     return digest.hexdigest()
 
 
+def _check_metadata(metadata) -> None:
+    """ValueError unless this is an object of JSON whose entries have the types with which they are read."""
+    if not isinstance(metadata, dict) or not all(isinstance(name, str) for name in metadata):
+        raise ValueError(f"metadata: got a {type(metadata).__name__}, supported: a dict by names")
+    tensor_file.text_of(metadata, "metadata")
+    for name, kind in _METADATA.items():
+        value = metadata.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"metadata: {name}: got {value!r:.60}, supported: {kind.__name__}")
+    for name, kinds in _METADATA_LISTS.items():
+        value = metadata.get(name, [])
+        if not isinstance(value, list | tuple) or not all(isinstance(x, kinds) for x in value):
+            names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+            raise ValueError(f"metadata: {name}: got {value!r:.60}, supported: a list of {names}")
+
+
 def _shape(x) -> str:
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
 
@@ -264,6 +302,8 @@ def _check_entries(name: str, entries, head_dim: int) -> None:
     if vec_size not in VEC_SIZES or count != ENTRIES:
         raise ValueError(f"{name}: got {count} entries of {vec_size} channels, supported: {ENTRIES} of "
                          f"{', '.join(map(str, VEC_SIZES))}")
+    if not min(entries.shape[:2]):
+        raise ValueError(f"{name}: got {_shape(entries)}, supported: one layer and one KV head or more")
     if groups * vec_size != head_dim:
         raise ValueError(f"{name}: got {groups} groups of {vec_size} channels, supported: head_dim = {head_dim} in all")
     if not bool(entries.isfinite().all()):

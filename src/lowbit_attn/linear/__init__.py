@@ -10,10 +10,10 @@ many rows W in chunks of 16 bits (lowbit_attn/linear_kernels.py); elsewhere all 
 
 from lowbit_attn.linear.formats import NAMES, format_named
 from lowbit_attn.linear.ldlq import proxy_error
-from lowbit_attn.linear.module import VersionError, VQLinear
+from lowbit_attn.linear.module import VersionError, VQLinear, WeightFileError
 from lowbit_attn.linear.published import from_aqlm, from_quip_sharp
 from lowbit_attn.linear.quantizer import quantize, quantize_together
 from lowbit_attn.linear.weight import VQWeight, linear
 
-__all__ = ["NAMES", "VQLinear", "VQWeight", "VersionError", "format_named", "from_aqlm", "from_quip_sharp", "linear",
-           "proxy_error", "quantize", "quantize_together"]
+__all__ = ["NAMES", "VQLinear", "VQWeight", "VersionError", "WeightFileError", "format_named", "from_aqlm",
+           "from_quip_sharp", "linear", "proxy_error", "quantize", "quantize_together"]

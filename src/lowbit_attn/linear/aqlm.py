@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from lowbit_attn.linear import kmeans
 from lowbit_attn.linear.formats import AQLM
 from lowbit_attn.linear.layouts import ceil_to
-from lowbit_attn.linear.ldlq import block_ldl, damped, ldlq
+from lowbit_attn.linear.ldlq import block_ldl, damped, ldlq, power_of_two
 
 VEC, BLOCK = 8, 128
 ROUNDS = 2  # assignments, each followed by a refit
@@ -68,10 +68,11 @@ def quantize(w: torch.Tensor, hessian: torch.Tensor, spec: AQLM, generator: torc
     width = ceil_to(k, VEC)
     moments = damped(pad(hessian, (0, width - k, 0, width - k)))
     lower, metric = block_ldl(moments, VEC)
-    scales = w.square().mean(1).sqrt()
-    scales = torch.where(scales > 0, scales, 1.0)
-    unit = pad(w, (0, width - k)) / scales[:, None]
-    weight = (scales / scales.square().mean().sqrt()).square()  # of a row's error in the whole
+    near = power_of_two(w.abs().amax(1))  # so that no square is too large or too small for fp32
+    shares = (w / near[:, None]).square().mean(1).sqrt()
+    scales = shares * near  # 0 for a row of zeros
+    unit = pad(w / near[:, None], (0, width - k)) / torch.where(shares > 0, shares, 1.0)[:, None]
+    weight = _row_weights(scales)
     books = _first_books(unit, metric, weight, spec, generator)
     for _ in range(ROUNDS):
         rounder = _BeamRounder(n, width, books, metric)
@@ -80,8 +81,16 @@ def quantize(w: torch.Tensor, hessian: torch.Tensor, spec: AQLM, generator: torc
     books = books.clamp(-65504, 65504).half()
     made = decode(rounder.codes, books.float())
     along, norm = ((made @ moments) * unit).sum(1), ((made @ moments) * made).sum(1)
-    scales = scales * torch.where(norm > 0, along / norm, 1.0)
+    scales = scales * torch.where(norm > 0, along / norm, 0.0)
     return spec.pack(rounder.codes, books, scales, k)
+
+
+def _row_weights(scales: torch.Tensor) -> torch.Tensor:
+    """How much the error of a row counts in that of the matrix: the square of its scale, with a mean of 1; a row of
+    zeros counts nothing."""
+    relative = scales / power_of_two(scales.max())
+    mean = relative.square().mean().sqrt()
+    return (relative / torch.where(mean > 0, mean, 1.0)).square()
 
 
 def decode(codes: torch.Tensor, books: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ class WeightFormat(ABC):
     books = 1
     book_size = 256
     row_multiple, column_multiple = 1, 8  # n and k are padded to multiples of them
+    # Of the largest weight of a matrix that is not zero. What has scales in fp32 decodes without overflow in between.
+    magnitudes = (2.0**-100, 2.0**64)
 
     def __init__(self, name: str):
         self.name = name
@@ -54,6 +56,13 @@ class WeightFormat(ABC):
     def multiply(self, x: torch.Tensor, planes: Planes, n: int, k: int) -> torch.Tensor:
         """x W^T, fp32 [m, n]; x fp32 [m, k]."""
         return x @ self.decode(planes, n, k).T
+
+    def check_magnitude(self, w: torch.Tensor) -> None:
+        """ValueError for finite weights which this format would decode to zeros or infinities."""
+        (least, most), largest = self.magnitudes, w.abs().max().item()
+        if largest and not least <= largest <= most:
+            raise ValueError(f"w: got values up to {largest:.3g}, supported by {self}: up to {most:.6g}, and not below "
+                             f"{least:.3g} unless all are 0")
 
     def _check_codes(self, codes: torch.Tensor) -> None:
         if codes.dim() != 3 or codes.shape[2] != self.books:
@@ -130,6 +139,7 @@ class GPTVQ(WeightFormat):
 
     vec_size = 4
     row_multiple, column_multiple = 256, 1024
+    magnitudes = (2.0**-18, 65504.0)  # entries are fp16 without a scale, in steps of 2^-24 near 0
 
     def shapes(self, n: int, k: int) -> Shapes:
         rows, columns = self.padded(n, k)

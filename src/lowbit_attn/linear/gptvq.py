@@ -49,7 +49,5 @@ def quantize(w: torch.Tensor, hessian: torch.Tensor, spec: GPTVQ, generator: tor
     width = ceil_to(k, VEC)
     lower, metric = block_ldl(damped(pad(hessian, (0, width - k, 0, width - k))), VEC)
     rounder = _TileRounder(n, width, metric, generator)
-    if w.abs().max() > torch.finfo(torch.half).max:
-        raise ValueError(f"w: got values up to {w.abs().max().item():.3g}, supported by {spec}: up to 65504")
     ldlq(pad(w, (0, width - k)), lower, VEC, TILE, rounder)
     return spec.pack(rounder.codes, rounder.codebooks, n, k)

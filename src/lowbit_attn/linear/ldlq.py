@@ -11,6 +11,8 @@ import torch
 
 DAMPING = 0.1  # of H's mean diagonal, added to it: best on held-out text; QuIP#'s 0.01 is for many more tokens
 
+ASYMMETRY = 1e-2  # of the largest entry of H: what sums in another order may differ by, and far more
+
 
 class Rounder(Protocol):
     """What rounds one block of columns. ``begin`` sees the targets of the next columns first..last - 1 at once."""
@@ -18,6 +20,30 @@ class Rounder(Protocol):
     def begin(self, first: int, last: int, target: torch.Tensor) -> None: ...
 
     def round(self, column: int, target: torch.Tensor) -> torch.Tensor: ...
+
+
+def power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The least power of two above each value of x, finite and not negative; 1 for 0. Division by it is exact."""
+    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent)
+
+
+def checked_moments(hessian: torch.Tensor) -> torch.Tensor:
+    """H fp32 [k, k], scaled so that its largest entry is near 1; ValueError where it cannot be E[x x^T].
+
+    Only what costs little is checked here; ``block_ldl`` finds other matrices that are not positive semidefinite.
+    """
+    diagonal, largest = hessian.diagonal(), hessian.abs().max()
+    if (diagonal < 0).any():
+        raise ValueError(f"hessian: got {diagonal.min().item():.3g} on its diagonal, supported: a positive "
+                         "semidefinite matrix, whose diagonal has no negative entries")
+    if largest > 0 and not diagonal.any():
+        raise ValueError("hessian: got a diagonal of zeros beside other entries, supported: a positive semidefinite "
+                         "matrix")
+    hessian = hessian / power_of_two(largest)
+    if (asymmetry := (hessian - hessian.T).abs().max().item()) > ASYMMETRY:
+        raise ValueError(f"hessian: got entries that differ from those across the diagonal by {asymmetry:.3g} of the "
+                         f"largest, supported: a symmetric matrix, up to {ASYMMETRY:g}")
+    return hessian
 
 
 def damped(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
@@ -28,8 +54,15 @@ def damped(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
 
 
 def block_ldl(hessian: torch.Tensor, vec: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(L fp32 [k, k], D fp32 [k / vec, vec, vec]) of a positive definite H [k, k]: H = L D L^T, L's diagonal 1."""
-    lower = torch.linalg.cholesky(hessian.double())
+    """(L fp32 [k, k], D fp32 [k / vec, vec, vec]) of a positive definite H [k, k]: H = L D L^T, L's diagonal 1.
+
+    ValueError for another H.
+    """
+    try:
+        lower = torch.linalg.cholesky(hessian.double())
+    except torch.linalg.LinAlgError:
+        raise ValueError("hessian: got a matrix with negative eigenvalues, supported: a positive semidefinite one, as "
+                         "E[x x^T] is") from None
     blocks = len(hessian) // vec
     diagonal = lower.reshape(blocks, vec, blocks, vec).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     unit = lower.reshape(-1, blocks, vec).transpose(0, 1) @ torch.linalg.inv(diagonal)

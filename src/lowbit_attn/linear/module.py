@@ -13,6 +13,10 @@ class VersionError(ValueError):
     """Saved weights are of another layout version, format or shape than the module that reads them."""
 
 
+class WeightFileError(ValueError):
+    """Files of a quantized model that are damaged, or of which a part is missing or does not fit the others."""
+
+
 class VQLinear(nn.Module):
     """y = x W^T + bias over a VQWeight: the drop-in for ``nn.Linear`` in inference.
 
@@ -63,11 +67,14 @@ class VQLinear(nn.Module):
 
     def check_header(self, header: torch.Tensor | None = None) -> None:
         """VersionError unless a header, by default this module's own, says what the module is."""
-        got, mine = (self.header if header is None else header).tolist(), self._header()
-        if got == mine:
+        header, mine = self.header if header is None else header, self._header()
+        if header.is_floating_point() or header.is_complex() or header.shape != (len(mine),):
+            raise VersionError(f"weights: got a header {header.dtype} {list(header.shape)}, supported: int32 "
+                               f"[{len(mine)}]; quantize the model again")
+        if (got := header.tolist()) == mine:
             return
-        if len(got) != len(mine) or got[0] != VERSION:
-            raise VersionError(f"weights: got layout version {got[0] if got else 'none'}, supported: {VERSION}; "
+        if got[0] != VERSION:
+            raise VersionError(f"weights: got layout version {got[0]}, supported: {VERSION}; "
                                "quantize the model again")
         name = NAMES[got[1]] if 0 <= got[1] < len(NAMES) else f"format {got[1]}"
         raise VersionError(f"weights: got {name} of {got[2]} x {got[3]}, supported by this module: {self.format} of "

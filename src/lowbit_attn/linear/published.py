@@ -37,9 +37,10 @@ def from_aqlm(state: Mapping[str, torch.Tensor]) -> VQWeight:
         if not values.float().isfinite().all():
             raise ValueError(f"{name}: got a NaN or an infinity, supported: finite values")
     codebooks, unit = _to_half(codebooks[:, :, 0].float())
-    k = codes.shape[1] * 8
-    planes = format_named(AQLM_FORMATS[books, size]).pack(codes.long() % size, codebooks,
-                                                          scales.float().flatten() * unit, k)
+    k, scales = codes.shape[1] * 8, scales.float().flatten() * unit
+    if not scales.isfinite().all():
+        raise ValueError("codebooks, scales: got weights beyond fp32, supported: finite weights")
+    planes = format_named(AQLM_FORMATS[books, size]).pack(codes.long() % size, codebooks, scales, k)
     return VQWeight(AQLM_FORMATS[books, size], codes.shape[0], k, planes)
 
 
@@ -67,6 +68,8 @@ def from_quip_sharp(state: Mapping[str, torch.Tensor],
                          + ", ".join(f"{number} ({name})" for number, (name, _) in QUIP_STAGES.items()))
     if state.get("A") is not None or state.get("B") is not None:
         raise ValueError("state: got low-rank tensors A and B, supported: layers without them")
+    if not 0 < residual_scale < math.inf:
+        raise ValueError(f"residual_scale: got {residual_scale}, supported: a positive finite number")
     name, stages = QUIP_STAGES[ident]
     n, k = sv.numel(), su.numel()
     if codes.dtype != torch.int64 or tuple(codes.shape) != (n, k // 32 * stages) or n % 16 or k % 64:

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 from lowbit_attn.linear import aqlm, e8p, gptvq, hadamard
 from lowbit_attn.linear.formats import AQLM, E8P, GPTVQ, format_named
 from lowbit_attn.linear.layouts import ceil_to
-from lowbit_attn.linear.ldlq import block_ldl, damped, ldlq
+from lowbit_attn.linear.ldlq import block_ldl, checked_moments, damped, ldlq, power_of_two
 from lowbit_attn.linear.weight import VQWeight
 from lowbit_attn.precision import full_precision
 
@@ -17,8 +17,10 @@ def quantize(w: torch.Tensor, format: str, hessian: torch.Tensor | None = None, 
     """W [n, k], fp16, bf16 or fp32, in a format of ``NAMES``, on W's device.
 
     hessian: E[x x^T] of the layer's inputs x, [k, k], any scale; None: all inputs count alike. seed: of the random
-    signs and of k-means' start; equal calls give equal weights. aqlm_1x16 is read, not made. Raises ValueError for
-    shapes, NaN or infinities that do not fit, NotImplementedError for aqlm_1x16.
+    signs and of k-means' start; equal calls give equal weights. aqlm_1x16 is read, not made. Zeros stay zeros in a
+    matrix, and in a row of AQLM, that has nothing else. Raises ValueError for shapes, NaN or infinities that do not
+    fit, for weights that are smaller or larger than the format holds, and for a hessian that is not positive
+    semidefinite; NotImplementedError for aqlm_1x16.
     """
     return quantize_together([w], format, hessian, seed)[0]
 
@@ -42,10 +44,12 @@ def quantize_together(ws: list[torch.Tensor], format: str, hessian: torch.Tensor
             raise ValueError(f"{name}: got shape {list(values.shape)}, supported: [{'n' if name == 'w' else k}, {k}]")
         if not values.isfinite().all():
             raise ValueError(f"{name}: got a NaN or an infinity, supported: finite values")
+    for w in ws:
+        spec.check_magnitude(w)
     if isinstance(spec, AQLM) and spec.book_size > 4096:
         raise NotImplementedError(f"format: got {format!r}, supported: e8p4, e8p2, gptvq2, aqlm_2x8, aqlm_2x12; "
                                   f"{format} is read from published checkpoints (from_aqlm), not made here")
-    ws, hessian = [w.detach().float() for w in ws], hessian.detach().float().to(ws[0].device)
+    ws, hessian = [w.detach().float() for w in ws], checked_moments(hessian.detach().float().to(ws[0].device))
     with torch.device("cpu"), full_precision(hessian.device.type):  # generators are the CPU's
         if isinstance(spec, E8P):
             made = _quantize_e8p(ws, hessian, spec, torch.Generator().manual_seed(seed))
@@ -82,12 +86,13 @@ def _quantize_e8p(ws: list[torch.Tensor], hessian: torch.Tensor, spec: E8P, gene
     lower, _ = block_ldl(damped(pad(moments, (0, width - columns, 0, width - columns)), e8p.DAMPING), 8)
     rotated, scales, out_scales = [], [], []
     for w in ws:
-        n = len(w)
+        n, unit = len(w), power_of_two(w.abs().max())
         out_scales.append(_signs(n, generator).to(w))
-        turned = _both_sides(pad(out_scales[-1][:, None] * w * in_scale, (0, columns - k, 0, spec.sides(n, k)[0] - n)))
+        signed = out_scales[-1][:, None] * (w / unit) * in_scale
+        turned = _both_sides(pad(signed, (0, columns - k, 0, spec.sides(n, k)[0] - n)))
         scale = turned.square().mean().sqrt() / e8p.SCALE
-        scales.append(torch.where(scale > 0, scale, 1.0))
-        rotated.append(pad(turned / scales[-1], (0, width - columns)))
+        scales.append(scale * unit)  # 0 for a matrix of zeros: the lattice has no point there
+        rotated.append(pad(turned / torch.where(scale > 0, scale, 1.0), (0, width - columns)))
     rows = [len(turned) for turned in rotated]
     rounder = _LatticeRounder(sum(rows), width, spec.stages, hessian.device)
     ldlq(torch.cat(rotated), lower, 8, BLOCK, rounder)
