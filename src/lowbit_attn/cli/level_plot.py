@@ -61,7 +61,7 @@ def read(network, ids: torch.Tensor, options: dict) -> dict[int, LevelCounts]:
     from lowbit_attn import quality
     from lowbit_attn.integrations.hf import CACHE_ARGUMENT
 
-    cache = quality.new_cache(options)
+    cache = quality.new_cache(options, network, ids.shape[1])
     quality.use_cache_kind(network, options)
     with progress.bar(console(), "tokens") as bar, torch.inference_mode():
         reading = bar.add_task("reading", total=ids.shape[1])

@@ -78,7 +78,7 @@ def generate(
     if not ids.shape[1]:
         fail("prompt: got no tokens, supported: one or more")
     books.check_prompt(options, ids.shape[1])
-    cache = scoring.new_cache(options)
+    cache = scoring.new_cache(options, network, ids.shape[1] + tokens)
     scoring.use_cache_kind(network, options)
     start = time.perf_counter()
     with torch.inference_mode():
