@@ -134,18 +134,26 @@ _structures: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def of_model(model: torch.nn.Module) -> Structure:
-    """The structure of a transformers model; ValueError where it cannot be seen."""
+    """The structure of a transformers model; ValueError where it cannot be seen.
+
+    Looked at once a model: its shapes without its weights, or where its code needs weights, itself.
+    """
     if model not in _structures:
-        _structures[model] = _structure(model.config, [lambda: type(model)(_plain(model.config))])
+        try:
+            found = _of_first(model.config, [lambda: type(model)(_plain(model.config))])
+        except ValueError:
+            with _eager(model):
+                found = _structure(model.config, model, [])
+        _structures[model] = found
     return _structures[model]
 
 
 def of_config(config) -> Structure:
     """The structure of the language model that transformers makes of a configuration; ValueError where it makes none,
     or where the layers' shapes cannot be seen."""
-    return _structure(config, [lambda: AutoModelForCausalLM.from_config(_plain(text_config(config))),
-                               lambda: AutoModelForCausalLM.from_config(_plain(config)),
-                               lambda: AutoModel.from_config(_plain(text_config(config)))])
+    return _of_first(config, [lambda: AutoModelForCausalLM.from_config(_plain(text_config(config))),
+                              lambda: AutoModelForCausalLM.from_config(_plain(config)),
+                              lambda: AutoModel.from_config(_plain(text_config(config)))])
 
 
 def attention_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -179,9 +187,33 @@ def _plain(config):
     return config
 
 
-def _structure(config, makers: list[Callable[[], torch.nn.Module]]) -> Structure:
+@contextmanager
+def _eager(model: torch.nn.Module) -> Iterator[None]:
+    """Within, the model attends by its own code."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _of_first(config, makers: list[Callable[[], torch.nn.Module]]) -> Structure:
+    """The structure of the first model that can be made on the meta device."""
     reasons = []
-    model = _first_made(makers, reasons)
+    for make in makers:
+        try:
+            with torch.device("meta"):
+                model = make().to(torch.bfloat16).eval()  # experts of fused products take no fp32
+        except Exception as error:  # of the model type's own code, of any class
+            reasons.append(error)
+        else:
+            return _structure(config, model, [])
+    return _structure(config, None, reasons)
+
+
+def _structure(config, model: torch.nn.Module | None, reasons: list[Exception]) -> Structure:
+    """What one short step of a model shows; reasons: why there is none."""
     try:
         kinds = kinds_of(config)  # after the model, whose code may bring cache layers of its own
     except Exception as error:  # of the model type's own code, of any class
@@ -205,20 +237,6 @@ def _structure(config, makers: list[Callable[[], torch.nn.Module]]) -> Structure
                      context)
 
 
-def _first_made(makers: list[Callable[[], torch.nn.Module]], reasons: list[Exception]) -> torch.nn.Module | None:
-    """The first model that can be made, on the meta device; why others could not goes to ``reasons``."""
-    for make in makers:
-        try:
-            with torch.device("meta"):
-                model = make().to(torch.bfloat16).eval()  # experts of fused products take no fp32
-        except Exception as error:  # of the model type's own code, of any class
-            reasons.append(error)
-        else:
-            reasons.clear()
-            return model
-    return None
-
-
 def _layer(index: int, kind: Kind, config, key: torch.Size, value: torch.Size) -> Layer:
     heads = getattr(config, "num_attention_heads", None)
     heads = heads if isinstance(heads, int) and heads > 0 and heads % key[1] == 0 else key[1]
@@ -236,7 +254,7 @@ class _Notes:
 
 
 def _noted(model: torch.nn.Module, config, wanted: set[int], reasons: list[Exception]) -> _Notes:
-    """What the layers of a model on the meta device bring to transformers' cache, or to the model's own class of it."""
+    """What the layers of a model bring to transformers' cache, or to the model's own class of it."""
     notes = _Notes(DynamicCache)
     try:
         _step(model, DynamicCache(config=config), notes)
@@ -247,7 +265,7 @@ def _noted(model: torch.nn.Module, config, wanted: set[int], reasons: list[Excep
     if notes.shapes or not wanted:
         return notes
     try:  # without a cache, for which the model makes its own
-        own = getattr(model(input_ids=_tokens(), use_cache=True), CACHE_ARGUMENT, None)
+        own = getattr(model(input_ids=_tokens(model), use_cache=True), CACHE_ARGUMENT, None)
         if isinstance(own, DynamicCache) and type(own) is not DynamicCache:
             notes = _Notes(type(own))
             _step(model, own, notes)
@@ -256,8 +274,8 @@ def _noted(model: torch.nn.Module, config, wanted: set[int], reasons: list[Excep
     return notes
 
 
-def _tokens() -> torch.Tensor:
-    return torch.zeros(1, STEP, dtype=torch.long, device="meta")
+def _tokens(model: torch.nn.Module) -> torch.Tensor:
+    return torch.zeros(1, STEP, dtype=torch.long, device=model.device)
 
 
 def _step(model: torch.nn.Module, cache, notes: _Notes) -> None:
@@ -272,7 +290,7 @@ def _step(model: torch.nn.Module, cache, notes: _Notes) -> None:
     cache.update = noted
     try:
         with _running(model, running), torch.no_grad():
-            model(input_ids=_tokens(), use_cache=True, **{CACHE_ARGUMENT: cache})
+            model(input_ids=_tokens(model), use_cache=True, **{CACHE_ARGUMENT: cache})
     finally:
         notes.layers = cache.layers
 

@@ -1,6 +1,7 @@
 """Reads the shape of a model's attention from its config.json, by way of transformers' own classes."""
 
 import copy
+import inspect
 import json
 import re
 from collections import Counter
@@ -137,8 +138,9 @@ def _config(file: Path, whole: dict):
     stated = {name: value for name, value in _entries(whole) if value}
     if unknown := _not_understood(text, stated.keys()):
         name = unknown[0]
-        raise ValueError(f"{name}: got {_short(stated[name])} in {file}, a key that {type(text).__name__} of transformers "
-                         f"{transformers.__version__} does not know, so which layers keep K and V is not certain; "
+        raise ValueError(f"{name}: got {_short(stated[name])} in {file}, a key that {type(text).__name__} of "
+                         f"transformers {transformers.__version__} does not know, so which layers keep K and V is not "
+                         "certain; "
                          f"supported: the keys of the model type {text.model_type}, {BY_HAND}")
     return config
 
@@ -167,8 +169,15 @@ def _not_understood(config, stated: Set[str]) -> list[str]:
     """Keys of the file that a configuration only carries along, and that may concern its cache."""
     known = {name for cls in type(config).__mro__ for name in (*vars(cls), *getattr(cls, "__annotations__", ()))}
     known |= set(getattr(type(config), "attribute_map", {}))
-    return sorted(name for name in vars(config) if name in stated - known
-                  and SHAPES.search(name) and not SHAPELESS.search(name))
+    return sorted(name for name in vars(config) if name in stated - known and SHAPES.search(name)
+                  and not SHAPELESS.search(name) and not _is_read(type(config), name))
+
+
+def _is_read(cls: type, name: str) -> bool:
+    """Whether the code of a model type asks for a key that its configuration does not declare."""
+    folder = Path(inspect.getfile(cls)).parent
+    asked = re.compile(rf"[\"']{re.escape(name)}[\"']|config\.{re.escape(name)}\b|self\.{re.escape(name)}\b")
+    return any(asked.search(path.read_text(encoding="utf-8")) for path in folder.glob("*.py"))
 
 
 def _check_layer(file: Path, config, layer) -> None:
