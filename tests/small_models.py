@@ -1,4 +1,4 @@
-"""Models of every type that transformers has, made small: configurations whose sizes are cut and whose layers are not."""
+"""Models of transformers' types made small: configurations whose sizes are cut, and whose layers differ as before."""
 
 import inspect
 
@@ -17,7 +17,8 @@ SIZES = dict(hidden_size=64, d_model=64, n_embd=64, intermediate_size=32, ffn_di
 MORE = {  # model type: what differs, so that it is small and a step of few tokens is no special case
     "bamba": dict(num_hidden_layers=6, attn_layer_indices=[2, 5]), "bloom": dict(n_layer=2),
     "falcon": dict(num_hidden_layers=2, multi_query=True, new_decoder_architecture=False),
-    "falcon_h1": dict(num_hidden_layers=2, mamba_n_heads=2), "gemma2": dict(num_hidden_layers=4), "gemma3_text": dict(num_hidden_layers=7),
+    "falcon_h1": dict(num_hidden_layers=2, mamba_n_heads=2), "gemma2": dict(num_hidden_layers=4),
+    "gemma3_text": dict(num_hidden_layers=7),
     "gemma3n_text": dict(num_hidden_layers=10, num_kv_shared_layers=4, intermediate_size=[32] * 10, laurel_rank=8,
                          layer_types=["sliding_attention"] * 4 + ["full_attention"] + ["sliding_attention"] * 4
                          + ["full_attention"], activation_sparsity_pattern=[0.0] * 10),
@@ -30,7 +31,8 @@ MORE = {  # model type: what differs, so that it is small and a step of few toke
                   mamba_dt_rank=8),
     "lfm2": dict(num_hidden_layers=4, full_attn_idxs=[1, 3]), "llama": dict(num_hidden_layers=2),
     "llama4_text": dict(num_hidden_layers=4, intermediate_size_mlp=32), "minimax": dict(num_hidden_layers=4),
-    "mistral": dict(num_hidden_layers=2), "mixtral": dict(num_hidden_layers=2), "mpt": dict(n_layers=2, max_seq_len=256),
+    "mistral": dict(num_hidden_layers=2), "mixtral": dict(num_hidden_layers=2),
+    "mpt": dict(n_layers=2, max_seq_len=256),
     "nemotron_h": dict(hybrid_override_pattern="M-M*-M*-", chunk_size=16, expand=1),
     "olmo_hybrid": dict(num_hidden_layers=4), "opt": dict(num_hidden_layers=2, word_embed_proj_dim=64),
     "phi3": dict(num_hidden_layers=2), "qwen2": dict(num_hidden_layers=4, use_sliding_window=True, max_window_layers=2),

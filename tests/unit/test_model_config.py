@@ -79,8 +79,8 @@ def test_sliding_layers(folder, values, sliding):
 
 
 HYBRIDS = {
-    "qwen3_next": (dict(num_attention_heads=16, num_key_value_heads=2, head_dim=256, num_hidden_layers=48, hidden_size=2048,
-                        full_attention_interval=4), 12, 36),
+    "qwen3_next": (dict(num_attention_heads=16, num_key_value_heads=2, head_dim=256, num_hidden_layers=48,
+                        hidden_size=2048, full_attention_interval=4), 12, 36),
     "nemotron_h": (dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_size=4096,
                         hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"), 4, 48),
     "jamba": (dict(num_hidden_layers=32, attn_layer_period=8, attn_layer_offset=4), 4, 28),
@@ -108,7 +108,7 @@ def test_layers_of_several_shapes(folder):
     assert shape.mixed == (LayerGroup(2, 4, 2, 64, 512), LayerGroup(2, 4, 1, 128))
     rows = json.loads(run("--model", where, "--ctx", "4K", "--format", "k8v8", "--json").output)["rows"]
     wide = [2 * budget.sequence_bytes(fmt, 1, 128, 4096) for fmt in (None, FORMATS["k8v8"])]
-    assert [row["cache_gb"] * 1e9 for row in rows] == pytest.approx([one + 2 * 4 * 2 * 64 * 511 * 2 for one in wide])
+    assert [row["cache_gb"] * 1e9 for row in rows] == pytest.approx([one + 2 * 2 * 2 * 64 * 511 * 2 for one in wide])
     shown = run("--model", where, "--ctx", "4K").output
     assert "2 of them with a sliding window of 512 tokens, 4 query heads, 2 KV heads, head_dim 64" in shown
     assert "kv-heads: got 3" not in shown and "num_heads_kv: got 3" in run("--model", where, "--kv-heads", 3).output
@@ -126,7 +126,8 @@ def test_layers_of_several_shapes(folder):
     ({"model_type": "minimax", "attn_type_list": [0, 1]}, "attn_type_list: got [0, 1] in "),
     ({**LLAMA, "sliding_window": 512}, "sliding_window: got 512 in "),
     ({**LLAMA, "model_type": ["llama"]}, "model_type: got ['llama'] in "),
-    ({**LLAMA, "model_type": None}, "model_type: got None in "), ({"model_type": "nobody"}, "model_type: got 'nobody' in "),
+    ({**LLAMA, "model_type": None}, "model_type: got None in "),
+    ({"model_type": "nobody"}, "model_type: got 'nobody' in "),
     ({"model_type": "deepseek_v3", "num_hidden_layers": 2}, "latent attention (kv_lora_rank), supported"),
     ({"model_type": "mimo_v2_flash", "num_hidden_layers": 2}, "K of 192 channels and V of 128, supported"),
     ({"model_type": "mamba2", "num_hidden_layers": 2}, "no layer brings K and V to a cache"),

@@ -68,7 +68,8 @@ def test_sixteen_bits_are_sixteen(case):
 
 
 @pytest.mark.parametrize("kind, names", [
-    ("llama", {FULL}), ("mistral", {SLIDING}), ("llama4_text", {FULL, CHUNKED}), ("gemma3n_text", {FULL, SLIDING, SHARED}),
+    ("llama", {FULL}), ("mistral", {SLIDING}), ("llama4_text", {FULL, CHUNKED}),
+    ("gemma3n_text", {FULL, SLIDING, SHARED}),
     ("qwen3_next", {FULL, STATE}), ("gemma4_text", {FULL, SLIDING, SHARED})])
 def test_kinds(kind, names):
     assert {one.name for one in model_layers.kinds_of(small(kind))} == names

@@ -22,7 +22,7 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
-     "entries", "cache.view", "progress", "tensor_file"),
+     "entries", "cache.view", "progress", "tensor_file", "model_layers"),
     ("codebooks", "formats", "linear", "reference"),
     ("cache.rope",),
     ("cache.attached", "cache.significance", "levels.frames"),

@@ -120,8 +120,8 @@ def _config(file: Path, whole: dict):
     try:
         import transformers
     except ImportError:
-        raise ValueError(f"model: transformers is not installed, and its classes alone know which layers of {file} keep "
-                         f"K and V; supported: pip install 'lowbit-attn[hf]', {BY_HAND}") from None
+        raise ValueError(f"model: transformers is not installed, and its classes alone know which layers of {file} "
+                         f"keep K and V; supported: pip install 'lowbit-attn[hf]', {BY_HAND}") from None
     kind = whole.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise ValueError(f"model_type: got {_short(kind)} in {file}, which transformers {transformers.__version__} "
