@@ -57,8 +57,8 @@ def check(config, layer, q_len: int, pads: Sequence[int] | None) -> None:
     if switch is not None and not starts_behind and not stays_before:
         raise NotImplementedError(f"LowBitCache: this model's rotary embedding (rope_type longrope) turns all keys "
                                   f"otherwise once a sequence has more than {switch:,} tokens, and keys that are "
-                                  f"stored are not turned again; supported: LowBitCache(..., max_seqlen={switch}) or less, or "
-                                  f"prompts of more than {switch:,} tokens in one call")
+                                  f"stored are not turned again; supported: LowBitCache(..., max_seqlen={switch}) or "
+                                  f"less, or prompts of more than {switch:,} tokens in one call")
     _check_shapes(config, layer)
 
 
@@ -73,5 +73,5 @@ def _check_shapes(config, layer) -> None:
         layer.format.check(head_dim) if isinstance(layer.format, Levels) else layer.format.record(head_dim)
     if isinstance(layer.format, Levels) and len(head_dims) > 1:
         raise NotImplementedError(f"LowBitCache: levels {layer.format} share pages over layers, and this model's "
-                                  f"layers have head_dims {', '.join(map(str, sorted(head_dims)))}; supported: one head_dim, "
-                                  "or a format without levels")
+                                  f"layers have head_dims {', '.join(map(str, sorted(head_dims)))}; supported: one "
+                                  "head_dim, or a format without levels")
