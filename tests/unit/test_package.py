@@ -23,7 +23,7 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 LAYERS = (
     ("atomic_file",),
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
-     "entries", "cache.view", "progress", "tensor_file", "dealing"),
+     "entries", "cache.view", "progress", "tensor_file", "dealing", "model_layers"),
     ("agreement", "codebooks", "formats", "linear", "reference"),
     ("cache.rope",),
     ("cache.attached", "cache.significance", "levels.frames"),

@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -33,6 +35,15 @@ def fail(error: Exception | str, status: int = 2) -> NoReturn:
     """End the command with a message and no traceback."""
     typer.echo(f"error: {error.args[0] if isinstance(error, KeyError) else error}", err=True)
     raise typer.Exit(status)
+
+
+@contextmanager
+def told_refusals(what: str) -> Iterator[None]:
+    """End the command, with what a model or its cache refuses and no traceback, where the calls within refuse it."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        fail(f"{what}: {error}")
 
 
 def format_named(name: str) -> Format:

@@ -12,7 +12,7 @@ import typer
 
 from lowbit_attn import progress
 from lowbit_attn.cli import books, recall
-from lowbit_attn.cli.common import check_writable, console, fail, format_named, table, tell_builds
+from lowbit_attn.cli.common import check_writable, console, fail, format_named, table, tell_builds, told_refusals
 from lowbit_attn.demo.model import DEMO
 from lowbit_attn.formats import Format, levels
 from lowbit_attn.layout import PAGE_TOKENS
@@ -78,10 +78,10 @@ def generate(
     if not ids.shape[1]:
         fail("prompt: got no tokens, supported: one or more")
     books.check_prompt(options, ids.shape[1])
-    cache = scoring.new_cache(options)
+    cache = scoring.new_cache(options, network, ids.shape[1] + tokens)
     scoring.use_cache_kind(network, options)
     start = time.perf_counter()
-    with torch.inference_mode():
+    with told_refusals("model"), torch.inference_mode():
         out = network.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: cache}, do_sample=False,
                                max_new_tokens=tokens, pad_token_id=0)
     new, seconds = out.shape[1] - ids.shape[1], time.perf_counter() - start
@@ -164,7 +164,7 @@ def quality(
     for options in cases.values():
         books.check_prompt(options, ids.shape[1] - 1)
     out = console()
-    with progress.bar(out, "tokens") as bar:
+    with told_refusals("model"), progress.bar(out, "tokens") as bar:
         reading = bar.add_task("reading", total=ids.shape[1])
         scores = scoring.compare(network, ids, cases, lambda count: bar.advance(reading, count))
     out.print(_quality_table(scores, lambda nbytes: scoring.measured_bits(network, nbytes, ids.shape[1])))
