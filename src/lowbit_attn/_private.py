@@ -1,4 +1,4 @@
-"""Private names of torch and Python: all that are used, each beside the public way to the same answer.
+"""Private names of torch, transformers and Python: all that are used, each beside the public way to the same answer.
 
 They save microseconds of a decode call. Where a version lacks one, the public way is taken. Of the DSLs none is used.
 Memory that GPUs of a host share has no public way: ``shared_words`` raises where a version lacks it.
@@ -78,3 +78,12 @@ def environment(name: str) -> Callable[[], bytes | None]:
     """
     get, encode = _find(os.environ, "_data.get"), _find(os.environ, "encodekey")
     return partial(get, encode(name)) if get and encode else partial(os.environb.get, os.fsencode(name))
+
+
+def wrap(owner: type, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """Put what ``wrapper`` makes of a private method in its place.
+
+    For what no public name tells. A class that lacks the method is left as it is.
+    """
+    if (method := getattr(owner, name, None)) is not None:
+        setattr(owner, name, wrapper(method))
