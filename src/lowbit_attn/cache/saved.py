@@ -12,7 +12,7 @@ import torch
 from lowbit_attn import tensor_file
 from lowbit_attn.cache import significance
 from lowbit_attn.cache.attached import check_identity, identity
-from lowbit_attn.checks import LayoutMismatchError
+from lowbit_attn.errors import CacheFileError, LayoutMismatchError
 
 KIND = "lowbit_attn KV cache"
 VERSION = 1  # of the file: another number where the meaning of a tensor or entry changes
@@ -20,10 +20,6 @@ NUMBERS = ("num_pages", "num_heads_kv", "head_dim", "sinks", "max_batch", "max_q
 SWITCHES = ("range_search", "saturate", "rotate_keys")
 SWITCHED = {"None": None, "True": True, "False": False}
 TOKENS = ("sink_k", "sink_v", "ring_k", "ring_v")
-
-
-class CacheFileError(ValueError):
-    """A file that holds no cache which this version can read."""
 
 
 class _MisfitError(Exception):

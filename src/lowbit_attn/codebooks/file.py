@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from lowbit_attn import tensor_file
+from lowbit_attn.errors import CodebookFileError
 from lowbit_attn.precision import on_own_defaults
 
 VERSION = 1  # of the file: another number where the meaning of a tensor or field changes
@@ -25,10 +26,6 @@ TENSORS = ("k_entries", "v_entries", "k_order", "k_weights", "rope_inv_freq")
 KIND = "lowbit_attn codebooks"
 _DTYPES = {"k_entries": torch.float16, "v_entries": torch.float16, "k_order": torch.int16, "k_weights": torch.float32,
            "rope_inv_freq": torch.float32}
-
-
-class CodebookFileError(ValueError):
-    """A file that holds no codebooks which this version can read."""
 
 
 @dataclass(frozen=True, eq=False)

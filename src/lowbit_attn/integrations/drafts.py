@@ -1,10 +1,10 @@
 """Assisted generation over a LowBitCache: drafts are read as if each had come alone, and any of them is taken back.
 
-transformers brings the drafts of a step in one forward call, behind the last token that was accepted or behind the whole
-prompt, and crops those that the model rejects. A layer reads them in parts: a part ends where a block of the pages is
-full, so that the next part reads the block as a step without drafts would, packed. Under a window, and for formats that
-follow the queries, a part is one token. A crop into packed blocks restores what the layer held in 16 bit before the
-drafts and stores the accepted ones again.
+transformers brings the drafts of a step in one forward call, behind the last accepted token or behind the whole prompt,
+and crops those that the model rejects. A layer reads them in parts: a part ends where a block of the pages is full, so
+that the next part reads the block as a step without drafts would, packed. Under a window, and for formats that follow
+the queries, a part is one token. A crop into packed blocks restores what the layer held in 16 bit before the drafts and
+stores the accepted ones again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +48,9 @@ class Recording:
 
 @dataclass(frozen=True)
 class Step:
-    """New tokens of a layer: k, v, query [batch, heads, tokens, head_dim]; options: as the model asked; pads: how many of
-    all tokens up to these are padding, or of more; position_ids [.., tokens], where the model says them."""
+    """New tokens of a layer: k, v, query [batch, heads, tokens, head_dim] and position_ids [.., tokens], if the model
+    says them; options: as the model asked; pads: padding at the start of each row, which may end behind these tokens.
+    """
 
     k: torch.Tensor
     v: torch.Tensor

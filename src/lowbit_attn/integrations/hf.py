@@ -64,10 +64,10 @@ class LowBitCache(Cache):
         format: a name of FORMATS ("k4v4", "k2v2-vg32", ...) or a Format; or a name of two precision levels ("lean",
             "lean-low", "k4v4+k2v2-high10", ...), whose significant tokens are in the first format (docs/leankv.md).
         sinks, range_search, rotate_keys, saturate: as in KVCache; sinks None: the format's own (Kitty's: 32).
-        max_q_len: one more than the tokens that ``crop`` may take back at any time: so many recent tokens stay in 16 bit
-            at least. Assisted generation and prompt lookup need none of it: they take back any number of drafts, but
-            with codebooks, boosted values and levels, which ask for 2 or more (codebooks="prompt" and levels: for one
-            more than the drafts of a step).
+        max_q_len: one more than the tokens that ``crop`` may take back at any time: so many recent tokens stay in 16
+            bit at least. Assisted generation and prompt lookup take back any number of drafts without it. Formats with
+            codebooks or boosted values ask for 2 or more there; levels and codebooks="prompt" for one more than the
+            drafts of a step.
         max_seqlen: longest sequence, allocated at once and never moved; None: the pools double when they are full.
         codebooks: for formats that need them ("cq2", ...): a file of ``lowbit-attn calibrate``, Codebooks, or "prompt":
             each row learns its own from its first 1,024 tokens or more, which stay in 16 bit until then; of keys before
@@ -165,9 +165,9 @@ class LowBitCache(Cache):
         if not self.keeps_drafts:
             return
         if (drafts := min(self.drafted, new - 1)) > self.max_drafts:
-            raise NotImplementedError(f"max_q_len: got {self.max_drafts + 1} and {drafts} drafts in one step, supported "
-                                      f"with {self._kind()}: one more than the drafts, up to {MAX_Q_LEN}; set "
-                                      "num_assistant_tokens with a constant num_assistant_tokens_schedule in the "
+            raise NotImplementedError(f"max_q_len: got {self.max_drafts + 1} and {drafts} drafts in one step, "
+                                      f"supported with {self._kind()}: one more than the drafts, up to {MAX_Q_LEN}; "
+                                      "set num_assistant_tokens with a constant num_assistant_tokens_schedule in the "
                                       "assistant's generation_config, or prompt_lookup_num_tokens")
         self.drafted = 0
 

@@ -69,7 +69,8 @@ class LowBitLayer(BaseLayer):
         return batch, heads, head_dim, stored, key_states.device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take over what key_states [batch, num_heads_kv, tokens, head_dim] are; memory that was made for others goes."""
+        """Take over shape, dtype and device of key_states [batch, num_heads_kv, tokens, head_dim], and drop memory that
+        was made for others."""
         kind = self._kind(key_states)
         if kind != self.made_for:
             self.kv = None

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from lowbit_attn.errors import FolderError
 from lowbit_attn.linear.calibration import Walk, decoder_layers, linears, sequences
 from lowbit_attn.linear.formats import VERSION, format_named
 from lowbit_attn.linear.module import VQLinear
@@ -24,10 +25,6 @@ from lowbit_attn.linear.weight import VQWeight
 
 METHOD = "lowbit_vq"  # quant_method in config.json
 PROGRESS, HIDDEN, LAYER = "progress.json", "hidden.safetensors", "layer-{:05}.safetensors"
-
-
-class FolderError(ValueError):
-    """An output folder with something else in it."""
 
 
 def quantize_model(model: nn.Module, tokenizer, tokens: torch.Tensor, format: str, folder: Path, count: int = 8192,
