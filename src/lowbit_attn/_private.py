@@ -1,4 +1,4 @@
-"""Private names of torch and Python: all that are used, each beside the public way to the same answer.
+"""Private names of torch, transformers and Python: all that are used, each beside the public way to the same answer.
 
 They save microseconds of a decode call. Where a version lacks one, the public way is taken. Of the DSLs none is used.
 Memory that GPUs of a host share has no public way: ``shared_words`` raises where a version lacks it.
@@ -100,3 +100,10 @@ def group_timeout(group) -> timedelta | None:
         except (AttributeError, RuntimeError):  # the group serves no such device, or a backend has no options
             continue
     return None
+def wrap(owner: type, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """Put what ``wrapper`` makes of a private method in its place.
+
+    For what no public name tells. A class that lacks the method is left as it is.
+    """
+    if (method := getattr(owner, name, None)) is not None:
+        setattr(owner, name, wrapper(method))

@@ -19,15 +19,11 @@ import torch
 import torch.distributed as dist
 
 from lowbit_attn import _private
+from lowbit_attn.errors import RankError
 
 T = TypeVar("T")
 GROUPS: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()  # the caller's -> its CPUs'
 IN_TIME = "the process group's timeout (init_process_group(timeout=...) or new_group(timeout=...))"
-
-
-class RankError(RuntimeError):
-    """A call that this rank could make and another one refused, made otherwise, or did not make at all; this rank wrote
-    nothing."""
 
 
 class Agreement:

@@ -12,12 +12,12 @@ from lowbit_attn import dispatch, ops, reference
 from lowbit_attn.cache import KVCache
 from lowbit_attn.cache.attached import check_identity
 from lowbit_attn.cache.state import CacheState
-from lowbit_attn.checks import LayoutMismatchError, check_rank, check_tensor, integer, is_truth
+from lowbit_attn.checks import check_rank, check_tensor, integer, is_truth
 from lowbit_attn.levels import LevelCache
 from lowbit_attn.levels import decode as level_decode
 from lowbit_attn.levels import manage as level_manage
 
-__all__ = ["LayoutMismatchError", "decode", "merge_states", "ready"]
+__all__ = ["decode", "merge_states", "ready"]
 
 SMALLEST_FACTOR = 2.0**-64  # of softmax_scale and softcap: kernels multiply them with powers of two of the data
 

@@ -17,13 +17,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from lowbit_attn.errors import OutputPathError
+
 PREFIX, SUFFIX = ".lowbit_attn-", ".part"  # of the private folders
 LOCK = ".lock"  # of a private folder, in it
 YOUNG_SECONDS = 60.0  # a folder without its lock may be one that is being made
-
-
-class OutputPathError(ValueError):
-    """A path that cannot be written; the message names the argument, the path and the reason."""
 
 
 @contextlib.contextmanager

@@ -9,10 +9,6 @@ import torch
 INT64 = range(-(1 << 63), 1 << 63)
 
 
-class LayoutMismatchError(ValueError):
-    """The cache was packed in another order, or by other codebooks, than what reads it has."""
-
-
 def one_of(name: str, value, supported: Sequence) -> None:
     if value not in supported:
         raise ValueError(f"{name}: got {value}, supported: {', '.join(map(str, supported))}")

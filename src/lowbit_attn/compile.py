@@ -40,6 +40,7 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
 
 from lowbit_attn import closure, emit, entries, kernels, prebuilt, sass, toolchain
+from lowbit_attn.errors import KernelCheckError, KernelNotBuiltError
 from lowbit_attn.kernels import KernelKey
 from lowbit_attn.kernels.registry import MODULES, is_cute, program
 
@@ -48,14 +49,6 @@ LOCK_QUIET_SECONDS = 2.0  # of waiting before it is told
 TOOLS = {True: ("tilelang", "nvcc", "python"), False: ("nvidia-cutlass-dsl", "python")}  # by kernels.needs_nvcc
 NOT_IN_KERNELS = frozenset({"lowbit_attn.toolchain"})  # finds tools, whose versions are in the entry
 log = logging.getLogger("lowbit_attn")
-
-
-class KernelNotBuiltError(RuntimeError):
-    """A kernel is not in the cache and may not, or cannot, be built or loaded here; the message names the remedy."""
-
-
-class KernelCheckError(KernelNotBuiltError):
-    """A built kernel breaks a static check: spills, a missing instruction, counts or shared memory."""
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,13 @@ import json
 import os
 from pathlib import Path
 
+from lowbit_attn.errors import DamagedEntryError, UntrustedError
+
 # name -> type of each fact; "key" has the fields of KernelKey, "built_with" the version of each tool
 FIELDS = {"name": str, "key": dict, "fingerprint": str, "tvm_ffi_abi": str, "built_with": dict, "function": str,
           "sha256": str, "smem_bytes": int, "smem_total_bytes": int, "registers": int, "spills": int, "sass": dict,
           "seconds": float}
 WRITERS_BUT_OWNER = 0o022  # mode bits of a group and of others that may write
-
-
-class DamagedEntryError(ValueError):
-    """An entry is not what was written: cut, changed, or without its .so; the message names the file."""
-
-
-class UntrustedError(PermissionError):
-    """Somebody else may have written a file, or may write it; the message names it and the remedy."""
 
 
 def read(file: Path) -> dict:

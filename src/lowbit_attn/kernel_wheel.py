@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from lowbit_attn import compile, kernels, prebuilt, promised
+from lowbit_attn.errors import KernelWheelError
 from lowbit_attn.kernels import KernelKey
 
 LIMIT_MB = 60  # largest wheel, in 10^6 bytes
@@ -40,10 +41,6 @@ packages = ["{package}"]
 [tool.setuptools.package-data]
 {package} = ["kernels/**/*"]
 """
-
-
-class KernelWheelError(RuntimeError):
-    """A kernel wheel cannot be made; the message says why and what to do."""
 
 
 def pack(arch: str, keys: Iterable[KernelKey], folder: Path, is_part: bool = False) -> Path:

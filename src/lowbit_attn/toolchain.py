@@ -10,6 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from lowbit_attn.errors import ToolFailedError, ToolMissingError
+
 NVCC_REMEDY = "pip install 'cuda-toolkit[nvcc,cccl]>=13.0.2,<13.1', or install a CUDA toolkit and set CUDA_HOME"
 REMEDIES = {
     "nvcc": NVCC_REMEDY,
@@ -22,23 +24,6 @@ TVM_FFI = "apache-tvm-ffi"
 TVM_FFI_NEEDED = f"{TVM_FFI}>=0.1.12,<0.2"
 TVM_FFI_ABI = "0.1"  # that kernels are built for where it is not installed; pyproject.toml allows no other
 PROBE_SECONDS = 10  # longest wait for a program to tell its version
-
-
-class ToolMissingError(RuntimeError):
-    """A program or library that the call needs is not installed; the message says how to get it."""
-
-
-class ToolFailedError(RuntimeError):
-    """A program failed. The message is one line; ``output`` has all that it printed."""
-
-    def __init__(self, name: str, output: str):
-        super().__init__(name, output)
-        self.name, self.output = name, output
-
-    def __str__(self) -> str:
-        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        told = [line for line in lines if re.search(r"error|No space left|cannot", line)] or lines
-        return f"{self.name} failed: {told[0][:200] if told else 'it printed nothing'}"
 
 
 def find_tool(name: str) -> str:

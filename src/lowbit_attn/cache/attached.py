@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 
 from lowbit_attn.cache import rope
-from lowbit_attn.checks import LayoutMismatchError
 from lowbit_attn.codebooks import LayerCodebooks
+from lowbit_attn.errors import LayoutMismatchError
 from lowbit_attn.formats import FORMATS, Format, Kind
 from lowbit_attn.formats.codebook import LARGEST
 from lowbit_attn.formats.codebook_order import BOOK_ROW_BYTES

@@ -9,11 +9,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from lowbit_attn.errors import PageExhaustedError
+
 UNUSED, LIVE, FREED = range(3)  # states of a row: any call may start an unused one; a freed one wants add or prefill
-
-
-class PageExhaustedError(RuntimeError):
-    """The pool has fewer free pages than the call needs; nothing was written."""
 
 
 class PageBook:

@@ -17,7 +17,7 @@ from lowbit_attn import layout, tensor_file
 from lowbit_attn.cache import significance
 from lowbit_attn.cache.attached import attach, check_identity, identity
 from lowbit_attn.cache.pages import FREED, LIVE, UNUSED
-from lowbit_attn.checks import LayoutMismatchError
+from lowbit_attn.errors import CacheFileError, LayoutMismatchError
 from lowbit_attn.formats import FORMATS, Format
 
 MOST = {"num_pages": 1 << 31, "num_heads_kv": 1 << 20, "head_dim": 1 << 15, "sinks": 1 << 30, "max_batch": 1 << 31,
@@ -28,10 +28,6 @@ SWITCHED = {"None": None, "True": True, "False": False}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 TOKENS = ("sink_k", "sink_v", "ring_k", "ring_v")
 INDICES = {"positions": layout.PAGE_TOKENS, "index": None}  # planes of indices below this; None: below head_dim
-
-
-class CacheFileError(ValueError):
-    """A file that holds no cache which this version can read."""
 
 
 FILE = tensor_file.Kind("lowbit_attn KV cache", "path", "KVCache.save", CacheFileError)

@@ -23,6 +23,7 @@ from lowbit_attn.cache.pages import FREED, LIVE, UNUSED, PageBook
 from lowbit_attn.cache.view import Strides
 from lowbit_attn.checks import check_tensor, integer, integers, is_sequence, is_truth, one_of
 from lowbit_attn.codebooks import LayerCodebooks
+from lowbit_attn.errors import CacheFaultError
 from lowbit_attn.formats import FORMATS, Format, Kind, unnamed
 from lowbit_attn.formats.rotation import hadamard
 
@@ -36,10 +37,6 @@ RING_ALIGN = 64  # ring slots come in whole tiles of this many tokens, so that n
 def is_capturing(device: torch.device) -> bool:
     """Whether work on this device is being recorded into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-class CacheFaultError(RuntimeError):
-    """A step on the device could not be done; the sequences it names lost its tokens and are otherwise unchanged."""
 
 
 class Counts(NamedTuple):

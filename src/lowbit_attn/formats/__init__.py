@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from lowbit_attn.errors import LowBitAttnError
 from lowbit_attn.formats import boosted_values, codebook, kitty, uniform
 from lowbit_attn.formats.contract import Format, Record, Side
 from lowbit_attn.formats.spec import Kind, Plane, Scope, SideSpec
@@ -52,7 +53,7 @@ class FormatRegistry(Mapping[str, Format]):
         return [family.grammar for family in self._families]
 
 
-class UnknownFormatError(KeyError):
+class UnknownFormatError(LowBitAttnError, KeyError):
     """A name outside every grammar; the message shows the grammars and close matches."""
 
     def __init__(self, name: object, registry: FormatRegistry):

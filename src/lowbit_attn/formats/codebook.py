@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 
 from lowbit_attn import layout
+from lowbit_attn.errors import LowBitAttnError
 from lowbit_attn.formats import codebook_order as order
 from lowbit_attn.formats import uniform
 from lowbit_attn.formats.affine import quotient, tree_sum
@@ -41,7 +42,7 @@ _PAIR = re.compile(r"k(cq)?([8421])(t?)v(cq)?([8421])"
 _RESIDUAL = re.compile(r"cq[421]x\d+|k(cq)?\d(x\d+)?v(cq)?\d(x\d+)?|VQ<\d+, ?\d+, ?\d+>", re.IGNORECASE)
 
 
-class ResidualCodebookError(KeyError):
+class ResidualCodebookError(LowBitAttnError, KeyError):
     """A name of residual codebooks, VQ<c, 8, 2>, for which there is no format."""
 
     def __str__(self) -> str:

@@ -133,6 +133,11 @@ class Format:
         """Whether the tokens of a page are stored by significance, K and V alike; ``positions`` says where each was."""
         return self.v.orders_tokens
 
+    @property
+    def follows_queries(self) -> bool:
+        """Whether what is packed depends on the queries of the steps before."""
+        return self.k.weighs_queries or self.orders_tokens
+
     def record_bytes(self, head_dim: int) -> int:
         return self.record(head_dim).nbytes
 

@@ -24,13 +24,15 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from lowbit_attn import kernels, reference
+from lowbit_attn import _private, kernels, reference
 from lowbit_attn.cache import CacheFaultError, KVCache
+from lowbit_attn.cache.state import MAX_Q_LEN
 from lowbit_attn.checks import integer, is_truth, one_of
 from lowbit_attn.codebooks import Codebooks
 from lowbit_attn.codebooks.prompt import PROMPTS
 from lowbit_attn.formats import FORMATS, Format, levels
 from lowbit_attn.integrations import served
+from lowbit_attn.integrations.drafts import Recording, tell_prompt
 from lowbit_attn.integrations.handle import NAME, SUPPORTED, Handle
 from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
 from lowbit_attn.integrations.levels import GrowingPool, LevelLayer, check_options
@@ -60,8 +62,10 @@ class LowBitCache(Cache):
         format: a name of FORMATS ("k4v4", "k2v2-vg32", ...) or a Format; or a name of two precision levels ("lean",
             "lean-low", "k4v4+k2v2-high10", ...), whose significant tokens are in the first format (docs/leankv.md).
         sinks, range_search, rotate_keys, saturate: as in KVCache; sinks None: the format's own (Kitty's: 32).
-        max_q_len: one more than the draft tokens that may be taken back at once (assisted generation, prompt lookup):
-            so many recent tokens stay in 16 bit at least.
+        max_q_len: one more than the tokens that ``crop`` may take back at any time: so many recent tokens stay in 16
+            bit at least. Assisted generation and prompt lookup take back any number of drafts without it. Formats with
+            codebooks or boosted values ask for 2 or more there; levels and codebooks="prompt" for one more than the
+            drafts of a step.
         max_seqlen: longest sequence, allocated at once and never moved; None: the pools double when they are full.
         codebooks: for formats that need them ("cq2", ...): a file of ``lowbit-attn calibrate``, Codebooks, or "prompt":
             each row learns its own from its first 1,024 tokens or more, which stay in 16 bit until then; of keys before
@@ -109,7 +113,7 @@ class LowBitCache(Cache):
         if not isinstance(codebooks, Codebooks | str | PathLike | None):
             raise TypeError(f"codebooks: got {type(codebooks).__name__}, supported: Codebooks of a model or their file")
         options = dict(range_search=range_search, saturate=saturate, rotate_keys=rotate_keys, max_q_len=max_q_len)
-        self.static = static
+        self.static, self.recording, self.drafted = static, Recording(), 0
         is_prompt = isinstance(codebooks, str) and codebooks in PROMPTS
         is_path = isinstance(codebooks, str | PathLike) and not is_prompt
         layer_options = dict(max_seqlen=max_seqlen, dtype=dtype, path=path, sliding=sliding, sinks=sinks, **options)
@@ -133,6 +137,8 @@ class LowBitCache(Cache):
             kind = StaticLowBitLayer if static else PromptLayer if is_prompt else LowBitLayer
             layer = partial(kind, self.format, window=window, keep_sinks=keep_sinks, codebooks=self.codebooks,
                             **layer_options)
+        self.max_drafts = max_q_len - 1
+        self.keeps_drafts = pair is not None or is_prompt  # max_drafts at most, outside of pages
         super().__init__(layer_class_to_replicate=layer)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
@@ -142,6 +148,7 @@ class LowBitCache(Cache):
             if len(set(lengths)) > 1:
                 raise RuntimeError(f"LowBitCache: the layers hold {lengths} tokens, since an earlier forward call "
                                    f"ended in the midst of the model; {START_ANEW}")
+            self._expect_drafts(key_states.shape[2])
             for layer in self.layers:
                 layer.grow_for(key_states.shape[2])
         handles = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -149,7 +156,44 @@ class LowBitCache(Cache):
         layer.index = layer_idx
         if not torch.compiler.is_compiling():
             layer.is_first = not layer.length and not any(other.length for other in self.layers)
+            layer.drafts, layer.drafted, layer.is_recording = None, self.drafted, self.recording.is_on
         return handles
+
+    def _expect_drafts(self, new: int) -> None:
+        """Find out how many of a forward call's ``new`` tokens are drafts, or refuse them, before any is stored."""
+        held = int(self.get_seq_length()) if self.recording.is_on and self.layers else 0
+        self.drafted = self.recording.drafts(held, new)
+        if not self.keeps_drafts:
+            return
+        if (drafts := min(self.drafted, new - 1)) > self.max_drafts:
+            raise NotImplementedError(f"max_q_len: got {self.max_drafts + 1} and {drafts} drafts in one step, "
+                                      f"supported with {self._kind()}: one more than the drafts, up to {MAX_Q_LEN}; "
+                                      "set num_assistant_tokens with a constant num_assistant_tokens_schedule in the "
+                                      "assistant's generation_config, or prompt_lookup_num_tokens")
+        self.drafted = 0
+
+    def _kind(self) -> str:
+        return f"codebooks={self.codebooks!r}" if isinstance(self.codebooks, str) else f"format {self.format}"
+
+    def activate_past_recording(self) -> None:
+        """Take back as many of a step's last tokens as ``crop`` says, from now to the next ``reset`` or the end of
+        assisted generation, which calls this.
+
+        Each further token of a step reads what it would read if it had come alone. NotImplementedError where drafts
+        must stay out of pages and max_q_len leaves no room for them.
+        """
+        is_affine = isinstance(self.format, Format) and not (self.format.needs_codebooks or self.format.orders_tokens)
+        if self.max_drafts == 0 and not is_affine:
+            raise NotImplementedError(f"max_q_len: got 1 for assisted generation with {self._kind()}, supported: 2 to "
+                                      f"{MAX_Q_LEN}, one more than the drafts, so that they are not packed before the "
+                                      "model has accepted them; 1 with affine formats whose pages are in the order of "
+                                      "positions (k4v4, k2v2, kitty, ...)")
+        self.recording.is_on = True
+
+    def reset(self) -> None:
+        """Forget all tokens and the model; memory stays allocated as long as the next model's layers can use it."""
+        super().reset()
+        self.recording.is_on = False
 
     def _refuse_states(self, *args, **kwargs):
         raise NotImplementedError("LowBitCache: this model has layers with states of their own (Mamba, linear "
@@ -345,3 +389,4 @@ def _check_causal(mask: torch.Tensor, q_len: int, seqlen: int, window: int | Non
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
+_private.wrap(GenerationMixin, "_assisted_decoding", partial(tell_prompt, argument=CACHE_ARGUMENT, kind=LowBitCache))

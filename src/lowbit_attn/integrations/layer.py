@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from lowbit_attn.api import decode, merge_states, ready
 from lowbit_attn.cache.state import DTYPES, is_capturing
@@ -20,6 +19,8 @@ from lowbit_attn.codebooks.file import CodebookFileError
 from lowbit_attn.codebooks.identity import config_hash
 from lowbit_attn.formats import Format
 from lowbit_attn.integrations import dense
+from lowbit_attn.integrations.base import BaseLayer
+from lowbit_attn.integrations.drafts import Drafts, Step
 from lowbit_attn.integrations.growth import grown, new_cache
 from lowbit_attn.integrations.handle import Handle
 from lowbit_attn.plan import plans_of
@@ -32,7 +33,7 @@ START_ANEW = "reset() the cache and give the whole text again"
 FIRST_TOKENS = 1024  # room of a cache of unknown final length; doubled whenever it is full
 
 
-class LowBitLayer(CacheLayerMixin):
+class LowBitLayer(BaseLayer):
     """One layer; what holds it is made at its first step, from the shapes and the window that the step brings.
 
     ``kv``: the KVCache, None in a 16-bit sliding layer; ``tail``: (K, V) [batch, num_heads_kv, < window, head_dim] of
@@ -40,9 +41,6 @@ class LowBitLayer(CacheLayerMixin):
     Options: see LowBitCache; ``sinks`` None: the format's own, as in KVCache.
     """
 
-    is_sliding = False  # the window is applied by ``attend``, so masks always count from the first token
-    is_compileable = False
-    supports_early_init = False
     loads_ahead = False  # whether the prompt loads the kernel of steps, which then nothing on the host can refuse
 
     def __init__(self, format: Format, *, max_seqlen: int | None = None, dtype: torch.dtype | None = None,
@@ -54,21 +52,31 @@ class LowBitLayer(CacheLayerMixin):
         self.sinks = format.sinks if sinks is None else sinks
         self.max_drafts = options.get("max_q_len", 1) - 1
         self.kv = self.tail = self.handle = None
-        self.length, self.pads = 0, ()
-        self.codebooks, self.index, self.is_checked = codebooks, None, codebooks is None
+        self.pads = ()
+        self.codebooks, self.index, self.made_for = codebooks, None, None
         self.position_ids = None  # of the step's tokens, where the model says them
         self.is_first = False  # whether no layer of the cache holds tokens yet, so that this one looks at the model
+        self.drafted, self.is_recording = 0, False  # drafts in the next step; whether the cache takes drafts back
+        self.drafts: Drafts | None = None  # those of the last step
 
     def __repr__(self) -> str:
         kind = "16-bit window" if self.tail is not None else self.format
         return f"{type(self).__name__}({kind}, {int(self.get_seq_length())} tokens)"
 
+    def _kind(self, key_states: torch.Tensor) -> tuple:
+        """What the layer's memory depends on: batch, KV heads, head_dim, the dtype it stores, the device."""
+        batch, heads, _, head_dim = key_states.shape
+        stored = self.kv_dtype or (key_states.dtype if key_states.dtype in DTYPES else torch.float16)
+        return batch, heads, head_dim, stored, key_states.device
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take over dtype, device and batch from key_states [batch, num_heads_kv, tokens, head_dim]."""
-        self.dtype = self.kv_dtype or (key_states.dtype if key_states.dtype in DTYPES else torch.float16)
-        self.device, self.batch_size = key_states.device, key_states.shape[0]
-        self.pads = (0,) * self.batch_size
-        self.kv = self.tail = None
+        """Take over shape, dtype and device of key_states [batch, num_heads_kv, tokens, head_dim], and drop memory that
+        was made for others."""
+        kind = self._kind(key_states)
+        if kind != self.made_for:
+            self.kv = None
+        self.batch_size, _, _, self.dtype, self.device = self.made_for = kind
+        self.pads, self.tail = (0,) * self.batch_size, None
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[Handle, Handle]:
@@ -76,7 +84,7 @@ class LowBitLayer(CacheLayerMixin):
         if key_states.shape != value_states.shape:
             raise NotImplementedError(f"value_states: got {list(value_states.shape)} beside keys of "
                                       f"{list(key_states.shape)}; supported: K and V of one shape")
-        if not self.is_initialized or (self.batch_size != key_states.shape[0] and self.length == 0):
+        if not self.is_initialized or (self.length == 0 and self.made_for != self._kind(key_states)):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
             raise ValueError(f"key_states: got batch {key_states.shape[0]}, supported: {self.batch_size}, the batch "
@@ -85,9 +93,9 @@ class LowBitLayer(CacheLayerMixin):
         return self.handle, self.handle
 
     def check_model(self, config) -> None:
-        """Raise, once and before anything is stored, CodebookFileError for a model whose configuration is another than
-        that of the layer's codebooks, ValueError for one with other layers."""
-        if self.is_checked:
+        """Raise, while the layer is empty, CodebookFileError for a model whose configuration is another than that of
+        its codebooks, ValueError for one with other layers."""
+        if self.length:
             return
         about = self.codebooks.metadata
         if about.get("config_hash") not in (None, config_hash(config)):
@@ -97,7 +105,6 @@ class LowBitLayer(CacheLayerMixin):
         if config.num_hidden_layers != self.codebooks.layers:
             raise ValueError(f"codebooks: made for {self.codebooks.layers} layers, and the model has "
                              f"{config.num_hidden_layers}, supported: codebooks of this model")
-        self.is_checked = True
 
     @torch.compiler.disable(reason=NOT_TRACED)
     def attend(self, handle: Handle, query: torch.Tensor, options: Attention = PLAIN,
@@ -117,12 +124,27 @@ class LowBitLayer(CacheLayerMixin):
         pads = self._check_pads(pads, q_len)
         self._check_room(max(self.length + q_len - pad for pad in pads))
         self.check_whole()
-        if self.tail is not None or (self.kv is None and options.window is not None and self.sliding == "16bit"):
-            out = self._attend_tail(query, handle, options, pads)
+        step, drafted = Step(handle.k, handle.v, query, options, pads, self.position_ids), min(self.drafted, q_len)
+        self.drafts, self.drafted, out = None, 0, []
+        if drafted < q_len:
+            out.append(self.attend_step(step.part(0, q_len - drafted)))
+        if drafted:
+            self.drafts = Drafts(self, step.part(q_len - drafted, q_len))
+            out.append(self.drafts.store(self))
+        self.handle = None
+        return torch.cat(out, 1)
+
+    def attend_step(self, step: Step) -> torch.Tensor:
+        """Attention of a step, or of a part of one, whose tokens are stored afterwards."""
+        self.position_ids = step.position_ids
+        pads = tuple(min(pad, self.length + len(step)) for pad in step.pads)
+        if self.tail is not None or (step.options.window is not None and self.sliding == "16bit"
+                                     and (self.kv is None or self.length == 0)):
+            out = self._attend_tail(step.query, step, step.options, pads)
         else:
-            out = self._attend_pages(query, handle, self._windowed(options), pads)
-        self.length += q_len
-        self.pads, self.handle = pads, None
+            out = self._attend_pages(step.query, step, self.windowed(step.options), pads)
+        self.length += len(step)
+        self.pads = pads
         return out
 
     def is_step(self, q_len: int) -> bool:
@@ -159,7 +181,7 @@ class LowBitLayer(CacheLayerMixin):
             raise RuntimeError(f"{type(self).__name__}: the pages hold {held} tokens of {wanted}, since an earlier "
                                f"call ended while it stored them; {START_ANEW}")
 
-    def _windowed(self, options: Attention) -> Attention:
+    def windowed(self, options: Attention) -> Attention:
         """The model's options, with the cache's own window where the model has none."""
         if options.window is not None or self.window is None:
             return options
@@ -378,9 +400,11 @@ class LowBitLayer(CacheLayerMixin):
         out = dense.attend(query, k.to(query.dtype), v.to(query.dtype), options,
                            [max(0, pad - shift) for pad in pads])
         # beside the window - 1 tokens that the next query sees, those that a crop would bring back into its window
-        kept = slice(max(0, k.shape[2] - options.window + 1 - self.max_drafts), None)
+        spare = self.max_drafts if self.drafts is None else max(self.max_drafts, query.shape[2])
+        kept = slice(max(0, k.shape[2] - options.window + 1 - spare), None)
         with torch.inference_mode(False):  # else steps outside inference mode that record gradients could not read it
             self.tail = k[:, :, kept].clone(), v[:, :, kept].clone()
+        self.kv = None  # of a model before this one
         return out
 
     # ---- what transformers asks of a layer
@@ -392,31 +416,27 @@ class LowBitLayer(CacheLayerMixin):
             return sum(x.nbytes for x in self.tail)
         return self.kv.nbytes if self.kv is not None else 0
 
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1 if self.max_seqlen is None else self.max_seqlen
-
     def reset(self) -> None:
         """Forget all tokens; the memory of pages stays allocated."""
         if self.kv is not None:
             self._forget()
         self.tail, self.length, self.handle, self.pads = None, 0, None, (0,) * len(self.pads)
+        self.drafts, self.position_ids, self.is_initialized = None, None, False
 
     @property
     def is_croppable(self) -> bool:
-        return self.max_drafts > 0
+        return self.max_drafts > 0 or self.is_recording
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens: rejected drafts, max_q_len - 1 at most."""
+        """Forget the last -tokens_to_remove tokens: those of the last step if it was of drafts, else max_q_len - 1 at
+        most."""
         drop = -tokens_to_remove
         if drop == 0 or self.length == 0:
             return
         held = min(self.length - pad for pad in self.pads)
+        if self.drafts is not None and 0 < drop <= min(len(self.drafts), held):
+            self.drafts.take_back(self, drop)
+            return
         if not 0 < drop <= min(self.max_drafts, held):
             raise NotImplementedError(f"crop: got {tokens_to_remove} with max_q_len = {self.max_drafts + 1} and {held} "
                                       "tokens, supported: negative numbers of tokens, max_q_len - 1 at most (give "
@@ -426,22 +446,4 @@ class LowBitLayer(CacheLayerMixin):
         else:
             self.kv.rewind(range(self.batch_size), drop)
         self.length -= drop
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._refuse("reorder_cache", "beam search copies sequences, and pages are not shared between them")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._refuse("batch_repeat_interleave", "pages are not shared between sequences; repeat the inputs instead")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._refuse("batch_select_indices", "all sequences of the batch stay in the cache")
-
-    def offload(self) -> None:
-        self._refuse("offload", "the pages stay on the model's device")
-
-    def prefetch(self) -> None:
-        self._refuse("prefetch", "the pages stay on the model's device")
-
-    def _refuse(self, call: str, reason: str) -> None:
-        raise NotImplementedError(f"{call}: LowBitCache does not support it: {reason}")
-
+        self.drafts = None

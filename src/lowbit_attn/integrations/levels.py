@@ -27,7 +27,7 @@ class GrowingPool:
     def room_for(self, heads: int, tokens: int, head_dim: int, device: torch.device) -> FramePool:
         """The pool, with frames for so many (sequence, KV head) rows to take so many tokens more each, whatever their
         classes; a page's worth of tokens may wait in the ring and the stages before."""
-        if self.pool is None:
+        if self.pool is None or (self.pool.head_dim, self.pool.device) != (head_dim, device):
             sizes = frame_sizes(*(fmt.record_bytes(head_dim) for fmt in self.levels.formats))[1]
             self.pool = FramePool(self.levels, head_dim=head_dim, frames=(1,) * len(sizes), device=device)
         wanted = self.pool.most(heads, tokens + 2 * PAGE_TOKENS)
@@ -49,12 +49,16 @@ class LevelLayer(LowBitLayer):
         self.options = {name: value for name, value in self.options.items() if name != "rotate_keys"}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if self.kv is not None:
-            self.kv.free(range(self.batch_size))  # frames of a batch of another size
+        before = self.kv
         super().lazy_initialization(key_states, value_states)
+        if self.kv is not before:
+            before.free(range(before.max_batch))
 
     def _make_room(self, k: torch.Tensor, tokens: int) -> None:
         heads, held = k.shape[1], min(self.length - pad for pad in self.pads)
+        if self.kv is not None and self.length == 0 and self.kv.windows != (self.seen is not None):
+            self.kv.free(range(self.batch_size))
+            self.kv = None  # of a model before this one, with other windows
         pool = self.pools.room_for(self.batch_size * heads, tokens - held, k.shape[3], self.device)
         if self.kv is None:
             self.kv = LevelCache(pool, heads, policy=self.policy, sinks=self.sinks, max_batch=self.batch_size,
@@ -66,8 +70,8 @@ class LevelLayer(LowBitLayer):
         if tokens > self.kv.max_seqlen:
             self.kv.extend(max(tokens, 2 * self.kv.max_seqlen))
 
-    def _windowed(self, options: Attention) -> Attention:
-        options = super()._windowed(options)
+    def windowed(self, options: Attention) -> Attention:
+        options = super().windowed(options)
         self.seen = options.window
         return options
 

@@ -66,8 +66,8 @@ class PromptLayer(LowBitLayer):
         self.max_positions = 0
 
     def look_at(self, module: torch.nn.Module, head_dim: int) -> None:
-        """Learn from the attention module, before its first step, how keys turn; NotImplementedError if they cannot."""
-        if self.inv_freq is None:
+        """Learn from the attention module, before the first step, how keys turn; NotImplementedError if they cannot."""
+        if self.length == 0:
             self.max_positions = context(module.config)
             self.inv_freq = frequencies(module, head_dim, self.recipe.rope)
 
@@ -88,7 +88,7 @@ class PromptLayer(LowBitLayer):
         if self.rows:
             out = torch.cat([self._attend_row(b, row, handle, query, options) for b, row in enumerate(self.rows)])
         else:
-            out = self._hold(handle, query, self._windowed(options), pads)
+            out = self._hold(handle, query, self.windowed(options), pads)
         self.length += q_len
         self.pads, self.handle = pads, None
         return out

@@ -34,9 +34,12 @@ class StaticLowBitLayer(LowBitLayer):
         return self.is_started and q_len == 1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if self.kv is not None:
-            raise ValueError(f"key_states: got batch {key_states.shape[0]}, supported: {self.batch_size}, for which "
-                             "this static cache has its memory; make a new one")
+        if self.kv is not None and (kind := self._kind(key_states)) != self.made_for:
+            names = ("batch", "KV heads", "head_dim", "dtype", "device")
+            other = [(name, got, made) for name, got, made in zip(names, kind, self.made_for) if got != made]
+            raise ValueError(f"key_states: got {', '.join(f'{name} {got}' for name, got, _ in other)}, supported: "
+                             f"{', '.join(str(made) for *_, made in other)}, for which this static cache has its "
+                             "memory; make a new one")
         super().lazy_initialization(key_states, value_states)
 
     def attend(self, handle: Handle, query: torch.Tensor, options: Attention = PLAIN,
@@ -48,7 +51,7 @@ class StaticLowBitLayer(LowBitLayer):
         if options.window != self.model_window:
             raise NotImplementedError(f"sliding_window: got {options.window} after a prompt with {self.model_window}; "
                                       "supported: the same")
-        options = self._windowed(options)
+        options = self.windowed(options)
         if torch.compiler.is_compiling() or self.kv.is_capturing():
             out = self._step(handle, query, options)
         else:

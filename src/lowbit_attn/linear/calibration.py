@@ -9,12 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from lowbit_attn.errors import TextError
+
 SEQUENCE = 512  # tokens read together
 MIN_TOKENS = 2048
-
-
-class TextError(ValueError):
-    """A calibration text that is too short."""
 
 
 def sequences(tokens: torch.Tensor, count: int) -> torch.Tensor:

@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lowbit_attn.atomic_file import replacing, write_text
+from lowbit_attn.errors import FolderError
 from lowbit_attn.linear.calibration import Walk, decoder_layers, linears, sequences
 from lowbit_attn.linear.formats import VERSION, format_named
 from lowbit_attn.linear.module import VQLinear
 from lowbit_attn.linear.quantizer import quantize_together
-from lowbit_attn.linear.run import FolderError, Run, begun, identity
+from lowbit_attn.linear.run import Run, begun, identity
 from lowbit_attn.linear.sealed import digest_of, rest_digest, sealed
 from lowbit_attn.linear.weight import VQWeight
 

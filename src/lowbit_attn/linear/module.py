@@ -3,18 +3,11 @@
 import torch
 from torch import nn
 
+from lowbit_attn.errors import VersionError
 from lowbit_attn.linear.formats import NAMES, VERSION, format_named
 from lowbit_attn.linear.weight import VQWeight, check_input
 
 HEADER = "header"
-
-
-class VersionError(ValueError):
-    """Saved weights are of another layout version, format or shape than the module that reads them."""
-
-
-class WeightFileError(ValueError):
-    """Files of a quantized model that are damaged, or of which a part is missing or does not fit the others."""
 
 
 class VQLinear(nn.Module):

@@ -16,6 +16,7 @@ from torch import nn
 
 from lowbit_attn import tensor_file
 from lowbit_attn.atomic_file import is_leftover, locked, remove_leftovers, write_text
+from lowbit_attn.errors import FolderError
 from lowbit_attn.linear.calibration import Walk
 from lowbit_attn.linear.formats import VERSION
 
@@ -24,10 +25,6 @@ RUN = 2  # of what a run keeps: raised when its files change their meaning
 FINISHED = "finished"
 # entries of a configuration that change neither the weights nor the text of the finished model's own configuration
 UNRELATED = ("transformers_version", "dtype", "torch_dtype")
-
-
-class FolderError(ValueError):
-    """An output folder with something else in it, or one that cannot be used."""
 
 
 PART = tensor_file.Kind("lowbit_attn unfinished quantization", "out", "an unfinished run", FolderError)
