@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_models import WINDOW, build, save_with_letters, stepwise, tokens  # noqa: E402
 
-from lowbit_attn import quality  # noqa: E402
+from lowbit_attn import extras, quality  # noqa: E402
 from lowbit_attn.cli import app, level_plot, model  # noqa: E402
 from lowbit_attn.demo import model as fetched  # noqa: E402
 
@@ -43,7 +43,7 @@ def test_the_demos_model_is_not_fetched_where_nothing_reads_it(monkeypatch, comm
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr(fetched, "fetch", lambda *_: pytest.fail("93 MB for nothing"))
     result = run(*command)
-    assert result.exit_code == 2 and "gguf" in result.output and "pip install 'lowbit-attn[demo]'" in result.output
+    assert result.exit_code == 2 and "gguf" in result.output and extras.remedy("demo") in result.output
 
 
 def test_generate_says_what_is_not_packed(folder):

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from lowbit_attn import FORMATS, budget
+from lowbit_attn import FORMATS, budget, extras
 from lowbit_attn.budget import GPUS, Model
 from lowbit_attn.cli import app, config
 
@@ -118,7 +118,7 @@ def test_without_transformers_it_says_what_is_missing(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     answer = run("--model", folder(model_type="gemma3_text", num_hidden_layers=2))
     assert "leaves num_attention_heads, num_key_value_heads, head_dim to defaults" in answer.output
-    assert "pip install 'lowbit-attn[hf]'" in answer.output
+    assert extras.remedy("hf") in answer.output
     assert run("--model", folder(**LLAMA)).exit_code == 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import lowbit_attn
-from lowbit_attn import FORMATS
+from lowbit_attn import FORMATS, extras
 from lowbit_attn.kernels import registry
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +21,7 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # Folders and files of the package, from the lowest: each imports from lower lines alone, and from itself. A folder's
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
+    ("extras",),
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
      "entries", "cache.view", "progress", "tensor_file"),
     ("codebooks", "formats", "linear", "reference"),
@@ -401,7 +402,7 @@ def without(*hidden: str) -> subprocess.CompletedProcess:
 def test_command_without_its_packages_says_what_to_install(name):
     answer = without(name)
     assert answer.returncode == 1 and not answer.stdout
-    assert answer.stderr == f"lowbit-attn: {name} is not installed: pip install 'lowbit-attn[cli]'\n"
+    assert answer.stderr == f"lowbit-attn: {name} is not installed: {extras.remedy('cli')}\n"
     assert "Traceback" in without("torch").stderr, "another package's absence is no matter of the extra"
 
 

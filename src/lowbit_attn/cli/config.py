@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowbit_attn import extras
 from lowbit_attn.budget import Model
 
 NAME = "config.json"
@@ -71,7 +72,7 @@ def _filled(folder: Path, missing: list[str]) -> dict:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
     except ImportError:
         raise ValueError(f"model: {folder / NAME} leaves {', '.join(missing)} to defaults that transformers knows; "
-                         "pip install 'lowbit-attn[hf]', or give the numbers as options") from None
+                         f"{extras.remedy('hf')}, or give the numbers as options") from None
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model: transformers cannot read {folder / NAME}: {error}") from error
     found = {name: getattr(config, name, None) for name in READ}
