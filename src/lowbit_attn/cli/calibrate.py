@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lowbit_attn.cli.common import console, fail, format_named, table
+from lowbit_attn.cli.common import check_writable, console, fail, format_named, is_file, table, writing
 from lowbit_attn.cli.model import ModelOption, load
 
 TOKENS = 8192
+SEEDS = 2**32 - 1  # the largest seed
 
 
 def calibrate(
@@ -23,7 +24,7 @@ def calibrate(
                     ] = "post",
     k_shared: Annotated[bool, typer.Option("--k-shared", help="With --rope pre: four codebooks of K a head, as "
                                              "Hopper's kernels read them.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of k-means and random positions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Of k-means and random positions.")] = 0,
     out: Annotated[Path | None, typer.Option(help="The file; default: MODEL.FORMAT.safetensors, here.")] = None,
 ) -> None:
     """Learn codebooks for a model's KV caches and write them into one file."""
@@ -34,10 +35,9 @@ def calibrate(
     except ValueError as error:
         fail(error)
     out = Path(f"{Path(model).resolve().name}.{format}.safetensors") if out is None else out
-    if not out.parent.is_dir() or out.is_dir():
-        fail(f"out: got {str(out)!r}, supported: a file in a folder that is there")
+    check_writable("out", out)
     for path in text or []:
-        if not path.is_file():
+        if not is_file(path):
             fail(f"text: got {str(path)!r}, supported: a text file")
     network, tokenizer = load(model)
     try:
@@ -45,7 +45,8 @@ def calibrate(
         made = _with_progress(learning, network, ids, chosen, recipe, Path(model).resolve().name)
     except (ValueError, NotImplementedError) as error:
         fail(error)
-    made.save(out)
+    with writing("out", out):
+        made.save(out)
     _report(made, out)
     command = ("lowbit-attn", "quality", "--model", model, "--format", format, "--codebooks", str(out))
     typer.echo(f"Next: {shlex.join(command)}")

@@ -49,6 +49,20 @@ def format_named(name: str, also: str = "") -> Format:
         fail(f"{error.args[0]}{also and f'; {also}'}")
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is a file: False, too, for a name that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """The type and the message of another library's error, on one line."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said if len(said) <= most else said[: most - 3] + '...'}"
+
+
 def one_of(name: str, got: str, supported: Iterable[str]) -> None:
     """End the command for a word that is none of the supported ones."""
     supported = tuple(supported)
@@ -62,6 +76,23 @@ def check_writable(name: str, path: Path, append: bool = False) -> None:
         atomic_file.check_writable(name, path, append)
     except ValueError as error:
         fail(error)
+
+
+def check_folder(name: str, path: Path) -> None:
+    """End the command, before its long run, where it could not make or fill this folder; none is left behind."""
+    made: list[Path] = []
+    try:
+        for folder in reversed((path.absolute(), *path.absolute().parents)):
+            if not folder.is_dir():
+                folder.mkdir()
+                made.append(folder)
+        atomic_file.check_writable(name, path / "x")
+    except (OSError, ValueError) as error:
+        fail(f"{name}: got {str(path)!r}, supported: a folder that can be made and written "
+             f"({getattr(error, 'strerror', None) or error})")
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()
 
 
 def check_plot(name: str, path: Path) -> None:

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import typer
 from typer.core import TyperGroup
 
+from lowbit_attn.cli.common import one_line
+
 VARIABLE = "LOWBIT_ATTN_TRACEBACK"  # set to 1: such an error keeps its traceback
 FORESEEN = (typer.Exit, typer.Abort, BrokenPipeError)
 
@@ -14,12 +16,12 @@ class Commands(TyperGroup):
     """A group of commands whose unforeseen errors end in one line."""
 
     def invoke(self, ctx):
-        with one_line():
+        with last_resort():
             return super().invoke(ctx)
 
 
 @contextmanager
-def one_line():
+def last_resort():
     """End the program with status 1 and one line, which names its type, for an error that is not foreseen."""
     try:
         yield
@@ -28,7 +30,6 @@ def one_line():
     except Exception as error:
         if hasattr(error, "exit_code") or os.environ.get(VARIABLE, "0") not in ("", "0"):  # of a wrong option: typer's
             raise
-        said = " ".join(str(error).split())[:300]
-        typer.echo(f"error: {type(error).__name__}: {said} (not foreseen: please report it, with the traceback that "
+        typer.echo(f"error: {one_line(error)} (not foreseen: please report it, with the traceback that "
                    f"{VARIABLE}=1 shows)", err=True)
         raise typer.Exit(1) from None

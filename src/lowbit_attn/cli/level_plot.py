@@ -7,7 +7,7 @@ import torch
 import typer
 
 from lowbit_attn import progress
-from lowbit_attn.cli.common import check_writable, console, fail
+from lowbit_attn.cli.common import check_plot, console, fail, is_file, writing
 from lowbit_attn.cli.model import full_name, load
 from lowbit_attn.formats.levels import Levels
 from lowbit_attn.levels.level_cache import LevelCounts
@@ -34,9 +34,9 @@ def thresholds_named(text: str | None) -> Cumulative | None:
 
 def check(plot: Path, text: Path | None) -> None:
     """End the command where its files are not there or cannot be written."""
-    if text is not None and not text.is_file():
+    if text is not None and not is_file(text):
         fail(f"text: got {str(text)!r}, supported: a text file")
-    check_writable("plot", plot)
+    check_plot("plot", plot)
 
 
 def make(pair: Levels, plot: Path, model: str, text: Path | None, tokens: int, policy: Cumulative | None) -> None:
@@ -47,12 +47,15 @@ def make(pair: Levels, plot: Path, model: str, text: Path | None, tokens: int, p
     network, tokenizer = load(model)
     written = help_text() if text is None else text.read_text()
     ids = tokenizer(written, return_tensors="pt").input_ids[:, :tokens].to(network.device)
+    if not ids.shape[1]:
+        fail("text: got no tokens, supported: one or more")
     counts = read(network, ids, dict(format=pair.name, policy=policy))
     if not counts:
         fail(f"model: no layer of {model!r} keeps its tokens in levels, supported: models with full attention")
     about = (f"{full_name(model)}, {ids.shape[1]:,} tokens of {text or 'help texts'} over {pair}, "
              f"{policy or 'equal shares'}; {figures.where(network.device.type)}")
-    draw(plot, counts, about)
+    with writing("plot", plot):
+        draw(plot, counts, about)
     console().print(f"Tokens by layer and head: {plot}", soft_wrap=True, markup=False)
 
 

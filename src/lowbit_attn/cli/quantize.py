@@ -8,7 +8,8 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lowbit_attn.cli.common import console, fail
+from lowbit_attn.cli.calibrate import SEEDS
+from lowbit_attn.cli.common import check_folder, console, fail, is_file
 from lowbit_attn.cli.model import DEMO, ModelOption, load_on_cpu
 
 TEXT_HELP = "A text file of the kind that the model reads; default: Python's help texts, without those of `quality`."
@@ -20,7 +21,7 @@ def quantize(
     format: Annotated[str, typer.Option(help="e8p4, e8p2, gptvq2, aqlm_2x8 or aqlm_2x12.")] = "e8p4",
     text: Annotated[Path | None, typer.Option(help=TEXT_HELP)] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read: 2,048 or more.")] = 8192,
-    seed: Annotated[int, typer.Option(help="Of random signs and of k-means.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Of random signs and of k-means.")] = 0,
     device: Annotated[str, typer.Option(help="Where it works: cpu or cuda. Each rounds a little otherwise.")] = "cpu",
 ) -> None:
     """Write a model with linear layers in 2 to 4 bits; transformers loads it after import lowbit_attn.linear.hf."""
@@ -31,8 +32,9 @@ def quantize(
             fail(f"format: got {format!r}, supported: e8p4, e8p2, gptvq2, aqlm_2x8, aqlm_2x12")
     except ValueError as error:
         fail(error)
-    if text is not None and not text.is_file():
+    if text is not None and not is_file(text):
         fail(f"text: got {str(text)!r}, supported: a text file")
+    check_folder("out", out)
     if device not in ("cpu", "cuda") or device == "cuda" and not torch.cuda.is_available():
         fail(f"device: got {device!r}, supported: cpu" + ", cuda" * torch.cuda.is_available())
     network, tokenizer = load_on_cpu(model)
