@@ -44,17 +44,18 @@ class Case:
 CASES = (
     Case("16 bit"),
     Case("k4v4", "k4v4"),
-    Case("k4v2", "k4v2"),
-    Case("k2v2", "k2v2", range_search=False),
-    Case("k2v2, 32 sinks", "k2v2", sinks=32, range_search=False),
-    Case("k2v2, 32 sinks, key search", "k2v2", sinks=32),
+    Case("k4v2, 32 sinks", "k4v2", sinks=32),
+    Case("k2v2, no search", "k2v2", range_search=False),
+    Case("k2v2, no search, 32 sinks", "k2v2", sinks=32, range_search=False),
+    Case("k2v2, 32 sinks", "k2v2", sinks=32),
+    Case("kitty, search", "kitty", sinks=32),
     Case("cq2, 32 sinks", "cq2", sinks=32),
     Case("k4v2-boost, 32 sinks", "k4v2-boost", sinks=32),
     Case("lean, 32 sinks", "lean", sinks=32),
     Case("lean-low, 32 sinks", "lean-low", sinks=32),
     Case("k2tv2 (keys per token)", "k2tv2", range_search=False),
 )
-ANSWERED = ("16 bit", "k4v4", "k2v2, 32 sinks, key search", "k2tv2 (keys per token)")
+ANSWERED = ("16 bit", "k4v4", "k2v2, 32 sinks", "k2tv2 (keys per token)")
 
 
 @dataclass
