@@ -124,8 +124,8 @@ def suggest(
         out.print(f"Sliding layers keep their last {shape.sliding_window - 1:,} tokens in 16 bit in every row; kernels "
                   "ms leave them out.", soft_wrap=True)
     if weights_gb is None:
-        out.print("fits and max batch: without weights, of which none are known; with --weights-gb, they leave them room "
-                  "and the gain of a whole step is shown.", soft_wrap=True)
+        out.print("The weights are not known, and fits and max batch leave no room for them: --weights-gb gives their "
+                  "size, and then the gain of a whole step is shown.", soft_wrap=True)
     else:
         out.print(f"fits and max batch leave room for {weights_gb:,.2f} GB of weights, which x step reads.",
                   soft_wrap=True)

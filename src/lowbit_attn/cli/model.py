@@ -275,11 +275,11 @@ def save_plot(path: Path, scores: dict, about: str) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     base = next(iter(scores.values())).cache_bytes
+    figure.suptitle(about, fontsize=9)
+    left.set_title("perplexity")
+    figures.draw_cosine(right, {label: score.cosine for label, score in scores.items()})
     figures.draw_perplexity(left, [
         figures.Point(label, figures.bits_all_in(score.cache_bytes, base), score.perplexity, score.spread)
         for label, score in scores.items()])
-    left.set_title("perplexity")
-    figures.draw_cosine(right, {label: score.cosine for label, score in scores.items()})
-    figure.suptitle(about, fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

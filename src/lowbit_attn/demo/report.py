@@ -93,10 +93,10 @@ def save_plot(path: Path, rows: Sequence[Row], tokens: int, device: str = "cpu")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.set_title(f"SmolLM2-135M-Instruct, {tokens:,} tokens of Python's help text; {figures.where(device)}",
+                   fontsize=9)
     figures.draw_perplexity(axes, [
         figures.Point(row.label, figures.bits_all_in(row.cache_bytes, rows[0].cache_bytes), row.perplexity, row.spread)
         for row in rows])
-    axes.set_title(f"SmolLM2-135M-Instruct, {tokens:,} tokens of Python's help text; {figures.where(device)}",
-                   fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -58,7 +58,8 @@ class FormatRegistry(Mapping[str, Format]):
 
 # Formats of so many bits a number, for names that other projects give to theirs.
 OF_BITS = {1: ("k1v1",), 2: ("k2v2",), 3: ("k4v2",), 4: ("k4v4",), 5: ("k8v4",), 6: ("k8v4",), 8: ("k4v4", "k8v8")}
-_FOREIGN = re.compile(r"(?:kv|u?int|mxfp|nvfp|fp|nf|float|hqq|iq|q|w|turbo\w*?)[-_ ]?(\d)(?!\d)|(\d)[-_ ]?bits?\b|(\d)$")
+_FOREIGN = re.compile(r"(?:kv|u?int|mxfp|nvfp|fp|nf|float|hqq|iq|q|w|turbo\w*?)[-_ ]?(\d)(?!\d)"
+                      r"|(\d)[-_ ]?bits?\b|(\d)$")
 LONGEST_SHOWN = 60  # characters of a wrong name that a message repeats
 
 
