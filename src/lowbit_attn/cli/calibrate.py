@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lowbit_attn.cli.common import check_writable, console, fail, format_named, is_file, table, writing
 from lowbit_attn.cli.model import ModelOption, load
-from lowbit_attn.codebooks.calibrate import LARGEST_SEED
+from lowbit_attn.codebooks.calibrate import LARGEST_SEED as SEEDS
 
 TOKENS = 8192
 
@@ -24,7 +24,7 @@ def calibrate(
                     ] = "post",
     k_shared: Annotated[bool, typer.Option("--k-shared", help="With --rope pre: four codebooks of K a head, as "
                                              "Hopper's kernels read them.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of k-means and random positions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Of k-means and random positions.")] = 0,
     out: Annotated[Path | None, typer.Option(help="The file; default: MODEL.FORMAT.safetensors, here.")] = None,
 ) -> None:
     """Learn codebooks for a model's KV caches and write them into one file."""

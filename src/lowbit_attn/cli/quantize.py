@@ -8,9 +8,9 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lowbit_attn.cli.calibrate import SEEDS
 from lowbit_attn.cli.common import check_folder, console, fail, is_file
 from lowbit_attn.cli.model import DEMO, ModelOption, load_on_cpu
-from lowbit_attn.codebooks.calibrate import LARGEST_SEED
 
 TEXT_HELP = "A text file of the kind that the model reads; default: Python's help texts, without those of `quality`."
 
@@ -21,7 +21,7 @@ def quantize(
     format: Annotated[str, typer.Option(help="e8p4, e8p2, gptvq2, aqlm_2x8 or aqlm_2x12.")] = "e8p4",
     text: Annotated[Path | None, typer.Option(help=TEXT_HELP)] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read: 2,048 or more.")] = 8192,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of random signs and of k-means.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Of random signs and of k-means.")] = 0,
     device: Annotated[str, typer.Option(help="Where it works: cpu or cuda. Each rounds a little otherwise.")] = "cpu",
 ) -> None:
     """Write a model with linear layers in 2 to 4 bits; transformers loads it after import lowbit_attn.linear.hf."""

@@ -62,8 +62,8 @@ ANSWERED = ("16 bit", "k4v4", "k2v2, 32 sinks", "k2tv2 (keys per token)")
 def cases_of(tokens: int) -> tuple[list[Case], str]:
     """(the rows of the demo for a text of so many tokens, which rows that leaves out and why, or "")."""
     out = [case for case in CASES if tokens < LEAST_LEVEL_TOKENS and case.format and levels.parse(case.format)]
-    reason = (f"{' and '.join(case.label for case in out)}: below {LEAST_LEVEL_TOKENS:,} tokens, most of their bytes are "
-              "16-bit buffers of a fixed size (the demo without --quick has them)")
+    reason = (f"{' and '.join(case.label for case in out)}: below {LEAST_LEVEL_TOKENS:,} tokens, most of their bytes "
+              "are 16-bit buffers of a fixed size (the demo without --quick has them)")
     return [case for case in CASES if case not in out], reason if out else ""
 
 
