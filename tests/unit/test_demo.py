@@ -7,6 +7,7 @@ import re
 import subprocess
 import types
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +149,57 @@ def test_cases_are_known_formats():
     assert scoring.CASES[0].format is None and all(case.formats for case in scoring.CASES[1:])
     assert max(map(len, labels)) <= report.COLUMNS[0][1]
     assert {case.sinks for case in scoring.CASES if case.format in ("cq2", "k4v2-boost", "lean", "lean-low")} == {32}
+
+
+def test_labels_are_those_of_the_readme():
+    """Each label is the first cell of a row of README's table, or one of a row's variants, where that has its format."""
+    scoring = pytest.importorskip("lowbit_attn.demo.scoring")
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| ([^|]+?) \|", text.split("## Quality of one small model")[1], re.M)
+    known = {cell if " / " not in cell else "" for cell in rows} | {
+        f"{cell.partition(',')[0]}, {variant}" for cell in rows if " / " in cell
+        for variant in cell.partition(", ")[2].split(" / ")}
+    formats = {cell.partition(",")[0] for cell in rows}
+    shown = [case for case in scoring.CASES if case.format is None or case.format in formats]
+    assert {case.format for case in shown} >= {None, "k4v4", "k4v2", "k2v2", "kitty"}
+    for case in shown:
+        assert case.label in known, case.label
+        assert ("32 sinks" in case.label or case.format == "kitty") == (case.sinks == 32)
+        assert ("no search" in case.label) == (case.range_search is False)
+
+
+def test_the_quick_text_is_mostly_packed(tiny):
+    """Every row of the quick demo packs nine tokens of ten, where the bytes of 16 bit are at most as many again."""
+    from lowbit_attn import budget
+    from lowbit_attn.demo.__main__ import FULL_TOKENS, QUICK_TOKENS
+    from lowbit_attn.formats import FORMATS
+
+    scoring = pytest.importorskip("lowbit_attn.demo.scoring")
+    cases, reason = scoring.cases_of(QUICK_TOKENS)
+    assert {case.format for case in scoring.CASES if case not in cases} == {"lean", "lean-low"}
+    assert reason.startswith("lean, 32 sinks and lean-low, 32 sinks: below 2,048 tokens, most of their bytes are")
+    assert scoring.cases_of(FULL_TOKENS) == (list(scoring.CASES), "")
+    whole = budget.sequence_bytes(None, 3, 64, QUICK_TOKENS)
+    for case in cases[1:]:
+        fmt = FORMATS[case.format]
+        all_in = 16 * budget.sequence_bytes(fmt, 3, 64, QUICK_TOKENS, case.sinks) / whole
+        assert all_in < fmt.bits_per_element(64) + (2 if fmt.window_k else 1.3), case.label
+
+
+@pytest.mark.parametrize("name, words", (("int4", "did you mean k4v4?"), ("k4tv4+k2v2", "high: got format k4tv4")))
+def test_wrong_options_end_before_anything_is_fetched(monkeypatch, tmp_path, name, words):
+    import typer
+    from typer.testing import CliRunner
+
+    from lowbit_attn.demo import __main__ as demo
+
+    monkeypatch.setattr(demo.models, "fetch", lambda *_: pytest.fail("93 MB for nothing"))
+    app = typer.Typer()
+    app.command()(demo.main)
+    for args, wanted in ((["--format", name], words), (["--out", "/proc/x"], "out: got '/proc/x', supported: a folder"),
+                         (["--sinks", "-1"], "--sinks"), (["--out", __file__], "out: got")):
+        answer = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+        assert answer.exit_code == 2 and wanted in answer.output and isinstance(answer.exception, SystemExit)
 
 
 @pytest.mark.parametrize("name", ("k4v2-boost", "lean", "lean-low"))

@@ -30,6 +30,7 @@ from lowbit_attn.formats import Format, levels, shortened
 from lowbit_attn.layout import PAGE_TOKENS
 
 TASKS = ("text", "recall")
+MOST_SINKS = 1 << 16  # of the commands: more tokens in 16 bit are no low-bit cache
 ModelOption = Annotated[str, typer.Option(help="Folder of a transformers model; demo: SmolLM2-135M-Instruct, fetched.")]
 SinksOption = Annotated[int | None, typer.Option(help="First tokens that stay in 16 bit; default: the format's.")]
 SearchOption = Annotated[bool | None, typer.Option("--search/--no-search", help="Range search; default: the format's.")]
@@ -241,8 +242,8 @@ def _label(name: str, sinks: int | None, search: bool | None) -> str:
 def _options(name: str, sinks: int | None, search: bool | None, files: list[Path]) -> dict | None:
     if name == "16":
         return None
-    if sinks is not None and sinks < 0:
-        fail(f"sinks: got {sinks}, supported: 0 or more")
+    if sinks is not None and not 0 <= sinks <= MOST_SINKS:
+        fail(f"sinks: got {sinks}, supported: 0 to {MOST_SINKS:,}")
     try:
         known = levels.parse(name) or format_named(name, f"also {', '.join(levels.PRESETS)}, and 16 for 16 bit")
     except ValueError as error:  # of a pair that is refused
