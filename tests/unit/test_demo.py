@@ -152,7 +152,7 @@ def test_cases_are_known_formats():
 
 
 def test_labels_are_those_of_the_readme():
-    """Each label is the first cell of a row of README's table, or one of a row's variants, where that has its format."""
+    """Where README's table has the format, the label is the first cell of a row, or one of a row's variants."""
     scoring = pytest.importorskip("lowbit_attn.demo.scoring")
     text = (Path(__file__).parents[2] / "README.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) \|", text.split("## Quality of one small model")[1], re.M)
