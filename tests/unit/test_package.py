@@ -23,7 +23,7 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 LAYERS = (
     ("atomic_file", "extras"),
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
-     "entries", "cache.view", "progress", "tensor_file"),
+     "entries", "cache.view", "progress", "tensor_file", "text_file", "tokenizing", "model_dtype"),
     ("codebooks", "formats", "linear", "reference"),
     ("cache.rope",),
     ("cache.attached", "cache.significance", "levels.frames"),
@@ -59,7 +59,7 @@ LAYERS = (
     ("paged_ranks",),
     ("api",),
     ("",),
-    ("integrations", "testing", "parallel", "budget"),
+    ("integrations", "testing", "parallel", "budget", "loading"),
     ("bench", "quality"),
     ("demo", "recall"),
     ("evaluation",),

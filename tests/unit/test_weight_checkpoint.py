@@ -212,7 +212,7 @@ def test_command(source, tmp_path):
     want = tokenizer.decode(new[0, 15:], skip_special_tokens=True)
     result = CliRunner().invoke(app, ["generate", "the quick brown", "--model", str(out), "--format", "16", "--tokens",
                                       "5"])
-    assert result.exit_code == 0 and result.output.startswith(want), result.output
+    assert result.exit_code == 0 and result.output.startswith(f"> the quick brown\n{want}"), result.output
     result = run("--model", out, "--out", tmp_path / "twice", "--text", text)
     assert result.exit_code == 2 and "error: model: got a LlamaDecoderLayer without nn.Linear" in result.output
     assert not (tmp_path / "twice").exists()

@@ -60,7 +60,10 @@ class Files:
         self.wrong_models = [root / "none", self.text, self.folder, *self._damaged_models()]
         self.wrong_folders_of_a_model = [root / "none", self.text, self.folder, root / "broken-config",
                                          root / "list-config"]
-        self.wrong_texts = [root / "none.txt", self.folder, Path("/dev/null"), root / ("t" * 300)]
+        (latin := root / "latin.txt").write_bytes(("caf\u00e9 " * 2000).encode("latin-1"))
+        (utf16 := root / "utf16.txt").write_text(TEXT, encoding="utf-16")
+        (binary := root / "binary.txt").write_bytes(random.Random(SEED).randbytes(9000))
+        self.wrong_texts = [root / "none.txt", self.folder, Path("/dev/null"), root / ("t" * 300), latin, utf16, binary]
         self.wrong_texts_to_learn = [*self.wrong_texts, self.short]
         self.wrong_outputs = [self.folder, root / "none" / "x", self.text / "x", Path("/proc/x"), Path("/dev/full"),
                               root / ("o" * 300), Path("/")]

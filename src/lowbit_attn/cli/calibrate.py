@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lowbit_attn.cli.common import check_writable, console, fail, format_named, is_file, table, writing
+from lowbit_attn.cli.common import check_writable, console, fail, format_named, read_text, table, writing
 from lowbit_attn.cli.model import ModelOption, load
 from lowbit_attn.codebooks.calibrate import LARGEST_SEED as SEEDS
 
@@ -36,12 +36,10 @@ def calibrate(
         fail(error)
     out = Path(f"{Path(model).resolve().name}.{format}.safetensors") if out is None else out
     check_writable("out", out)
-    for path in text or []:
-        if not is_file(path):
-            fail(f"text: got {str(path)!r}, supported: a text file")
+    pieces = [read_text("text", path) for path in text or []]
     network, tokenizer = load(model)
     try:
-        ids = _ids(tokenizer, text, learning.tokens_to_read(tokens, chosen.sinks))
+        ids = _ids(tokenizer, pieces, learning.tokens_to_read(tokens, chosen.sinks))
         made = _with_progress(learning, network, ids, chosen, recipe, Path(model).resolve().name)
     except (ValueError, NotImplementedError) as error:
         fail(error)
@@ -52,10 +50,10 @@ def calibrate(
     typer.echo(f"Next: {shlex.join(command)}")
 
 
-def _ids(tokenizer, files: list[Path] | None, tokens: int):
-    from lowbit_attn.codebooks.text import mixture, read_files, tokenized
+def _ids(tokenizer, pieces: list[str], tokens: int):
+    from lowbit_attn.codebooks.text import mixture, tokenized
 
-    return tokenized(tokenizer, read_files(files) if files else mixture(), tokens)
+    return tokenized(tokenizer, pieces or mixture(), tokens)
 
 
 def _with_progress(learning, network, ids, format, recipe, name: str):

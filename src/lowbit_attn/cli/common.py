@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_attn import atomic_file, extras
+from lowbit_attn import atomic_file, extras, text_file
 from lowbit_attn.formats import FORMATS, Format, shortened
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -55,6 +55,14 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):
         return False
+
+
+def read_text(name: str, path: Path) -> str:
+    """The text of a file of the user's; ends the command, before its work, for what is no text in UTF-8."""
+    try:
+        return text_file.read(path, name)
+    except ValueError as error:
+        fail(error)
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

@@ -6,8 +6,8 @@ from typing import Annotated
 import torch
 import typer
 
-from lowbit_attn import progress
-from lowbit_attn.cli.common import check_plot, console, fail, is_file, writing
+from lowbit_attn import progress, tokenizing
+from lowbit_attn.cli.common import check_plot, console, fail, read_text, writing
 from lowbit_attn.cli.model import full_name, load
 from lowbit_attn.formats.levels import Levels
 from lowbit_attn.levels.level_cache import LevelCounts
@@ -33,9 +33,9 @@ def thresholds_named(text: str | None) -> Cumulative | None:
 
 
 def check(plot: Path, text: Path | None) -> None:
-    """End the command where its files are not there or cannot be written."""
-    if text is not None and not is_file(text):
-        fail(f"text: got {str(text)!r}, supported: a text file")
+    """End the command where its files cannot be read or written."""
+    if text is not None:
+        read_text("text", text)
     check_plot("plot", plot)
 
 
@@ -44,9 +44,9 @@ def make(pair: Levels, plot: Path, model: str, text: Path | None, tokens: int, p
     from lowbit_attn.demo import figures
     from lowbit_attn.demo.scoring import help_text
 
+    written = help_text() if text is None else read_text("text", text)
     network, tokenizer = load(model)
-    written = help_text() if text is None else text.read_text()
-    ids = tokenizer(written, return_tensors="pt").input_ids[:, :tokens].to(network.device)
+    ids = tokenizing.tensor(tokenizer, written, network.device)[:, :tokens]
     if not ids.shape[1]:
         fail("text: got no tokens, supported: one or more")
     counts = read(network, ids, dict(format=pair.name, policy=policy))

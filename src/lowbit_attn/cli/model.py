@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from lowbit_attn import extras, progress
+from lowbit_attn import extras, loading, progress, tokenizing
 from lowbit_attn.cli import books, recall
 from lowbit_attn.cli.common import (
     check_plot,
@@ -21,6 +21,7 @@ from lowbit_attn.cli.common import (
     is_file,
     one_line,
     one_of,
+    read_text,
     table,
     tell_builds,
     writing,
@@ -37,26 +38,24 @@ SearchOption = Annotated[bool | None, typer.Option("--search/--no-search", help=
 
 
 def load(name: str):
-    """(model, tokenizer) on the GPU in fp16 if there is one, else on the CPU in fp32; ends the command if it cannot."""
-    return _load(name, "cuda" if torch.cuda.is_available() else "cpu")
+    """(model, tokenizer) in the model's own dtype, on the GPU if there is one; ends the command if it cannot."""
+    return _load(name, loading.pick_device())
 
 
 def load_on_cpu(name: str):
     """(model, tokenizer) on the CPU in fp32; ends the command if it cannot."""
-    return _load(name, "cpu")
+    return _load(name, "cpu", torch.float32)
 
 
-def _load(name: str, device: str):
+def _load(name: str, device: str, dtype: torch.dtype | None = None):
     from lowbit_attn.demo import model as models
 
     tell_builds()
     try:
-        import lowbit_attn.linear.hf  # noqa: F401 (reads what quantize wrote)
-
         file = _fetched() if name == DEMO else None
         if file is None and not is_file(Path(name) / "config.json"):
             fail(f"model: got {shortened(name)}, supported: {DEMO!r}, or a folder with a config.json")
-        return models.load(file, device) if file else models.load_folder(Path(name), device)
+        return models.load(file, device, dtype) if file else loading.load_folder(Path(name), device, dtype)
     except (typer.Exit, MemoryError):
         raise
     except ImportError as error:
@@ -96,11 +95,11 @@ def generate(
     from lowbit_attn import quality as scoring
     from lowbit_attn.integrations.hf import CACHE_ARGUMENT
 
-    question = prompt
-    if chat:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
-                                               add_generation_prompt=True)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(network.device)
+    try:
+        found = tokenizing.chat(tokenizer, prompt) if chat else tokenizing.encode(tokenizer, prompt)
+    except ValueError as error:
+        fail(error)
+    ids = torch.tensor([found], dtype=torch.long, device=network.device)
     if not ids.shape[1]:
         fail("prompt: got no tokens, supported: one or more")
     books.check_prompt(options, ids.shape[1])
@@ -111,7 +110,7 @@ def generate(
         out = network.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: cache}, do_sample=False,
                                max_new_tokens=tokens, pad_token_id=0)
     new, seconds = out.shape[1] - ids.shape[1], time.perf_counter() - start
-    typer.echo("\n".join(f"> {line}" for line in question.splitlines() or [""]))
+    typer.echo("\n".join(f"> {line}" for line in prompt.splitlines() or [""]))
     typer.echo(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
     typer.echo(f"{new} tokens after {ids.shape[1]} in {seconds:.2f} s, {new / seconds:.1f} tokens/s (prompt included)",
                err=True)
@@ -175,8 +174,7 @@ def quality(
         fail("plot: got a file beside the task recall, supported: the task text")
     names = ["16", *(format or ["k4v4", "k2v2"])]
     cases = cache_cases(names, sinks, search, codebooks or [])
-    if text is not None and not is_file(text):
-        fail(f"text: got {str(text)!r}, supported: a text file")
+    given = None if text is None else read_text("text", text)
     if jsonl is not None:
         check_writable("jsonl", jsonl, append=True)
     if plot is not None:
@@ -188,12 +186,12 @@ def quality(
     from lowbit_attn.demo.scoring import help_text
 
     if task == "recall":
-        prose = help_text(None) if text is None else text.read_text()
+        prose = help_text(None) if given is None else given
         recall.ask(network, tokenizer, prose, cases, questions, jsonl,
                    {"model": model, "text": str(text or "help texts")})
         return
-    written = help_text() if text is None else text.read_text()
-    ids = tokenizer(written, return_tensors="pt").input_ids[:, :tokens].to(network.device)
+    written = help_text() if given is None else given
+    ids = tokenizing.tensor(tokenizer, written, network.device)[:, :tokens]
     try:
         scoring.check_tokens(ids)
     except ValueError as error:

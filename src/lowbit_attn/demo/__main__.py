@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lowbit_attn import FORMATS, progress
+from lowbit_attn import FORMATS, progress, tokenizing
 from lowbit_attn.cli.common import check_folder, fail, format_named, writing
 from lowbit_attn.cli.errors import last_resort
 from lowbit_attn.demo import model as models
@@ -66,7 +66,7 @@ def run(console: Console, gguf: Path, is_quick: bool, out: Path, extra: list[tup
     with console.status("Loading SmolLM2-135M-Instruct (about 20 s) ..."):
         model, tokenizer = models.load(gguf, device)
     console.print(f"Loaded SmolLM2-135M-Instruct in {time.perf_counter() - start:.0f} s ({model.dtype}).")
-    ids = tokenizer(scoring.help_text(), return_tensors="pt").input_ids[:, :tokens].to(device)
+    ids = tokenizing.tensor(tokenizer, scoring.help_text(), device)[:, :tokens]
     console.print(f"Reading {ids.shape[1]:,} tokens of Python's help text in chunks of {quality.CHUNK}, every token "
                   "predicted. 16 bit: transformers' cache and sdpa attention, K and V rounded to 16 bit.")
     if left_out:

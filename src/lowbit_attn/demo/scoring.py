@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers.cache_utils import Cache
 
-from lowbit_attn import FORMATS, KVCache, dispatch, kernels, quality, why_not
+from lowbit_attn import FORMATS, KVCache, dispatch, kernels, quality, tokenizing, why_not
 from lowbit_attn.codebooks.text import help_text
 from lowbit_attn.formats import Format, levels
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache
@@ -143,11 +143,9 @@ def answer(model, prompt: torch.Tensor, case: Case, tokens: int,
 
 def question(tokenizer, context_tokens: int) -> torch.Tensor:
     """A chat prompt [1, tokens]: the start of the help text and a question about it."""
-    start = tokenizer(help_text()).input_ids[:context_tokens]
+    start = tokenizer(help_text(), add_special_tokens=False).input_ids[:context_tokens]
     message = f"{tokenizer.decode(start)}\n\n{QUESTION}"
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False,
-                                         add_generation_prompt=True)
-    return tokenizer(chat, return_tensors="pt").input_ids
+    return torch.tensor([tokenizing.chat(tokenizer, message)])
 
 
 class _Counter:

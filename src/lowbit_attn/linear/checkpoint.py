@@ -16,7 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from lowbit_attn.linear.calibration import Walk, decoder_layers, linears, sequences
+from lowbit_attn import model_dtype
+from lowbit_attn.linear import targets
+from lowbit_attn.linear.calibration import Walk, decoder_layers, sequences
 from lowbit_attn.linear.formats import VERSION, format_named
 from lowbit_attn.linear.module import VQLinear
 from lowbit_attn.linear.quantizer import quantize_together
@@ -31,46 +33,54 @@ class FolderError(ValueError):
 
 
 def quantize_model(model: nn.Module, tokenizer, tokens: torch.Tensor, format: str, folder: Path, count: int = 8192,
-                   seed: int = 0, on_layer: Callable[[int, int, str], None] = lambda done, total, what: None) -> None:
+                   seed: int = 0, on_layer: Callable[[int, int, str], None] = lambda done, total, what: None,
+                   dtype: torch.dtype | None = None) -> targets.Summary:
     """Write a model with codebook weights into ``folder``; goes on where an earlier equal call was broken off.
 
     model: a causal language model of transformers on a CPU or GPU, whose weights are overwritten on the way; its
-    decoder layers' linear layers are quantized, all else becomes fp16 (bfloat16 where fp16 would overflow). tokenizer:
-    saved beside it, or None. tokens: int64 [n], the calibration text, of which ``count`` are read. on_layer is told
-    layers done, layers in all, and a line of text. Raises TextError for a short text, FolderError for a folder that
-    holds another run or model, ValueError as ``quantize``.
+    decoder layers' linear layers are quantized, all else is written in ``dtype``. tokenizer: saved beside it, or None.
+    tokens: int64 [n], the calibration text, of which ``count`` are read. on_layer is told layers done, layers in all,
+    and a line of text. dtype: None for that of the folder that the model was loaded from, whatever it was cast to, or,
+    of a model from no folder, its own. Returns what became of the decoder layers, with the weights that stay in 16 bit.
+    Raises TextError for a short text, FolderError for a folder that holds another run or model, ValueError as
+    ``quantize`` and for a model whose layers cannot be called one by one, in both cases before anything is written.
     """
     format_named(format)
     rows = sequences(tokens, count)
     layers = decoder_layers(model)[1]
-    for layer in layers:
-        linears(layer)
-    _claim(folder, _identity(model, rows, format, seed))
+    targets.check(layers)
+    dtype = model_dtype.of_model(model) if dtype is None else dtype
+    identity = _identity(model.eval(), rows, format, seed)
+    _look(folder, identity)
     walk = Walk(model, rows.to(next(model.parameters()).device))
-    walked = _read_hidden(folder, walk)
+    _claim(folder, identity)
+    walked, all_made = _read_hidden(folder, walk), []
     for index, layer in enumerate(layers):
         path = folder / LAYER.format(index)
         if path.exists():
             made = _read_layer(path, layer, format)
-            on_layer(index + 1, len(layers), f"layer {index}: read")
+            what = "read"
         else:
             made = _quantize_layer(layer, walk.moments(index), format, seed)
             _write(path, {f"{name}.{plane}": tensor for name, module in made.items()
                           for plane, tensor in module.state_dict().items() if plane != "bias"})
-            on_layer(index + 1, len(layers), f"layer {index}: quantized")
+            what = "quantized"
+        on_layer(index + 1, len(layers), f"layer {index}: {what}{targets.remark(layer, made)}")
         _put_back(layer, made)
+        all_made.append(made)
         if index >= walked:
             walk.advance(index)
             _write(folder / HIDDEN, {"hidden": walk.hidden, "layers": torch.tensor(index + 1, device="cpu")})
-    _finish(model, tokenizer, format, folder)
+    _finish(model, tokenizer, format, folder, dtype)
+    return targets.summary(layers, all_made, dtype)
 
 
 def _quantize_layer(layer: nn.Module, moments: dict[str, torch.Tensor], format: str, seed: int) -> dict[str, VQLinear]:
-    """Every linear layer of a decoder layer as codes, those that read the same inputs together.
+    """Every linear layer of a decoder layer that read inputs as codes, those that read the same ones together.
 
     On a CPU one thread a group, the largest first: their many small steps gain nothing from threads of their own.
     """
-    modules = linears(layer)
+    modules = {name: module for name, module in targets.linears(layer).items() if name in moments}
     groups: dict[int, list[str]] = {}
     for name in modules:
         groups.setdefault(id(moments[name]), []).append(name)
@@ -108,8 +118,8 @@ def _read_hidden(folder: Path, walk: Walk) -> int:
 @torch.no_grad()
 def _put_back(layer: nn.Module, made: dict[str, VQLinear]) -> None:
     """Give a layer's linear layers the weights that their codes decode to."""
-    for name, module in linears(layer).items():
-        module.weight.copy_(made[name].vq_weight.dequantize())
+    for name, module in made.items():
+        layer.get_submodule(name).weight.copy_(module.vq_weight.dequantize())
 
 
 def _identity(model: nn.Module, rows: torch.Tensor, format: str, seed: int) -> dict:
@@ -120,9 +130,8 @@ def _identity(model: nn.Module, rows: torch.Tensor, format: str, seed: int) -> d
     return {"format": format, "version": VERSION, "tokens": rows.numel(), "seed": seed, "digest": digest.hexdigest()}
 
 
-def _claim(folder: Path, identity: dict) -> None:
-    """Begin a run in a folder that is empty, or go on with the same one."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _look(folder: Path, identity: dict) -> None:
+    """FolderError unless a run can begin in a folder, or go on with the same one there."""
     progress = folder / PROGRESS
     if progress.exists():
         found = json.loads(progress.read_text())
@@ -131,10 +140,16 @@ def _claim(folder: Path, identity: dict) -> None:
                               + ", ".join("model or text" if name == "digest" else f"{name} ({found.get(name)})"
                                           for name in different)
                               + "; supported: an empty folder, or the same run")
-    elif any(folder.iterdir()):
+    elif folder.exists() and any(folder.iterdir()):
         raise FolderError(f"out: {str(folder)!r} is not empty, supported: an empty folder, or an unfinished run's")
-    else:
-        _write_text(progress, json.dumps(identity, indent=1))
+
+
+def _claim(folder: Path, identity: dict) -> None:
+    """Begin a run in a folder that is empty, or go on with the same one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _look(folder, identity)
+    if not (folder / PROGRESS).exists():
+        _write_text(folder / PROGRESS, json.dumps(identity, indent=1))
 
 
 def _read_layer(path: Path, layer: nn.Module, format: str) -> dict[str, VQLinear]:
@@ -142,32 +157,32 @@ def _read_layer(path: Path, layer: nn.Module, format: str) -> dict[str, VQLinear
     with safe_open(path, "pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}
     made = {}
-    for name, module in linears(layer).items():
+    for name in sorted({key.rpartition(".")[0] for key in state}):
+        module = layer.get_submodule(name)
         made[name] = VQLinear(module.in_features, module.out_features, format, device=module.weight.device)
         made[name].load_state_dict({plane: state[f"{name}.{plane}"] for plane in made[name].state_dict()})
     return made
 
 
-def _finish(model: nn.Module, tokenizer, format: str, folder: Path) -> None:
+def _finish(model: nn.Module, tokenizer, format: str, folder: Path, dtype: torch.dtype) -> None:
     """Put the layers' files and all other weights together, and remove what only a run needs."""
     prefix, layers = decoder_layers(model)
     state, names = {}, []
-    for index, layer in enumerate(layers):
+    for index in range(len(layers)):
         with safe_open(folder / LAYER.format(index), "pt") as file:
-            state |= {f"{prefix}.{index}.{name}": file.get_tensor(name) for name in file.keys()}
-        names += [f"{prefix}.{index}.{name}" for name in linears(layer)]
+            planes = {f"{prefix}.{index}.{name}": file.get_tensor(name) for name in file.keys()}
+        state |= planes
+        names += dict.fromkeys(name.rpartition(".")[0] for name in planes)
     taken = {f"{name}.weight" for name in names}
     tied = set(model.all_tied_weights_keys if model.config.get_text_config().tie_word_embeddings else ())
     others = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()
               if name not in taken and name not in tied}
-    fits = all(not t.is_floating_point() or t.abs().max() <= torch.finfo(torch.half).max for t in others.values()
-               if t.numel())
-    dtype = torch.float16 if fits else torch.bfloat16
-    state |= {name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().clone()
+    wider = model_dtype.exceptions(model, dtype)
+    state |= {name: (tensor.to(wider.get(name, dtype)) if tensor.is_floating_point() else tensor).contiguous().clone()
               for name, tensor in others.items()}
     _write(folder / "model.safetensors", state)
-    config = model.config.to_diff_dict() | {
-        "architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch."),
+    config = _with_dtype(model.config.to_diff_dict(), str(dtype).removeprefix("torch.")) | {
+        "architectures": [type(model).__name__],
         "quantization_config": {"quant_method": METHOD, "format": format, "version": VERSION, "modules": names}}
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -176,6 +191,13 @@ def _finish(model: nn.Module, tokenizer, format: str, folder: Path) -> None:
     _write_text(folder / "config.json", json.dumps(config, indent=2, default=str))
     for path in (*folder.glob("layer-*.safetensors"), folder / HIDDEN, folder / PROGRESS):
         path.unlink()
+
+
+def _with_dtype(config: dict, dtype: str) -> dict:
+    """A configuration with this dtype, and so those inside it that name one."""
+    inner = {name: _with_dtype(value, dtype) for name, value in config.items()
+             if isinstance(value, dict) and "dtype" in value}
+    return config | inner | {"dtype": dtype}
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
