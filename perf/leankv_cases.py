@@ -71,8 +71,8 @@ def kept_caches(module) -> Iterator[list]:
     """The caches that ``new_cache`` of a module makes meanwhile, in order."""
     made, make = [], module.new_cache
 
-    def remembered(options):
-        made.append(make(options))
+    def remembered(options, *of_model):
+        made.append(make(options, *of_model))
         return made[-1]
 
     with mock.patch.object(module, "new_cache", remembered):
@@ -136,7 +136,8 @@ def attention_of(model, window: list[int], shown: tuple[int, ...]) -> dict:
     from transformers import DynamicCache
 
     from lowbit_attn.integrations.hf import CACHE_ARGUMENT
-    from lowbit_attn.quality import attention_modules, restored_attention
+    from lowbit_attn.model_layers import attention_blocks
+    from lowbit_attn.quality import restored_attention
 
     cache, layers = DynamicCache(), []
 
@@ -145,7 +146,7 @@ def attention_of(model, window: list[int], shown: tuple[int, ...]) -> dict:
 
     with restored_attention(model), torch.inference_mode():
         model.set_attn_implementation("eager")
-        hooks = [module.register_forward_hook(note) for module in attention_modules(model)]
+        hooks = [module.register_forward_hook(note) for module in attention_blocks(model)]
         try:
             model(torch.tensor([window]), logits_to_keep=1, **{CACHE_ARGUMENT: cache})
         finally:

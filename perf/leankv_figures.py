@@ -72,9 +72,9 @@ def read_text(model, window: list[int], about: dict, done: set, known: Mapping[s
     import torch
     from leankv import by_chance
 
-    from lowbit_attn import quality
+    from lowbit_attn import model_layers, quality
 
-    head_dim = quality.head_dim_of(model.config)
+    head_dim = model_layers.of_model(model).layers[0].head_dim
     for labels in batches(known, done, (about["text"], about["window"])):
         options = {label: known[label].options for label in labels}
         with by_chance(known[labels[0]].is_random), kept_caches(quality) as made:
@@ -89,7 +89,7 @@ def read_recall(model, tokenizer, done: set) -> Iterator[dict]:
     """A line for each cache that questions are put to."""
     from leankv import by_chance
 
-    from lowbit_attn import quality
+    from lowbit_attn import model_layers
     from lowbit_attn import recall as recalls
     from lowbit_attn.demo.scoring import help_text
 
@@ -99,7 +99,7 @@ def read_recall(model, tokenizer, done: set) -> Iterator[dict]:
         with by_chance(case.is_random), kept_caches(recalls) as made:
             score = recalls.recall(model, tokenizer, help_text(None), {label: case.options}, QUESTIONS)[label]
         yield {"label": label, "questions": score.questions, "right": score.right, "tokens": score.tokens} | stored(
-            made, quality.head_dim_of(model.config))
+            made, model_layers.of_model(model).layers[0].head_dim)
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,28 @@ GPUS = {
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """``count`` layers of one shape. window: they see the last ``window`` tokens only, keep them in 16 bit, whatever
+    the format, and drop older ones, as LowBitCache does by default; None: they keep all tokens in the format."""
+
+    count: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def query_rows(self) -> int:
+        """Query heads that read one KV head."""
+        return self.num_heads // self.num_heads_kv
+
+
+@dataclass(frozen=True)
 class Model:
     """Shape of a model's attention. weights_gb: bytes read a step besides the cache, in GB; None: not known.
 
-    sliding_layers: how many of the layers see the last ``sliding_window`` tokens only; they keep them in 16 bit,
-    whatever the format, and drop older ones, as LowBitCache does by default.
+    sliding_layers: how many of the layers see the last ``sliding_window`` tokens only (see LayerGroup). mixed: the
+    layers of a model whose layers differ in more than that; the other numbers then count for nothing.
     """
 
     layers: int
@@ -101,6 +118,7 @@ class Model:
     weights_gb: float | None = None
     sliding_layers: int = 0
     sliding_window: int = 0
+    mixed: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self):
         if not 0 <= self.sliding_layers <= self.layers or (self.sliding_layers and self.sliding_window < 1):
@@ -113,6 +131,18 @@ class Model:
             raise ValueError(f"heads: got {self.num_heads}, supported: multiples of kv-heads = {self.num_heads_kv}")
         if self.weights_gb is not None and self.weights_gb < 0:
             raise ValueError(f"weights-gb: got {self.weights_gb}, supported: 0 or more")
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layers by shape."""
+        shape = self.num_heads, self.num_heads_kv, self.head_dim
+        counts = (self.layers - self.sliding_layers, None), (self.sliding_layers, self.sliding_window)
+        return self.mixed or tuple(LayerGroup(count, *shape, window) for count, window in counts if count)
+
+    @property
+    def packed(self) -> tuple[LayerGroup, ...]:
+        """The layers that keep their tokens in the format."""
+        return tuple(group for group in self.groups if group.window is None)
 
 
 @dataclass(frozen=True)
@@ -193,16 +223,15 @@ def pays_from(pair: Levels, head_dim: int, sinks: int) -> int:
                 if level_bytes(pair, 1, head_dim, n, sinks) < sequence_bytes(pair.high, 1, head_dim, n, sinks))
 
 
-def sliding_bytes(model: Model, ctx: int) -> int:
+def window_bytes(group: LayerGroup, ctx: int) -> int:
     """Bytes of one sliding layer's cache of one sequence: all but one token of its window, in 16 bit."""
-    return sequence_bytes(None, model.num_heads_kv, model.head_dim, min(ctx, max(0, model.sliding_window - 1)))
+    return sequence_bytes(None, group.num_heads_kv, group.head_dim, min(ctx, max(0, group.window - 1)))
 
 
-def floor_us(gpu: Gpu, model: Model, layer_bytes: float, sliding_layer_bytes: float = 0.0) -> float:
-    """Least time of a token step that reads this much cache in every layer, one kernel a layer."""
-    passes = -(-(model.num_heads // model.num_heads_kv) // MAX_QUERY_ROWS)
-    sliding = model.sliding_layers and model.sliding_layers * gpu.read_us(sliding_layer_bytes * passes)
-    return (model.layers - model.sliding_layers) * gpu.read_us(layer_bytes * passes) + sliding
+def floor_us(gpu: Gpu, group: LayerGroup, layer_bytes: float) -> float:
+    """Least time of a token step in these layers, each of which reads this much cache, one kernel a layer."""
+    passes = -(-group.query_rows // MAX_QUERY_ROWS)
+    return group.count * gpu.read_us(layer_bytes * passes)
 
 
 @cache
@@ -210,26 +239,28 @@ def _calls() -> dict:
     return json.loads(MEASURED.read_text())
 
 
-def _calls_like(gpu: Gpu, model: Model) -> list[dict]:
-    """The measured calls on this GPU of the model's head_dim and query rows a KV head."""
-    rows = model.num_heads // model.num_heads_kv
+def _calls_like(gpu: Gpu, group: LayerGroup) -> list[dict]:
+    """The measured calls on this GPU of the layers' head_dim and query rows a KV head."""
     return [call for call in _calls()["calls"]
-            if (call["gpu"], call["head_dim"], call["rows"]) == (gpu.name, model.head_dim, rows)]
+            if (call["gpu"], call["head_dim"], call["rows"]) == (gpu.name, group.head_dim, group.query_rows)]
 
 
 def measured_note(gpu: Gpu, model: Model) -> str:
     """GPU, query rows, date and commits of the measured calls that a model's times come from, or that there is none."""
-    rows = f"{model.num_heads // model.num_heads_kv} query rows a KV head at head_dim {model.head_dim}"
-    calls = _calls_like(gpu, model)
-    if not calls:
+    rows = " and of ".join(dict.fromkeys(f"{group.query_rows} query rows a KV head at head_dim {group.head_dim}"
+                                         for group in model.packed))
+    if not rows:
+        return "every layer has a window and keeps its tokens in 16 bit: the floor alone is shown"
+    found = [_calls_like(gpu, group) for group in model.packed]
+    if not all(found):
         return f"no call of {rows} was measured on {gpu.name}: the floor alone is shown"
-    commits = ", ".join(dict.fromkeys(call["commit"] for call in calls))
+    commits = ", ".join(dict.fromkeys(call["commit"] for calls in found for call in calls))
     return (f"between calls of {rows} measured on {gpu.name}, {_calls()['date']}, commit {commits}; -: none of this "
             "format, or none so small")
 
 
-def measured_ms(gpu: Gpu, model: Model, fmt: Format | Levels | None, layer_bytes: float) -> float | None:
-    """Time of a token step's decode calls over low-bit layers, from those measured on this GPU with this format and as
+def measured_ms(gpu: Gpu, group: LayerGroup, fmt: Format | Levels | None, layer_bytes: float) -> float | None:
+    """Time of a token step's decode calls over these layers, from those measured on this GPU with this format and as
     many query rows a KV head; None if there are none, or none so small.
 
     layer_bytes: of one layer's cache of the batch. Beyond the largest call times grow with the bytes.
@@ -238,10 +269,10 @@ def measured_ms(gpu: Gpu, model: Model, fmt: Format | Levels | None, layer_bytes
         return None
     points = tuple(sorted(
         (call["batch"] * sequence_bytes(fmt, call["kv_heads"], call["head_dim"], call["seqlen"]), call["us"])
-        for call in _calls_like(gpu, model) if call["format"] == fmt.name))
+        for call in _calls_like(gpu, group) if call["format"] == fmt.name))
     if not points or layer_bytes < points[0][0]:
         return None
-    return (model.layers - model.sliding_layers) * interpolate(points, layer_bytes) * 1e-3
+    return group.count * interpolate(points, layer_bytes) * 1e-3
 
 
 def suggest(model: Model, ctx: int, batch: int, gpu: Gpu, formats: Iterable[str] | None = None,
@@ -263,33 +294,58 @@ def suggest(model: Model, ctx: int, batch: int, gpu: Gpu, formats: Iterable[str]
     return rows
 
 
+@dataclass
+class _Sums:
+    """Over all layers: bytes of a sequence's tokens, in the format and in 16 bit, and of codebooks; least times in us;
+    ms: of measured calls, None where one lacks."""
+
+    size: int = 0
+    plain_size: int = 0
+    books: int = 0
+    floor: float = 0.0
+    plain_floor: float = 0.0
+    ms: float | None = 0.0
+
+
+def _sums(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | Levels | None, sinks: int) -> _Sums:
+    """ValueError where the format does not serve the head_dim of a layer."""
+    sums, size_of = _Sums(ms=0.0 if model.packed else None), level_bytes if isinstance(fmt, Levels) else sequence_bytes
+    for group in model.groups:
+        shape, books, ms = (group.num_heads_kv, group.head_dim), 0, 0.0
+        if group.window is None:
+            size, plain = size_of(fmt, *shape, ctx, sinks), sequence_bytes(None, *shape, ctx)
+            books = group.num_heads_kv * fmt.shared_bytes(group.head_dim) if isinstance(fmt, Format) else 0
+            ms = measured_ms(gpu, group, fmt, batch * size)
+        else:
+            size = plain = window_bytes(group, ctx)
+        sums.size += group.count * size
+        sums.plain_size += group.count * plain
+        sums.books += group.count * books  # once a layer
+        sums.floor += floor_us(gpu, group, batch * size + books)
+        sums.plain_floor += floor_us(gpu, group, batch * plain)
+        sums.ms = None if ms is None or sums.ms is None else sums.ms + ms
+    return sums
+
+
 def _row(model: Model, ctx: int, batch: int, gpu: Gpu, fmt: Format | Levels | None, sinks: int | None) -> Row:
     name = fmt.name if fmt else SIXTEEN_BIT
     sinks = (fmt.sinks if fmt else 0) if sinks is None else sinks
     try:
-        size_of = level_bytes if isinstance(fmt, Levels) else sequence_bytes
-        sequence = size_of(fmt, model.num_heads_kv, model.head_dim, ctx, sinks)
+        sums = _sums(model, ctx, batch, gpu, fmt, sinks)
     except ValueError as error:
         return Row(name, reason=str(error))
-    plain = sequence_bytes(None, model.num_heads_kv, model.head_dim, ctx)
-    sliding = sliding_bytes(model, ctx)
     weights = (model.weights_gb or 0.0) * 1e9
-    per_head = fmt.shared_bytes(model.head_dim) if isinstance(fmt, Format) else 0
-    shared = model.num_heads_kv * per_head  # codebooks, once a layer
-    floor, plain_floor = (floor_us(gpu, model, nbytes, batch * sliding)
-                          for nbytes in (batch * sequence + shared, batch * plain))
-    low_layers = model.layers - model.sliding_layers
-    total, plain_total = (low_layers * size + model.sliding_layers * sliding for size in (sequence, plain))
-    books = low_layers * shared
     step_ratio = None
     if model.weights_gb is not None:
         weights_us = weights / gpu.peak_tb_per_s * 1e-6
-        step_ratio = (plain_floor + weights_us) / (floor + weights_us)
-    max_batch = max(0, int((gpu.memory_gb * 1e9 - weights - books) // total))
-    cache_bytes = batch * total + books
-    row = Row(name, 16 * cache_bytes / (batch * plain_total), cache_bytes * 1e-9, max_batch >= batch, max_batch,
-              floor * 1e-3, measured_ms(gpu, model, fmt, batch * sequence), plain_floor / floor, step_ratio)
-    if isinstance(fmt, Levels) and ctx < (least := pays_from(fmt, model.head_dim, sinks)):
+        step_ratio = (sums.plain_floor + weights_us) / (sums.floor + weights_us)
+    max_batch = max(0, int((gpu.memory_gb * 1e9 - weights - sums.books) // sums.size))
+    cache_bytes = batch * sums.size + sums.books
+    row = Row(name, 16 * cache_bytes / (batch * sums.plain_size), cache_bytes * 1e-9, max_batch >= batch, max_batch,
+              sums.floor * 1e-3, sums.ms, sums.plain_floor / sums.floor, step_ratio)
+    least = max((pays_from(fmt, group.head_dim, sinks) for group in model.packed), default=0) if isinstance(
+        fmt, Levels) else 0
+    if ctx < least:
         reason = f"larger than {fmt.high} below {least:,} tokens: 16-bit buffers"
     else:
         window = max(fmt.window_k, fmt.window_v) if isinstance(fmt, Format) else WINDOW

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 
+from lowbit_attn import model_layers
 from lowbit_attn.formats import FORMATS, levels
+from lowbit_attn.integrations import served
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, NAME, LowBitCache
 from lowbit_attn.integrations.simulator import SimulatedCache
 
@@ -48,13 +50,13 @@ class Scores:
     seconds: float
 
 
-class Rounded16Layer(DynamicLayer):
-    """transformers' own layer, K and V rounded to 16 bit on entry, whatever the model computes in."""
+class Rounded16Cache(Cache):
+    """Mixed into transformers' own cache: K and V are rounded to 16 bit on entry, whatever the model computes in."""
 
-    def update(self, key_states, value_states, *args, **kwargs):
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         dtype = key_states.dtype
         stored = torch.float16 if dtype == torch.float32 else dtype
-        k, v = super().update(key_states.to(stored), value_states.to(stored), *args, **kwargs)
+        k, v = super().update(key_states.to(stored), value_states.to(stored), layer_idx, *args, **kwargs)
         return k.to(dtype), v.to(dtype)
 
 
@@ -81,8 +83,10 @@ def compare(model, tokens: torch.Tensor, cases: Mapping[str, Mapping | None],
     if scored_from % CHUNK or not 0 <= scored_from < tokens.shape[1] - 1:
         raise ValueError(f"scored_from: got {scored_from}, supported: multiples of {CHUNK} below the "
                          f"{tokens.shape[1] - 1} tokens that are predicted")
-    baseline = _Reader(model, None)
-    readers = {label: baseline if options is None else _Reader(model, options) for label, options in cases.items()}
+    count = tokens.shape[1]
+    baseline = _Reader(model, None, count)
+    readers = {label: baseline if options is None else _Reader(model, options, count)
+               for label, options in cases.items()}
     sums = {label: _Sums() for label in cases}
     with restored_attention(model):
         read = 0
@@ -116,12 +120,18 @@ def is_simulated(options: Mapping | None) -> bool:
     return options is not None and "v_step" in options
 
 
-def new_cache(options: Mapping | None) -> Cache:
+def new_cache(options: Mapping | None, model=None, tokens: int | None = None) -> Cache:
     """An empty cache: LowBitCache(**options), SimulatedCache(**options) if they have a ``v_step``, or for None
-    transformers' own with K and V rounded to 16 bit."""
-    if options is None:
-        return Cache(layer_class_to_replicate=Rounded16Layer)
-    return (SimulatedCache if is_simulated(options) else LowBitCache)(**options)
+    transformers' own with K and V rounded to 16 bit: of the model's layers and windows, without a model of layers that
+    keep all tokens. tokens: that it will hold, where that is known."""
+    if is_simulated(options):
+        return SimulatedCache(**options)
+    if options is not None:
+        room = {} if model is None or tokens is None else served.room_for(model.config, tokens)
+        return LowBitCache(**{**room, **options})
+    if model is None:
+        return type("Rounded16", (Rounded16Cache, DynamicCache), {})()
+    return model_layers.new_cache(model, Rounded16Cache)
 
 
 def use_cache_kind(model, options: Mapping | None) -> None:
@@ -169,25 +179,22 @@ def agreement(top1: torch.Tensor, baseline: torch.Tensor) -> float:
     return (top1 == baseline).double().mean().item()
 
 
-def head_dim_of(config) -> int:
-    """Channels of a head, from a model's config."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def bits_per_element(options: Mapping | None, model) -> float:
-    """Bits of packed pages, metadata included; sinks and the open block are counted by ``cache_bytes``."""
+    """Bits of packed pages, metadata included; sinks and the open block are counted by ``cache_bytes``. Where layers
+    differ in shape: the mean over the elements of those that keep all tokens, or of all if none does."""
     if options is None:
         return 16.0
     fmt = options["format"]
     fmt = (levels.parse(fmt) or FORMATS[fmt]) if isinstance(fmt, str) else fmt
-    return fmt.bits_per_element(head_dim_of(model.config))
+    layers = model_layers.of_model(model).layers
+    packed = [layer for layer in layers if layer.kind.window is None] or layers
+    bits = sum(fmt.bits_per_element(layer.head_dim) * layer.channels for layer in packed)
+    return bits / sum(layer.channels for layer in packed)
 
 
 def sixteen_bit_bytes(model, tokens: int) -> int:
-    """Bytes of K and V of so many tokens of one sequence in all layers, in 16 bit."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return config.num_hidden_layers * tokens * heads * head_dim_of(config) * 2 * 2
+    """Bytes of K and V of so many tokens of one sequence in all layers that keep some, in 16 bit."""
+    return 2 * tokens * model_layers.of_model(model).channels
 
 
 def measured_bits(model, nbytes: int, tokens: int) -> float:
@@ -197,21 +204,17 @@ def measured_bits(model, nbytes: int, tokens: int) -> float:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that hold the present tokens of all layers."""
+    """Bytes that hold K and V of the present tokens of all layers; states of a fixed size are not counted."""
     if isinstance(cache, LowBitCache | SimulatedCache):
         return cache.nbytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def attention_modules(model) -> list[torch.nn.Module]:
-    """A model's self-attention blocks, by layer."""
-    found = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
-    return sorted(found, key=lambda module: module.layer_idx)
+    held = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    return sum(x.nbytes for pair in held for x in pair if x is not None)
 
 
 @dataclass
 class _Step:
-    """One chunk: logits fp32 [tokens, vocabulary] and each attention block's output fp32 [tokens, hidden]."""
+    """One chunk: logits fp32 [tokens, vocabulary] and the output of each attention block that keeps K and V, fp32
+    [tokens, hidden]."""
 
     logits: torch.Tensor
     outputs: list[torch.Tensor]
@@ -220,16 +223,19 @@ class _Step:
 class _Reader:
     """A model with a cache of its own, read chunk by chunk."""
 
-    def __init__(self, model, options: Mapping | None):
-        self.model, self.options, self.cache, self.seconds = model, options, new_cache(options), 0.0
+    def __init__(self, model, options: Mapping | None, tokens: int):
+        self.model, self.options, self.seconds = model, options, 0.0
+        self.cache = new_cache(options, model, tokens)
+        self.blocks = model_layers.attention_blocks(model)
 
     def read(self, chunk: torch.Tensor, first: int) -> _Step:
         """One chunk [1, tokens], whose first token is at position ``first``."""
         outputs = []
         positions = torch.arange(first, first + chunk.shape[1], device=chunk.device)[None]
         use_cache_kind(self.model, self.options)
-        hooks = [module.register_forward_hook(lambda _, __, out: outputs.append(out[0][0].float()))
-                 for module in attention_modules(self.model)]
+        hooks = [module.register_forward_hook(
+            lambda _, __, out: outputs.append((out if isinstance(out, torch.Tensor) else out[0])[0].float()))
+            for module in self.blocks]
         start = time.perf_counter()
         try:
             with torch.inference_mode():

@@ -80,7 +80,7 @@ def recall(model, tokenizer, prose: str, cases: Mapping[str, Mapping | None], qu
             ids = tokenizing.tensor(tokenizer, context.text, model.device)
             tokens += ids.shape[1]
             for label, options in cases.items():
-                cache = new_cache(options)
+                cache = new_cache(options, model, ids.shape[1] + 64)
                 use_cache_kind(model, options)
                 model(ids, **{CACHE_ARGUMENT: cache}, logits_to_keep=1)
                 for word, code in context.codes.items():

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from lowbit_attn import FORMATS, KVCache, budget, compile, entries, environment, kernels, toolchain
-from lowbit_attn.budget import GPUS, Model
+from lowbit_attn.budget import GPUS, LayerGroup, Model
 from lowbit_attn.cli import app
 from lowbit_attn.environment import Gpu, Tool
 from lowbit_attn.formats import levels
@@ -65,7 +65,7 @@ def test_reading_more_takes_longer(name):
 def test_floor_is_near_the_measured_plain_reads(batch, ctx, us, format):
     """One layer of 32/8 heads: a plain read of the packed bytes, measured in the design study."""
     layer = batch * budget.sequence_bytes(FORMATS[format], 8, 128, ctx)
-    assert budget.floor_us(GPUS["h200"], Model(1, 32, 8, 128), layer) == pytest.approx(us, rel=0.15)
+    assert budget.floor_us(GPUS["h200"], LayerGroup(1, 32, 8, 128), layer) == pytest.approx(us, rel=0.15)
 
 
 def test_only_measured_rates_are_called_measured():
@@ -106,7 +106,7 @@ def test_where_nothing_is_gained(ctx, batch, weights, gpu, words):
 
 
 def test_many_query_rows_read_a_page_again():
-    few, many = (budget.floor_us(GPUS["h100"], Model(1, heads, 1, 128), 1e9) for heads in (64, 65))
+    few, many = (budget.floor_us(GPUS["h100"], LayerGroup(1, heads, 1, 128), 1e9) for heads in (64, 65))
     assert many == 2 * few
 
 

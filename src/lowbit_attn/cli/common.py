@@ -38,6 +38,15 @@ def fail(error: Exception | str, status: int = 2) -> NoReturn:
     raise typer.Exit(status)
 
 
+@contextmanager
+def told_refusals(what: str) -> Iterator[None]:
+    """End the command, with what a model or its cache refuses and no traceback, where the calls within refuse it."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        fail(f"{what}: {error}")
+
+
 def format_named(name: str, also: str = "") -> Format:
     """The format of a name of FORMATS; ends the command, with close matches, for another name.
 

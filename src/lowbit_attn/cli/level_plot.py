@@ -7,7 +7,7 @@ import torch
 import typer
 
 from lowbit_attn import progress, tokenizing
-from lowbit_attn.cli.common import check_plot, console, fail, read_text, writing
+from lowbit_attn.cli.common import check_plot, console, fail, read_text, told_refusals, writing
 from lowbit_attn.cli.model import full_name, load
 from lowbit_attn.formats.levels import Levels
 from lowbit_attn.levels.level_cache import LevelCounts
@@ -49,7 +49,8 @@ def make(pair: Levels, plot: Path, model: str, text: Path | None, tokens: int, p
     ids = tokenizing.tensor(tokenizer, written, network.device)[:, :tokens]
     if not ids.shape[1]:
         fail("text: got no tokens, supported: one or more")
-    counts = read(network, ids, dict(format=pair.name, policy=policy))
+    with told_refusals("model"):
+        counts = read(network, ids, dict(format=pair.name, policy=policy))
     if not counts:
         fail(f"model: no layer of {model!r} keeps its tokens in levels, supported: models with full attention")
     about = (f"{full_name(model)}, {ids.shape[1]:,} tokens of {text or 'help texts'} over {pair}, "
@@ -64,7 +65,7 @@ def read(network, ids: torch.Tensor, options: dict) -> dict[int, LevelCounts]:
     from lowbit_attn import quality
     from lowbit_attn.integrations.hf import CACHE_ARGUMENT
 
-    cache = quality.new_cache(options)
+    cache = quality.new_cache(options, network, ids.shape[1])
     quality.use_cache_kind(network, options)
     with progress.bar(console(), "tokens") as bar, torch.inference_mode():
         reading = bar.add_task("reading", total=ids.shape[1])

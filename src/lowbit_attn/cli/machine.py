@@ -117,12 +117,15 @@ def suggest(
               f"({device.source}). The floor is a plain read of the cache.", soft_wrap=True)
     out.print(f"kernels ms: {note}.", soft_wrap=True)
     for pair in filter(None, (levels.parse(row.format) for row in rows if row.cache_gb)):
-        out.print(f"{pair}: {buffer_bytes(sinks, shape.head_dim):,} bytes of 16-bit buffers a KV head, whatever the "
-                  f"length; smaller than {pair.high} from {budget.pays_from(pair, shape.head_dim, sinks):,} tokens on.",
-                  soft_wrap=True)
-    if shape.sliding_layers:
-        out.print(f"Sliding layers keep their last {shape.sliding_window - 1:,} tokens in 16 bit in every row; kernels "
-                  "ms leave them out.", soft_wrap=True)
+        head_dims = dict.fromkeys(group.head_dim for group in network.packed)
+        for head_dim in head_dims:
+            name = f"{pair} at head_dim {head_dim}" if len(head_dims) > 1 else pair.name
+            out.print(f"{name}: {buffer_bytes(sinks, head_dim):,} bytes of 16-bit buffers a KV "
+                      f"head, whatever the length; smaller than {pair.high} from "
+                      f"{budget.pays_from(pair, head_dim, sinks):,} tokens on.", soft_wrap=True)
+    for window in dict.fromkeys(group.window for group in network.groups if group.window):
+        out.print(f"Layers with a window keep their last {window - 1:,} tokens in 16 bit in every row; kernels ms "
+                  "leave them out.", soft_wrap=True)
     if weights_gb is None:
         out.print("The weights are not known, and fits and max batch leave no room for them: --weights-gb gives their "
                   "size, and then the gain of a whole step is shown.", soft_wrap=True)
@@ -148,7 +151,12 @@ def _shape(folder: Path | None, given: dict[str, int | None]) -> config.Shape:
     """The shape of a folder's model, with the given numbers in place of its own; ValueError if one is missing."""
     given = {name: value for name, value in given.items() if value is not None}
     if folder is not None:
-        return replace(config.read(folder), **given)
+        shape = config.read(folder)
+        if shape.mixed and given:
+            name, value = next(iter(given.items()))
+            raise ValueError(f"{name}: got {value} beside a model whose layers differ in shape ({shape}), supported: "
+                             "the model's own numbers")
+        return replace(shape, **given)
     missing = [name for name in ("layers", "num_heads_kv", "head_dim") if name not in given]
     if missing:
         option = {"num_heads_kv": "kv-heads", "head_dim": "head-dim"}.get(missing[0], missing[0])
@@ -158,6 +166,9 @@ def _shape(folder: Path | None, given: dict[str, int | None]) -> config.Shape:
 
 def _with_codebooks(read, model: budget.Model, formats: list[str] | None) -> list[str]:
     """The formats with that of a file of codebooks; ValueError if they are not of this model's shape."""
+    if model.mixed:
+        raise ValueError("codebooks: got some beside a model whose layers differ in shape, supported: layers of one "
+                         "shape")
     for name, got, wanted in (("layers", read.layers, model.layers), ("head-dim", read.head_dim, model.head_dim),
                               ("kv-heads", read.num_heads_kv, model.num_heads_kv)):
         if got != wanted:

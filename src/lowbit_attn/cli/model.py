@@ -24,6 +24,7 @@ from lowbit_attn.cli.common import (
     read_text,
     table,
     tell_builds,
+    told_refusals,
     writing,
 )
 from lowbit_attn.demo.model import DEMO
@@ -103,10 +104,10 @@ def generate(
     if not ids.shape[1]:
         fail("prompt: got no tokens, supported: one or more")
     books.check_prompt(options, ids.shape[1])
-    cache = scoring.new_cache(options)
+    cache = scoring.new_cache(options, network, ids.shape[1] + tokens)
     scoring.use_cache_kind(network, options)
     start = time.perf_counter()
-    with torch.inference_mode():
+    with told_refusals("model"), torch.inference_mode():
         out = network.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: cache}, do_sample=False,
                                max_new_tokens=tokens, pad_token_id=0)
     new, seconds = out.shape[1] - ids.shape[1], time.perf_counter() - start
@@ -199,7 +200,7 @@ def quality(
     for options in cases.values():
         books.check_prompt(options, ids.shape[1] - 1)
     out = console()
-    with progress.bar(out, "tokens") as bar:
+    with told_refusals("model"), progress.bar(out, "tokens") as bar:
         reading = bar.add_task("reading", total=ids.shape[1])
         scores = scoring.compare(network, ids, cases, lambda count: bar.advance(reading, count))
     out.print(_quality_table(scores, lambda nbytes: scoring.measured_bits(network, nbytes, ids.shape[1])))

@@ -19,7 +19,7 @@ def ask(network, tokenizer, prose: str, cases: Mapping[str, Mapping | None], que
         task = bar.add_task("asking", total=questions)
         try:
             scores = recall(network, tokenizer, prose, cases, questions, lambda count: bar.advance(task, count))
-        except ValueError as error:
+        except (NotImplementedError, ValueError) as error:
             fail(error)
     shown = table("cache", "bits/elt", "right", "questions", "recall")
     for label, score in scores.items():

@@ -70,6 +70,7 @@ def captured(model, ids: torch.Tensor, sinks: int = 32, on_tokens: Callable[[int
     if pages < 1:
         raise NotImplementedError(f"model: its context of {limit} tokens has no page of {PAGE_TOKENS} after {sinks} "
                                   "sinks, supported: longer ones")
+    _check_layers(model)
     frequencies = _frequencies(model)
     recorder = _Recorder(sinks)
     first = []
@@ -79,6 +80,27 @@ def captured(model, ids: torch.Tensor, sinks: int = 32, on_tokens: Callable[[int
             first += range(sinks, len(sequence) - PAGE_TOKENS + 1, PAGE_TOKENS)
             on_tokens(len(sequence))
     return Sample(recorder.layers(frequencies), torch.tensor(first, device="cpu"), limit)
+
+
+def _check_layers(model) -> None:
+    """Raise NotImplementedError, before a text is read, for a model whose layers do not all keep K and V of one shape
+    for themselves."""
+    from lowbit_attn import model_layers
+
+    try:
+        found = model_layers.of_model(model)
+    except ValueError as error:
+        raise NotImplementedError(f"model: {error}, supported: models whose layers all keep K and V") from error
+    others = len(found.kinds) - len(found.layers)
+    if others or any(kind.has_state for kind in found.kinds):
+        raise NotImplementedError(f"model: {others or 'some'} of {len(found.kinds)} layers keep something else than K "
+                                  "and V of their own (states, or another layer's), supported: models whose layers all "
+                                  "keep K and V alone")
+    shapes = sorted({(layer.num_heads_kv, layer.head_dim, layer.value_dim) for layer in found.layers})
+    if len(shapes) > 1:
+        raise NotImplementedError("model: its layers differ in KV heads or head_dim ("
+                                  + "; ".join(f"{heads} of {dim}" for heads, dim, _ in shapes)
+                                  + "), supported: one shape")
 
 
 def context_of(config) -> int:
@@ -212,9 +234,13 @@ def _frequencies(model) -> list[torch.Tensor]:
         with _recorded(model, recorder):
             _read(model, ids, offset)
         probes.append(recorder.keys)
+    blocks = _blocks(model)
+    if any(len(keys) != len(blocks) for keys in probes):
+        raise NotImplementedError(f"model: {len(probes[0])} of {len(blocks)} layers came to the attention function, "
+                                  "supported: models whose layers all do")
     found, offset = [], torch.tensor(PROBED_OFFSET, device="cpu")
     for i, (before, after) in enumerate(zip(*probes, strict=True)):
-        choices = [*_stated(model, i, before.shape[-1]), before.new_zeros(before.shape[-1] // 2)]
+        choices = [*_stated(model, blocks[i], i, before.shape[-1]), before.new_zeros(before.shape[-1] // 2)]
         gaps = [((turned(before, freq, offset) - after).norm() / after.norm()).item() for freq in choices]
         best = min(range(len(gaps)), key=gaps.__getitem__)
         if not gaps[best] < (1e-3 if model.dtype == torch.float32 else 5e-2):
@@ -233,9 +259,18 @@ class _ProbeRecorder:
         self.keys.append(key[0].float().cpu())
 
 
-def _stated(model, layer: int, head_dim: int) -> list[torch.Tensor]:
-    """What the model's rotary module, if it has one, says of a layer's frequencies."""
-    rotary = getattr(model.base_model, "rotary_emb", None)
+def _blocks(model) -> tuple[str, ...]:
+    """Names of a model's attention modules, by layer."""
+    from lowbit_attn import model_layers
+
+    return model_layers.of_model(model).blocks
+
+
+def _stated(model, block: str, layer: int, head_dim: int) -> list[torch.Tensor]:
+    """What the rotary module of an attention module, if it has one, says of its layer's frequencies."""
+    from lowbit_attn import model_layers
+
+    rotary = model_layers.rotary_module(model, block)
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     names = ["inv_freq"] + ([f"{kinds[layer]}_inv_freq"] if kinds else [])
     found = [getattr(rotary, name, None) for name in names]

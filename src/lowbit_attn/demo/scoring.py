@@ -85,7 +85,7 @@ class Score:
 
 def score(model, ids: torch.Tensor, case: Case, on_tokens: Callable[[int], None] = lambda n: None) -> Score:
     """Read ids [1, tokens] in chunks of 128 through a fresh cache; every token but the first is predicted."""
-    cache = quality.new_cache(case.options)
+    cache = quality.new_cache(case.options, model)
     quality.use_cache_kind(model, case.options)
     nll, top1, predicted = [], [], []
     start = time.perf_counter()
@@ -136,7 +136,7 @@ def answer(model, prompt: torch.Tensor, case: Case, tokens: int,
     quality.use_cache_kind(model, case.options)
     with torch.inference_mode():
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt),
-                             **{CACHE_ARGUMENT: quality.new_cache(case.options)}, do_sample=False,
+                             **{CACHE_ARGUMENT: quality.new_cache(case.options, model)}, do_sample=False,
                              max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0, streamer=_Counter(on_tokens))
     return out[0, prompt.shape[1] :].tolist()
 

@@ -83,7 +83,7 @@ class Reader:
         ids, cache = self._held
         if cache is not None and len(ids) <= wanted.whole_chunks(self.chunk) and wanted.ids[: len(ids)] == ids:
             return copy.deepcopy(cache), len(ids)
-        return new_cache(self.options), 0
+        return new_cache(self.options, self.model, len(wanted.ids)), 0
 
 
 def is_packed(cache: Cache) -> bool:

@@ -15,13 +15,12 @@ breaks off (no memory, an interrupt) leaves those before it ahead: what can be k
 is refused by the first layer, before any stores a token, and the next call after a broken one raises RuntimeError.
 """
 
-import inspect
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 
 import torch
-from transformers import AttentionInterface, GenerationMixin
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
@@ -31,17 +30,16 @@ from lowbit_attn.checks import integer, is_truth, one_of
 from lowbit_attn.codebooks import Codebooks
 from lowbit_attn.codebooks.prompt import PROMPTS
 from lowbit_attn.formats import FORMATS, Format, levels
+from lowbit_attn.integrations import served
 from lowbit_attn.integrations.handle import NAME, SUPPORTED, Handle
 from lowbit_attn.integrations.layer import START_ANEW, LowBitLayer
 from lowbit_attn.integrations.levels import GrowingPool, LevelLayer, check_options
 from lowbit_attn.integrations.prompt import PromptLayer, blank
 from lowbit_attn.integrations.static import StaticLowBitLayer
 from lowbit_attn.levels.policy import Policy
+from lowbit_attn.model_layers import CACHE_ARGUMENT
 from lowbit_attn.reference import Attention
 
-# The name under which this transformers passes a cache to ``generate`` and to models
-CACHE_ARGUMENT = next(name for name in ("cache", "past_key_values")
-                      if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters)
 SLIDING = ("16bit", "lowbit")
 TRIED_HEAD_DIM = 128  # of the cache that tries options: every format serves it
 SAMPLED_ROWS = 64  # queries whose mask is compared with that of a sliding window
@@ -145,7 +143,10 @@ class LowBitCache(Cache):
             for layer in self.layers:
                 layer.grow_for(key_states.shape[2])
         handles = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.layers[layer_idx].index = layer_idx
+        layer = self.layers[layer_idx]
+        layer.index = layer_idx
+        if not torch.compiler.is_compiling():
+            layer.is_first = not layer.length and not any(other.length for other in self.layers)
         return handles
 
     def _refuse_states(self, *args, **kwargs):
@@ -227,8 +228,10 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: Handle, value: 
     Returns ([batch, q_len, num_heads, head_dim], None). Raises NotImplementedError for what it cannot honour.
     """
     if not isinstance(key, Handle) or value is not key:
-        raise NotImplementedError(f"{CACHE_ARGUMENT}: attention {NAME!r} reads a LowBitCache; pass {CACHE_ARGUMENT}="
-                                  "LowBitCache(...), or call model.set_attn_implementation('sdpa')")
+        raise NotImplementedError(f"{CACHE_ARGUMENT}: attention {NAME!r} reads a LowBitCache, and none came to this "
+                                  f"layer: the call had no {CACHE_ARGUMENT}=LowBitCache(...), or the model or generate "
+                                  "left it out, as longrope models do with one that was reset; supported: a new "
+                                  "LowBitCache, or model.set_attn_implementation('sdpa')")
     _check_call(module, dropout, is_causal, kwargs)
     if key.layer.codebooks is not None:
         key.layer.check_model(module.config)
@@ -251,6 +254,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: Handle, value: 
             raise NotImplementedError(f"sliding_window: got {sliding_window} beside a mask with a window of "
                                       f"{masked_window}; supported: the same")
         pads = None if attention_mask is None else attention_mask.pads
+    if key.layer.is_first and isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+        served.check(config, key.layer, query.shape[2], pads)
+        key.layer.is_first = False
     sink_logits = None if s_aux is None else s_aux.detach().float()
     options = Attention(scaling, softcap, sliding_window, sink_logits=sink_logits)
     return key.layer.attend(key, query, options, pads), None

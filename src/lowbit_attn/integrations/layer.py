@@ -57,6 +57,7 @@ class LowBitLayer(CacheLayerMixin):
         self.length, self.pads = 0, ()
         self.codebooks, self.index, self.is_checked = codebooks, None, codebooks is None
         self.position_ids = None  # of the step's tokens, where the model says them
+        self.is_first = False  # whether no layer of the cache holds tokens yet, so that this one looks at the model
 
     def __repr__(self) -> str:
         kind = "16-bit window" if self.tail is not None else self.format
