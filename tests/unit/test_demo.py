@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from lowbit_attn import FORMATS
 from lowbit_attn.demo import model as models
 from lowbit_attn.demo import report
 
@@ -172,7 +173,6 @@ def test_the_quick_text_is_mostly_packed(tiny):
     """Every row of the quick demo packs nine tokens of ten, where the bytes of 16 bit are at most as many again."""
     from lowbit_attn import budget
     from lowbit_attn.demo.__main__ import FULL_TOKENS, QUICK_TOKENS
-    from lowbit_attn.formats import FORMATS
 
     scoring = pytest.importorskip("lowbit_attn.demo.scoring")
     cases, reason = scoring.cases_of(QUICK_TOKENS)
@@ -222,6 +222,19 @@ def test_table_and_answers():
     assert re.search(r"k4v4 +4\.38 +12,902,400 +4\.38 +12\.05 +95\.3% +255", text)
     assert ">>7<<" in text and "differs from token 2 on" in text
     assert report.first_difference([1, 2], [1, 2, 3]) is None
+
+
+def test_notes_say_what_the_bytes_of_codebooks_are():
+    """Those of the demo's model: 30 layers of 3 KV heads, head_dim 64."""
+    shape = dict(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30)
+    books = 30 * 3 * FORMATS["cq2"].shared_bytes(64)
+    rows = [*ROWS, report.Row("cq2, 32 sinks", "cq2", 32, None, 2.19, 5_000_000 + books, 12.3, 0.95, 200.0, "torch"),
+            report.Row("lean, 32 sinks", "lean", 32, None, 4.0, 9_000_000, 12.0, 0.97, 200.0, "reference"),
+            report.Row("k2tv2 (keys per token)", "k2tv2", 0, False, 2.5, 7_000_000, 99.0, 0.4, 200.0, "reference")]
+    first, second = report.notes(rows, types.SimpleNamespace(**shape))
+    bits = 16 * 5_000_000 / 47_185_920
+    assert f"{books:,} of its bytes are codebooks" in first and f"without them {bits:.2f} bits" in first
+    assert second.startswith("k2tv2 (keys per token): why keys are packed per channel")
 
 
 def test_plot_and_json(tmp_path):

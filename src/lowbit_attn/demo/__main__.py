@@ -75,6 +75,8 @@ def run(console: Console, gguf: Path, is_quick: bool, out: Path, extra: list[tup
     cases = learning.with_codebooks(console, model, tokenizer, cases, taught, out)
     console.print()
     rows = _score_all(console, scoring, quality, model, ids, cases)
+    for line in report.notes(rows, model.config):
+        console.print(line, markup=False)
     console.print(f"\nDecoding is served by: {rows[1].served_by}.\n")
     answers = _answer_all(console, scoring, model, tokenizer, cases)
     report.show_answers(console, answers, tokenizer.decode)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 MOST = 1.25  # times the baseline's perplexity: worse caches are drawn at the upper edge, with their number
 FONT = 7  # points, of labels
 GAPS = (7, 16, 28, 42, 58, 76, 96, 120)  # points between a marker and its label: the least that has room
-SIDES = ((1, 0), (1, 1), (1, -1), (-1, 0), (-1, 1), (-1, -1), (0, 1), (0, -1))
+SIDES = ((1, 0), (1, 1), (1, -1), (-1, 0), (-1, 1), (-1, -1), (0, 1), (0, -1), (1, 2), (1, -2), (1, 3), (1, -3))
 Box = tuple[float, float, float, float]  # left, lower, right, upper
 
 
@@ -120,10 +120,14 @@ def _label(axes, marks: Sequence[tuple[str, float, float, float, str]], others: 
         width, height = extent.width + 3 * scale, extent.height + scale
         dx, dy = _free(left, lower, width, height, scale, taken, labels, inside)
         labels.append(_box(left + dx, lower + dy, width, height))
-        is_far = max(abs(dx) - width / 2, abs(dy) - height / 2) > 12 * scale
-        line = dict(arrowstyle="-", linewidth=0.5, color=color, shrinkA=0, shrinkB=3) if is_far else None
-        axes.annotate(text, (x, y), xytext=(dx / scale, dy / scale), textcoords="offset points", fontsize=FONT,
-                      ha="center", va="center", color=color, annotation_clip=False, arrowprops=line)
+        line = None
+        if max(abs(dx) - width / 2, abs(dy) - height / 2) > 12 * scale:
+            line = dict(arrowstyle="-", linewidth=0.5, color=color, shrinkA=0, shrinkB=3)
+            taken += _steps(left, lower, dx, dy)
+        side = "center" if abs(dx) < width / 2 else "left" if dx > 0 else "right"  # from its marker it may grow
+        start = dx - {"center": 0, "left": width / 2, "right": -width / 2}[side]
+        axes.annotate(text, (x, y), xytext=(start / scale, dy / scale), textcoords="offset points", fontsize=FONT,
+                      ha=side, va="center", color=color, annotation_clip=False, arrowprops=line)
 
 
 def _box(x: float, y: float, width: float, height: float) -> Box:
@@ -131,19 +135,26 @@ def _box(x: float, y: float, width: float, height: float) -> Box:
     return x - width / 2, y - height / 2, x + width / 2, y + height / 2
 
 
+def _steps(x: float, y: float, dx: float, dy: float) -> list[Box]:
+    """Small boxes along the line from a marker to its label's center."""
+    return [_box(x + dx * i / 16, y + dy * i / 16, 1, 1) for i in range(1, 16)]
+
+
 def _free(x: float, y: float, width: float, height: float, scale: float, taken: Sequence[Box], labels: Sequence[Box],
           frame: Box) -> tuple[float, float]:
-    """Where a label's center goes, from its marker: the nearest place in the frame that covers nothing, and whose line
-    to the marker crosses no label; to the right of the marker if there is none."""
+    """Where a label's center goes, from its marker: the nearest place in the frame that covers the fewest others, and
+    whose line to the marker crosses the fewest labels."""
+    least, best = None, (0.0, 0.0)
     for gap, (right, up) in itertools.product(GAPS, SIDES):
         dx, dy = right * (gap * scale + width / 2), up * (gap * scale + height / 2)
         box = _box(x + dx, y + dy, width, height)
-        steps = [_box(x + dx * i / 16, y + dy * i / 16, 1, 1) for i in range(1, 16)]
-        is_inside = frame[0] < box[0] and box[2] < frame[2] and frame[1] < box[1] and box[3] < frame[3]
-        if is_inside and not any(_overlap(box, other) for other in (*taken, *labels)) and not any(
-                _overlap(step, other) for step in steps for other in labels):
-            return dx, dy
-    return width / 2 + GAPS[0] * scale, 0.0
+        if not (frame[0] < box[0] and box[2] < frame[2] and frame[1] < box[1] and box[3] < frame[3]):
+            continue
+        covered = sum(_overlap(box, other) for other in (*taken, *labels)) + sum(
+            _overlap(step, other) for step in _steps(x, y, dx, dy) for other in labels)
+        if least is None or covered < least:
+            least, best = covered, (dx, dy)
+    return best
 
 
 def _overlap(a: Box, b: Box) -> bool:

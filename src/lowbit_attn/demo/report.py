@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowbit_attn import FORMATS
 from lowbit_attn.demo import figures
 
 COLUMNS = (("KV cache", 28, "left"), ("bits/element", 12, "right"), ("cache bytes", 12, "right"),
@@ -50,6 +51,22 @@ def line(cells: Sequence[str], style: str = "") -> Table:
 
 def header() -> Table:
     return line([name for name, _, _ in COLUMNS], "bold")
+
+
+def notes(rows: Sequence[Row], config) -> list[str]:
+    """What the table's numbers need to be read well. config: the model's, of transformers."""
+    told = []
+    for row in rows:
+        if row.format == "k2tv2":
+            told.append(f"{row.label}: why keys are packed per channel elsewhere; a few large channels spoil the scale "
+                        "that a token's channels share")
+        elif row.format in FORMATS and FORMATS[row.format].needs_codebooks:
+            head_dim = config.hidden_size // config.num_attention_heads
+            books = config.num_hidden_layers * config.num_key_value_heads * FORMATS[row.format].shared_bytes(head_dim)
+            bits = 16 * (row.cache_bytes - books) / rows[0].cache_bytes
+            told.append(f"{row.label}: {books:,} of its bytes are codebooks, the same for any number of tokens and "
+                        f"sequences; without them {bits:.2f} bits all-in")
+    return told
 
 
 def first_difference(tokens: Sequence[int], baseline: Sequence[int]) -> int | None:
