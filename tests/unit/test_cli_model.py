@@ -139,7 +139,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     (("info", "lean", "--plot", "a.png", "--thresholds", "0.5"), "thresholds: got '0.5'"),
     (("info", "lean", "--plot", "a.png", "--thresholds", "0.5,0.2"), "supported: T_l,T_h, two numbers from 0 to 1"),
     (("quality", "--plot", "/nowhere/plot.png"), "plot: got '/nowhere/plot.png', supported: a file in a folder"),
-    (("quality", "--jsonl", "/"), "jsonl: got '/', which cannot be written"),
+    (("quality", "--jsonl", "/"), "jsonl: got '/', supported: the name of a file"),
 ])
 def test_refusals(args, words, monkeypatch):
     if args[0] == "quality":
