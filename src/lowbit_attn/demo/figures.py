@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-MOST = 1.25  # times the baseline's perplexity: worse caches are drawn at the upper edge, with their number
+MOST = 1.15  # times the baseline's perplexity: worse caches are drawn at the upper edge, with their number
 FONT = 7  # points, of labels
 GAPS = (7, 16, 28, 42, 58, 76, 96, 120)  # points between a marker and its label: the least that has room
 SIDES = ((1, 0), (1, 1), (1, -1), (-1, 0), (-1, 1), (-1, -1), (0, 1), (0, -1), (1, 2), (1, -2), (1, 3), (1, -3))
