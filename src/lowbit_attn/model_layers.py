@@ -255,13 +255,17 @@ class _Notes:
 
 def _noted(model: torch.nn.Module, config, wanted: set[int], reasons: list[Exception]) -> _Notes:
     """What the layers of a model bring to transformers' cache, or to the model's own class of it."""
-    notes = _Notes(DynamicCache)
-    try:
-        _step(model, DynamicCache(config=config), notes)
-    except Exception as error:  # of the model's code
-        reasons.append(error)
-    if wanted <= notes.shapes.keys():
-        reasons.clear()  # what broke off behind the last layer changes no shape
+    mask = torch.ones(1, STEP, dtype=torch.long, device=model.device)
+    for more in ({}, {"attention_mask": mask}):  # without a mask some look for padding, which needs values
+        notes = _Notes(DynamicCache)
+        try:
+            _step(model, DynamicCache(config=config), notes, **more)
+        except Exception as error:  # of the model's code
+            reasons.append(error)
+        if wanted <= notes.shapes.keys():
+            reasons.clear()  # what broke off behind the last layer changes no shape
+        if not reasons:
+            break
     if notes.shapes or not wanted:
         return notes
     try:  # without a cache, for which the model makes its own
@@ -278,7 +282,7 @@ def _tokens(model: torch.nn.Module) -> torch.Tensor:
     return torch.zeros(1, STEP, dtype=torch.long, device=model.device)
 
 
-def _step(model: torch.nn.Module, cache, notes: _Notes) -> None:
+def _step(model: torch.nn.Module, cache, notes: _Notes, **more) -> None:
     """Read a few tokens through a cache, which is told of by ``notes``."""
     update, running = cache.update, []
 
@@ -290,7 +294,7 @@ def _step(model: torch.nn.Module, cache, notes: _Notes) -> None:
     cache.update = noted
     try:
         with _running(model, running), torch.no_grad():
-            model(input_ids=_tokens(model), use_cache=True, **{CACHE_ARGUMENT: cache})
+            model(input_ids=_tokens(model), use_cache=True, **{CACHE_ARGUMENT: cache}, **more)
     finally:
         notes.layers = cache.layers
 

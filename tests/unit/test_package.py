@@ -23,7 +23,8 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 LAYERS = (
     ("atomic_file", "extras"),
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
-     "entries", "cache.view", "progress", "tensor_file", "text_file", "tokenizing", "model_dtype"),
+     "entries", "cache.view", "progress", "tensor_file", "text_file", "tokenizing", "model_dtype",
+     "model_layers"),
     ("codebooks", "formats", "linear", "reference"),
     ("cache.rope",),
     ("cache.attached", "cache.significance", "levels.frames"),

@@ -129,11 +129,12 @@ def _config(file: Path, whole: dict):
                          f"does not know, supported: one of its model types, {BY_HAND}")
     transformers.utils.logging.set_verbosity_error()  # what it warns of is told here, in a refusal
     made = transformers.CONFIG_MAPPING[kind]
+    read, _ = transformers.PreTrainedConfig.get_config_dict(str(file.parent), local_files_only=True)
     try:
-        config = made.from_dict(copy.deepcopy(whole))
+        config = made.from_dict(copy.deepcopy(read))
         text = config.get_text_config(decoder=True)
     except Exception as error:  # of the model type's own checks, of any class
-        name, value = _at_fault(made, whole)
+        name, value = _at_fault(made, read)
         raise ValueError(f"{name}: got {value} in {file}, which transformers {transformers.__version__} cannot read: "
                          f"{type(error).__name__}: " + " ".join(str(error).split())[:300]) from error
     stated = {name: value for name, value in _entries(whole) if value}

@@ -60,7 +60,7 @@ def notes(rows: Sequence[Row], config) -> list[str]:
         if row.format == "k2tv2":
             told.append(f"{row.label}: why keys are packed per channel elsewhere; a few large channels spoil the scale "
                         "that a token's channels share")
-        elif row.format in FORMATS and FORMATS[row.format].needs_codebooks:
+        elif row.format and row.format in FORMATS and FORMATS[row.format].needs_codebooks:
             head_dim = config.hidden_size // config.num_attention_heads
             books = config.num_hidden_layers * config.num_key_value_heads * FORMATS[row.format].shared_bytes(head_dim)
             bits = 16 * (row.cache_bytes - books) / rows[0].cache_bytes

@@ -81,6 +81,8 @@ class LowBitCache(Cache):
             (StreamingLLM); pages are kept, not read, those of levels returned.
         policy: of levels: Shares or Cumulative; None: the share of the name, nothing pruned.
 
+    Models whose layers have states of their own, share K and V or see chunks are refused before a token is stored, and
+    so are longrope models whose sequences may cross original_max_position_embeddings: max_seqlen says that they do not.
     Sequences of one batch may be padded on the left to one length; padding is not stored. Soft-capped logits (Gemma 2)
     and learned sink logits (gpt-oss) are served. Gradients do not flow into stored tokens. A format that weighs
     channels by queries ("kitty-weighted", ...) takes the mean |q| of all that the layer has seen when a page is packed;

@@ -15,7 +15,8 @@ def why_not(config) -> str:
     reasons = {
         "with states of their own (Mamba, linear attention, as in Jamba and Qwen3-Next)":
             [kind.has_state or kind.name == STATE for kind in kinds],
-        "that read the K and V of an earlier layer (as in Gemma 3n and Gemma 4)": [kind.name == SHARED for kind in kinds],
+        "that read the K and V of an earlier layer (as in Gemma 3n and Gemma 4)":
+            [kind.name == SHARED for kind in kinds],
         "whose queries see the tokens of one chunk alone (Llama 4's chunked attention)":
             [kind.name == CHUNKED for kind in kinds],
         "that keep something beside K and V": [kind.name == UNKNOWN for kind in kinds],
@@ -55,9 +56,9 @@ def check(config, layer, q_len: int, pads: Sequence[int] | None) -> None:
     stays_before = switch is not None and layer.max_seqlen is not None and layer.max_seqlen + max(pads) <= switch
     if switch is not None and not starts_behind and not stays_before:
         raise NotImplementedError(f"LowBitCache: this model's rotary embedding (rope_type longrope) turns all keys "
-                                  f"otherwise once a sequence has more than {switch:,} tokens, and keys that are stored "
-                                  f"are not turned again; supported: LowBitCache(..., max_seqlen={switch}) or less, or "
-                                  f"prompts of more than {switch:,} tokens in one call")
+                                  f"otherwise once a sequence has more than {switch:,} tokens, and keys that are "
+                                  f"stored are not turned again; supported: LowBitCache(..., max_seqlen={switch}) or "
+                                  f"less, or prompts of more than {switch:,} tokens in one call")
     _check_shapes(config, layer)
 
 
@@ -71,6 +72,6 @@ def _check_shapes(config, layer) -> None:
     for head_dim in sorted(head_dims):
         layer.format.check(head_dim) if isinstance(layer.format, Levels) else layer.format.record(head_dim)
     if isinstance(layer.format, Levels) and len(head_dims) > 1:
-        raise NotImplementedError(f"LowBitCache: levels {layer.format} share pages over layers, and this model's layers "
-                                  f"have head_dims {', '.join(map(str, sorted(head_dims)))}; supported: one head_dim, "
-                                  "or a format without levels")
+        raise NotImplementedError(f"LowBitCache: levels {layer.format} share pages over layers, and this model's "
+                                  f"layers have head_dims {', '.join(map(str, sorted(head_dims)))}; supported: one "
+                                  "head_dim, or a format without levels")
