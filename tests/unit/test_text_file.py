@@ -22,8 +22,9 @@ def test_utf_8_is_read(tmp_path, data):
 
 
 @pytest.mark.parametrize("encoding, words", [
-    ("utf-16", "is in UTF-16"), ("utf-16-le", "is in UTF-16"), ("utf-16-be", "is in UTF-16"), ("utf-32", "is in UTF-32"),
-    ("utf-32-le", "is in UTF-32"), ("latin-1", "is not in UTF-8 (byte 0xe9 at 48"), ("cp1252", "is not in UTF-8"),
+    ("utf-16", "is in UTF-16"), ("utf-16-le", "is in UTF-16"), ("utf-16-be", "is in UTF-16"),
+    ("utf-32", "is in UTF-32"), ("utf-32-le", "is in UTF-32"), ("latin-1", "is not in UTF-8 (byte 0xe9 at 48"),
+    ("cp1252", "is not in UTF-8"),
     ("cp437", "is not in UTF-8"), ("mac-roman", "is not in UTF-8")])
 def test_other_encodings_are_named(tmp_path, encoding, words):
     with pytest.raises(TextFileError) as raised:

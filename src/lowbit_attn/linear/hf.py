@@ -55,8 +55,8 @@ class CodebookQuantizer(HfQuantizer):
         for name in self.quantization_config.modules:
             old = model.get_submodule(name)
             if old.header.is_meta or hasattr(old, "_hf_hook"):
-                raise ValueError(f"model: {name} is placed by a device_map over several devices or offloaded, supported "
-                                 "by dequantize: a model that was loaded onto one device")
+                raise ValueError(f"model: {name} is placed by a device_map over several devices or offloaded, "
+                                 "supported by dequantize: a model that was loaded onto one device")
             new = nn.Linear(old.in_features, old.out_features, old.bias is not None, device=old.header.device,
                             dtype=dtype)
             with torch.no_grad():
