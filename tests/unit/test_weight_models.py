@@ -17,8 +17,9 @@ SMALL = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_atte
              head_dim=32, vocab_size=32, max_position_embeddings=1024, bos_token_id=1, eos_token_id=1, pad_token_id=2,
              initializer_range=0.1)
 HYBRID = dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"])
-GEMMA_3N = dict(intermediate_size=[64] * 2, num_kv_shared_layers=1, vocab_size_per_layer_input=32, laurel_rank=8,
-                hidden_size_per_layer_input=16, activation_sparsity_pattern=[0.0] * 2, **HYBRID)
+GEMMA_3N = dict(intermediate_size=[64] * 4, num_hidden_layers=4, num_kv_shared_layers=2, vocab_size_per_layer_input=32,
+                laurel_rank=8, hidden_size_per_layer_input=16, activation_sparsity_pattern=[0.0] * 4, sliding_window=64,
+                layer_types=HYBRID["layer_types"] * 2)
 GEMMA_4 = dict(global_head_dim=32, num_kv_shared_layers=0, vocab_size_per_layer_input=32,
                hidden_size_per_layer_input=16, **HYBRID)
 BLOOM = dict(n_layer=2, n_head=2)
@@ -46,8 +47,9 @@ def test_layers_are_replayed_with_their_own_arguments(name, options):
         lambda _, args, kwargs: caught.update(x=args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
     model(tokens, use_cache=False)
     hook.remove()
-    assert walk.moments(0)
-    walk.advance(0)
+    for index in range(len(walk.layers) - 1):
+        assert walk.moments(index)
+        walk.advance(index)
     torch.testing.assert_close(walk.hidden, caught["x"], atol=1e-5, rtol=1e-4)
     walk.hidden = walk.hidden.clone()  # as a run that goes on reads them
     assert [one.shape for one in walk.batches] == [one.shape for one in Walk(model, tokens).batches]
@@ -107,7 +109,7 @@ def test_experts_are_named_and_counted(tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q")
     stored = sum(t.nbytes for name, t in decoder_layers(again)[1].state_dict().items() if not name.endswith("header"))
     assert made.nbytes == stored and made.bits_per_weight == 8 * stored / made.weights
-    assert 0.8 < made.share_left < 1
+    assert 0.75 < made.share_left < 1
     assert all(torch.equal(p, before[name]) for name, p in again.named_parameters() if name in before)
     tokens = ids()[None, :64]
     torch.testing.assert_close(again(tokens).logits, model(tokens).logits, atol=1e-3, rtol=1e-3)
