@@ -204,6 +204,7 @@ def _survey() -> Kept:
         folders.insert(0, (root, True))
         if root.exists():
             entries.check_trust(root, root)
+        found.problem = entries.forbidden(root)
     except (compile.KernelNotBuiltError, OSError) as error:
         found.problem = str(error)
     for root, is_own in folders:

@@ -57,9 +57,10 @@ def quantize(
             bar.stop()
             fail(error)
     nbytes = (out / "model.safetensors").stat().st_size
+    left = f" ({targets.named(made.left)})" if made.left else ""
     out_console.print(f"{out}: {nbytes:,} bytes in {format} after {time.perf_counter() - start:.0f} s. Decoder layers: "
-                      f"{made.bits_per_weight:.2f} bits a weight; {made.share_left:.1%} of their weights stay unquantized"
-                      f"{f' ({targets.named(made.left)})' if made.left else ''}. Load it with\n"
+                      f"{made.bits_per_weight:.2f} bits a weight; {made.share_left:.1%} of their weights stay "
+                      f"unquantized{left}. Load it with\n"
                       f"  import lowbit_attn.linear.hf\n"
                       f"  model = AutoModelForCausalLM.from_pretrained({str(out)!r})", soft_wrap=True, markup=False)
 

@@ -136,9 +136,12 @@ class _Stop(Exception):
     """Ends a pass behind its last layer."""
 
 
-def _pass(model: nn.Module, layers: nn.ModuleList, rows: torch.Tensor,
-          keep: int) -> tuple[list[torch.Tensor], list[Call], torch.Tensor]:
-    """(inputs of the first ``keep`` layers, each layer's call, the last layer's output) of a pass over the rows."""
+def _pass(model: nn.Module, layers: nn.ModuleList, rows: torch.Tensor, keep: int,
+          stops: bool = True) -> tuple[list[torch.Tensor], list[Call], torch.Tensor]:
+    """(inputs of the first ``keep`` layers, each layer's call, the last layer's output) of a pass over the rows.
+
+    stops: whether the pass ends behind the last layer, so that no logits are computed.
+    """
     inputs: list[torch.Tensor] = []
     calls: list[Call] = []
     order: list[int] = []
@@ -156,7 +159,8 @@ def _pass(model: nn.Module, layers: nn.ModuleList, rows: torch.Tensor,
 
     def end(module, args, out):
         last.append((out[0] if isinstance(out, tuple) else out).clone())
-        raise _Stop
+        if stops:
+            raise _Stop
 
     hooks = [layer.register_forward_pre_hook(begin(i), with_kwargs=True) for i, layer in enumerate(layers)]
     hooks.append(layers[-1].register_forward_hook(end))
@@ -176,7 +180,7 @@ def _pass(model: nn.Module, layers: nn.ModuleList, rows: torch.Tensor,
 
 def _tried(model: nn.Module, layers: nn.ModuleList, rows: torch.Tensor) -> torch.Size:
     """Shape of the hidden states of a few tokens, once each layer, called alone, gave what it gave inside the model."""
-    inputs, calls, last = _pass(model, layers, rows, keep=len(layers))
+    inputs, calls, last = _pass(model, layers, rows, keep=len(layers), stops=False)
     for index, (hidden, call, want) in enumerate(zip(inputs, calls, [*inputs[1:], last], strict=True)):
         with _as_refusal(model, f"run layer {index} alone"):
             call.repeat(layers[index], hidden)  # as for the moments: what a call leaves behind must not matter

@@ -45,13 +45,18 @@ class CodebookQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         for module in model.modules():
             if isinstance(module, VQLinear):
-                module.check_header()
+                module.header_is_due = module.header.is_meta  # where its buffers are offloaded until each call
+                if not module.header_is_due:
+                    module.check_header()
         return model
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a configuration that was saved has a name
         for name in self.quantization_config.modules:
             old = model.get_submodule(name)
+            if old.header.is_meta or hasattr(old, "_hf_hook"):
+                raise ValueError(f"model: {name} is placed by a device_map over several devices or offloaded, "
+                                 "supported by dequantize: a model that was loaded onto one device")
             new = nn.Linear(old.in_features, old.out_features, old.bias is not None, device=old.header.device,
                             dtype=dtype)
             with torch.no_grad():

@@ -1,8 +1,8 @@
 """Which weights of a decoder layer become codes, and which stay in 16 bit.
 
-Codes replace ``nn.Linear`` modules. Other weights stay: routers and gates, whose few rows decide where tokens go; linear
-modules that are not called, since their weights are read in another way; and parameters that belong to no linear
-module, such as the experts of a mixture in one three-dimensional tensor.
+Codes replace ``nn.Linear`` modules. Other weights stay: routers and gates, whose few rows decide where tokens go;
+linear modules that are not called, since their weights are read in another way; and parameters that belong to no
+linear module, such as the experts of a mixture in one three-dimensional tensor.
 """
 
 import re
