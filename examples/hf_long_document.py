@@ -23,10 +23,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sinks", type=int, default=32, help="first tokens that stay in 16 bit")
     parser.add_argument("--tokens", type=int, default=80, help="length of the answer at most")
     args = parser.parse_args(arguments)
-    device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
-    ids = prompt(tokenizer, args.document.read_text(), args.question).to(device)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
+    ids = prompt(tokenizer, args.document.read_text(encoding="utf-8"), args.question).to(device)
     print(f"The document and the question have {ids.shape[1]:,} tokens.\n")
 
     model.set_attn_implementation("sdpa")

@@ -23,10 +23,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sinks", type=int, default=32, help="first tokens that stay in 16 bit")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of the text to read")
     args = parser.parse_args(arguments)
-    device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
-    ids = tokenizer(args.text.read_text(), return_tensors="pt").input_ids[:, : args.tokens].to(device)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
+    ids = tokenizer(args.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, : args.tokens].to(device)
     cases = {name: dict(format=name, sinks=args.sinks) for name in args.format or ("k4v4", "k4v2", "k2v2")}
     whole, *low = quality.compare(model, ids, {"16 bit": None} | cases).values()
 

@@ -52,8 +52,8 @@ def draw_quality(axes, lines: dict[str, dict]) -> None:
     base = lines["16 bit"]
     points = [Point(label, bits_all_in(lines[label]["cache_bytes"], base["cache_bytes"]), lines[label]["perplexity"],
                     lines[label].get("spread")) for label in CACHES]
-    draw_perplexity(axes, points, CACHES)
     axes.set_title("\n".join(title_of_quality(base).split("; ")), fontsize=8)
+    draw_perplexity(axes, points, CACHES)
 
 
 def overview_figure(calls: list[dict], quality: dict[str, dict]):

@@ -22,6 +22,7 @@ from lowbit_attn.errors import (
     PageExhaustedError,
     RankError,
     TextError,
+    TextFileError,
     ToolFailedError,
     ToolMissingError,
     UntrustedError,
@@ -33,6 +34,7 @@ from lowbit_attn.formats.codebook import ResidualCodebookError
 
 __all__ = ["CacheFaultError", "CacheFileError", "CodebookFileError", "DamagedEntryError", "FORMATS", "FetchError",
            "FolderError", "Format", "KVCache", "KernelCheckError", "KernelNotBuiltError", "KernelWheelError",
-           "LayoutMismatchError", "LowBitAttnError", "OtherWeightsWarning", "OutputPathError",
-           "PageExhaustedError", "RankError", "ResidualCodebookError", "TextError", "ToolFailedError", "ToolMissingError", "UnknownFormatError",
-           "UntrustedError", "VersionError", "WeightFileError", "__version__", "decode", "merge_states", "why_not"]
+           "LayoutMismatchError", "LowBitAttnError", "OtherWeightsWarning", "OutputPathError", "PageExhaustedError",
+           "RankError", "ResidualCodebookError", "TextError", "TextFileError", "ToolFailedError", "ToolMissingError",
+           "UnknownFormatError", "UntrustedError", "VersionError", "WeightFileError", "__version__", "decode",
+           "merge_states", "why_not"]

@@ -2,6 +2,8 @@
 
 import sys
 
+from lowbit_attn import extras
+
 PACKAGES = ("typer", "rich")
 
 
@@ -12,7 +14,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise
-        sys.exit(f"lowbit-attn: {error.name} is not installed: pip install 'lowbit-attn[cli]'")
+        sys.exit(f"lowbit-attn: {error.name} is not installed: {extras.remedy('cli')}")
     app()
 
 

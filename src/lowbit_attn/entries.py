@@ -75,6 +75,16 @@ def check_trust(path: Path, root: Path) -> None:
         real = real.parent
 
 
+def forbidden(folder: Path) -> str:
+    """Why no library can be loaded from a folder, there or not yet, with the remedy: a mount with noexec; else ""."""
+    there = next((one for one in (folder, *folder.parents) if one.exists()), None)
+    if there is None or not os.statvfs(there).f_flag & os.ST_NOEXEC:
+        return ""
+    mount = next(one for one in (there.resolve(), *there.resolve().parents) if os.path.ismount(one))
+    return (f"{mount} is mounted noexec, so no library in {folder} can be loaded; set LOWBIT_ATTN_CACHE_DIR to a "
+            "folder on a file system that is mounted without noexec, or have this one mounted so")
+
+
 def make_folders(folder: Path) -> None:
     """Create a folder and those above it that are missing for the user alone, whatever the umask."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lowbit_attn import compile, dispatch, entries, prebuilt, toolchain
+from lowbit_attn import compile, dispatch, entries, extras, prebuilt, toolchain
 from lowbit_attn.kernels import KernelKey
 
 DSLS = {"tilelang": "tilelang", "cutedsl": "nvidia-cutlass-dsl"}  # name -> distribution
@@ -122,8 +122,8 @@ def next_steps(gpus: tuple[Gpu, ...], tools: dict[str, Tool], kept: "Kept", driv
         found = [f"Only to build kernels here for another machine: {step}" for step in found]
         if driver and not cuda_runtime:
             found.insert(0, "This torch is for CPUs, and a driver is there: install a torch that is built for CUDA")
-        return *found, ("Try it on the CPU, where everything is exact and slow: make demo in a clone, or pip install "
-                        "'lowbit-attn[demo]' and then lowbit-attn generate \"The capital of France is\"")
+        return *found, ("Try it on the CPU, where everything is exact and slow: make demo in a clone, or "
+                        f"{extras.remedy('demo')}, then lowbit-attn generate \"The capital of France is\"")
     if not kept.built.get(gpus[0].target):
         ahead = f"build the kernels ahead (make {arch}; minutes to hours), or let each be built at its first use"
         found.append(f"Install a kernel wheel of {arch}, or {ahead}")
@@ -204,6 +204,7 @@ def _survey() -> Kept:
         folders.insert(0, (root, True))
         if root.exists():
             entries.check_trust(root, root)
+        found.problem = entries.forbidden(root)
     except (compile.KernelNotBuiltError, OSError) as error:
         found.problem = str(error)
     for root, is_own in folders:

@@ -67,6 +67,10 @@ class TextError(LowBitAttnError, ValueError):
     """A calibration text that is too short."""
 
 
+class TextFileError(LowBitAttnError, ValueError):
+    """A file that is missing, empty or not in UTF-8; the message names the file and, where it shows, its encoding."""
+
+
 class ToolMissingError(LowBitAttnError, RuntimeError):
     """A program or library that the call needs is not installed; the message says how to get it."""
 

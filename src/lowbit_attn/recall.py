@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lowbit_attn import tokenizing
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT
 from lowbit_attn.quality import bits_per_element, new_cache, restored_attention, use_cache_kind
 
@@ -76,7 +77,7 @@ def recall(model, tokenizer, prose: str, cases: Mapping[str, Mapping | None], qu
     right, tokens = dict.fromkeys(cases, 0), 0
     with restored_attention(model), torch.inference_mode():
         for context in made:
-            ids = tokenizer(context.text, return_tensors="pt").input_ids.to(model.device)
+            ids = tokenizing.tensor(tokenizer, context.text, model.device)
             tokens += ids.shape[1]
             for label, options in cases.items():
                 cache = new_cache(options, model, ids.shape[1] + 64)
@@ -96,7 +97,8 @@ def question(word: str) -> str:
 
 def _is_right(model, tokenizer, cache, word: str, code: str) -> bool:
     """Whether every token of the code is the likeliest one behind those before it; the cache gets the question."""
-    asked, whole = (tokenizer(text).input_ids for text in (question(word), f"{question(word)} {code}"))
+    asked, whole = (tokenizer(text, add_special_tokens=False).input_ids
+                    for text in (question(word), f"{question(word)} {code}"))
     ids = torch.tensor([whole[:-1]], device=model.device)
     logits = model(ids, **{CACHE_ARGUMENT: cache}).logits[0, len(asked) - 1 :]
     return logits.argmax(-1).tolist() == whole[len(asked) :]

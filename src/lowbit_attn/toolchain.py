@@ -10,6 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from lowbit_attn import extras
 from lowbit_attn.errors import ToolFailedError, ToolMissingError
 
 NVCC_REMEDY = "pip install 'cuda-toolkit[nvcc,cccl]>=13.0.2,<13.1', or install a CUDA toolkit and set CUDA_HOME"
@@ -19,7 +20,7 @@ REMEDIES = {
     "cuobjdump": "pip install nvidia-cuda-cuobjdump",
     "gcc": "install gcc",
 }
-PACKAGE_REMEDY = "pip install 'lowbit-attn[kernels]'"
+PACKAGE_REMEDY = extras.remedy("kernels")
 TVM_FFI = "apache-tvm-ffi"
 TVM_FFI_NEEDED = f"{TVM_FFI}>=0.1.12,<0.2"
 TVM_FFI_ABI = "0.1"  # that kernels are built for where it is not installed; pyproject.toml allows no other

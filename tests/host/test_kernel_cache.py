@@ -345,7 +345,7 @@ def test_waiting_is_told_and_ends(monkeypatch, caplog, emitted):
     (toolchain.ToolFailedError("nvcc", "note\nk.cu(3): error: boom\nmore"), "nvcc failed: k.cu(3): error: boom; "),
     (toolchain.ToolFailedError("gcc", "ld: final link failed: No space left on device"), "free space"),
     (AttributeError("module 'tilelang' has no attribute 'lower'"), "tested with"),
-    (ImportError("cannot import name 'lower'"), "pip install 'lowbit-attn[kernels]'"),
+    (ImportError("cannot import name 'lower'"), toolchain.PACKAGE_REMEDY),
     (RuntimeError("__glob" + "al__ void f()\n" * 1000), "details are in"),
 ])
 def test_failed_build_is_one_line_with_a_remedy(monkeypatch, emitted, error, words):

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_models import WINDOW, build, save_with_letters, stepwise, tokens  # noqa: E402
 
-from lowbit_attn import quality  # noqa: E402
+from lowbit_attn import extras, quality  # noqa: E402
 from lowbit_attn.cli import app, level_plot, model  # noqa: E402
 from lowbit_attn.demo import model as fetched  # noqa: E402
 
@@ -43,7 +43,7 @@ def test_the_demos_model_is_not_fetched_where_nothing_reads_it(monkeypatch, comm
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr(fetched, "fetch", lambda *_: pytest.fail("93 MB for nothing"))
     result = run(*command)
-    assert result.exit_code == 2 and "gguf" in result.output and "pip install 'lowbit-attn[demo]'" in result.output
+    assert result.exit_code == 2 and "gguf" in result.output and extras.remedy("demo") in result.output
 
 
 def test_generate_says_what_is_not_packed(folder):
@@ -139,7 +139,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     (("info", "lean", "--plot", "a.png", "--thresholds", "0.5"), "thresholds: got '0.5'"),
     (("info", "lean", "--plot", "a.png", "--thresholds", "0.5,0.2"), "supported: T_l,T_h, two numbers from 0 to 1"),
     (("quality", "--plot", "/nowhere/plot.png"), "plot: got '/nowhere/plot.png', supported: a file in a folder"),
-    (("quality", "--jsonl", "/"), "jsonl: got '/', which cannot be written"),
+    (("quality", "--jsonl", "/"), "jsonl: got '/', supported: the name of a file"),
 ])
 def test_refusals(args, words, monkeypatch):
     if args[0] == "quality":

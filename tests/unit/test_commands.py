@@ -16,7 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from lowbit_attn import toolchain
+from lowbit_attn import extras, toolchain
 from lowbit_attn.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def test_lowbit_attn(command, names, request):
         warnings.simplefilter("error", FutureWarning)
         answer = CliRunner().invoke(app, words, env={"COLUMNS": "160"})
     if words[0] == "eval" and find_spec("lm_eval") is None:
-        assert answer.exit_code == 2 and "pip install 'lowbit-attn[eval]'" in answer.output
+        assert answer.exit_code == 2 and extras.remedy("eval") in answer.output
     elif words[0] == "bench" and not torch.cuda.is_available():
         assert answer.exit_code == 1 and "bench: needs a CUDA device" in answer.output
     else:

@@ -7,11 +7,13 @@ import re
 import subprocess
 import types
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from lowbit_attn import FORMATS
 from lowbit_attn.demo import model as models
 from lowbit_attn.demo import report
 
@@ -150,6 +152,56 @@ def test_cases_are_known_formats():
     assert {case.sinks for case in scoring.CASES if case.format in ("cq2", "k4v2-boost", "lean", "lean-low")} == {32}
 
 
+def test_labels_are_those_of_the_readme():
+    """Where README's table has the format, the label is the first cell of a row, or one of a row's variants."""
+    scoring = pytest.importorskip("lowbit_attn.demo.scoring")
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| ([^|]+?) \|", text.split("## Quality of one small model")[1], re.M)
+    known = {cell if " / " not in cell else "" for cell in rows} | {
+        f"{cell.partition(',')[0]}, {variant}" for cell in rows if " / " in cell
+        for variant in cell.partition(", ")[2].split(" / ")}
+    formats = {cell.partition(",")[0] for cell in rows}
+    shown = [case for case in scoring.CASES if case.format is None or case.format in formats]
+    assert {case.format for case in shown} >= {None, "k4v4", "k4v2", "k2v2", "kitty"}
+    for case in shown:
+        assert case.label in known, case.label
+        assert ("32 sinks" in case.label or case.format == "kitty") == (case.sinks == 32)
+        assert ("no search" in case.label) == (case.range_search is False)
+
+
+def test_the_quick_text_is_mostly_packed(tiny):
+    """Every row of the quick demo packs nine tokens of ten, where the bytes of 16 bit are at most as many again."""
+    from lowbit_attn import budget
+    from lowbit_attn.demo.__main__ import FULL_TOKENS, QUICK_TOKENS
+
+    scoring = pytest.importorskip("lowbit_attn.demo.scoring")
+    cases, reason = scoring.cases_of(QUICK_TOKENS)
+    assert {case.format for case in scoring.CASES if case not in cases} == {"lean", "lean-low"}
+    assert reason.startswith("lean, 32 sinks and lean-low, 32 sinks: below 2,048 tokens, most of their bytes are")
+    assert scoring.cases_of(FULL_TOKENS) == (list(scoring.CASES), "")
+    whole = budget.sequence_bytes(None, 3, 64, QUICK_TOKENS)
+    for case in cases[1:]:
+        fmt = FORMATS[case.format]
+        all_in = 16 * budget.sequence_bytes(fmt, 3, 64, QUICK_TOKENS, case.sinks) / whole
+        assert all_in < fmt.bits_per_element(64) + (2 if fmt.window_k else 1.3), case.label
+
+
+@pytest.mark.parametrize("name, words", (("int4", "did you mean k4v4?"), ("k4tv4+k2v2", "high: got format k4tv4")))
+def test_wrong_options_end_before_anything_is_fetched(monkeypatch, tmp_path, name, words):
+    import typer
+    from typer.testing import CliRunner
+
+    from lowbit_attn.demo import __main__ as demo
+
+    monkeypatch.setattr(demo.models, "fetch", lambda *_: pytest.fail("93 MB for nothing"))
+    app = typer.Typer()
+    app.command()(demo.main)
+    for args, wanted in ((["--format", name], words), (["--out", "/proc/x"], "out: got '/proc/x', supported: a folder"),
+                         (["--sinks", "-1"], "--sinks"), (["--out", __file__], "out: got")):
+        answer = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+        assert answer.exit_code == 2 and wanted in answer.output and isinstance(answer.exception, SystemExit)
+
+
 @pytest.mark.parametrize("name", ("k4v2-boost", "lean", "lean-low"))
 def test_rows_by_significance_are_scored(tiny, name):
     scoring, quality = map(pytest.importorskip, ("lowbit_attn.demo.scoring", "lowbit_attn.quality"))
@@ -170,6 +222,19 @@ def test_table_and_answers():
     assert re.search(r"k4v4 +4\.38 +12,902,400 +4\.38 +12\.05 +95\.3% +255", text)
     assert ">>7<<" in text and "differs from token 2 on" in text
     assert report.first_difference([1, 2], [1, 2, 3]) is None
+
+
+def test_notes_say_what_the_bytes_of_codebooks_are():
+    """Those of the demo's model: 30 layers of 3 KV heads, head_dim 64."""
+    shape = dict(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30)
+    books = 30 * 3 * FORMATS["cq2"].shared_bytes(64)
+    rows = [*ROWS, report.Row("cq2, 32 sinks", "cq2", 32, None, 2.19, 5_000_000 + books, 12.3, 0.95, 200.0, "torch"),
+            report.Row("lean, 32 sinks", "lean", 32, None, 4.0, 9_000_000, 12.0, 0.97, 200.0, "reference"),
+            report.Row("k2tv2 (keys per token)", "k2tv2", 0, False, 2.5, 7_000_000, 99.0, 0.4, 200.0, "reference")]
+    first, second = report.notes(rows, types.SimpleNamespace(**shape))
+    bits = 16 * 5_000_000 / 47_185_920
+    assert f"{books:,} of its bytes are codebooks" in first and f"without them {bits:.2f} bits" in first
+    assert second.startswith("k2tv2 (keys per token): why keys are packed per channel")
 
 
 def test_plot_and_json(tmp_path):

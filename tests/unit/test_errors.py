@@ -31,7 +31,7 @@ def cache() -> KVCache:
     (dict(format="k4v1", head_dim=96), ValueError, ("k4v1", "head_dim 96", "multiple of 64")),
     (dict(format="k4v4-vg64", head_dim=96), ValueError, ("group 64", "head_dim 96", "supported")),
     (dict(format="k4v5"), KeyError, ("'k4v5'", "did you mean k4v4")),
-    (dict(format="int4"), KeyError, ("'int4'", "grammar", "presets", "k4v4")),
+    (dict(format="int4"), KeyError, ("'int4'", "did you mean k4v4?", "presets", "k4v2", "docs/formats.md")),
     (dict(format=""), KeyError, ("''", "presets")),
     (dict(format=4), (TypeError, KeyError), ("format", "4", "k4v4")),
 ], ids=str)

@@ -13,7 +13,7 @@ pytest.importorskip("lm_eval")
 
 from tiny_models import build, save_with_letters, tokens  # noqa: E402
 
-from lowbit_attn import quality  # noqa: E402
+from lowbit_attn import extras, quality  # noqa: E402
 from lowbit_attn.cli import app  # noqa: E402
 from lowbit_attn.evaluation import model as lm  # noqa: E402
 from lowbit_attn.evaluation import tasks  # noqa: E402
@@ -169,7 +169,7 @@ def test_recall_scores_what_is_written(network):
 def test_without_lm_eval_the_remedy_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     answer = CliRunner().invoke(app, ["eval", "--model", str(tmp_path)])
-    assert answer.exit_code == 2 and "pip install 'lowbit-attn[eval]'" in answer.output
+    assert answer.exit_code == 2 and extras.remedy("eval") in answer.output
 
 
 def test_command(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from lowbit_attn import FORMATS, budget
+from lowbit_attn import FORMATS, budget, extras
 from lowbit_attn.budget import GPUS, LayerGroup, Model
 from lowbit_attn.cli import app, config
 
@@ -161,7 +161,7 @@ def test_without_transformers_it_says_what_is_missing(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     answer = run("--model", folder(**LLAMA))
     assert answer.exit_code == 2 and "transformers is not installed" in answer.output
-    assert "pip install 'lowbit-attn[hf]'" in answer.output and "--kv-heads" in answer.output
+    assert extras.remedy("hf") in answer.output and "--kv-heads" in answer.output
 
 
 def test_command(folder):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import lowbit_attn
-from lowbit_attn import FORMATS
+from lowbit_attn import FORMATS, extras
 from lowbit_attn.kernels import registry
 
 ROOT = Path(__file__).parents[2]
@@ -21,9 +21,10 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # Folders and files of the package, from the lowest: each imports from lower lines alone, and from itself. A folder's
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
-    ("atomic_file", "errors"),
+    ("atomic_file", "errors", "extras"),
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
-     "entries", "cache.view", "progress", "tensor_file", "dealing", "model_layers"),
+     "entries", "cache.view", "progress", "tensor_file", "dealing", "text_file", "tokenizing", "model_dtype",
+     "model_layers"),
     ("agreement", "codebooks", "formats", "linear", "reference"),
     ("cache.rope",),
     ("cache.attached", "cache.significance", "levels.frames"),
@@ -59,7 +60,7 @@ LAYERS = (
     ("paged_ranks",),
     ("api",),
     ("",),
-    ("integrations", "testing", "parallel_decode", "budget"),
+    ("integrations", "testing", "parallel_decode", "budget", "loading"),
     ("parallel",),
     ("bench", "quality"),
     ("demo", "recall"),
@@ -403,7 +404,7 @@ def without(*hidden: str) -> subprocess.CompletedProcess:
 def test_command_without_its_packages_says_what_to_install(name):
     answer = without(name)
     assert answer.returncode == 1 and not answer.stdout
-    assert answer.stderr == f"lowbit-attn: {name} is not installed: pip install 'lowbit-attn[cli]'\n"
+    assert answer.stderr == f"lowbit-attn: {name} is not installed: {extras.remedy('cli')}\n"
     assert "Traceback" in without("torch").stderr, "another package's absence is no matter of the extra"
 
 

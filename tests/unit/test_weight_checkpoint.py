@@ -77,11 +77,10 @@ def test_walk_sees_what_the_model_computes(name):
         walk.advance(i)
 
 
-def test_layers_that_read_nothing_are_named():
+def test_layers_that_read_nothing_have_no_moments():
     model = build()
     model.model.layers[1].mlp.idle = torch.nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="model: layer 1: mlp.idle read nothing of the text"):
-        Walk(model, text_tokens().reshape(-1, 512)).moments(1)
+    assert "mlp.idle" not in Walk(model, text_tokens().reshape(-1, 512)).moments(1)
     with pytest.raises(ValueError, match="model: got LlamaForCausalLM without a list of 3 decoder layers"):
         model.model.layers = torch.nn.ModuleList(list(model.model.layers)[:2])
         decoder_layers(model)
@@ -115,7 +114,7 @@ def test_model_comes_back_through_transformers(name, family, tied, tmp_path):
     assert len(layers) == 21 and all(layer.format == name for layer in layers)
     assert (layers[0].bias is None) == (family == "Llama")
     got = loaded(ids[None, :64]).logits
-    assert (got - walked).norm() < 2e-3 * walked.norm(), "all but codes became fp16"
+    assert (got - walked).norm() < 2e-3 * walked.norm(), "all but codes are what they were"
     assert 0 < (got - before).norm() < 0.7 * before.norm(), "a random model is chaotic; another one is at 1.4"
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert (half(ids[None, :64]).logits.float() - got).norm() < 0.05 * got.norm()
@@ -212,7 +211,7 @@ def test_command(source, tmp_path):
     want = tokenizer.decode(new[0, 15:], skip_special_tokens=True)
     result = CliRunner().invoke(app, ["generate", "the quick brown", "--model", str(out), "--format", "16", "--tokens",
                                       "5"])
-    assert result.exit_code == 0 and result.output.startswith(want), result.output
+    assert result.exit_code == 0 and result.output.startswith(f"> the quick brown\n{want}"), result.output
     result = run("--model", out, "--out", tmp_path / "twice", "--text", text)
     assert result.exit_code == 2 and "error: model: got a LlamaDecoderLayer without nn.Linear" in result.output
     assert not (tmp_path / "twice").exists()

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from lowbit_attn import dispatch, kernels
-from lowbit_attn.cli.common import JsonOption, check_writable, console, fail, format_named, table, tell_builds
+from lowbit_attn.cli.common import JsonOption, check_plot, console, fail, format_named, table, tell_builds, writing
 
 
 def bench(
@@ -29,7 +29,7 @@ def bench(
     if heads % kv_heads:
         fail(f"heads: got {heads}, supported: multiples of kv-heads = {kv_heads}")
     if plot is not None:
-        check_writable("plot", plot)
+        check_plot("plot", plot)
     if reason := unavailable():
         fail(f"bench: {reason}", 1)
     tell_builds()
@@ -45,7 +45,8 @@ def bench(
         lines.append(timing.measure(case, timing.make_cache(case), arch, picked[0]))
     where = f"{torch.cuda.get_device_name()}, {target} kernels"
     if plot is not None:
-        save_plot(plot, lines, where)
+        with writing("plot", plot):
+            save_plot(plot, lines, where)
     if as_json:
         typer.echo(json.dumps(lines, indent=1))
         return

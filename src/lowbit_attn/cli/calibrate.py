@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lowbit_attn.cli.common import console, fail, format_named, table
+from lowbit_attn.cli.common import check_writable, console, fail, format_named, read_text, table, writing
 from lowbit_attn.cli.model import ModelOption, load
+from lowbit_attn.codebooks.calibrate import LARGEST_SEED as SEEDS
 
 TOKENS = 8192
 
@@ -23,7 +24,7 @@ def calibrate(
                     ] = "post",
     k_shared: Annotated[bool, typer.Option("--k-shared", help="With --rope pre: four codebooks of K a head, as "
                                              "Hopper's kernels read them.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of k-means and random positions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, help="Of k-means and random positions.")] = 0,
     out: Annotated[Path | None, typer.Option(help="The file; default: MODEL.FORMAT.safetensors, here.")] = None,
 ) -> None:
     """Learn codebooks for a model's KV caches and write them into one file."""
@@ -34,27 +35,25 @@ def calibrate(
     except ValueError as error:
         fail(error)
     out = Path(f"{Path(model).resolve().name}.{format}.safetensors") if out is None else out
-    if not out.parent.is_dir() or out.is_dir():
-        fail(f"out: got {str(out)!r}, supported: a file in a folder that is there")
-    for path in text or []:
-        if not path.is_file():
-            fail(f"text: got {str(path)!r}, supported: a text file")
+    check_writable("out", out)
+    pieces = [read_text("text", path) for path in text or []]
     network, tokenizer = load(model)
     try:
-        ids = _ids(tokenizer, text, learning.tokens_to_read(tokens, chosen.sinks))
+        ids = _ids(tokenizer, pieces, learning.tokens_to_read(tokens, chosen.sinks))
         made = _with_progress(learning, network, ids, chosen, recipe, Path(model).resolve().name)
     except (ValueError, NotImplementedError) as error:
         fail(error)
-    made.save(out)
+    with writing("out", out):
+        made.save(out)
     _report(made, out)
     command = ("lowbit-attn", "quality", "--model", model, "--format", format, "--codebooks", str(out))
     typer.echo(f"Next: {shlex.join(command)}")
 
 
-def _ids(tokenizer, files: list[Path] | None, tokens: int):
-    from lowbit_attn.codebooks.text import mixture, read_files, tokenized
+def _ids(tokenizer, pieces: list[str], tokens: int):
+    from lowbit_attn.codebooks.text import mixture, tokenized
 
-    return tokenized(tokenizer, read_files(files) if files else mixture(), tokens)
+    return tokenized(tokenizer, pieces or mixture(), tokens)
 
 
 def _with_progress(learning, network, ids, format, recipe, name: str):

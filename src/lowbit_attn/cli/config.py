@@ -9,6 +9,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowbit_attn import extras
 from lowbit_attn.budget import LayerGroup, Model
 
 NAME = "config.json"
@@ -121,7 +122,7 @@ def _config(file: Path, whole: dict):
         import transformers
     except ImportError:
         raise ValueError(f"model: transformers is not installed, and its classes alone know which layers of {file} "
-                         f"keep K and V; supported: pip install 'lowbit-attn[hf]', {BY_HAND}") from None
+                         f"keep K and V; supported: {extras.remedy('hf')}, {BY_HAND}") from None
     kind = whole.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise ValueError(f"model_type: got {_short(kind)} in {file}, which transformers {transformers.__version__} "

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lowbit_attn.cli import books
-from lowbit_attn.cli.common import check_writable, console, fail, table
+from lowbit_attn.cli.common import check_writable, console, fail, table, writing
 from lowbit_attn.cli.model import ModelOption, SearchOption, SinksOption, cache_cases, load
 
 NOTE = ("prompts read in chunks of {chunk} tokens; packed: share of the predicted tokens that attended to packed "
@@ -41,7 +41,7 @@ def evaluate(
         fail(f"{error}; {REMEDY}")
     cases = cache_cases(["16", *(format or ["k4v4", "k2v2"])], sinks, search, codebooks or [])
     if jsonl is not None:
-        check_writable("jsonl", jsonl)
+        check_writable("jsonl", jsonl, append=True)
     network, tokenizer = load(model)
     for options in cases.values():
         books.check_model(options, network)
@@ -65,7 +65,7 @@ def evaluate(
     console().print(NOTE.format(chunk=chunk) if chunk else "prompts read at once: packed counts generated tokens",
                     soft_wrap=True)
     for row in rows if jsonl else ():
-        with jsonl.open("a") as file:
+        with writing("jsonl", jsonl), jsonl.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 

@@ -68,6 +68,9 @@ def info(
             _check(heads, kv_heads, batch, q_len, seqlen, dtype, arch, feature or ())
     except ValueError as error:
         fail(error)
+    for name, value in (("text", text), ("thresholds", thresholds)):
+        if value is not None and plot is None:
+            fail(f"{name}: got {str(value)!r} without --plot, supported: beside --plot FILE")
     if plot is not None:
         if pair is None:
             fail(f"plot: got a file beside format {format}, supported: levels (lean, lean-low, ...)")

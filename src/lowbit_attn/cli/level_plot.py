@@ -6,8 +6,8 @@ from typing import Annotated
 import torch
 import typer
 
-from lowbit_attn import progress
-from lowbit_attn.cli.common import check_writable, console, fail, told_refusals
+from lowbit_attn import progress, tokenizing
+from lowbit_attn.cli.common import check_plot, console, fail, read_text, told_refusals, writing
 from lowbit_attn.cli.model import full_name, load
 from lowbit_attn.formats.levels import Levels
 from lowbit_attn.levels.level_cache import LevelCounts
@@ -33,10 +33,10 @@ def thresholds_named(text: str | None) -> Cumulative | None:
 
 
 def check(plot: Path, text: Path | None) -> None:
-    """End the command where its files are not there or cannot be written."""
-    if text is not None and not text.is_file():
-        fail(f"text: got {str(text)!r}, supported: a text file")
-    check_writable("plot", plot)
+    """End the command where its files cannot be read or written."""
+    if text is not None:
+        read_text("text", text)
+    check_plot("plot", plot)
 
 
 def make(pair: Levels, plot: Path, model: str, text: Path | None, tokens: int, policy: Cumulative | None) -> None:
@@ -44,16 +44,19 @@ def make(pair: Levels, plot: Path, model: str, text: Path | None, tokens: int, p
     from lowbit_attn.demo import figures
     from lowbit_attn.demo.scoring import help_text
 
+    written = help_text() if text is None else read_text("text", text)
     network, tokenizer = load(model)
-    written = help_text() if text is None else text.read_text()
-    ids = tokenizer(written, return_tensors="pt").input_ids[:, :tokens].to(network.device)
+    ids = tokenizing.tensor(tokenizer, written, network.device)[:, :tokens]
+    if not ids.shape[1]:
+        fail("text: got no tokens, supported: one or more")
     with told_refusals("model"):
         counts = read(network, ids, dict(format=pair.name, policy=policy))
     if not counts:
         fail(f"model: no layer of {model!r} keeps its tokens in levels, supported: models with full attention")
     about = (f"{full_name(model)}, {ids.shape[1]:,} tokens of {text or 'help texts'} over {pair}, "
              f"{policy or 'equal shares'}; {figures.where(network.device.type)}")
-    draw(plot, counts, about)
+    with writing("plot", plot):
+        draw(plot, counts, about)
     console().print(f"Tokens by layer and head: {plot}", soft_wrap=True, markup=False)
 
 

@@ -1,6 +1,7 @@
 """``lowbit-attn doctor`` and ``lowbit-attn suggest``: what this machine has, and what a format would gain."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowbit_attn import budget, environment
-from lowbit_attn.cli import books, config
+from lowbit_attn.cli import books, config, weights
 from lowbit_attn.cli.common import JsonOption, console, fail, table
-from lowbit_attn.formats import FORMATS, levels
+from lowbit_attn.formats import FORMATS, levels, shortened
 from lowbit_attn.levels.state import buffer_bytes
+
+MOST = 1 << 20  # of layers, heads, channels and sequences: what suggest multiplies stays a number of GB
+MOST_DIGITS = 20  # of a number of tokens
 
 
 def doctor(codebooks: books.BooksOption = None, as_json: JsonOption = False) -> None:
@@ -64,14 +68,16 @@ def _doctor_lines(found: environment.Environment):
 def suggest(
     model: Annotated[Path | None, typer.Option(help="Folder of a model: its config.json gives layers, heads, head-dim "
                                                     "and ctx.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers with attention.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads of a layer.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=MOST, help="Layers with attention.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, max=MOST, help="KV heads of a layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, max=MOST, help="Channels of a head.")] = None,
     ctx: Annotated[str | None, typer.Option(help="Tokens of a sequence: 4096, 128K, 1M; default: the model's.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences decoded together.")] = 1,
     gpu: Annotated[str, typer.Option(help=f"One of {', '.join(budget.GPUS)}.")] = "h200",
-    heads: Annotated[int | None, typer.Option(help="Query heads of a layer; default: the model's.")] = None,
-    weights_gb: Annotated[float | None, typer.Option(help="Weights read each step, in GB (10^9 bytes).")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, max=MOST, help="Query heads of a layer; default: the model's.")
+                     ] = None,
+    weights_gb: Annotated[float | None, typer.Option(help="Weights read each step, in GB (10^9 bytes); default: those "
+                                                          "of --model.")] = None,
     sinks: Annotated[int, typer.Option(help="First tokens that stay in 16 bit.")] = 0,
     format: Annotated[list[str] | None, typer.Option(help="A format; repeatable. Default: the presets.")] = None,
     codebooks: books.BooksOption = None,
@@ -80,22 +86,28 @@ def suggest(
     """Compare formats for a model: size of the cache, what fits, and the least time a token can take."""
     given = {"layers": layers, "num_heads": heads, "num_heads_kv": kv_heads, "head_dim": head_dim}
     try:
+        _check_weights(weights_gb)
         shape = _shape(model, given)
+        if weights_gb is None and model is not None and (stored := weights.nbytes(model)):
+            weights_gb = stored * 1e-9
         network, device = shape.model(weights_gb), budget.gpu_named(gpu)
         if ctx is None and shape.context is None:
             raise ValueError("ctx: got none, supported: a number of tokens, or --model FOLDER whose config.json has "
                              "max_position_embeddings")
-        tokens = shape.context if ctx is None else budget.parse_tokens(ctx)
+        tokens = shape.context if ctx is None else _tokens(ctx)
         if codebooks is not None:
             format = _with_codebooks(books.loaded(codebooks), network, format)
         rows = budget.suggest(network, tokens, batch, device, format, sinks)
     except (ValueError, KeyError) as error:
         fail(error)
     note = budget.measured_note(device, network)
+    if shape.context is not None and tokens > shape.context:
+        typer.echo(f"warning: ctx: got {tokens:,} tokens, and the model's context is {shape.context:,} "
+                   "(max_position_embeddings)", err=True)
     if as_json:
         answer = {"gpu": device.name, "memory_gb": device.memory_gb, "read_tb_per_s": round(device.peak_tb_per_s, 3),
-                  "read_source": device.source, "measured": note, "model": asdict(shape), "ctx": tokens,
-                  "batch": batch, "rows": [asdict(row) for row in rows]}
+                  "read_source": device.source, "measured": note, "model": asdict(shape), "weights_gb": weights_gb,
+                  "ctx": tokens, "batch": batch, "rows": [asdict(row) for row in rows]}
         typer.echo(json.dumps(answer, indent=1))
         return
     out = console()
@@ -115,7 +127,24 @@ def suggest(
         out.print(f"Layers with a window keep their last {window - 1:,} tokens in 16 bit in every row; kernels ms "
                   "leave them out.", soft_wrap=True)
     if weights_gb is None:
-        out.print("With --weights-gb, the gain of a whole step and the room beside the weights are shown.")
+        out.print("The weights are not known, and fits and max batch leave no room for them: --weights-gb gives their "
+                  "size, and then the gain of a whole step is shown.", soft_wrap=True)
+    else:
+        out.print(f"fits and max batch leave room for {weights_gb:,.2f} GB of weights, which x step reads.",
+                  soft_wrap=True)
+
+
+def _check_weights(gb: float | None) -> None:
+    """ValueError for what is no size; NaN compares with nothing."""
+    if gb is not None and not (math.isfinite(gb) and gb >= 0):
+        raise ValueError(f"weights-gb: got {gb}, supported: 0 or more")
+
+
+def _tokens(ctx: str) -> int:
+    """Tokens of an option; ValueError, with few of its characters, for what is no number."""
+    if len(ctx) > MOST_DIGITS:
+        raise ValueError(f"ctx: got {shortened(ctx)}, supported: a positive number of tokens, such as 4096, 128K or 1M")
+    return budget.parse_tokens(ctx)
 
 
 def _shape(folder: Path | None, given: dict[str, int | None]) -> config.Shape:

@@ -10,48 +10,72 @@ from typing import Annotated
 import torch
 import typer
 
-from lowbit_attn import progress
+from lowbit_attn import extras, loading, progress, tokenizing
 from lowbit_attn.cli import books, recall
-from lowbit_attn.cli.common import check_writable, console, fail, format_named, table, tell_builds, told_refusals
+from lowbit_attn.cli.common import (
+    check_plot,
+    check_writable,
+    console,
+    fail,
+    format_named,
+    is_file,
+    one_line,
+    one_of,
+    read_text,
+    table,
+    tell_builds,
+    told_refusals,
+    writing,
+)
 from lowbit_attn.demo.model import DEMO
-from lowbit_attn.formats import Format, levels
+from lowbit_attn.formats import Format, levels, shortened
 from lowbit_attn.layout import PAGE_TOKENS
 
 TASKS = ("text", "recall")
+MOST_SINKS = 1 << 16  # of the commands: more tokens in 16 bit are no low-bit cache
 ModelOption = Annotated[str, typer.Option(help="Folder of a transformers model; demo: SmolLM2-135M-Instruct, fetched.")]
 SinksOption = Annotated[int | None, typer.Option(help="First tokens that stay in 16 bit; default: the format's.")]
 SearchOption = Annotated[bool | None, typer.Option("--search/--no-search", help="Range search; default: the format's.")]
 
 
 def load(name: str):
-    """(model, tokenizer) on the GPU in fp16 if there is one, else on the CPU in fp32; ends the command if it cannot."""
-    return _load(name, "cuda" if torch.cuda.is_available() else "cpu")
+    """(model, tokenizer) in the model's own dtype, on the GPU if there is one; ends the command if it cannot."""
+    return _load(name, loading.pick_device())
 
 
 def load_on_cpu(name: str):
     """(model, tokenizer) on the CPU in fp32; ends the command if it cannot."""
-    return _load(name, "cpu")
+    return _load(name, "cpu", torch.float32)
 
 
-def _load(name: str, device: str):
+def _load(name: str, device: str, dtype: torch.dtype | None = None):
     from lowbit_attn.demo import model as models
 
     tell_builds()
     try:
-        import lowbit_attn.linear.hf  # noqa: F401 (reads what quantize wrote)
+        file = _fetched() if name == DEMO else None
+        if file is None and not is_file(Path(name) / "config.json"):
+            fail(f"model: got {shortened(name)}, supported: {DEMO!r}, or a folder with a config.json")
+        return models.load(file, device, dtype) if file else loading.load_folder(Path(name), device, dtype)
+    except (typer.Exit, MemoryError):
+        raise
+    except ImportError as error:
+        fail(f"model: {error}; {extras.remedy('demo')}")
+    except Exception as error:  # transformers raises errors of any type for a damaged folder
+        fail(f"model: transformers cannot load {name!r}: {one_line(error)}; supported: {DEMO!r}, or a folder with a "
+             "config.json, weights and a tokenizer")
 
-        if name == DEMO:
-            import gguf  # noqa: F401 (which reads it: before anything is fetched)
 
-            return models.load(models.fetch(models.default_folder(), lambda text: typer.echo(text, err=True)), device)
-        if not (Path(name) / "config.json").exists():
-            fail(f"model: got {name!r}, supported: {DEMO!r}, or a folder with a config.json")
-        return models.load_folder(Path(name), device)
-    except ValueError as error:  # of transformers: no tokenizer, no weights, a model type that it does not know
-        fail(f"model: transformers cannot load {name!r}: {error}; supported: {DEMO!r}, or a folder with a config.json, "
-             "weights and a tokenizer")
-    except (ImportError, models.FetchError, OSError) as error:
-        fail(f"{error}" + ("; pip install 'lowbit-attn[demo]'" if isinstance(error, ImportError) else ""))
+def _fetched() -> Path:
+    """The file of the demo's model; ends the command where it cannot be had."""
+    import gguf  # noqa: F401 (which reads it: before anything is fetched)
+
+    from lowbit_attn.demo import model as models
+
+    try:
+        return models.fetch(models.default_folder(), lambda text: typer.echo(text, err=True))
+    except (models.FetchError, OSError) as error:
+        fail(f"model: {error}")
 
 
 def generate(
@@ -64,17 +88,19 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 64,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template.")] = False,
 ) -> None:
-    """Continue a text greedily over a low-bit cache; print it, tokens a second and the cache's bytes."""
+    """Continue a text greedily over a low-bit cache; print both, tokens a second and the cache's bytes."""
+    check_prompt(prompt)
     options = _options(format, sinks, search, [codebooks] if codebooks else [])
     network, tokenizer = load(model)
     books.check_model(options, network)
     from lowbit_attn import quality as scoring
     from lowbit_attn.integrations.hf import CACHE_ARGUMENT
 
-    if chat:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
-                                               add_generation_prompt=True)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(network.device)
+    try:
+        found = tokenizing.chat(tokenizer, prompt) if chat else tokenizing.encode(tokenizer, prompt)
+    except ValueError as error:
+        fail(error)
+    ids = torch.tensor([found], dtype=torch.long, device=network.device)
     if not ids.shape[1]:
         fail("prompt: got no tokens, supported: one or more")
     books.check_prompt(options, ids.shape[1])
@@ -85,11 +111,22 @@ def generate(
         out = network.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: cache}, do_sample=False,
                                max_new_tokens=tokens, pad_token_id=0)
     new, seconds = out.shape[1] - ids.shape[1], time.perf_counter() - start
+    typer.echo("\n".join(f"> {line}" for line in prompt.splitlines() or [""]))
     typer.echo(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
     typer.echo(f"{new} tokens after {ids.shape[1]} in {seconds:.2f} s, {new / seconds:.1f} tokens/s (prompt included)",
                err=True)
     for line in cache_lines(network, cache, options, out.shape[1] - 1):
         typer.echo(line, err=True)
+
+
+def check_prompt(prompt: str) -> None:
+    """End the command for a prompt that is empty or that no tokenizer reads: the bytes of another encoding."""
+    if not prompt:
+        fail("prompt: got no text, supported: one character or more")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        fail(f"prompt: got a character that is no text at position {error.start}, supported: text in UTF-8")
 
 
 def cache_lines(network, cache, options: dict | None, tokens: int) -> list[str]:
@@ -133,17 +170,16 @@ def quality(
     plot: Annotated[Path | None, typer.Option(help="Draw perplexity and cosine by layer into this PNG or SVG.")] = None,
 ) -> None:
     """Compare caches on a text: perplexity, KL, top-1 agreement with 16 bit, cosine by layer; or by recall."""
-    if task not in TASKS:
-        fail(f"task: got {task!r}, supported: {', '.join(TASKS)}")
+    one_of("task", task, TASKS)
     if task == "recall" and plot is not None:
         fail("plot: got a file beside the task recall, supported: the task text")
     names = ["16", *(format or ["k4v4", "k2v2"])]
     cases = cache_cases(names, sinks, search, codebooks or [])
-    if text is not None and not text.is_file():
-        fail(f"text: got {str(text)!r}, supported: a text file")
-    for name, path in (("jsonl", jsonl), ("plot", plot)):
-        if path is not None:
-            check_writable(name, path)
+    given = None if text is None else read_text("text", text)
+    if jsonl is not None:
+        check_writable("jsonl", jsonl, append=True)
+    if plot is not None:
+        check_plot("plot", plot)
     network, tokenizer = load(model)
     for options in cases.values():
         books.check_model(options, network)
@@ -151,12 +187,12 @@ def quality(
     from lowbit_attn.demo.scoring import help_text
 
     if task == "recall":
-        prose = help_text(None) if text is None else text.read_text()
+        prose = help_text(None) if given is None else given
         recall.ask(network, tokenizer, prose, cases, questions, jsonl,
                    {"model": model, "text": str(text or "help texts")})
         return
-    written = help_text() if text is None else text.read_text()
-    ids = tokenizer(written, return_tensors="pt").input_ids[:, :tokens].to(network.device)
+    written = help_text() if given is None else given
+    ids = tokenizing.tensor(tokenizer, written, network.device)[:, :tokens]
     try:
         scoring.check_tokens(ids)
     except ValueError as error:
@@ -175,14 +211,15 @@ def quality(
         out.print("codebooks of the prompt: its first 1,024 tokens are read in 16 bit, without errors, and count in "
                   "perplexity, KL and top-1", soft_wrap=True)
     for label, score in scores.items() if jsonl else ():
-        with jsonl.open("a") as file:
+        with writing("jsonl", jsonl), jsonl.open("a", encoding="utf-8") as file:
             about = {"model": model, "text": str(text or "help texts"), "cache": label, "options": cases[label]}
             file.write(json.dumps(about | asdict(score)) + "\n")
     if plot:
         from lowbit_attn.demo import figures
 
-        save_plot(plot, scores, f"{full_name(model)}, {ids.shape[1]:,} tokens of "
-                                f"{text or 'help texts'}; {figures.where(network.device.type)}")
+        with writing("plot", plot):
+            save_plot(plot, scores, f"{full_name(model)}, {ids.shape[1]:,} tokens of "
+                                    f"{text or 'help texts'}; {figures.where(network.device.type)}")
 
 
 def full_name(model: str) -> str:
@@ -204,10 +241,10 @@ def _label(name: str, sinks: int | None, search: bool | None) -> str:
 def _options(name: str, sinks: int | None, search: bool | None, files: list[Path]) -> dict | None:
     if name == "16":
         return None
-    if sinks is not None and sinks < 0:
-        fail(f"sinks: got {sinks}, supported: 0 or more")
+    if sinks is not None and not 0 <= sinks <= MOST_SINKS:
+        fail(f"sinks: got {sinks}, supported: 0 to {MOST_SINKS:,}")
     try:
-        known = levels.parse(name) or format_named(name)
+        known = levels.parse(name) or format_named(name, f"also {', '.join(levels.PRESETS)}, and 16 for 16 bit")
     except ValueError as error:  # of a pair that is refused
         fail(error)
     extra = books.cache_options(known.name, files) if isinstance(known, Format) else {}
@@ -238,11 +275,11 @@ def save_plot(path: Path, scores: dict, about: str) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     base = next(iter(scores.values())).cache_bytes
+    figure.suptitle(about, fontsize=9)
+    left.set_title("perplexity")
+    figures.draw_cosine(right, {label: score.cosine for label, score in scores.items()})
     figures.draw_perplexity(left, [
         figures.Point(label, figures.bits_all_in(score.cache_bytes, base), score.perplexity, score.spread)
         for label, score in scores.items()])
-    left.set_title("perplexity")
-    figures.draw_cosine(right, {label: score.cosine for label, score in scores.items()})
-    figure.suptitle(about, fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

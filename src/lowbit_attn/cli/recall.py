@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lowbit_attn import progress
-from lowbit_attn.cli.common import console, fail, table
+from lowbit_attn.cli.common import console, fail, table, writing
 
 
 def ask(network, tokenizer, prose: str, cases: Mapping[str, Mapping | None], questions: int, jsonl: Path | None,
@@ -28,6 +28,6 @@ def ask(network, tokenizer, prose: str, cases: Mapping[str, Mapping | None], que
     out.print(shown)
     out.print("a list of codes inside prose, read in 16 bit and packed once; right: every digit of a code is likeliest")
     for label, score in scores.items() if jsonl else ():
-        with jsonl.open("a") as file:
+        with writing("jsonl", jsonl), jsonl.open("a", encoding="utf-8") as file:
             line = about | {"task": "recall", "cache": label, "options": cases[label], "recall": score.recall}
             file.write(json.dumps(line | asdict(score)) + "\n")

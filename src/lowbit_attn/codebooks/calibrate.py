@@ -25,6 +25,7 @@ from lowbit_attn.codebooks.identity import config_hash, weights_hash
 from lowbit_attn.codebooks.learn import HELD_OUT, Learned, Recipe, learn_layers
 
 TOKENS = 8192  # that codebooks are learned from; twice as many lower the KL by about 5 %
+LARGEST_SEED = 2**32 - 1
 PRE_TYPES = ("default", "linear", "llama3")
 POST_TYPES = (*PRE_TYPES, "yarn")
 
@@ -43,6 +44,8 @@ def recipe_of(format, rope: str = "post", seed: int = 0, k_shared: bool = False)
     if not format.needs_codebooks:
         raise ValueError(f"format: got {format.name}, which has no codebooks, supported: cq4, cq2, cq1, kcq4vcq2, "
                          "k4vcq2, ...")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"seed: got {seed}, supported: 0 to {LARGEST_SEED}")
     k, v = (side.vec_size if side.kind.name == "CODEBOOK" else None for side in (format.k, format.v))
     if rope == "pre" and k is None:
         raise ValueError(f"rope: got 'pre' with {format.name}, whose keys have no codebooks, supported: 'post'")

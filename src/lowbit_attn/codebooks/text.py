@@ -14,6 +14,8 @@ from pydoc_data.topics import topics
 
 import torch
 
+from lowbit_attn import text_file, tokenizing
+
 TOPICS = 40  # of Python's help texts, enough for the 2,048 tokens that the demo reads
 LEAST_TOKENS = 1024
 PIECE_CHARACTERS = 3000  # of one document before the next kind of text takes its turn
@@ -39,10 +41,7 @@ def mixture(exclude: str = "") -> Iterator[str]:
 def read_files(paths: Iterable[Path]) -> Iterator[str]:
     """The files' texts; ValueError for what is no text in UTF-8."""
     for path in paths:
-        try:
-            yield Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"text: {str(path)!r} is not UTF-8, supported: text files in UTF-8") from None
+        yield text_file.read(path)
 
 
 def tokenized(tokenizer, pieces: Iterable[str], tokens: int) -> torch.Tensor:
@@ -52,8 +51,7 @@ def tokenized(tokenizer, pieces: Iterable[str], tokens: int) -> torch.Tensor:
     """
     found: list[int] = []
     for piece in pieces:
-        ids = tokenizer(piece, add_special_tokens=not found).input_ids
-        found += ids
+        found += tokenizer(piece, add_special_tokens=False).input_ids if found else tokenizing.encode(tokenizer, piece)
         if len(found) >= tokens:
             break
     if len(found) < LEAST_TOKENS:

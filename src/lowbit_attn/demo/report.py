@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowbit_attn import FORMATS
 from lowbit_attn.demo import figures
 
 COLUMNS = (("KV cache", 28, "left"), ("bits/element", 12, "right"), ("cache bytes", 12, "right"),
@@ -52,6 +53,22 @@ def header() -> Table:
     return line([name for name, _, _ in COLUMNS], "bold")
 
 
+def notes(rows: Sequence[Row], config) -> list[str]:
+    """What the table's numbers need to be read well. config: the model's, of transformers."""
+    told = []
+    for row in rows:
+        if row.format == "k2tv2":
+            told.append(f"{row.label}: why keys are packed per channel elsewhere; a few large channels spoil the scale "
+                        "that a token's channels share")
+        elif row.format and row.format in FORMATS and FORMATS[row.format].needs_codebooks:
+            head_dim = config.hidden_size // config.num_attention_heads
+            books = config.num_hidden_layers * config.num_key_value_heads * FORMATS[row.format].shared_bytes(head_dim)
+            bits = 16 * (row.cache_bytes - books) / rows[0].cache_bytes
+            told.append(f"{row.label}: {books:,} of its bytes are codebooks, the same for any number of tokens and "
+                        f"sequences; without them {bits:.2f} bits all-in")
+    return told
+
+
 def first_difference(tokens: Sequence[int], baseline: Sequence[int]) -> int | None:
     """Index of the first token that differs; None if there is none in their common length."""
     return next((i for i, (a, b) in enumerate(zip(tokens, baseline)) if a != b), None)
@@ -93,10 +110,10 @@ def save_plot(path: Path, rows: Sequence[Row], tokens: int, device: str = "cpu")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.set_title(f"SmolLM2-135M-Instruct, {tokens:,} tokens of Python's help text; {figures.where(device)}",
+                   fontsize=9)
     figures.draw_perplexity(axes, [
         figures.Point(row.label, figures.bits_all_in(row.cache_bytes, rows[0].cache_bytes), row.perplexity, row.spread)
         for row in rows])
-    axes.set_title(f"SmolLM2-135M-Instruct, {tokens:,} tokens of Python's help text; {figures.where(device)}",
-                   fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

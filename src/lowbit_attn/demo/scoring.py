@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers.cache_utils import Cache
 
-from lowbit_attn import FORMATS, KVCache, dispatch, kernels, quality, why_not
+from lowbit_attn import FORMATS, KVCache, dispatch, kernels, quality, tokenizing, why_not
 from lowbit_attn.codebooks.text import help_text
 from lowbit_attn.formats import Format, levels
 from lowbit_attn.integrations.hf import CACHE_ARGUMENT, LowBitCache
@@ -44,17 +44,27 @@ class Case:
 CASES = (
     Case("16 bit"),
     Case("k4v4", "k4v4"),
-    Case("k4v2", "k4v2"),
-    Case("k2v2", "k2v2", range_search=False),
-    Case("k2v2, 32 sinks", "k2v2", sinks=32, range_search=False),
-    Case("k2v2, 32 sinks, key search", "k2v2", sinks=32),
+    Case("k4v2, 32 sinks", "k4v2", sinks=32),
+    Case("k2v2, no search", "k2v2", range_search=False),
+    Case("k2v2, no search, 32 sinks", "k2v2", sinks=32, range_search=False),
+    Case("k2v2, 32 sinks", "k2v2", sinks=32),
+    Case("kitty, search", "kitty", sinks=32),
     Case("cq2, 32 sinks", "cq2", sinks=32),
     Case("k4v2-boost, 32 sinks", "k4v2-boost", sinks=32),
     Case("lean, 32 sinks", "lean", sinks=32),
     Case("lean-low, 32 sinks", "lean-low", sinks=32),
     Case("k2tv2 (keys per token)", "k2tv2", range_search=False),
 )
-ANSWERED = ("16 bit", "k4v4", "k2v2, 32 sinks, key search", "k2tv2 (keys per token)")
+LEAST_LEVEL_TOKENS = 2048  # below it, most bytes of a cache of levels are its 16-bit buffers
+ANSWERED = ("16 bit", "k4v4", "k2v2, 32 sinks", "k2tv2 (keys per token)")
+
+
+def cases_of(tokens: int) -> tuple[list[Case], str]:
+    """(the rows of the demo for a text of so many tokens, which rows that leaves out and why, or "")."""
+    out = [case for case in CASES if tokens < LEAST_LEVEL_TOKENS and case.format and levels.parse(case.format)]
+    reason = (f"{' and '.join(case.label for case in out)}: below {LEAST_LEVEL_TOKENS:,} tokens, most of their bytes "
+              "are 16-bit buffers of a fixed size (the demo without --quick has them)")
+    return [case for case in CASES if case not in out], reason if out else ""
 
 
 @dataclass
@@ -133,11 +143,9 @@ def answer(model, prompt: torch.Tensor, case: Case, tokens: int,
 
 def question(tokenizer, context_tokens: int) -> torch.Tensor:
     """A chat prompt [1, tokens]: the start of the help text and a question about it."""
-    start = tokenizer(help_text()).input_ids[:context_tokens]
+    start = tokenizer(help_text(), add_special_tokens=False).input_ids[:context_tokens]
     message = f"{tokenizer.decode(start)}\n\n{QUESTION}"
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False,
-                                         add_generation_prompt=True)
-    return tokenizer(chat, return_tensors="pt").input_ids
+    return torch.tensor([tokenizing.chat(tokenizer, message)])
 
 
 class _Counter:

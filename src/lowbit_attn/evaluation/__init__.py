@@ -3,4 +3,6 @@
 Needs the extra ``eval``; importing a module of this folder without it raises ImportError.
 """
 
-REMEDY = "pip install 'lowbit-attn[eval]'"
+from lowbit_attn import extras
+
+REMEDY = extras.remedy("eval")

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from transformers.cache_utils import Cache
 
+from lowbit_attn import loading, tokenizing
 from lowbit_attn.checks import integer, is_truth
 from lowbit_attn.demo import model as models
 from lowbit_attn.demo.model import DEMO
@@ -48,7 +49,7 @@ class LowBitLM(TemplateLM):
         tokenizer: beside a model; else the folder's own.
         format: of LowBitCache; "16": 16 bit. sinks, range_search, codebooks, path, sliding: as LowBitCache takes them.
         chunk: tokens of a forward call that reads a prompt; 0: the whole prompt at once, over no quantized token.
-        device: "cuda" or "cpu"; None: a GPU if there is one. dtype: a name in torch; None: fp32 on the CPU, else fp16.
+        device: "cuda" or "cpu"; None: a GPU if there is one. dtype: a name in torch; None: that of the model.
         max_length: tokens of a prompt with its answer; None: the model's. Longer prompts lose their first tokens, with
             a warning. batch_size, max_batch_size: lm-eval's; 1 alone is supported.
     """
@@ -93,10 +94,10 @@ class LowBitLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Tokens of a text; None: with the special tokens that the tokenizer adds, unless the text begins with them."""
+        """Tokens of a text; None: with the special tokens that the tokenizer puts in front, unless the text begins with
+        them."""
         if add_special_tokens is None:
-            bos = self.tokenizer.bos_token
-            add_special_tokens = not (bos and string.startswith(bos))
+            return tokenizing.encode(self.tokenizer, string)
         return self.tokenizer(string, add_special_tokens=add_special_tokens).input_ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -183,13 +184,13 @@ def _loaded(pretrained, tokenizer, device: str | None, dtype: str | None) -> tup
         return pretrained.eval(), tokenizer
     if tokenizer is not None:
         raise ValueError("tokenizer: got one beside a folder, supported: None, for a folder has its own")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or loading.pick_device()
     kind = None if dtype in (None, "auto") else getattr(torch, dtype)
     if str(pretrained) == DEMO:
         return models.load(models.fetch(models.default_folder()), device, kind)
     if not (Path(pretrained) / "config.json").exists():
         raise ValueError(f"pretrained: got {str(pretrained)!r}, supported: {DEMO!r}, or a folder with a config.json")
-    return models.load_folder(Path(pretrained), device, kind)
+    return loading.load_folder(Path(pretrained), device, kind)
 
 
 def _stops(options: dict) -> list[str]:

@@ -1,6 +1,7 @@
 """Formats by name. A new format is one file and one line in FAMILIES."""
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -37,10 +38,13 @@ class FormatRegistry(Mapping[str, Format]):
         self._families = families
 
     def __getitem__(self, name: str) -> Format:
-        for family in self._families:
-            if fmt := family.parse(name):
-                return fmt
+        if fmt := self.find(name):
+            return fmt
         raise UnknownFormatError(name, self)
+
+    def find(self, name: str) -> Format | None:
+        """The format of a name, None if no grammar has it."""
+        return next(filter(None, (family.parse(name) for family in self._families)), None)
 
     def __iter__(self):
         return (name for family in self._families for name in family.presets)
@@ -53,14 +57,38 @@ class FormatRegistry(Mapping[str, Format]):
         return [family.grammar for family in self._families]
 
 
+# Formats of so many bits a number, for names that other projects give to theirs.
+OF_BITS = {1: ("k1v1",), 2: ("k2v2",), 3: ("k4v2",), 4: ("k4v4",), 5: ("k8v4",), 6: ("k8v4",), 8: ("k4v4", "k8v8")}
+_FOREIGN = re.compile(r"(?:kv|u?int|mxfp|nvfp|fp|nf|float|hqq|iq|q|w|turbo\w*?)[-_ ]?(\d)(?!\d)"
+                      r"|(\d)[-_ ]?bits?\b|(\d)$")
+LONGEST_SHOWN = 60  # characters of a wrong name that a message repeats
+
+
+def suggestions(name: str, registry: FormatRegistry) -> list[str]:
+    """Names that a wrong name may stand for: the same in lower case, a preset that is close to it, or the format of as
+    many bits as another project's name says (int4, q4_0, fp8)."""
+    simple = name.strip().lower()
+    if registry.find(joined := re.sub(r"[\s_]", "", simple)):
+        return [joined]
+    if match := _FOREIGN.match(simple):
+        return list(OF_BITS.get(int(next(filter(None, match.groups()))), ()))
+    return difflib.get_close_matches(simple[:LONGEST_SHOWN], list(registry), n=3, cutoff=0.5)
+
+
+def shortened(name: object) -> str:
+    """repr of what was given as a name, cut where it is too long for a message."""
+    text = repr(name)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN - 3]}..."
+
+
 class UnknownFormatError(LowBitAttnError, KeyError):
-    """A name outside every grammar; the message shows the grammars and close matches."""
+    """A name outside every grammar; the message shows close matches and the presets."""
 
     def __init__(self, name: object, registry: FormatRegistry):
-        close = difflib.get_close_matches(str(name), list(registry), n=3, cutoff=0.5)
+        close = suggestions(str(name), registry)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        super().__init__(f"format {name!r} is not known{hint} (grammar: {', '.join(registry.grammars)}; "
-                         f"presets: {', '.join(registry)})")
+        super().__init__(f"format {shortened(name)} is not known{hint} (presets: {', '.join(registry)}; the grammar of "
+                         "all names is in docs/formats.md)")
 
     def __str__(self) -> str:
         return self.args[0]

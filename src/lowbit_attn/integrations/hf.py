@@ -20,7 +20,7 @@ from functools import partial
 from os import PathLike
 
 import torch
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 

@@ -8,9 +8,10 @@
 many rows W in chunks of 16 bits (lowbit_attn/linear_kernels.py); elsewhere all runs through torch.
 """
 
+from lowbit_attn.errors import VersionError, WeightFileError
 from lowbit_attn.linear.formats import NAMES, format_named
 from lowbit_attn.linear.ldlq import proxy_error
-from lowbit_attn.linear.module import VersionError, VQLinear, WeightFileError
+from lowbit_attn.linear.module import VQLinear
 from lowbit_attn.linear.published import from_aqlm, from_quip_sharp
 from lowbit_attn.linear.quantizer import quantize, quantize_together
 from lowbit_attn.linear.weight import VQWeight, linear

@@ -10,8 +10,9 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from lowbit_attn.errors import WeightFileError
 from lowbit_attn.linear.checkpoint import METHOD
-from lowbit_attn.linear.module import VQLinear, WeightFileError
+from lowbit_attn.linear.module import VQLinear
 from lowbit_attn.linear.sealed import check_entries, check_files, check_planes, sealed
 
 
@@ -66,8 +67,11 @@ class CodebookQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         for name in self.quantization_config.modules:
             module = model.get_submodule(name)
-            if not isinstance(module, VQLinear) or module.header.is_meta:
-                continue  # dequantized, or left on the disk
+            if not isinstance(module, VQLinear):
+                continue  # dequantized
+            module.header_is_due = module.header.is_meta  # where its buffers are offloaded until each call
+            if module.header_is_due:
+                continue
             module.check_header()
             if not self._are_checked:
                 planes = {plane: getattr(module, plane) for plane in (*module.plane_names, "header")}
@@ -78,6 +82,9 @@ class CodebookQuantizer(HfQuantizer):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a configuration that was saved has a name
         for name in self.quantization_config.modules:
             old = model.get_submodule(name)
+            if old.header.is_meta or hasattr(old, "_hf_hook"):
+                raise ValueError(f"model: {name} is placed by a device_map over several devices or offloaded, "
+                                 "supported by dequantize: a model that was loaded onto one device")
             new = nn.Linear(old.in_features, old.out_features, old.bias is not None, device=old.header.device,
                             dtype=dtype)
             with torch.no_grad():

@@ -29,6 +29,7 @@ class VQLinear(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=plane_dtype, device=device))
         self.register_buffer(HEADER, torch.tensor(self._header(), dtype=torch.int32, device=device))
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+        self.header_is_due = False  # to be checked at the first call: it was on no device when the model was loaded
 
     @classmethod
     def from_weight(cls, weight: VQWeight, bias: torch.Tensor | None = None) -> "VQLinear":
@@ -49,6 +50,9 @@ class VQLinear(nn.Module):
                         {name: getattr(self, name) for name in self.plane_names})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.header_is_due:
+            self.check_header()
+            self.header_is_due = False
         check_input(x, self.in_features, self.header.device)
         planes = [getattr(self, name) for name in self.plane_names]
         y = torch.ops.lowbit_attn.vq_linear(x, planes, self.format, self.out_features, self.in_features, "")

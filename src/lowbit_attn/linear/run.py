@@ -54,7 +54,7 @@ def begun(folder: Path, identity: dict) -> Iterator["Run"]:
     with stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _check_contents(folder)
+            check_contents(folder)
             is_mine = stack.enter_context(locked(folder / LOCK))
         except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
             if isinstance(error, FolderError):
@@ -64,14 +64,15 @@ def begun(folder: Path, identity: dict) -> Iterator["Run"]:
         if not is_mine:
             raise FolderError(f"out: another process writes into {str(folder)!r}, supported: one at a time; wait for "
                               "it, or take another folder")
-        _check_contents(folder)  # another run may have ended in between
+        check_contents(folder)  # another run may have ended in between
         remove_leftovers(folder, young_seconds=0)
         yield Run(folder, identity)
 
 
-def _check_contents(folder: Path) -> None:
-    """FolderError for a folder with something else than a run in it."""
-    if not (folder / PROGRESS).exists() and any(
+def check_contents(folder: Path) -> None:
+    """FolderError for a folder with something else than a run in it; a path that is no folder is looked at later."""
+    folder = Path(folder)
+    if folder.is_dir() and not (folder / PROGRESS).exists() and any(
             path.name != LOCK and not is_leftover(path) for path in folder.iterdir()):
         raise FolderError(f"out: {str(folder)!r} is not empty, supported: an empty folder, or an unfinished run's")
 

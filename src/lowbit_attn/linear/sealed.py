@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from lowbit_attn import tensor_file
+from lowbit_attn.errors import VersionError, WeightFileError
 from lowbit_attn.linear.formats import NAMES, VERSION
-from lowbit_attn.linear.module import VersionError, VQLinear, WeightFileError
+from lowbit_attn.linear.module import VQLinear
 
 HEX = frozenset("0123456789abcdef")
 
