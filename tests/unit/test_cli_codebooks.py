@@ -25,7 +25,8 @@ class Letters:
     """A tokenizer of one token a letter."""
 
     def __call__(self, text, return_tensors=None, add_special_tokens=True):
-        return type("Tokens", (), {"input_ids": torch.tensor([[3 + ord(letter) % 94 for letter in text]])})
+        ids = [3 + ord(letter) % 94 for letter in text]
+        return type("Tokens", (), {"input_ids": torch.tensor([ids]) if return_tensors else ids})
 
     def decode(self, ids, skip_special_tokens=True):
         return " ".join(map(str, ids.tolist()))
