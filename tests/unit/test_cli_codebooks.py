@@ -24,8 +24,9 @@ OF_A_MODEL = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64")
 class Letters:
     """A tokenizer of one token a letter."""
 
-    def __call__(self, text, return_tensors=None):
-        return type("Tokens", (), {"input_ids": torch.tensor([[3 + ord(letter) % 94 for letter in text]])})
+    def __call__(self, text, return_tensors=None, add_special_tokens=True):
+        ids = [3 + ord(letter) % 94 for letter in text]
+        return type("Tokens", (), {"input_ids": torch.tensor([ids]) if return_tensors else ids})
 
     def decode(self, ids, skip_special_tokens=True):
         return " ".join(map(str, ids.tolist()))

@@ -73,5 +73,5 @@ def test_files(tmp_path):
     good.write_text("é", encoding="utf-8")
     bad.write_bytes(b"\xff\xfe\x00")
     assert list(text.read_files([good])) == ["é"]
-    with pytest.raises(ValueError, match="bad.txt' is not UTF-8"):
+    with pytest.raises(ValueError, match="bad.txt' is in UTF-16"):
         list(text.read_files([bad]))

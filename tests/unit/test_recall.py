@@ -74,7 +74,7 @@ class Oracle(torch.nn.Module):
 class Letters:
     """A tokenizer of single characters."""
 
-    def __call__(self, text, return_tensors=None):
+    def __call__(self, text, return_tensors=None, add_special_tokens=True):
         ids = [ord(c) for c in text]
         return type("Encoded", (), dict(input_ids=torch.tensor([ids]) if return_tensors else ids))()
 
