@@ -80,7 +80,7 @@ class Case:
         self.k, self.v = (torch.randn(total, HEADS, DIM, dtype=DTYPE, device=DEVICE) for _ in range(2))
         self.workspace = tuple(torch.randn(self.capacity, HEADS, DIM, dtype=DTYPE, device=DEVICE) for _ in range(2))
         self.steps = LayerSteps(self.store, self.buffers)
-        self.steps.append(self.plan, self.step, self.k, self.v, self.workspace)  # real pages and loaded kernels
+        self.steps.append(self.plan, self.step, self.k, self.v, lambda: self.workspace)  # real pages and loaded kernels
         self.out = torch.empty_like(self.q)
 
     def parts(self) -> dict:

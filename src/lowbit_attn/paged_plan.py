@@ -134,7 +134,8 @@ class BatchPlan:
 
     rows, tokens: of the step, padded ones of a captured graph included. passes: of chunk rows; first those that write
     their tokens' results, each followed by those that are merged into them. With several ranks ``passes`` attend to
-    the context alone and ``own`` to the chunks themselves.
+    the context alone and ``own`` to the chunks themselves. places: keys and values of passes by their number, which the
+    first layer enters and all others share.
     """
 
     buffers: PlanBuffers
@@ -144,6 +145,7 @@ class BatchPlan:
     chunks: slice | None = None  # tokens of chunk rows
     passes: tuple[Pass, ...] = ()
     own: Pass | None = None
+    places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class _Lists:
@@ -179,7 +181,8 @@ def make_plan(buffers: PlanBuffers, q_lens: np.ndarray, seq_lens: np.ndarray, th
     q_lens [rows]: new tokens of each row; rows without any are padding behind the others. seq_lens [rows]: lengths
     after the step, of which those of chunk rows must be exact. threshold: the most new tokens of a decode row.
     capacity: tokens that the workspace holds. copy: int32 array -> device tensor. bucket: rows of a kernel's launch
-    for a number of decode rows. tokens: of the batch, if padded rows count as q_len ones each.
+    for a number of decode rows; few sizes need few plans of launches. It may be more than the step has rows where the
+    memory of table and ring rows goes on. tokens: of the batch, if padded rows count as q_len ones each.
 
     Raises ValueError where a decode row stands behind a chunk row.
     """
@@ -192,9 +195,9 @@ def make_plan(buffers: PlanBuffers, q_lens: np.ndarray, seq_lens: np.ndarray, th
     starts, lists = np.concatenate(([0], np.cumsum(q_lens))), _Lists()
     total = int(starts[-1]) if tokens is None else tokens
     if first >= last:
-        decode = _decode_rows(q_lens[:last], lambda q_len: rows if rows * q_len <= total else last, lists)
+        decode = _decode_rows(q_lens[:last], rows, total, bucket, lists)
         return BatchPlan(buffers, rows, total, _uploaded(decode, lists.upload(copy)))
-    decode = _decode_rows(q_lens[:first], lambda q_len: min(max(bucket(first), first), last), lists)
+    decode = _decode_rows(q_lens[:first], bucket(first), total, bucket, lists)
     n_new = q_lens[first:last].astype(np.int64)
     before = seq_lens[first:last].astype(np.int64) - n_new
     if (before < 0).any():
@@ -213,18 +216,20 @@ def make_plan(buffers: PlanBuffers, q_lens: np.ndarray, seq_lens: np.ndarray, th
     return BatchPlan(buffers, rows, total, decode, chunks, tuple(passes[: len(made)]), passes[-1] if own else None)
 
 
-def _decode_rows(q_lens: np.ndarray, rows_for: Callable[[int], int], lists: _Lists):
+def _decode_rows(q_lens: np.ndarray, rows: int, most: int, bucket: Callable[[int], int], lists: _Lists):
     """(live, rows, q_len, tokens, number of gather, of scatter) of decode rows; None if there are none.
 
-    rows_for: the rows of a launch, for the most new tokens of a row.
+    Queries of rows that are alike are read where they lie, so there may be as many rows as have ``most`` tokens; those of
+    others are gathered, for as many rows as ``bucket`` says.
     """
     live = len(q_lens)
     if not live:
         return None
     q_len = int(q_lens.max())
-    rows, total = rows_for(q_len), int(q_lens.sum())
+    total = int(q_lens.sum())
     if (q_lens == q_len).all():
-        return live, rows, q_len, total, None, None
+        return live, max(rows, live) if rows * q_len <= most else live, q_len, total, None, None
+    rows = max(bucket(live), live)
     ends = np.cumsum(q_lens)
     place = np.arange(q_len) - q_len + ends[:, None]  # [live, q_len]: right-aligned
     gather = np.maximum(place, (ends - q_lens)[:, None])

@@ -15,6 +15,7 @@ On a CUDA device these are kernels (``paged_kernels``), which a step in a CUDA g
 ``PlanBuffers`` then hold; elsewhere they are torch (``paged_reference``).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,17 +78,22 @@ class LayerSteps:
         self.ops: KernelOps | TorchOps | None = None
 
     def append(self, plan: BatchPlan, step: Step, k: torch.Tensor, v: torch.Tensor,
-               workspace: Workspace | None = None) -> list[Workspace | None]:
+               workspace: Callable[[], Workspace] | None = None) -> list[Workspace]:
         """Store new tokens k, v [tokens, num_heads_kv, head_dim] and pack the blocks that end in the step: the bytes of
         ``paged.append``, but that null pages and the null ring may hold anything.
 
-        Of chunks with context, what ``attention`` reads of rings and of the chunks themselves is copied before.
-        Returns the keys and values of each of the plan's passes, for ``attention``.
+        Of chunks with context, what ``attention`` reads of rings and of the chunks themselves is copied before, to the
+        ``workspace``. Returns the keys and values of each of the plan's passes, for ``attention``.
         """
-        k, v = self._stored(k[: plan.tokens]), v[: plan.tokens].to(self.store.dtype)
+        if len(k) > plan.tokens:
+            k, v = k[: plan.tokens], v[: plan.tokens]
+        k, v = self._stored(k), v.to(self.store.dtype)
         ops, places = self._ops(step), []
-        for part in plan.passes:
-            place = (k[part.tokens], v[part.tokens]) if part.is_direct else self._place(part, workspace)
+        for number, part in enumerate(plan.passes):
+            if part.is_direct:
+                place = k[part.tokens], v[part.tokens]
+            elif (place := plan.places.get(number)) is None:
+                place = plan.places[number] = self._place(part, workspace)
             if part.copies is not None:
                 ops.copy(self.store, step, part.copies, k, v, *place)
             places.append(place)
@@ -95,7 +101,7 @@ class LayerSteps:
         return places
 
     def attention(self, plan: BatchPlan, step: Step, q: torch.Tensor, out: torch.Tensor, options: Attention,
-                  places: list[Workspace | None], varlen: Varlen | None = None,
+                  places: list[Workspace], varlen: Varlen | None = None,
                   lse: torch.Tensor | None = None) -> None:
         """Attention of q [tokens, num_heads, head_dim], causal within each row, into ``out`` of its shape.
 
@@ -161,11 +167,12 @@ class LayerSteps:
         attached = self.store.attached
         return (k if attached is None else attached.keys(k, self.store.dtype)).to(self.store.dtype)
 
-    def _place(self, part: Pass, workspace: Workspace | None) -> Workspace:
+    def _place(self, part: Pass, workspace: Callable[[], Workspace] | None) -> Workspace:
         """Where a pass has its keys and values. Rings of more rows than the workspace has room for, which are copied
         before any pass runs, get memory of their own."""
-        if workspace is not None and not part.group and part.num_keys <= len(workspace[0]):
-            return tuple(x[: part.num_keys] for x in workspace)
+        room = workspace() if workspace and not part.group else None
+        if room is not None and part.num_keys <= len(room[0]):
+            return tuple(x[: part.num_keys] for x in room)
         rings = self.store.rings
         return tuple(rings.new_empty(part.num_keys, rings.shape[2], rings.shape[4]) for _ in range(2))
 
@@ -187,8 +194,25 @@ class LayerSteps:
         if not (step.table.is_contiguous() and step.ring_rows.is_contiguous()):
             raise ValueError(f"step: got a table of strides {step.table.stride()} and ring rows of "
                              f"{step.ring_rows.stride()}, supported: contiguous ones")
-        part = Step(step.table[:rows], step.seq_lens[:rows], step.query_start_loc[: rows + 1], step.ring_rows[:rows])
-        return self.store.view(part, self.buffers.counts(rows), scratch_pool=self.buffers.scratch)
+        counts = self.buffers.counts(rows)
+        part = Step(first_rows(step.table, rows), counts["n_tok"], None, first_rows(step.ring_rows, rows))
+        return self.store.view(part, counts, scratch_pool=self.buffers.scratch)
+
+
+def rows_in_memory(x: torch.Tensor) -> int:
+    """Rows from a tensor's first one to the end of its memory: an engine's tables are the first rows of larger ones."""
+    row = 1 + sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:]))
+    held = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return (held - row) // x.stride(0) + 1
+
+
+def first_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of a tensor, beyond its own where its memory goes on."""
+    if rows <= len(x):
+        return x[:rows]
+    if rows > rows_in_memory(x):
+        raise ValueError(f"rows: got {rows} of {rows_in_memory(x)} in memory, supported: up to those")
+    return x.as_strided((rows, *x.shape[1:]), x.stride())
 
 
 def workspace_tokens(tokens: int) -> int:

@@ -76,7 +76,7 @@ class Layer:
         return plan
 
     def run(self, plan: BatchPlan, there: Step, q, k, v, out, options=OPTIONS) -> None:
-        places = self.steps.append(plan, there, k, v, self.workspace)
+        places = self.steps.append(plan, there, k, v, lambda: self.workspace)
         self.steps.attention(plan, there, q, out, options, places, varlen)
 
 

@@ -67,4 +67,10 @@ class Engine:
         heads, dim = self.store.pool.shape[1], self.store.rings.shape[-1]
         values = [torch.randn(int(starts[-1]), n, dim, generator=self.draw).to(self.store.dtype)
                   for n in (heads * ratio, heads, heads)]
-        return Step(self.table[rows].contiguous(), self.lens[rows], starts, self.rings[rows].contiguous()), values
+        table, rings = (_of_more_rows(x[rows]) for x in (self.table, self.rings))
+        return Step(table, self.lens[rows], starts, rings), values
+
+
+def _of_more_rows(x: torch.Tensor) -> torch.Tensor:
+    """The same rows in memory that goes on behind them, as an engine's tables."""
+    return torch.cat((x, x.new_zeros(4, *x.shape[1:])))[: len(x)]

@@ -96,7 +96,7 @@ def launches_of(rows: list[int], contexts: list[int], capacity: int, monkeypatch
 
     out = torch.empty_like(q)
     with NoLooks(), Launches(found):
-        places = layer.append(plan, step, k, v, workspace)
+        places = layer.append(plan, step, k, v, lambda: workspace)
         layer.attention(plan, step, q, out, options, places, varlen)
     return found
 

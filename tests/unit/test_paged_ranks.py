@@ -77,7 +77,7 @@ def rank_step(store: PagedStore, steps: LayerSteps | None, step: Step, tokens, g
     with torch.no_grad():
         plan = plan_of(steps.buffers, step, 1, capacity, tokens=len(q))
         workspace = tuple(torch.full((capacity, 1, DIM), torch.nan, dtype=torch.half) for _ in range(2))
-        places = steps.append(plan, step, k, v, workspace)
+        places = steps.append(plan, step, k, v, lambda: workspace)
     step_attention(steps, gather, plan, step, own, k, v, out, options, places, varlen)
     return out
 

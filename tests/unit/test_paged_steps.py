@@ -87,7 +87,7 @@ def test_mixed_steps(name, sinks, seed):
         workspace = tuple(torch.full((capacity, HEADS, DIM), torch.nan, dtype=torch.half) for _ in range(2))
         options = Attention(0.2, sink_logits=torch.randn(HEADS * RATIO) if number % 3 == 0 else None)
         out, expected = torch.full_like(q, torch.nan), torch.zeros_like(q)
-        places = layer.append(plan, step, k, v, workspace)
+        places = layer.append(plan, step, k, v, lambda: workspace)
         before = append(theirs, step, k, v)
         assert_same_bytes("pool", mine.pool, theirs.pool)
         assert_same_bytes("rings", mine.rings, theirs.rings)

@@ -347,6 +347,7 @@ class LowBitImpl(AttentionImpl):
         self.workspace_tokens = workspace_tokens(largest_step(config)[1])
         self.attached = None if codebooks is None else self._attached(codebooks)
         self.store: PagedStore | None = None
+        self.memory: list = []  # of the store
         self.steps: dict[int, LayerSteps] = {}  # by the buffers of their plans: a model's and a draft model's
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -363,11 +364,11 @@ class LowBitImpl(AttentionImpl):
 
     def _store(self, kv_cache: torch.Tensor) -> PagedStore:
         """The layer's memory, which vLLM may exchange as long as it measures what it needs."""
-        pool, rings = kv_cache.flatten(2), self.ring.rings()
-        if self.store is None or not (_are_one(self.store.pool, pool) and _are_one(self.store.rings, rings)):
-            self.steps = {}
-            self.store = PagedStore(self.served.format, pool, rings, self.served.sinks, self.attached,
-                                    self.engine.block_size // PAGE, *dealt(self.engine))
+        memory = [(x.data_ptr(), x.shape, x.stride()) for x in (kv_cache, self.ring.kv_cache)]
+        if self.store is None or memory != self.memory:
+            self.memory, self.steps = memory, {}
+            self.store = PagedStore(self.served.format, kv_cache.flatten(2), self.ring.rings(), self.served.sinks,
+                                    self.attached, self.engine.block_size // PAGE, *dealt(self.engine))
         return self.store
 
     def _step(self, metadata: LowBitMetadata) -> Step:
@@ -406,8 +407,7 @@ class LowBitImpl(AttentionImpl):
                 out: torch.Tensor, options: Attention) -> None:
         """A step by its plan, on a GPU."""
         steps = self._steps(store, plan.buffers)
-        needs_room = any(not part.is_direct for part in plan.passes)
-        places = steps.append(plan, step, k, v, self._workspace() if needs_room else None)
+        places = steps.append(plan, step, k, v, self._workspace)
         if store.world > 1:
             paged_ranks.step_attention(steps, of_all_ranks, plan, step, q, k, v, out, options, places, gpu.varlen)
         else:
@@ -421,8 +421,3 @@ class LowBitImpl(AttentionImpl):
             paged_ranks.attention(store, step, q, k, v, before, out, options, of_all_ranks)
         else:
             attention(store, step, q, k, v, before, out, options)
-
-
-def _are_one(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory in the same shape."""
-    return (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())

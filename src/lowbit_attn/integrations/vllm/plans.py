@@ -9,7 +9,7 @@ import torch
 from lowbit_attn import _private
 from lowbit_attn.paged import Step
 from lowbit_attn.paged_plan import BatchPlan, PlanBuffers, TokenLayout, make_plan
-from lowbit_attn.paged_steps import launch, workspace_tokens
+from lowbit_attn.paged_steps import launch, rows_in_memory, workspace_tokens
 
 asks_for_checks = _private.environment("LOWBIT_ATTN_CHECK")
 
@@ -40,15 +40,19 @@ class Planner:
         lens = np.zeros_like(q_lens) if lens is None else lens.numpy()
         if has_chunks and asks_for_checks() == b"1":
             self._check(q_lens, lens, common)
-        plan = make_plan(self.buffers, q_lens, lens, self.threshold, self.capacity, self.copy, self._bucket,
-                         common.num_actual_tokens)
+        room = min(rows_in_memory(step.table), self.buffers.rows)
+        plan = make_plan(self.buffers, q_lens, lens, self.threshold, self.capacity, self.copy,
+                         lambda rows: self._bucket(rows, room), common.num_actual_tokens)
         launch(plan, step)
         return plan
 
-    def _bucket(self, rows: int) -> int:
-        """The smallest captured size that holds so many rows; beyond the largest, the number itself."""
+    def _bucket(self, rows: int, room: int) -> int:
+        """The smallest captured size that holds so many rows, within the memory of tables; else the number itself. Of
+        several ranks the number itself, too, since what padded rows leave would be merged."""
         at = bisect_left(self.sizes, rows)
-        return self.sizes[at] if at < len(self.sizes) else rows
+        if self.buffers.layout.world > 1 or at == len(self.sizes) or self.sizes[at] > room:
+            return rows
+        return self.sizes[at]
 
     def _check(self, q_lens: np.ndarray, lens: np.ndarray, common) -> None:
         """Compare the host's lengths of chunks with the device's, which waits for it: for tests."""
