@@ -98,7 +98,7 @@ def test_steps_of_all_kinds_of_rows(name, sinks, q_len):
               for fresh in (127, 129, 300, store.slots + 1)]
     step = step_of([*decode, *chunks, (0, 0), (0, 0)], missing=((2, 0), (4, 0), (20, 0), (21, 1)))
     items = check(store, step, len(decode), padding=5)
-    assert {stores for *_, stores in items} == {0, 1} and len(items) > 25
+    assert {stores for *_, stores in items} == {0, 1} and len(items) > 20
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -114,7 +114,7 @@ def test_more_rows_than_threads_and_items_than_room():
     rows = [(int(n), int(draw.integers(0, 3))) for n in draw.integers(0, 300, 1029)]
     rows[1025:1027] = (100, 260), (128, 1)
     store, step = geometry("k4v4", q_len=4), step_of(rows)
-    assert len(check(store, step, 1025)) > 10
+    assert len(check(store, step, 1025)) >= 10
     check(store, step, 1025, max_items=4)
 
 
