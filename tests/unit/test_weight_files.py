@@ -219,7 +219,7 @@ def tensors_changed(folder: Path, change) -> None:
     (lambda state: state.update({f"{NAME}.codes": state[f"{NAME}.codes"][:1].clone()}), r"codes: got torch.uint8 \["),
     (lambda state: state.update({f"{NAME}.scales": state[f"{NAME}.scales"].half()}), "scales: got torch.float16"),
     (lambda state: state[f"{NAME}.header"].fill_(-1), "layout version -1"),
-    (lambda state: state.update({f"{NAME}.header": torch.zeros(2, 2)}), r"got a header torch.float32 \[2, 2\]"),
+    (lambda state: state.update({f"{NAME}.header": torch.zeros(2, 2)}), r"of a header torch.float32 \[2, 2\]"),
 ])
 def test_what_changes_in_a_models_tensors_is_seen(model, change, words):
     tensors_changed(model, change)

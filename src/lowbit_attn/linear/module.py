@@ -66,7 +66,8 @@ class VQLinear(nn.Module):
         """VersionError unless a header, by default this module's own, says what the module is."""
         header, mine = self.header if header is None else header, self._header()
         if header.is_floating_point() or header.is_complex() or header.shape != (len(mine),):
-            raise VersionError(f"weights: got a header {header.dtype} {list(header.shape)}, supported: int32 "
+            version = "none" if not header.numel() else f"of a header {header.dtype} {list(header.shape)}"
+            raise VersionError(f"weights: got layout version {version}, supported: {VERSION}, in a header int32 "
                                f"[{len(mine)}]; quantize the model again")
         if (got := header.tolist()) == mine:
             return
