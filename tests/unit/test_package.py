@@ -22,8 +22,8 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
-     "entries", "cache.view", "progress", "tensor_file", "dealing"),
-    ("agreement", "codebooks", "formats", "linear", "reference"),
+     "entries", "cache.view", "progress", "tensor_file"),
+    ("agreement", "dealing", "codebooks", "formats", "linear", "reference"),
     ("cache.rope",),
     ("cache.attached", "cache.significance", "levels.frames"),
     ("cache.saved", "cache.backend", "levels.policy"),
