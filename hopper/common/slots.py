@@ -6,7 +6,7 @@ Slots have two halves, which calls take in turn. A rank writes a half again two 
 other's number of the call between, which that rank pushed after it had read this half. Numbers are counted by the
 device, a row's own, so a call may be captured and replayed as often as it likes.
 
-A rank that does not come is given up after ``LOOKS`` looks at a slot, about ten minutes: the kernel stops with an
+A rank that does not come is given up after ``POLLS`` reads of a slot, about ten minutes: the kernel stops with an
 error, which the host's next call of CUDA raises.
 """
 
@@ -16,7 +16,7 @@ from cutlass import Int64, Uint32
 from lowbit_attn.device import ptx
 
 SLOT_BYTES = 8
-LOOKS = 0x8000_0000  # each takes a read of L2, 0.3 us or so
+POLLS = 0x8000_0000  # each takes a read of L2, 0.3 us or so
 LOW_WORD = 0xFFFF_FFFF
 
 
@@ -42,11 +42,11 @@ def wait(at: Int64, number: Uint32) -> Uint32:
 
 @cute.jit
 def wait_from(found: Int64, at: Int64, number: Uint32) -> Uint32:
-    """As ``wait``, after a first look that found this; stops the kernel after ``LOOKS`` more."""
-    looks = Uint32(0)
+    """As ``wait``, after a first look that found this; stops the kernel after ``POLLS`` more."""
+    polls = Uint32(0)
     while Uint32(found >> 32) != number:
         found = load_slot(at)
-        looks += Uint32(1)
-        if looks == Uint32(LOOKS):
+        polls += Uint32(1)
+        if polls == Uint32(POLLS):
             ptx.trap()
     return Uint32(found & Int64(LOW_WORD))

@@ -84,8 +84,8 @@ def test_a_rank_that_the_others_do_not_join_waits(scratch):
 
 
 def test_a_rank_that_does_not_come_is_given_up(scratch, monkeypatch):
-    """The kernel stops with an error after so many looks, rather than never."""
-    monkeypatch.setattr(slots, "LOOKS", 1)
+    """The kernel stops with an error after so many polls, rather than never."""
+    monkeypatch.setattr(slots, "POLLS", 1)
     text = ptx_of(kernels.trace(kernels.exchange_key("sm_90a", "float16", 64)), "sm_90a", scratch)
     of_ranks = Ranks(text, torch.randn(2, 1, 1, 1, 64).half(), 1)
     cta = ptx.Cta(of_ranks.program, of_ranks.parameters(0), of_ranks.memory.memory, (0, 0, 0), (1, 1, 1))

@@ -23,9 +23,8 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 LAYERS = (
     ("atomic_file", "errors", "extras"),
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
-     "entries", "cache.view", "progress", "tensor_file", "dealing", "text_file", "tokenizing", "model_dtype",
-     "model_layers"),
-    ("agreement", "codebooks", "formats", "linear", "reference"),
+     "entries", "cache.view", "progress", "tensor_file", "text_file", "tokenizing", "model_dtype", "model_layers"),
+    ("agreement", "dealing", "codebooks", "formats", "linear", "reference"),
     ("cache.rope",),
     ("cache.attached", "cache.significance", "levels.frames"),
     ("cache.saved", "cache.backend", "levels.policy"),
