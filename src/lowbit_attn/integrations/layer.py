@@ -84,7 +84,8 @@ class LowBitLayer(BaseLayer):
         if key_states.shape != value_states.shape:
             raise NotImplementedError(f"value_states: got {list(value_states.shape)} beside keys of "
                                       f"{list(key_states.shape)}; supported: K and V of one shape")
-        if not self.is_initialized or (self.length == 0 and self.made_for != self._kind(key_states)):
+        # in this order: a compiled step must not be bound to a length
+        if not self.is_initialized or (self.made_for != self._kind(key_states) and self.length == 0):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
             raise ValueError(f"key_states: got batch {key_states.shape[0]}, supported: {self.batch_size}, the batch "
