@@ -219,7 +219,7 @@ def make_plan(buffers: PlanBuffers, q_lens: np.ndarray, seq_lens: np.ndarray, th
 def _decode_rows(q_lens: np.ndarray, rows: int, most: int, bucket: Callable[[int], int], lists: _Lists):
     """(live, rows, q_len, tokens, number of gather, of scatter) of decode rows; None if there are none.
 
-    Queries of rows that are alike are read where they lie, so there may be as many rows as have ``most`` tokens; those of
+    Queries of rows that are alike are read where they lie, so rows * q_len is at most ``most``; those of
     others are gathered, for as many rows as ``bucket`` says.
     """
     live = len(q_lens)

@@ -130,7 +130,7 @@ def test_steps_of_one_kind(monkeypatch):
 def test_each_further_pass_is_three_launches(monkeypatch):
     """A context beyond the workspace, and rings of more chunks than it holds."""
     one = launches_of([1, 300], [5, 900], 4096, monkeypatch)
-    more = launches_of([1, 300], [5, 900], 600, monkeypatch)
+    more = launches_of([1, 300], [5, 900], 900, monkeypatch)
     assert one == ["copy", "append", "decode", "fill", "varlen"]
     assert more == [*one, "fill", "varlen", "merge"]
     logits = launches_of([1, 300], [5, 900], 4096, monkeypatch, sink_logits=True)
