@@ -41,7 +41,7 @@ def job(model: str | Path, rounds: list[list[list[int]]], dtype: str | None = No
     """An engine of its own, and what it is asked: rounds of prompts (token ids), one round after the other.
 
     dtype: a KV cache dtype of lowbit_attn; None: the engine's own cache. scored: also the perplexity of each prompt.
-    codebooks: a file or folder of them; None: what the model's folder has. is_static: even steps go as they do on a
+    codebooks: a file or folder of them; None: what the model's folder has. is_static: steps go by plans, as on a
     GPU. options: of vllm.LLM.
     """
     variables = dict(LOWBIT_ATTN_VLLM=dtype, VLLM_KV_CACHE_LAYOUT=layout,
@@ -80,9 +80,7 @@ def answer(asked: dict) -> dict:
         if value is not None:
             os.environ[name] = value
     if asked["is_static"]:
-        from lowbit_attn.integrations.vllm.adapter import LowBitBuilder
-
-        LowBitBuilder.is_static = True
+        _plan_steps()
     options = dict(dtype="float32", max_model_len=2048, enforce_eager=True, max_num_seqs=8, block_size=128,
                    max_num_batched_tokens=256, disable_log_stats=False, skip_tokenizer_init=True) | asked["options"]
     llm = LLM(asked["model"], **options)
@@ -100,6 +98,19 @@ def answer(asked: dict) -> dict:
     found["metrics"] = {name.removeprefix("vllm:"): value for name, value in metrics.items()
                         if any(part in name for part in COUNTED)}
     return found
+
+
+def _plan_steps() -> None:
+    """Let steps go by plans, as on a GPU, with torch in the place of kernels and of FlashAttention."""
+    import torch
+
+    from lowbit_attn.integrations.vllm import adapter, gpu
+    from unit.mixed import varlen
+
+    adapter.LowBitBuilder.is_planned = True
+    gpu.varlen, gpu.copy_to = varlen, lambda device: lambda array: torch.from_numpy(array).clone()
+    gpu.workspace = lambda shape, dtype: tuple(torch.full((WORKSPACE, *shape[1:]), torch.nan, dtype=dtype)
+                                               for _ in range(2))
 
 
 def _gap(step: dict) -> float:

@@ -1,6 +1,6 @@
 """The plug-in's classes as they are on a GPU, without one: vLLM 0.33's platform is told that it has one.
 
-Metadata are made of tensors without values, so that a look at one by the host would be seen.
+Metadata of the device are tensors without values, so that a look at one by the host would be seen.
 """
 
 import json
@@ -32,7 +32,7 @@ CAPABILITY = tuple(map(int, sys.argv[1].split(".")))
 vllm.platforms._current_platform = Gpu()
 assert vllm.platforms.current_platform.is_cuda()
 from vllm.v1.attention.backend import AttentionCGSupport
-from lowbit_attn.integrations.vllm import adapter, gpu, names
+from lowbit_attn.integrations.vllm import adapter, gpu, names, plans
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 backend, found = adapter.LowBitBackend, dict(arch=gpu.arch(), name=adapter.LowBitBackend.get_name())
@@ -43,31 +43,49 @@ asked = dict(head_size=128, kv_cache_dtype="lowbit_k4v4", block_size=128, use_ml
              device_capability=DeviceCapability(*CAPABILITY))
 found["reasons"] = {str(dtype): backend.validate_configuration(dtype=dtype, **asked)
                     for dtype in (torch.bfloat16, torch.float32)}
-found["dense"] = adapter.LowBitImpl.dense is gpu.dense
 config = Some(parallel_config=Some(decode_context_parallel_size=1, prefill_context_parallel_size=1,
                                    tensor_parallel_size=1, pipeline_parallel_size=1),
               speculative_config=Some(method="ngram", num_speculative_tokens=3), kv_transfer_config=None,
               cache_config=Some(block_size=256, enable_prefix_caching=False, kv_cache_dtype_skip_layers=None),
-              scheduler_config=Some(disable_hybrid_kv_cache_manager=False, max_num_seqs=8),
+              scheduler_config=Some(disable_hybrid_kv_cache_manager=False, max_num_seqs=8,
+                                    max_num_batched_tokens=2048),
               model_config=Some(dtype=torch.bfloat16),
-              compilation_config=Some(static_forward_context={"layer": Some(impl=adapter.LowBitImpl.__new__(
-                  adapter.LowBitImpl)), "ring": Some(rows=None)}))
+              compilation_config=Some(use_inductor_graph_partition=False, cudagraph_capture_sizes=[1, 2, 4, 8]))
 engine = adapter.engine_of(config)
-found["refused"] = names.why_not(names.parse("lowbit_k4v4"), engine, names.Layer(128, 8, num_heads=32))
-backend.served = names.parse("lowbit_kitty-pro")
+layer = names.Layer(128, 8, num_heads=32)
+found["refused"] = names.why_not(names.parse("lowbit_k4v4"), engine, layer)
+config.compilation_config.use_inductor_graph_partition = True
+found["unsafe"] = names.why_not(names.parse("lowbit_k4v4"), adapter.engine_of(config), layer)
+config.compilation_config.use_inductor_graph_partition = False
+served = backend.served = names.parse("lowbit_kitty-pro")
+ring = Some(rings=lambda: torch.empty(9, 2, 8, served.sinks + 320, 128, device="meta"))
+config.compilation_config.static_forward_context = {"layer": Some(impl=Some(ring=ring, served=served)),
+                                                    "ring": Some(rows=None)}
+launched = []
+plans.launch = lambda plan, step: launched.append((plan.decode and plan.decode.live, plan.tokens))
+gpu.copy_to = lambda device: lambda array: torch.from_numpy(array)
 with FakeTensorMode() as mode:
     builder = adapter.LowBitBuilder(None, ["layer"], config, torch.device("cpu"))
     rings = adapter.RingBuilder(None, ["ring"], config, torch.device("cpu"))
-    for rows, q_len, tokens in ((4, 4, 16), (4, 4, 13), (4, 1, 4), (2, 9, 18), (9, 1, 9)):
-        common = Some(block_table_tensor=torch.empty(rows, 40, dtype=torch.int32), num_reqs=rows, max_query_len=q_len,
-                      seq_lens=torch.empty(rows, dtype=torch.int32), num_actual_tokens=tokens,
-                      query_start_loc=torch.empty(rows + 1, dtype=torch.int32))
-        even = builder.build(0, common).even
+found["threshold"] = [builder.reorder_batch_threshold, rings.reorder_batch_threshold]
+for q_lens, lens, tokens in (([4] * 3 + [0], [9, 9, 9, 0], 16), ([1, 2, 4], [50, 60, 70], 7), ([1, 300], [77, 900], 301),
+                             ([5, 700], [5, 700], 705)):
+    rows, starts = len(q_lens), torch.tensor([0, *q_lens]).cumsum(0).int()
+    with FakeTensorMode():
+        device = dict(block_table_tensor=torch.empty(8, 40, dtype=torch.int32)[:rows],
+                      seq_lens=torch.empty(rows, dtype=torch.int32), query_start_loc=torch.empty(rows + 1).int())
+    common = Some(num_reqs=rows, max_query_len=max(q_lens), num_actual_tokens=tokens, query_start_loc_cpu=starts,
+                  seq_lens_cpu_upper_bound=torch.tensor(lens, dtype=torch.int32), **device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        plan = builder.build(0, common).plan
         rings.build(0, common)
-        found.setdefault("even", []).append(even and even.q_len)
-        assert even is None or even.buffers is builder.buffers
-    found["stays"] = config.compilation_config.static_forward_context["ring"].rows is rings.rows
-    found["null_pages"] = builder.buffers.null_pages
+    decode = plan.decode
+    found.setdefault("plans", []).append([decode and [decode.live, decode.rows, decode.q_len, decode.gather is not None],
+                                          [[part.max_q, part.max_k, part.is_direct] for part in plan.passes]])
+    assert plan.buffers is builder.planner.buffers
+found["launched"] = launched
+found["stays"] = config.compilation_config.static_forward_context["ring"].rows is rings.rows
+found["null_pages"] = builder.planner.buffers.layout.null_pages
 print("FOUND " + json.dumps(found))
 """
 
@@ -82,9 +100,13 @@ def classes(capability: str) -> dict:
 def test_hopper():
     found = classes("9.0")
     assert found["arch"] == "hopper" and found["name"] == "CUSTOM" and found["support"] == [True, True]
-    assert found["dense"] and not found["refused"]
+    assert not found["refused"] and found["threshold"] == [4, None]
+    assert found["unsafe"] == ["use_inductor_graph_partition: supported: off, since it changes the order in which steps "
+                               "store and read tokens"]
     assert found["reasons"] == {"torch.bfloat16": [], "torch.float32": ["dtype not supported"]}
-    assert found["even"] == [4, None, 1, None, None], "rows alike and few enough"
+    assert found["plans"] == [[[3, 4, 4, False], []], [[3, 4, 4, True], []], [[1, 1, 1, False], [[300, 900, False]]],
+                              [None, [[700, 700, True]]]]
+    assert found["launched"] == [[3, 16], [3, 7], [1, 301], [None, 705]]
     assert found["stays"] and found["null_pages"] == 2
 
 
