@@ -65,9 +65,9 @@ def test_drafts_are_taken_back_in_several_crops():
     attend(layer, steps_of(120, 1), Attention())
     before = [x.clone() for x in layer.kv.gather(0)]
     attend(layer, steps_of(DRAFTS, 2), Attention(), DRAFTS)
-    for tokens_to_remove in (-2, -4, -6):
+    for tokens_to_remove in (-2, torch.tensor(-4), -6):  # a tensor from older transformers
         layer.crop(tokens_to_remove)
-    assert layer.length == 120 and all(map(torch.equal, layer.kv.gather(0), before))
+    assert layer.length == 120 and isinstance(layer.length, int) and all(map(torch.equal, layer.kv.gather(0), before))
     with pytest.raises(NotImplementedError, match="crop: got -1 with max_q_len = 1"):
         layer.crop(-1)
 

@@ -431,7 +431,7 @@ class LowBitLayer(BaseLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens: those of the last step if it was of drafts, else max_q_len - 1 at
         most."""
-        drop = -tokens_to_remove
+        drop = -int(tokens_to_remove)  # a tensor, of transformers before 5.20
         if drop == 0 or self.length == 0:
             return
         held = min(self.length - pad for pad in self.pads)

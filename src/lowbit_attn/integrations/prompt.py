@@ -199,6 +199,7 @@ class PromptLayer(LowBitLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens, as in LowBitLayer; before the codebooks, a reset is supported."""
+        tokens_to_remove = int(tokens_to_remove)
         if self.tail is not None or self.length == 0 or tokens_to_remove == 0:
             return super().crop(tokens_to_remove)
         if not self.rows:
