@@ -22,6 +22,7 @@ MARK = "ANSWER "
 DRAFTS = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3,
                                       prompt_lookup_min=1))
 PRIVATE = dict(enable_prefix_caching=False)
+WORKSPACE = 400  # tokens of the workspace of steps by plans: contexts of some hundred take several passes
 NEAR_TIE = 0.1  # nats that the first of two tokens is ahead, where 8 bits may pick the other
 COUNTED = ("preempt", "prefix_cache", "spec_decode")  # parts of the names of metrics that an answer has
 
@@ -104,11 +105,12 @@ def _plan_steps() -> None:
     """Let steps go by plans, as on a GPU, with torch in the place of kernels and of FlashAttention."""
     import torch
 
-    from lowbit_attn.integrations.vllm import adapter, gpu
+    from lowbit_attn.integrations.vllm import adapter, gpu, plans
     from unit.mixed import varlen
 
     adapter.LowBitBuilder.is_planned = True
     gpu.varlen, gpu.copy_to = varlen, lambda device: lambda array: torch.from_numpy(array).clone()
+    plans.workspace_tokens = lambda tokens: WORKSPACE
     gpu.workspace = lambda shape, dtype: tuple(torch.full((WORKSPACE, *shape[1:]), torch.nan, dtype=dtype)
                                                for _ in range(2))
 

@@ -44,6 +44,7 @@ asked = dict(head_size=128, kv_cache_dtype="lowbit_k4v4", block_size=128, use_ml
 found["reasons"] = {str(dtype): backend.validate_configuration(dtype=dtype, **asked)
                     for dtype in (torch.bfloat16, torch.float32)}
 config = Some(parallel_config=Some(decode_context_parallel_size=1, prefill_context_parallel_size=1,
+                                   cp_kv_cache_interleave_size=1, enable_dbo=False,
                                    tensor_parallel_size=1, pipeline_parallel_size=1),
               speculative_config=Some(method="ngram", num_speculative_tokens=3), kv_transfer_config=None,
               cache_config=Some(block_size=256, enable_prefix_caching=False, kv_cache_dtype_skip_layers=None),
