@@ -104,9 +104,9 @@ def answer(asked: dict) -> dict:
 def _plan_steps() -> None:
     """Let steps go by plans, as on a GPU, with torch in the place of kernels and of FlashAttention."""
     import torch
+    from unit.mixed import varlen
 
     from lowbit_attn.integrations.vllm import adapter, gpu, plans
-    from unit.mixed import varlen
 
     adapter.LowBitBuilder.is_planned = True
     gpu.varlen, gpu.copy_to = varlen, lambda device: lambda array: torch.from_numpy(array).clone()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from perf_scripts import script
 
 from lowbit_attn import support
 
@@ -125,20 +126,18 @@ def test_first_number_is_the_results():
     assert sentence in " ".join(README.read_text().split())
 
 
-def test_rows_of_the_engine_are_cells_of_its_tables():
-    """README's columns are some of docs/serving.md's, which perf/engine_table.py makes."""
-    found = re.findall(r"<!-- engine: begin \(python perf/engine_table.py (steps|largest)(?: --gpu (H200))?\) -->\n"
-                       r"(.*?)<!-- engine: end -->", (ROOT / "docs/serving.md").read_text(), re.S)
-    cells = {(name, gpu or "H100"): {row[0]: row for row in ([cell.strip() for cell in line.strip("|").split("|")]
-                                                             for line in table.splitlines())}
-             for name, gpu, table in found}
-    head, _, *rows = re.search(r"\| ms a token, x 16 bit.*?\n\n", README.read_text(), re.S)[0].strip().splitlines()
-    assert head.count("|") == 6 and len(rows) == 5
-    for row in rows:
-        what, *shown = [cell.strip() for cell in row.strip("|").split("|")]
-        dtype, gpu = re.match(r"(\w+(?:-\w+)*).*, (H[12]00)$", what).groups()
-        time, most = cells["steps", gpu][dtype], cells.get(("largest", gpu), {}).get(dtype, ["-"] * 5)
-        assert shown == [time[2], time[4], time[5], most[4]], what
+def test_rows_of_the_closed_loop_are_measured():
+    """README's table and docs/serving.md's are what perf/serve_table.py makes of the newest lines."""
+    with script("serve_table") as table:
+        assert f"\n\n{table.readme('H200')}\n\n" in README.read_text(), "python perf/serve_table.py readme"
+        shown = re.search(r"<!-- serve: begin \(python perf/serve_table.py loads\) -->\n(.*?)\n<!-- serve: end -->",
+                          (ROOT / "docs/serving.md").read_text(), re.S)[1]
+        assert shown == table.loads("H200"), "python perf/serve_table.py loads"
+        newest = table.cases("H200")
+    for lines in newest.values():
+        for line in lines.values():
+            assert line.get("syncs_per_mixed_step", 0) <= 0.25, "of vLLM's own, as with auto"
+            assert line.get("launches_per_mixed_step", 0) < 32 * 8 + 300
 
 
 MOST_LINES, MOST_WORDS, INSTALL_BY = 130, 30, 40

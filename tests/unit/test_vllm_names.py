@@ -93,6 +93,26 @@ def test_a_gpu_serves_what_has_kernels(arch):
         assert f"format {name}: no kernel on {arch} reads its codebooks yet" in missing[name]
 
 
+def test_a_layer_that_stays_in_16_bit_is_not_packed():
+    """vLLM gives a layer that --kv-cache-dtype-skip-layers names to this backend with the dtype auto."""
+    with pytest.raises(NotImplementedError, match="--kv-cache-dtype-skip-layers: a layer of dtype auto"):
+        names.check_dtype("auto", "lowbit_k4v4")
+    names.check_dtype("lowbit_k4v4", "lowbit_k4v4")
+    names.check_dtype("auto", "auto")  # the variable says the dtype
+
+
+def test_settings_that_change_the_order_of_steps_and_many_drafts_are_refused():
+    served, layer = names.parse("lowbit_k4v4"), names.Layer(128, 8, num_heads=32)
+    gpu = dict(device="cuda", arch="hopper", dtype=torch.bfloat16)
+    reason, = names.why_not(served, names.Engine(**gpu, unsafe=("--enable-dbo",)), layer)
+    assert reason.startswith("--enable-dbo: supported: off")
+    reason, = names.why_not(served, names.Engine(**gpu, drafts="ngram", num_drafts=16), layer)
+    assert reason == "--speculative-config with 16 drafts: supported on a GPU: up to 15"
+    reason, = names.why_not(served, names.Engine(**gpu, drafts="draft_model", num_drafts=15), layer)
+    assert reason.endswith("up to 14")
+    assert not names.why_not(served, names.Engine(**gpu, drafts="ngram", num_drafts=15), layer)
+
+
 def test_every_refusal_is_documented():
     text = (ROOT / "docs/serving.md").read_text()
     for flag in ("--block-size", "--no-enable-prefix-caching", "--disable-hybrid-kv-cache-manager", "LBHNC",
