@@ -59,7 +59,7 @@ config.compilation_config.use_inductor_graph_partition = True
 found["unsafe"] = names.why_not(names.parse("lowbit_k4v4"), adapter.engine_of(config), layer)
 config.compilation_config.use_inductor_graph_partition = False
 served = backend.served = names.parse("lowbit_kitty-pro")
-ring = Some(rings=lambda: torch.empty(9, 2, 8, served.sinks + 320, 128, device="meta"))
+ring = Some(name_of=adapter.RING, rings=lambda: torch.empty(9, 2, 8, served.sinks + 320, 128, device="meta"))
 config.compilation_config.static_forward_context = {"layer": Some(impl=Some(ring=ring, served=served)),
                                                     "ring": Some(rows=None)}
 launched = []

@@ -173,7 +173,7 @@ class LowBitBuilder(AttentionMetadataBuilder[LowBitMetadata]):
                                *dealt(self.engine))
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
         return Planner(where, self.max_rows, self.max_tokens, self.engine.max_q_len, sizes, self.device,
-                       gpu.copy_to(self.device))
+                       gpu.copy_to(self.device), impl.ring.name_of == DRAFT_RING)
 
 
 class LowBitBackend(AttentionBackend):

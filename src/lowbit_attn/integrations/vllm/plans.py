@@ -19,21 +19,22 @@ class Planner:
 
     where: of the layers' stores. rows, tokens: the most of a step. threshold: the most new tokens of a decode row.
     sizes: rows for which CUDA graphs are captured, ascending: other steps use the same sizes, so that few kernel
-    launches are planned.
+    launches are planned. is_draft: of a draft model, whose rows have a token more than the lengths that vLLM has on the
+    host: its steps with chunks read the device's lengths, and wait for them.
     """
 
     def __init__(self, where: TokenLayout, rows: int, tokens: int, threshold: int, sizes: Sequence[int],
-                 device: torch.device, copy: Callable[[np.ndarray], torch.Tensor]):
+                 device: torch.device, copy: Callable[[np.ndarray], torch.Tensor], is_draft: bool = False):
         self.buffers = PlanBuffers(where, rows, tokens, device)
         self.threshold, self.sizes, self.copy = threshold, sorted(sizes), copy
-        self.capacity = workspace_tokens(tokens)
+        self.capacity, self.is_draft = workspace_tokens(tokens), is_draft
 
     def plan(self, step: Step, common) -> BatchPlan:
         """The plan of a step, entered into the buffers. common: vLLM's CommonAttentionMetadata; of its lengths on the
         host those of rows with more than ``threshold`` new tokens are exact."""
         q_lens = np.diff(common.query_start_loc_cpu.numpy())
-        lens = common.seq_lens_cpu_upper_bound
         has_chunks = bool((q_lens > self.threshold).any())
+        lens = common.seq_lens.cpu() if has_chunks and self.is_draft else common.seq_lens_cpu_upper_bound
         if lens is None and has_chunks:
             raise RuntimeError("lowbit_attn: this vLLM gives no sequence lengths on the host for a step with chunks of "
                                "prompts, supported: vLLM 0.33")
