@@ -97,11 +97,11 @@ def test_mixed_steps(name, sinks, seed):
     assert {"unlike", (True, False, False), (False, False, False)} <= seen
 
 
-@pytest.mark.parametrize("rank,world", [(0, 1), (0, 3), (2, 3)])
+@pytest.mark.parametrize("rank,world", [(0, 1), (0, 3), (1, 3)])
 def test_what_the_plan_says(rank, world, seed):
     """Counters of decode rows are those of ``counters``; all other rows are empty."""
     whole = store_of("k4v4", 0)
-    store = PagedStore(whole.format, whole.pool, whole.rings, 0, None, NULL_PAGES, rank, world)
+    store = PagedStore(whole.format, whole.pool[:, :1], whole.rings[:, :, :1], 0, None, NULL_PAGES, rank, world)
     draw = torch.Generator().manual_seed(seed)
     buffers, ended = buffers_of(store, ROWS + 3, 64), 0
     buffers.read.fill_(77)
