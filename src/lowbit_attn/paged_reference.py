@@ -1,4 +1,4 @@
-"""In torch, on any device and slowly: what the kernels of a serving step do (``paged_kernels``).
+"""In torch, on a CPU and slowly: what the kernels of a serving step do (``paged_kernels``).
 
 Each method is the reference of one kernel. They look at values on the host, so they serve CPUs and tests.
 """
@@ -15,6 +15,7 @@ from lowbit_attn.precision import on_own_defaults
 class TorchOps:
     """The kernels of a store's steps, in torch."""
 
+    @on_own_defaults
     def plan(self, buffers: PlanBuffers, step: Step, decode_rows: int, tokens: int) -> None:
         """Enter a step into the buffers, whose first ``decode_rows`` rows attend by decode."""
         where, rows = buffers.layout, len(step.seq_lens)
@@ -72,6 +73,7 @@ class TorchOps:
                 if slot >= 0 and rings[row] > NULL:
                     store.rings[rings[row], :, :, slot] = entered[token]
 
+    @on_own_defaults
     def copy(self, store: PagedStore, step: Step, items: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
              keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy 16-bit tokens of the step, of sinks and of rings to keys, values [tokens, num_heads_kv, head_dim]."""
@@ -85,6 +87,7 @@ class TorchOps:
                 out[at : at + count] = {OWN: lambda: new[token], SINKS: lambda: ring[token],
                                         RING: lambda: ring[token % slots + store.sinks]}[source]()
 
+    @on_own_defaults
     def fill(self, store: PagedStore, step: Step, items: torch.Tensor, keys: torch.Tensor,
              values: torch.Tensor) -> None:
         """Dequantize pages into keys, values [tokens, num_heads_kv, head_dim], rounded once."""

@@ -21,7 +21,8 @@ SOURCES = {"lowbit_attn": ROOT / "src/lowbit_attn", "lowbit_attn.hopper": ROOT /
 # Folders and files of the package, from the lowest: each imports from lower lines alone, and from itself. A folder's
 # part that is named apart is not in it. "": the public names, lowbit_attn/__init__.py
 LAYERS = (
-    ("atomic_file", "errors", "extras"),
+    ("errors",),
+    ("atomic_file", "extras"),
     ("_private", "_version", "layout", "checks", "precision", "cache.journal", "cache.pages", "toolchain", "closure",
      "entries", "cache.view", "progress", "tensor_file", "text_file", "tokenizing", "model_dtype", "model_layers"),
     ("agreement", "dealing", "codebooks", "formats", "linear", "reference"),
