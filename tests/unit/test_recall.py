@@ -56,7 +56,8 @@ class Oracle(torch.nn.Module):
     def __init__(self, known: dict[str, str], tokenizer):
         super().__init__()
         self.known, self.tokenizer = known, tokenizer
-        self.config = type("Config", (), dict(_attn_implementation="eager", head_dim=64))()
+        self.config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=1, head_dim=64,
+                                               attn_implementation="eager")
 
     def set_attn_implementation(self, name):
         self.config._attn_implementation = name
