@@ -83,7 +83,8 @@ def test_pieces_are_one_archive(bundle, tmp_path):
 
 def test_kernels_of_every_served_step(bundle):
     keys = bundle.kernels_of(("k4v4", "kcq4vcq2"))
-    assert {key.op for key in keys} == {"decode", "paged_plan", "paged_append", "paged_copy", "paged_fill", "merge_rows"}
+    assert {key.op for key in keys} == {"decode", "paged_plan", "paged_append", "paged_copy", "paged_fill",
+                                        "merge_rows"}
     assert {key.schedule for key in keys if key.op == "decode"} >= {"splits", "stream"}
     assert {key.head_dim for key in keys if key.op != "paged_plan"} == {64, 128}
     assert {key.dtype for key in keys if key.op != "paged_plan"} == {"bfloat16"}

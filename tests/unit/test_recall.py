@@ -83,7 +83,8 @@ class Letters:
         return "".join(chr(i) for i in ids)
 
 
-def test_all_digits_must_be_right():
+def test_all_digits_must_be_right(monkeypatch):
+    monkeypatch.setattr(task, "new_cache", lambda options, model, tokens: None)  # the oracle reads none
     made, tokenizer = task.contexts(PROSE, 20), Letters()
     codes = {word: code for context in made for word, code in context.codes.items()}
     for wrong in (0, 5, len(codes)):

@@ -25,8 +25,8 @@ SHAPELESS = re.compile(r"norm|drop|bias|implementation|softcap|scal|moe|expert|m
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention layers of a model: ``layers`` with K and V of their own, their num_heads, num_heads_kv and head_dim,
-    and how many of them (``sliding_layers``) see the last ``sliding_window`` tokens. other_layers: those without.
+    """The attention layers of a model: ``layers`` with K and V of their own, with num_heads, num_heads_kv and head_dim,
+    of which ``sliding_layers`` see the last ``sliding_window`` tokens. other_layers: those without K and V.
     context: the longest sequence, None where it is not told. mixed: all layers by shape where they differ in more; the
     other numbers are then those of the layers that keep all tokens, or of the first.
     """

@@ -61,7 +61,8 @@ def check(layers: Iterable[nn.Module]) -> None:
                 raise ValueError(f"model: got {name} of layer {index}, a {type(module).__name__} of {weight.dtype} on "
                                  f"{weight.device}, supported: floating point weights in memory, not quantized yet")
             if not weight.isfinite().all():
-                raise ValueError(f"model: layer {index}: {name}: w: got a NaN or an infinity, supported: finite weights")
+                raise ValueError(f"model: layer {index}: {name}: w: got a NaN or an infinity, supported: finite "
+                                 "weights")
             first = found.setdefault(id(weight), f"layer {index}")
             if first != f"layer {index}":
                 raise ValueError(f"model: layer {index} shares {name} with {first}, supported: layers with weights of "
