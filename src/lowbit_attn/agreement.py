@@ -57,7 +57,8 @@ class Agreement:
     def _compare(self, call: str, facts: dict, error: Exception | None) -> None:
         """Raise RankError unless all ranks say the same; a rank that refused raises its own error instead."""
         digest = int.from_bytes(blake2b(repr((call, facts)).encode(), digest_size=8).digest(), signed=True)
-        own, every = torch.tensor([error is not None, digest]), torch.empty(self.world, 2, dtype=torch.int64)
+        own, every = (torch.tensor([error is not None, digest], device="cpu"),
+                      torch.empty(self.world, 2, dtype=torch.int64, device="cpu"))
         start, said = time.monotonic(), [None] * self.world
         try:
             dist.all_gather(list(every), own, group=self.group)

@@ -15,8 +15,9 @@ NULL_PAGES = 2
 
 
 def geometry(name: str, sinks: int = 0, q_len: int = 1, rank: int = 0, world: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(format=FORMATS[name], sinks=sinks, slots=ring_slots(FORMATS[name], q_len), rank=rank,
-                           world=world, null_pages=NULL_PAGES)
+    fmt = FORMATS[name]
+    return SimpleNamespace(format=fmt, window_k=fmt.window_k, window_v=fmt.window_v, sinks=sinks,
+                           slots=ring_slots(fmt, q_len), rank=rank, world=world, null_pages=NULL_PAGES)
 
 
 def step_of(rows: list[tuple[int, int]], world: int = 1, missing: tuple[tuple[int, int], ...] = (),
