@@ -13,7 +13,7 @@ from tiny_models import build, tokens  # noqa: E402
 
 from lowbit_attn.integrations import hf  # noqa: E402
 
-RUNS = int(os.environ.get("LOWBIT_ATTN_ASSISTED_RUNS", "24"))  # of 200 that were run once; any number may be
+RUNS = int(os.environ.get("LOWBIT_ATTN_ASSISTED_RUNS", "24"))  # any number may be run
 # Two logits closer than this part of the logits' standard deviation may change places: parts of a step are summed in
 # another order than single steps. A token that was read from 16 bit instead of a page moves logits 100 times as far.
 TIE = 1e-4
