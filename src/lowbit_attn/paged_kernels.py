@@ -34,9 +34,6 @@ class KernelOps:
         for name in ("sink_k", "sink_v", "ring_k", "ring_v"):
             check_whole_accesses(name, getattr(view, name))
 
-    def plan(self, buffers: PlanBuffers, step: Step, decode_rows: int, tokens: int) -> None:
-        launch_plan(buffers, step, decode_rows, tokens)
-
     def append(self, store: PagedStore, buffers: PlanBuffers, step: Step, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store new tokens k, v [tokens, num_heads_kv, head_dim], and pack the blocks that end in the step."""
         kernel, arguments = self._append
@@ -82,11 +79,6 @@ class KernelOps:
     @cached_property
     def _merge(self) -> Callable:
         return loader.load(kernels.merge_rows_key(self.target, self.dtype, self.head_dim))
-
-    def ready(self) -> None:
-        """Load, or build, all kernels that steps with chunks launch beside decode."""
-        for _ in (self._append, self._copy, self._fill, self._merge):
-            pass
 
     @property
     def _pool(self) -> tuple[torch.Tensor, torch.Tensor]:

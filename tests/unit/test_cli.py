@@ -350,7 +350,7 @@ def test_suggest_json():
     (("--ctx", "128K", "--format", "k4v5"), "did you mean k4v4"),
     (("--ctx", "many"), "ctx: got 'many'"),
     (("--ctx", "1K", "--heads", "9"), "heads: got 9"),
-    (("--ctx", "1K", "--batch", "0"), "'--batch': "),
+    (("--ctx", "1K", "--batch", "0"), "'--batch': Input should be greater than or equal to 1"),
     (("--ctx", "1K", "--sinks", "9" * 20), f"sinks: got {'9' * 20}, supported: 0 to"),
     (("--ctx", "9" * 30), "ctx: got"),
 ])
